@@ -81,7 +81,7 @@ def _parts(first: str) -> Callable[[click.Context, str], Iterator[str]]:
 def _steps(first: str) -> Callable[[click.Context, str], Iterator[str]]:
     def found(ctx: click.Context, _: str) -> Iterator[str]:
         from ckptconv.formats.registry import is_gathering
-        from ckptconv.io.local import place_of
+        from ckptconv.io.places import place_of
 
         folder = next(path for path in _inputs(ctx, first) if path.is_dir())
         inside = sorted(folder.iterdir())[:_MOST_STEPS]

@@ -134,14 +134,14 @@ def add_module(**given: Any) -> None:
 
 def _convert(given: dict[str, Any], wrappers: str) -> None:
     from ckptconv.convert.job import Job
-    from ckptconv.support.choices import refuse_no_output
+    from ckptconv.support.choices import refuse_no_path
 
     refuse_missing(given)
     spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
     with errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
     with errors_shown(given["as_json"]), spool as output:
-        refuse_no_output(
+        refuse_no_path(
             **{
                 name: path
                 for name in ("output", "save_mapping")

@@ -13,7 +13,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats import safetensors, torch_legacy, torch_tar, torch_zip
@@ -21,7 +20,7 @@ from ckptconv.formats.registry import open_source
 from ckptconv.formats.zip_archive import is_zip, read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
 from ckptconv.io.guarded import unguarded
-from ckptconv.io.local import place_of
+from ckptconv.io.location import Location
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_names import COPIES
 from ckptconv.objects.torch_read import Window
@@ -104,9 +103,9 @@ def _refuse_lost(plan: ConversionPlan) -> None:
         )
 
 
-def refuse_unwritten(file: PlannedFile, written: Path) -> None:
+def refuse_unwritten(file: PlannedFile, written: Location) -> None:
     """Refuse a written torch file whose pickle, counted, does not name all that was planned."""
-    source, named = place_of(written).open(), NamedStorages()
+    source, named = written.open(), NamedStorages()
     try:
         _count(source, named)
     finally:

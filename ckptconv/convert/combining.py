@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeAlias
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
@@ -18,7 +18,7 @@ from ckptconv.formats.registry import open_certain
 from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import KEEP, STRIP, KeyMap, KeyRules, map_keys
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.choices import refuse_no_flag, refuse_no_output, refuse_no_paths
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_paths
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
@@ -49,7 +49,7 @@ class Part:
     state dict that these are of, under its new names, and what else the source has.
     """
 
-    path: Path
+    path: PurePath
     values: Mapping[str, Node]
     found: StateDict
     renamed: KeyMap
@@ -149,7 +149,7 @@ def merged_plan(
     _refuse_mapping(request)
     with _opened(sources, output, request, only=only, force=force) as (opened, parts):
         values: dict[str, Node] = {}
-        owners: dict[str, Path] = {}
+        owners: dict[str, PurePath] = {}
         for part, named in zip(parts, names, strict=True):
             for key, value in part.values.items():
                 new = prefix.get(named, "") + key
@@ -241,7 +241,7 @@ def _opened(
     if isinstance(sources, (str, bytes, os.PathLike)):
         raise OptionRefused("sources is one path", hint="give a list of two or more")
     refuse_no_paths("sources", sources)
-    refuse_no_output(output=output)
+    refuse_no_path(output=output)
     refuse_no_flag(force=force)
     if len(sources) < 2:
         raise OptionRefused(

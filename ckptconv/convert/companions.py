@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 
 from ckptconv.convert.beside import Beside, Companion, LeftFile
 from ckptconv.io.destination import Destination
-from ckptconv.io.local import place_of
 from ckptconv.io.location import Location, read_small
+from ckptconv.io.places import place_of
 from ckptconv.io.source import CHUNK
 from ckptconv.support.errors import (
     CheckpointError,
@@ -77,13 +77,13 @@ def is_companion(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() not in _CODE | _WEIGHTS and bool(_PEOPLE(name))
 
 
-def companions(home: Location, read: Sequence[Path]) -> Beside:
+def companions(home: Location, read: Sequence[PurePath]) -> Beside:
     """The files of the folder `home` that belong to a model, by name; `read` are those of the
     checkpoint itself.
 
     Raises `LimitExceeded` for a file that is larger than such a file is.
     """
-    own = {Path(os.path.abspath(path)) for path in read}  # noqa: PTH100 (links are not followed)
+    own = {place_of(path).absolute.path for path in read}
     copied: list[Companion] = []
     left: list[LeftFile] = []
     for name, place in _candidates(home):
@@ -195,13 +195,13 @@ def _compare(item: Companion, made: Location) -> None:
         raise VerificationFailed("its copy differs from it", path=item.place.path)
 
 
-def home_of(path: Path, read: Sequence[Path]) -> Location:
+def home_of(path: PurePath, read: Sequence[PurePath]) -> Location:
     """The folder that a checkpoint lies in: itself, or that of the first file that is `read`."""
     place = place_of(path)
     return place.absolute if place.is_folder() else place_of(read[0]).absolute.parent
 
 
-def name_notes(read: Path, output: Path) -> Iterator[str]:
+def name_notes(read: PurePath, output: PurePath) -> Iterator[str]:
     """Tell of weights whose name a program looks for, and that the output gives another name.
 
     `read` is the file that they were in.

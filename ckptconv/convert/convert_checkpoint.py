@@ -12,7 +12,7 @@ from ckptconv.convert.options import Options, Tied, Words
 from ckptconv.formats.registry import Named
 from ckptconv.formats.target_format import Target
 from ckptconv.keys.key_map import KeyRules
-from ckptconv.support.choices import refuse_no_flag, refuse_no_output, spelling_checked
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.progress import OnProgress
 from ckptconv.tree.settling import Unknown
 
@@ -70,7 +70,7 @@ def convert_checkpoint(
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
     given = locals()
-    refuse_no_output(output=output)
+    refuse_no_path(output=output)
     refuse_no_flag(force=force, fsync=fsync, verify=verify)
     options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
     job = Job(source, output, options, tag=tag, force=force, fsync=fsync, verify=verify)

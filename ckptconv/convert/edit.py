@@ -24,15 +24,20 @@ from ckptconv.formats.safetensors_output import entries_seen
 from ckptconv.io.destination import check_output
 from ckptconv.io.hidden_folders import remove_leftovers
 from ckptconv.io.in_place import undo_unfinished, write_first_bytes
-from ckptconv.io.local import place_of
 from ckptconv.io.location import read_start, require
 from ckptconv.io.outputs import file_output
+from ckptconv.io.places import local_path, place_of
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.io.staging import folder_held, sync_file
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.mappings import MappedKeys
 from ckptconv.keys.rule_files import mapping_text
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
+from ckptconv.support.choices import (
+    refuse_elsewhere,
+    refuse_no_flag,
+    refuse_no_path,
+    spelling_checked,
+)
 from ckptconv.support.errors import (
     CheckpointError,
     OutputRefused,
@@ -137,6 +142,7 @@ def edit(
     >>> edit("model.safetensors", metadata="license=mit", rename="old.=new.")  # doctest: +SKIP
     """
     refuse_no_path(path=path)
+    refuse_elsewhere("is edited where it lies, which is not this machine", path=path)
     words = Options(
         keys=keys,
         rules=rules,
@@ -352,7 +358,7 @@ def _write_again(
             draft.stream.finish()
             draft.commit()
         meter.finish()
-        made = draft.place.path
+        made = local_path(draft.place, "is edited on this machine only")
         _check_header(made, plan.changed.header, path)
         if verify:
             _compare(source, start, made, len(plan.head), path)

@@ -16,9 +16,10 @@ from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_over
 from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
-from ckptconv.io.local import place_of
+from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_nbytes, folder_output, set_output
-from ckptconv.io.staging import ShardSet
+from ckptconv.io.places import local_path, place_of
+from ckptconv.io.staging import ShardNames
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
 from ckptconv.support.progress import Meter, OnProgress, Phase, Phases
@@ -116,7 +117,7 @@ def hand_over_plan(
             replace(plan, mapping=None), fsync=False, verify=verify, on_progress=on_progress
         )
         meter = Meter("deliver", plan.nbytes, on_progress)
-        deliver(plan.output, meter)
+        deliver(local_path(place_of(plan.output), ""), meter)
         meter.finish()
         put_mapping()
     return result
@@ -163,7 +164,7 @@ def _destination(plan: ConversionPlan, *, force: bool, fsync: bool) -> Destinati
         return file_output(place, force=force, fsync=fsync, size=plan.nbytes)
     return set_output(
         place,
-        _shard_set(plan),
+        _shard_names(plan),
         in_folder=plan.in_folder,
         force=force,
         fsync=fsync,
@@ -188,8 +189,9 @@ def _make_files(
         _make_file(file, draft, tally, checksums, fsync=fsync, phases=phases, written=written)
         if file is plan.index:
             continue
-        made = draft.place.path
-        plan.target.check_written(made, file.path, len(file.layout.items))
+        made = draft.place
+        if (path := made.local()) is not None:
+            plan.target.check_written(path, file.path, len(file.layout.items))
         if verify:
             with phases.timed("verify"):
                 verified += verify_file(plan, file, made, compared)
@@ -244,16 +246,16 @@ def _make_file(
             draft.commit()
 
 
-def _shard_set(plan: ConversionPlan) -> ShardSet:
+def _shard_names(plan: ConversionPlan) -> ShardNames:
     index, raw = plan.index, plan.index.layout.items[0].values if plan.index else b""
     assert isinstance(raw, bytes)
-    return ShardSet(
-        shards=[file.path for file in plan.files],
-        index=index.path if index else None,
-        earlier=lambda: earlier_files(plan.output),
+    return ShardNames(
+        shards=[file.path.name for file in plan.files],
+        index=index.path.name if index else None,
+        earlier=lambda: [path.name for path in earlier_files(plan.output)],
         moved_index=lambda folder: moved_index(raw, folder),
-        claimed=[index_path(plan.output)],
-        companions=[plan.folder / item.name for item in plan.beside.copied],
+        claimed=[index_path(plan.output).name],
+        companions=[item.name for item in plan.beside.copied],
     )
 
 
@@ -303,11 +305,11 @@ def _write_folder(
         refuse_changed(plan.inputs)
         made = output.folder()
         with phases.timed("write"):
-            plan.target.make_folder(plain.place.path, made, plan.output)
+            plan.target.make_folder(local_path(plain.place, ""), made, plan.output)
         _copy_companions(plan, output, written, phases, verify=verify)
         written.finish()
         plain.discard()
-        verified = verify_folder(plan, made, phases) if verify else None
+        verified = verify_folder(plan, LocalPlace(made), phases) if verify else None
         result = _result(plan, tally, verified, folder_nbytes(made))
         with phases.waiting(plan.nbytes, wanted=fsync):
             output.commit(plan.inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from ckptconv.convert.notes import (
@@ -46,7 +46,7 @@ from ckptconv.tree.strays import settle_strays
 
 
 def plan_flat(
-    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request, *, in_folder: bool
+    checkpoint: Checkpoint, output: PurePath, to: TargetFormat, options: Request, *, in_folder: bool
 ) -> ConversionPlan:
     """An output that holds just the tensors of one state dict: safetensors, or shards of either
     format.
@@ -175,7 +175,7 @@ def _lay_out(
 
 
 def _split(
-    output: Path,
+    output: PurePath,
     kept: Sequence[NamedTensor],
     lay_out: Callable[[Sequence[NamedTensor]], Layout],
     limit: int | None,
@@ -222,7 +222,7 @@ def _same_storage(ref: TensorRef) -> Hashable:
 
 
 def _planned(
-    path: Path, part: Sequence[NamedTensor], lay_out: Callable[[Sequence[NamedTensor]], Layout]
+    path: PurePath, part: Sequence[NamedTensor], lay_out: Callable[[Sequence[NamedTensor]], Layout]
 ) -> PlannedFile:
     return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 

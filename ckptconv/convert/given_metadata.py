@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ckptconv.io.local import place_of
 from ckptconv.io.location import read_small
+from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, OptionRefused, printable
 from ckptconv.support.json_text import read_object
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
@@ -14,8 +13,7 @@ from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.planner import plan_conversion, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import Named, open_certain
-from ckptconv.io.destination import check_output
-from ckptconv.support.choices import refuse_no_flag, refuse_no_output
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.limits import Limits, held, in_force
 from ckptconv.support.progress import OnProgress
@@ -43,7 +41,7 @@ class Job:
     limits: Limits = field(default_factory=in_force)
 
     def __post_init__(self) -> None:
-        refuse_no_output(output=self.output)
+        refuse_no_path(output=self.output)
         refuse_no_flag(force=self.force, fsync=self.fsync, verify=self.verify)
         kinds = (("options", (Options, Request)), ("limits", (Limits,)))
         for name, wanted in kinds:
@@ -65,7 +63,7 @@ class Job:
         if request.shard_bytes is None:
             check_place(self.output, request.to, force=self.force)
         if request.save_mapping is not None:
-            check_output(Path(request.save_mapping), force=self.force)
+            check_place(request.save_mapping, None, force=self.force)
 
     @contextlib.contextmanager
     def planned(self, request: Request) -> Iterator[ConversionPlan]:

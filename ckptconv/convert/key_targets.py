@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ckptconv.convert.named_models import model_shapes
 from ckptconv.formats.registry import open_certain
-from ckptconv.io.local import place_of
 from ckptconv.io.location import read_small
+from ckptconv.io.places import place_of
 from ckptconv.keys.fits import Shape, Shapes, Ties
 from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import (

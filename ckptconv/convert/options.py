@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
@@ -24,7 +23,6 @@ from ckptconv.support.choices import (
     UNKNOWN,
     plain_name,
     refuse_no_flag,
-    refuse_no_output,
     refuse_no_path,
     refuse_no_tags,
     refuse_no_text,
@@ -59,7 +57,7 @@ class Request:
     tied: Tied = "alias"
     unknown: Unknown = "refuse"
     max_shard_size: int | None = None
-    save_mapping: Path | None = None
+    save_mapping: str | os.PathLike[str] | None = None
     fit_to: KeyTarget | None = None
     edits: tuple[Edit, ...] = ()
     keep_dtype: tuple[str, ...] = ()
@@ -188,9 +186,7 @@ class Options:
                 if (path := getattr(self, name)) is not None
             }
         )
-        refuse_no_output(
-            **({} if self.save_mapping is None else {"save_mapping": self.save_mapping})
-        )
+        refuse_no_path(**({} if self.save_mapping is None else {"save_mapping": self.save_mapping}))
         refuse_no_flag(
             reverse=self.reverse,
             drop_unexpected=self.drop_unexpected,
@@ -229,7 +225,7 @@ class Options:
             unknown=self.unknown,
             max_shard_size=shard_limit(self.max_shard_size),
             with_files=self.with_files,
-            save_mapping=None if self.save_mapping is None else Path(self.save_mapping),
+            save_mapping=self.save_mapping,
             fit_to=fit_to,
             edits=edits_of(listed(self.drop)),
             keep_dtype=listed(self.keep_dtype),

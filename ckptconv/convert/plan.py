@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from ckptconv.convert.beside import Beside
@@ -29,7 +29,7 @@ from ckptconv.tree.settling import Rewritten, Skipped
 class PlannedFile:
     """One file of an output: its path, its bytes, its tensors by the paths that they will have."""
 
-    path: Path
+    path: PurePath
     layout: Layout
     tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
 
@@ -40,11 +40,11 @@ def _gone(*_: object) -> Any:
     raise CheckpointError("the plan was pickled, so its files are not open", hint=hint)
 
 
-def _told_file(file: PlannedFile | None) -> tuple[Path, int] | None:
+def _told_file(file: PlannedFile | None) -> tuple[PurePath, int] | None:
     return None if file is None else (file.path, file.layout.nbytes)
 
 
-def _file_again(told: tuple[Path, int] | None) -> PlannedFile | None:
+def _file_again(told: tuple[PurePath, int] | None) -> PlannedFile | None:
     return None if told is None else PlannedFile(told[0], Layout((), told[1], _gone, _gone), _gone)
 
 
@@ -96,10 +96,10 @@ class ConversionPlan:
     after); `tied` maps dropped names to the kept one (safetensors).
     """
 
-    source: Path
+    source: PurePath
     source_format: str
     source_nbytes: int
-    output: Path
+    output: PurePath
     to: Target
     files: tuple[PlannedFile, ...]
     index: PlannedFile | None
@@ -127,7 +127,7 @@ class ConversionPlan:
     beside: Beside = Beside()  # noqa: RUF009 (frozen)
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> PurePath:
         """The folder that the output is, or lies in."""
         return self.output if self.target.is_folder else self.output.parent
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
+from pathlib import PurePath
 
 from ckptconv.convert.beside import Beside
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld_metadata
@@ -33,10 +33,11 @@ from ckptconv.formats.layout import one_item
 from ckptconv.formats.target_format import TargetFormat
 from ckptconv.formats.torch_zip import Tree
 from ckptconv.io.guarded import check_places
+from ckptconv.io.places import place_of, resolved
 from ckptconv.io.source import Source
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
-from ckptconv.support.choices import refuse_no_output
+from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -67,7 +68,7 @@ def plan_conversion(
     >>> with open_checkpoint("in.pt") as checkpoint:  # doctest: +SKIP
     ...     execute_plan(plan_conversion(checkpoint, "out.safetensors", Options(dtype="bf16")))
     """
-    refuse_no_output(output=output)
+    refuse_no_path(output=output)
     return _planned(
         checkpoint,
         output,
@@ -85,7 +86,8 @@ def request_of(options: Options) -> Request:
 def _planned(
     checkpoint: Checkpoint, output: str | os.PathLike[str], options: Request
 ) -> ConversionPlan:
-    path, to = target(Path(output), options)
+    named = place_of(output)
+    path, to = target(named, options)
     try:
         with collector_paused(), held(checkpoint.limits):
             checkpoint = checkpoint.certain()
@@ -95,7 +97,7 @@ def _planned(
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
-                plan = plan_flat(checkpoint, path, to, options, in_folder=path != Path(output))
+                plan = plan_flat(checkpoint, path, to, options, in_folder=path != named.path)
             part = (
                 checkpoint.root
                 if options.only is None
@@ -121,7 +123,9 @@ def _planned(
                 plan = _with_files(plan)
             _refuse_lost_inputs(plan)
             return (
-                plan if options.save_mapping is None else _with_mapping(plan, options.save_mapping)
+                plan
+                if options.save_mapping is None
+                else _with_mapping(plan, place_of(options.save_mapping).path)
             )
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
@@ -138,7 +142,7 @@ def _with_files(plan: ConversionPlan) -> ConversionPlan:
         *dtype_notes(found.copied, sorted({after for _, after in plan.casts})),
         *name_notes(read[0], plan.output),
     ]
-    if plan.folder.resolve() == home.path.resolve():
+    if resolved(plan.folder) == resolved(home.path):
         notes.append(
             "the output is in the folder of the source, whose other files stay as they are"
         )
@@ -148,13 +152,13 @@ def _with_files(plan: ConversionPlan) -> ConversionPlan:
     return replace(plan, beside=found, notes=(*plan.notes, *notes))
 
 
-def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
+def _with_mapping(plan: ConversionPlan, path: PurePath) -> ConversionPlan:
     """The plan with the file beside its output that tells which key became which."""
     taken = {plan.source, plan.output, *(file.path for file in plan.files), *_files_of(plan.inputs)}
     if plan.index is not None:
         taken.add(plan.index.path)
     taken |= {plan.folder / item.name for item in plan.beside.copied}
-    if path.resolve() in {other.resolve() for other in taken}:
+    if resolved(path) in {resolved(other) for other in taken}:
         raise OutputRefused(
             "is the source or the output, so it cannot also be the mapping",
             path=path,
@@ -164,7 +168,7 @@ def _with_mapping(plan: ConversionPlan, path: Path) -> ConversionPlan:
     return replace(plan, mapping=PlannedFile(path, one_item("mapping", raw), lambda: iter(())))
 
 
-def _files_of(inputs: Sequence[Source]) -> set[Path]:
+def _files_of(inputs: Sequence[Source]) -> set[PurePath]:
     return {source.path for source in inputs}
 
 
@@ -178,16 +182,16 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
         *(file.path for file in plan.files),
         *(earlier_files(plan.output) if plan.is_sharded else ()),
     }
-    taken = {path.resolve() for path in paths} | paths
+    taken = {resolved(path) for path in paths} | paths
     names = {path.name for path in taken}
-    lost = [path for path in inputs if path.name in names and path.resolve() in taken]
+    lost = [path for path in inputs if path.name in names and resolved(path) in taken]
     if lost and len(lost) < len(inputs):
         what = "is one of the input files, and the others need it"
         raise OutputRefused(what, path=min(lost), hint="name another file or folder")
 
 
 def _plan_tree(
-    checkpoint: Checkpoint, output: Path, to: TargetFormat, options: Request, whole: Node
+    checkpoint: Checkpoint, output: PurePath, to: TargetFormat, options: Request, whole: Node
 ) -> ConversionPlan:
     """An output that holds a tree: all of the checkpoint, or one part; `whole` is the tree before
     the edits that were asked for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import PurePath
 
 from ckptconv.convert.options import Request
 from ckptconv.formats.outputs import (
@@ -14,24 +14,27 @@ from ckptconv.formats.outputs import (
     target_of_suffix,
 )
 from ckptconv.formats.target_format import Target, TargetFormat
-from ckptconv.io.destination import check_folder, check_output
+from ckptconv.io.location import Location
+from ckptconv.io.outputs import check_place_free
+from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.modules import flatten_modules
 
 
-def target(output: Path, options: Request) -> tuple[Path, TargetFormat]:
+def target(named: Location, options: Request) -> tuple[PurePath, TargetFormat]:
     """The file to write (of a sharded output the one that its shards and index are named after),
     and its format.
 
     The format is the one asked for, or the one that the name says; `CheckpointError` when it says
     nothing. A folder for shards gets the Hugging Face libraries' names.
     """
+    output = named.path
     if options.shard_bytes is None:
         return output, _target_format(output, options.to)
     if options.with_files:
-        _refuse_no_folder(output)
-    if output.is_dir() or not output.suffix:
+        _refuse_no_folder(named)
+    if not output.suffix or named.is_folder():
         found = FOR_FOLDERS if options.to is None else target_named(options.to)
         _refuse_unsplit(found, output, with_files=options.with_files)
         return output / found.shards_named, found
@@ -40,18 +43,18 @@ def target(output: Path, options: Request) -> tuple[Path, TargetFormat]:
     return output, found
 
 
-def _refuse_no_folder(output: Path) -> None:
+def _refuse_no_folder(named: Location) -> None:
     """Refuse a file as the place of files that go together."""
-    if not output.is_dir() and output.suffix:
+    if named.path.suffix and not named.is_folder():
         raise OutputRefused(
             "is the name of a file, but --with-files (with_files in code) puts several files "
             "beside each other",
-            path=output,
+            path=named.path,
             hint="name a folder, which may be new",
         )
 
 
-def _refuse_unsplit(found: TargetFormat, output: Path, *, with_files: bool) -> None:
+def _refuse_unsplit(found: TargetFormat, output: PurePath, *, with_files: bool) -> None:
     if not found.shards_named and with_files:
         what = f"{found.noun} does not stand in a folder of a model"
         raise CheckpointError(what, path=output, hint="leave --with-files out")
@@ -60,7 +63,7 @@ def _refuse_unsplit(found: TargetFormat, output: Path, *, with_files: bool) -> N
         raise CheckpointError(what, path=output, hint="leave --max-shard-size out")
 
 
-def _target_format(output: Path, to: Target | None) -> TargetFormat:
+def _target_format(output: PurePath, to: Target | None) -> TargetFormat:
     if to is not None:
         asked = target_named(to)
         _refuse_misnamed(output, asked)
@@ -72,7 +75,7 @@ def _target_format(output: Path, to: Target | None) -> TargetFormat:
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
 
 
-def _refuse_misnamed(output: Path, asked: TargetFormat) -> None:
+def _refuse_misnamed(output: PurePath, asked: TargetFormat) -> None:
     """Refuse a file whose name says another format than the one that was asked for."""
     said = claimant(output.suffix)
     if asked.is_folder or said in (None, asked):
@@ -94,4 +97,4 @@ def edits_for(to: TargetFormat, options: Request) -> tuple[Edit, ...]:
 def check_place(output: str | os.PathLike[str], to: Target | None, *, force: bool) -> None:
     """Raise `OutputRefused` where the one file or folder of an output may not be made."""
     is_folder = to is not None and target_named(to).is_folder
-    (check_folder if is_folder else check_output)(Path(output), force=force)
+    check_place_free(place_of(output), is_folder=is_folder, force=force)

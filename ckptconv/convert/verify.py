@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unwritten
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats.registry import open_certain
+from ckptconv.io.location import Location
 from ckptconv.objects.encodings import flat
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
@@ -19,7 +19,7 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import StateDict
 
 
-def verify_folder(plan: ConversionPlan, made: Path, phases: Phases) -> int:
+def verify_folder(plan: ConversionPlan, made: Location, phases: Phases) -> int:
     """Compare every tensor of a written folder with its source; returns how many there are."""
     meter = Meter("verify", plan.nbytes, phases.tell)
     with phases.timed("verify"):
@@ -28,7 +28,7 @@ def verify_folder(plan: ConversionPlan, made: Path, phases: Phases) -> int:
     return count
 
 
-def verify_file(plan: ConversionPlan, file: PlannedFile, written: Path, meter: Meter) -> int:
+def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, meter: Meter) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
     target = plan.target

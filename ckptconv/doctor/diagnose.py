@@ -18,8 +18,8 @@ from ckptconv.doctor.model_symptoms import MODEL_CHECKS
 from ckptconv.doctor.unopened import unopened
 from ckptconv.formats.registry import Named, checkpoints_of, open_certain
 from ckptconv.inspect.facts import inspect_checkpoint
-from ckptconv.io.local import place_of
 from ckptconv.io.location import require
+from ckptconv.io.places import place_of
 from ckptconv.support.choices import (
     refuse_no_flag,
     refuse_no_path,

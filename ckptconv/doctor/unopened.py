@@ -12,7 +12,7 @@ from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding
 from ckptconv.formats.registry import open_certain
 from ckptconv.formats.strangers import stranger_of
-from ckptconv.io.local import place_of
+from ckptconv.io.places import place_of
 from ckptconv.support.errors import (
     CheckpointError,
     IncompleteCheckpoint,

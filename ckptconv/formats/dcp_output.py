@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ckptconv.formats.layout import Layout
@@ -67,7 +67,7 @@ class DcpFolder(TargetFormat):
         """The plain torch file of which the folder is made."""
         return TORCH.lay_out_tree(tree, cast, retag)
 
-    def make_folder(self, plain: Path, folder: Path, name: Path) -> None:
+    def make_folder(self, plain: Path, folder: Path, name: PurePath) -> None:
         write_dcp(plain, folder, name)
 
 
@@ -80,7 +80,7 @@ def _is_dict(root: Node) -> bool:
     return type(root) is Call and type(plain_form(root)) is Dict
 
 
-def write_dcp(plain: Path, folder: Path, name: Path) -> None:
+def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
     """Save what the torch file `plain` holds, a dict, into `folder`, in this process alone; it will
     be known as `name`.
 

@@ -13,12 +13,12 @@ import json
 import posixpath
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from ckptconv.io.destination import output_errors
-from ckptconv.io.local import place_of
 from ckptconv.io.location import Location, read_small
+from ckptconv.io.places import place_of
 from ckptconv.support.choices import not_one
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.json_text import read_object
@@ -95,7 +95,7 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
     )
 
 
-def shard_paths(output: Path, count: int) -> list[Path]:
+def shard_paths(output: PurePath, count: int) -> list[PurePath]:
     """The paths of `count` shards of the output `output`; one is the output itself.
 
     >>> [path.name for path in shard_paths(Path("model.safetensors"), 2)]
@@ -109,12 +109,12 @@ def shard_paths(output: Path, count: int) -> list[Path]:
     ]
 
 
-def index_path(output: Path) -> Path:
+def index_path(output: PurePath) -> PurePath:
     """Where the index of the output `output` stands."""
     return output.with_name(f"{output.name}.index.json")
 
 
-def earlier_files(output: Path) -> list[Path]:
+def earlier_files(output: PurePath) -> list[PurePath]:
     """The files of a sharded output `output` that are there already: itself, its index, and shards
     of any number.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ckptconv.formats import zip_archive
 from ckptconv.formats.layout import Layout, WriteItem
@@ -59,7 +59,7 @@ class NpzFile(TargetFormat):
     ) -> Layout:
         return lay_out_arrays([(key, dtype, ref.shape, ref) for key, ref, dtype in tensors])
 
-    def check_written(self, written: Path, name: Path, count: int) -> None:
+    def check_written(self, written: Path, name: PurePath, count: int) -> None:
         """Let numpy read the directory that was written, without unpickling anything."""
         import numpy as np
 

@@ -39,8 +39,8 @@ from ckptconv.formats.zip_archive import is_zip, open_archive
 from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
 from ckptconv.formats.zip_records import Records
 from ckptconv.io.files import FilePool
-from ckptconv.io.local import place_of
 from ckptconv.io.location import Location
+from ckptconv.io.places import place_of
 from ckptconv.io.source import Source
 from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.choices import (
@@ -166,16 +166,19 @@ def open_checkpoint(
     return asked.opened()
 
 
-def open_certain(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+def open_certain(
+    path: Named | Location, *, tag: str | None = None, whole_modules: bool = False
+) -> Checkpoint:
     """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it."""
     return _asked(path, tag, whole_modules=whole_modules).opened()
 
 
-def _asked(path: Named, tag: str | None, *, whole_modules: bool) -> _Asked:
-    refuse_no_paths("path", path)
+def _asked(path: Named | Location, tag: str | None, *, whole_modules: bool) -> _Asked:
+    if not isinstance(path, Location):
+        refuse_no_paths("path", path)
     refuse_no_text(tag=tag)
     refuse_no_flag(whole_modules=whole_modules)
-    named = [path] if isinstance(path, (str, os.PathLike)) else path
+    named = [path] if isinstance(path, (str, os.PathLike, Location)) else path
     paths = [place_of(item) for item in named]
     if not paths:
         raise UnsupportedCheckpoint("no file was given")

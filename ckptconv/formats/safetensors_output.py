@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ckptconv.formats.layout import Layout
@@ -83,7 +83,7 @@ class SafetensorsFile(TargetFormat):
     ) -> Layout:
         return lay_out_safetensors(tensors, metadata)
 
-    def check_written(self, written: Path, name: Path, count: int) -> None:
+    def check_written(self, written: Path, name: PurePath, count: int) -> None:
         """Let the safetensors library read the header that was written."""
         with _opened(written, name) as opened:
             seen = len(opened.keys())
@@ -94,7 +94,7 @@ class SafetensorsFile(TargetFormat):
 
 
 def entries_seen(
-    written: Path, name: Path
+    written: Path, name: PurePath
 ) -> tuple[dict[str, str] | None, dict[str, tuple[str, tuple[int, ...]]]]:
     """What the safetensors library sees in a file that will be `name`: its metadata, and the dtype
     and the shape of each tensor.
@@ -109,7 +109,7 @@ def entries_seen(
 
 
 @contextlib.contextmanager
-def _opened(written: Path, name: Path) -> Iterator[Any]:
+def _opened(written: Path, name: PurePath) -> Iterator[Any]:
     """A file as the safetensors library has it; `VerificationFailed` where it does not open it."""
     from safetensors import SafetensorError, safe_open
 

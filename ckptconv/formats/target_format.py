@@ -7,7 +7,7 @@ A new one is a class in a module of its own beside this one, an instance of it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -101,11 +101,11 @@ class TargetFormat:
         """A file that holds a tree, where it `holds_trees`."""
         raise NotImplementedError
 
-    def make_folder(self, plain: Path, folder: Path, name: Path) -> None:
+    def make_folder(self, plain: Path, folder: Path, name: PurePath) -> None:
         """Make an output that `is_folder` of the torch file `plain`; it will be known as `name`."""
         raise NotImplementedError
 
-    def check_written(self, written: Path, name: Path, count: int) -> None:
+    def check_written(self, written: Path, name: PurePath, count: int) -> None:
         """Have the format's own library look at a file of `count` tensors that will be `name`.
 
         Raises `VerificationFailed`.

@@ -12,7 +12,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from shlex import quote
 from types import TracebackType
 
@@ -243,7 +243,7 @@ def check_space(place: Path, size: int, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def output_errors(path: Path) -> Iterator[None]:
+def output_errors(path: PurePath) -> Iterator[None]:
     """Raise the block's `OSError`s as `OutputRefused` of `path`, of which nothing is there then."""
     try:
         yield

@@ -34,6 +34,8 @@ class FileSource(Source):
     It is never mapped, so a file that shrinks is an error.
     """
 
+    path: Path
+
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
         self.path = Path(path)
         self._fd = _open_regular(self.path) if fd is None else fd

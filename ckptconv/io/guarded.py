@@ -66,6 +66,11 @@ class GuardedSource(WrappedSource):
         self.check_all()
         return path if self._is_settled else None
 
+    def fetched_from(self, offset: int) -> tuple[Source, int] | None:
+        if self.inner.fetched_from(0) is None:
+            return None
+        return self.inner.fetched_from(self.place(offset))
+
     def data_from(self, offset: int) -> int:
         """`offset`: where a payload is expected tells nothing of the holes of `inner`."""
         return offset

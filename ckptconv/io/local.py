@@ -52,6 +52,9 @@ class LocalPlace(Location):
             return "file"
         return "folder" if stat.S_ISDIR(mode) else "other"
 
+    def local(self) -> Path | None:
+        return self.at
+
     def list(self) -> Sequence[LocalPlace]:
         return [self.child(name) for name in self.names()]
 
@@ -83,8 +86,3 @@ class LocalPlace(Location):
         return real.is_relative_to(folder) or (
             snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
         )
-
-
-def place_of(named: str | os.PathLike[str] | Location) -> Location:
-    """The place that the user named."""
-    return named if isinstance(named, Location) else LocalPlace(Path(named))

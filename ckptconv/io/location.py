@@ -7,8 +7,8 @@ a store would be another.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
 from typing import Literal
 
 from ckptconv.io.files import FilePool
@@ -30,7 +30,7 @@ class Location(ABC):
 
     @property
     @abstractmethod
-    def path(self) -> Path:
+    def path(self) -> PurePath:
         """How the user knows it: what errors name, and results tell."""
 
     @property
@@ -100,6 +100,15 @@ class Location(ABC):
     @abstractmethod
     def fingerprint(self) -> Fingerprint | None:
         """What tells the file from others, as `Source.fingerprint`; None where there is none."""
+
+    def local(self) -> Path | None:
+        """Its path, where it is a file or folder of this host that any library can open."""
+        return None
+
+    def foresee(self, places: Iterable[Location]) -> None:  # noqa: B027 (nothing is promised)
+        """Files of the same kind as this one are going to be opened one after the other: what can
+        be asked for at once, is.
+        """
 
     def alias_of(self) -> str | None:
         """The name in the same folder to which this is a link; None for anything else."""

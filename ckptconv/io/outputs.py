@@ -27,8 +27,9 @@ from ckptconv.io.files import let_go
 from ckptconv.io.hidden_folders import remove_leftovers, staging_folder
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
+from ckptconv.io.places import local_path
 from ckptconv.io.source import Source
-from ckptconv.io.staging import ShardSet, put_file, put_folder, put_new_folder, put_set
+from ckptconv.io.staging import ShardNames, ShardSet, put_file, put_folder, put_new_folder, put_set
 from ckptconv.support import platforms
 from ckptconv.support.signals import held_back
 
@@ -254,21 +255,47 @@ def folder_nbytes(folder: Path) -> int:
     return sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
 
 
+def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
+    """Raise `OutputRefused` where an output, a file or a folder, may not be made at `place`."""
+    if (path := place.local()) is not None:
+        (check_folder if is_folder else check_output)(path, force=force)
+        return
+    from ckptconv.io.remote.output import check_remote
+
+    check_remote(place, is_folder=is_folder, force=force)
+
+
 def file_output(place: Location, *, force: bool, fsync: bool, size: int) -> Destination:
     """One file at `place`."""
-    return FileOutput(place.path, force=force, fsync=fsync, size=size)
+    if (path := place.local()) is not None:
+        return FileOutput(path, force=force, fsync=fsync, size=size)
+    from ckptconv.io.remote.output import remote_output
+
+    return remote_output(place, force=force)
 
 
 def set_output(
-    place: Location, files: ShardSet, *, in_folder: bool, force: bool, fsync: bool, size: int
+    place: Location, files: ShardNames, *, in_folder: bool, force: bool, fsync: bool, size: int
 ) -> Destination:
     """Shards and an index, named after `place`; `in_folder`: in a folder that may be made."""
-    return SetOutput(place.path, files, in_folder=in_folder, force=force, fsync=fsync, size=size)
+    if (path := place.local()) is not None:
+        return SetOutput(
+            path,
+            files.in_folder(path.parent),
+            in_folder=in_folder,
+            force=force,
+            fsync=fsync,
+            size=size,
+        )
+    from ckptconv.io.remote.output import remote_output
+
+    return remote_output(place, force=force, files=files)
 
 
 def folder_output(place: Location, *, force: bool, fsync: bool, size: int) -> FolderOutput:
     """A folder at `place`, into which others write files of this host."""
-    return FolderOutput(place.path, force=force, fsync=fsync, size=size)
+    path = local_path(place, "a folder of this kind is made on this machine only")
+    return FolderOutput(path, force=force, fsync=fsync, size=size)
 
 
 def _close_replaced(inputs: Iterable[Source], paths: Callable[[], Iterable[Path]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from ckptconv.io.crc import crc32
 from ckptconv.support.errors import MalformedCheckpoint
@@ -30,7 +30,7 @@ class Source(ABC):
     can do, it says by the methods below, whose defaults promise nothing.
     """
 
-    path: Path
+    path: PurePath
     size: int
 
     @property
@@ -95,6 +95,12 @@ class Source(ABC):
         """Whether `read_into` may be called by several threads at once."""
         return False
 
+    def fetched_from(self, offset: int) -> tuple[Source, int] | None:
+        """The source over a network that the byte at `offset` comes from, and its place there: what
+        pays to be read ahead. None for one that is at hand.
+        """
+        return None
+
     # ----------------------------------------------------------------------- what became of it
 
     def check_unchanged(self) -> None:  # noqa: B027 (nothing is promised)
@@ -156,6 +162,9 @@ class WrappedSource(Source):
     def check_unchanged(self) -> None:
         self.inner.check_unchanged()
 
+    def fetched_from(self, offset: int) -> tuple[Source, int] | None:
+        return self.inner.fetched_from(offset)
+
     def let_go(self, replaced: Sequence[str]) -> None:
         self.inner.let_go(replaced)
 
@@ -214,6 +223,9 @@ class RangeSource(Source):
     def needs_closing(self) -> bool:
         return False
 
+    def fetched_from(self, offset: int) -> tuple[Source, int] | None:
+        return self._parent.fetched_from(self._start + offset)
+
     def check_unchanged(self) -> None:
         self._parent.check_unchanged()
 
@@ -227,7 +239,7 @@ class RangeSource(Source):
 class MemorySource(Source):
     """Bytes that are in memory already, such as an array that a pickle holds."""
 
-    def __init__(self, data: bytes, path: Path) -> None:
+    def __init__(self, data: bytes, path: PurePath) -> None:
         self.path, self.size = path, len(data)
         self._data = data
 

@@ -73,6 +73,31 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardNames:
+    """The files of a `ShardSet` by their names in a folder, wherever that is; companions may lie in
+    a folder in it.
+    """
+
+    shards: Sequence[str]
+    index: str | None
+    earlier: Callable[[], Sequence[str]]
+    moved_index: Callable[[str], bytes]
+    claimed: Sequence[str] = ()
+    companions: Sequence[str] = ()
+
+    def in_folder(self, folder: Path) -> ShardSet:
+        """The files in a folder of this host."""
+        return ShardSet(
+            shards=[folder / name for name in self.shards],
+            index=None if self.index is None else folder / self.index,
+            earlier=lambda: [folder / name for name in self.earlier()],
+            moved_index=self.moved_index,
+            claimed=[folder / name for name in self.claimed],
+            companions=[folder / name for name in self.companions],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ShardSet:
     """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one
     file without an index. `claimed` are other names that must be free. `companions` are files that

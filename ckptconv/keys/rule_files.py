@@ -19,11 +19,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from ckptconv.io.local import place_of
 from ckptconv.io.location import read_small
+from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import RULE_WORDS, KeyRules, parse_rule
 from ckptconv.keys.mappings import Mapped, MappedKeys
 from ckptconv.keys.rules import Regex, Rename, Rule
@@ -75,8 +75,8 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     is asked of rules.
     """
     refuse_no_path(rules=path)
-    path = Path(path)
-    raw = read_small(place_of(path), "rules_bytes")
+    place = place_of(path)
+    path, raw = place.path, read_small(place, "rules_bytes")
     text = _text(raw, path)
     kind = path.suffix.lower()
     if kind not in _ENTRIES:
@@ -99,7 +99,7 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
 
 
-def _text(raw: bytes, path: Path) -> str:
+def _text(raw: bytes, path: PurePath) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -109,7 +109,7 @@ def _text(raw: bytes, path: Path) -> str:
 # -------------------------------------------------------------------------------------------- rules
 
 
-def _rules(entry: _Entry, path: Path) -> Iterator[Rule]:
+def _rules(entry: _Entry, path: PurePath) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
     if (
         not isinstance(entry.value, dict)
@@ -150,11 +150,11 @@ def _text_of(value: Any) -> str:
     return value
 
 
-def _refuse(path: Path, line: int | None, what: str, hint: str | None = None) -> NoReturn:
+def _refuse(path: PurePath, line: int | None, what: str, hint: str | None = None) -> NoReturn:
     raise KeyConflict(what, path=path, where=None if line is None else f"line {line}", hint=hint)
 
 
-def _listed(found: Any, path: Path) -> list[Any]:
+def _listed(found: Any, path: PurePath) -> list[Any]:
     """The list of rules in a document."""
     listed = found.get("rules") if isinstance(found, dict) else found
     if not isinstance(listed, list) or not listed:
@@ -162,7 +162,7 @@ def _listed(found: Any, path: Path) -> list[Any]:
     return listed
 
 
-def _json_entries(text: str, path: Path) -> list[_Entry]:
+def _json_entries(text: str, path: PurePath) -> list[_Entry]:
     try:
         listed = _listed(json.loads(text, object_pairs_hook=_unique), path)
     except json.JSONDecodeError as error:
@@ -211,7 +211,7 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def _toml_entries(text: str, path: Path) -> list[_Entry]:
+def _toml_entries(text: str, path: PurePath) -> list[_Entry]:
     try:
         import tomllib
     except ImportError:  # before python 3.11
@@ -241,7 +241,7 @@ def _toml_entries(text: str, path: Path) -> list[_Entry]:
 _MOST_DOTS = 100
 
 
-def _refuse_dots(text: str, path: Path) -> None:
+def _refuse_dots(text: str, path: PurePath) -> None:
     """Refuse a dotted name of very many parts: tomllib's time grows with their square, and no rule
     has such a name.
     """
@@ -255,7 +255,7 @@ def _refuse_dots(text: str, path: Path) -> None:
 _NAME_ENDS = re.compile(r"[=,\[\]{}]").split
 
 
-def _yaml_entries(text: str, path: Path) -> list[_Entry]:
+def _yaml_entries(text: str, path: PurePath) -> list[_Entry]:
     try:
         import yaml
     except ImportError:
@@ -294,7 +294,7 @@ class _NoText:
         return self.text
 
 
-def _plain(node: Any, path: Path, seen: set[int]) -> Any:
+def _plain(node: Any, path: PurePath, seen: set[int]) -> Any:
     """A composed YAML node as lists, dicts and texts.
 
     Aliases, by which a few lines make billions of values, are refused.
@@ -355,7 +355,7 @@ def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
     return (json.dumps({_MAPPING: _VERSION, "state_dicts": listed}, indent=1) + "\n").encode()
 
 
-def _mapping(text: str, path: Path) -> tuple[MappedKeys, ...] | None:
+def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:
     """The mapping in a JSON text; None when it is something else."""
     try:
         found = json.loads(text)
@@ -376,7 +376,7 @@ def _mapping(text: str, path: Path) -> tuple[MappedKeys, ...] | None:
     return tuple(_mapped_keys(item, path) for item in listed)
 
 
-def _mapped_keys(item: Any, path: Path) -> MappedKeys:
+def _mapped_keys(item: Any, path: PurePath) -> MappedKeys:
     where, keys, left, modules = (
         item.get(name) if isinstance(item, dict) else None
         for name in ("path", "keys", "left_out", "modules")

@@ -21,7 +21,7 @@ from ckptconv.pickles.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Glo
 from ckptconv.support.choices import (
     plain_name,
     refuse_no_flag,
-    refuse_no_output,
+    refuse_no_path,
     refuse_no_text,
     spelling_checked,
 )
@@ -63,7 +63,7 @@ def save_portable(
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
     """
     rules = rules_of(keys)
-    refuse_no_output(path=path)
+    refuse_no_path(path=path)
     device, dtype = plain_name(device), plain_name(dtype)
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)

@@ -17,7 +17,7 @@ from ckptconv.keys.key_map import rules_of
 from ckptconv.pages.facts import PageFacts
 from ckptconv.pages.gather import facts_of, facts_of_both
 from ckptconv.pages.page import page_text
-from ckptconv.support.choices import refuse_no_flag, refuse_no_output, spelling_checked
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.errors import OutputRefused
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
@@ -68,7 +68,7 @@ def report(
 
     >>> report("model.pt", "model.html", values=True)  # doctest: +SKIP
     """
-    refuse_no_output(output=output)
+    refuse_no_path(output=output)
     refuse_no_flag(values=values, force=force)
     if against is not None:
         page, _ = report_difference(

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptconv.formats.folders.dcp_metadata import read_metadata
 from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.registry import open_file
-from ckptconv.io.local import place_of
+from ckptconv.io.places import place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
 from ckptconv.scan.findings import Sighting

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptconv.objects.threats import Verdict, judge_script_class
@@ -61,7 +61,7 @@ def _is_script(root: str, lower: Container[str]) -> bool:
     return root.endswith(".data/ts_code/") or any(root + mark in lower for mark in _MARKS)
 
 
-def old_code_records(model: bytes, name: str, names: Iterable[str], path: Path) -> list[str]:
+def old_code_records(model: bytes, name: str, names: Iterable[str], path: PurePath) -> list[str]:
     """The records of code that the ``model.json`` of before torch 1.4, the record `name`, speaks
     of.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import PurePosixPath
 from shlex import quote
 
 # C:/ is a drive
@@ -29,6 +30,25 @@ _SENDERS = {
     "gcs": "gcloud storage cp",
     "hf": "huggingface-cli upload",
 }
+
+
+class UrlPath(PurePosixPath):
+    """How a file elsewhere is called in errors and results: its address, without what is secret in
+    it. No function of the system opens it.
+
+    >>> path = UrlPath("s3://bucket/run/model.pt")
+    >>> str(path), path.name, str(path.parent / "a.json")
+    ('s3://bucket/run/model.pt', 'model.pt', 's3://bucket/run/a.json')
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        scheme, colon, rest = super().__str__().partition(":/")
+        return f"{scheme}://{rest}" if colon else scheme
+
+    def __fspath__(self) -> str:
+        return str(self)
 
 
 def address_in(path: object) -> str | None:

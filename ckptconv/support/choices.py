@@ -7,10 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from ckptconv.support.addresses import address_in, how_to_get, how_to_send
+from ckptconv.support.addresses import address_in, how_to_get
 from ckptconv.support.errors import (
     OptionRefused,
-    OutputRefused,
     UnknownOption,
     UnsupportedCheckpoint,
     printable,
@@ -75,26 +74,20 @@ def refuse_no_text(**given: object) -> None:
 
 def refuse_no_path(**given: object) -> None:
     """Raise `OptionRefused` unless each option names a file or a folder: an unset variable is not
-    the current folder.
-
-    The address of another machine is an `UnsupportedCheckpoint`.
+    the current folder. Addresses of other machines name files too.
     """
     for option, path in given.items():
-        if (address := _address(option, path)) is not None:
-            what = "is not on this machine, and files elsewhere are not read yet"
+        _refuse_odd(option, path)
+
+
+def refuse_elsewhere(what: str, **given: object) -> None:
+    """Raise `UnsupportedCheckpoint` for the address of another machine, of which `what` is said."""
+    for path in given.values():
+        if (address := address_in(path)) is not None:
             raise UnsupportedCheckpoint(what, path=address, hint=how_to_get(address))
 
 
-def refuse_no_output(**given: object) -> None:
-    """The same of files and folders that are to be written; an address is `OutputRefused`."""
-    for option, path in given.items():
-        if (address := _address(option, path)) is not None:
-            what = "is not on this machine, and files elsewhere are not written"
-            raise OutputRefused(what, path=address, hint=how_to_send(address))
-
-
-def _address(option: str, path: object) -> str | None:
-    """The address of another machine that is given for a path, if it is one."""
+def _refuse_odd(option: str, path: object) -> None:
     if hasattr(path, "read"):
         raise OptionRefused(
             f"{option}: an open file is not a path", hint="give the name of the file"
@@ -106,7 +99,6 @@ def _address(option: str, path: object) -> str | None:
             f"{option}={path!r:.100} holds a zero byte, so it is not a path",
             hint="name a file or a folder",
         )
-    return address_in(path)
 
 
 def refuse_no_paths(option: str, given: object) -> None:

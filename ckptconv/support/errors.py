@@ -153,6 +153,14 @@ def not_opened(
     return made
 
 
+class RemoteFailure(UnsupportedCheckpoint):
+    """A request to another machine failed. `passing`: another try, later, may succeed."""
+
+    def __init__(self, what: str, *, passing: bool = False, **told: Any) -> None:
+        super().__init__(what, **told)
+        self.passing = passing
+
+
 class IncompleteCheckpoint(UnsupportedCheckpoint):
     """The file of one rank without the others; the tensors are split over the files of all."""
 

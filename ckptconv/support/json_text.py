@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ckptconv.support.errors import malformed
 
 
-def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
+def read_object(raw: bytes, path: PurePath, where: str) -> dict[str, Any]:
     """The JSON object in `raw`; `MalformedCheckpoint` if it is another value or repeats a name."""
     refuse_crowded(raw, path, where)
     try:
@@ -21,7 +21,7 @@ def read_object(raw: bytes, path: Path, where: str) -> dict[str, Any]:
     return found
 
 
-def refuse_crowded(raw: bytes, path: Path, where: str | None) -> None:
+def refuse_crowded(raw: bytes, path: PurePath, where: str | None) -> None:
     """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as
     large in memory.
     """

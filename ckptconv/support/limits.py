@@ -99,6 +99,8 @@ class Limits:
     """Size of a file beside a model that `--with-files` copies (a large ``tokenizer.json`` has 35
     million).
     """
+    remote_seconds: float = 120.0
+    """Seconds for which a failing request to another machine is tried again."""
     rules_bytes: int = 100_000_000
     """Size of a file of key rules, or of a mapping."""
     regex_seconds: float = 10.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import printable
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -79,9 +80,11 @@ def part_text(path: str) -> str:
     return f"{bare} itself" if path.endswith(".") and path != "." else bare
 
 
-def look_hint(path: Path) -> str:
+def look_hint(path: PurePath) -> str:
     """The command that shows what a checkpoint holds; only a file has one of its own."""
-    name = f" {quoted(as_argument(path))}" if path.exists() else ""
+    name = (
+        f" {quoted(as_argument(path))}" if isinstance(path, UrlPath) or Path(path).exists() else ""
+    )
     return f"see what it holds with: ckptconv inspect{name}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from ckptconv.io.source import Source
@@ -67,7 +67,7 @@ class Checkpoint:
     before the payloads (`certain`). Use it as a context manager, or `close()` it.
     """
 
-    path: Path
+    path: PurePath
     container: Container
     root: Node
     nbytes: int

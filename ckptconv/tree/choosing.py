@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from ckptconv.pickles.nodes import Node, mapping_pairs, spoken
 from ckptconv.support.errors import AmbiguousStateDict, printable
@@ -38,7 +38,7 @@ from ckptconv.tree.walk import (
 )
 
 
-def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
+def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict:
     """The state dict at the path `only`, or the one that is the model.
 
     Raises `AmbiguousStateDict` if that is not clear.
@@ -67,7 +67,7 @@ def choose_state_dict(root: Node, only: str | None, path: Path) -> StateDict:
 
 
 def _no_state_dict(
-    part: FoundPart, surveyed: Survey, only: str | None, path: Path
+    part: FoundPart, surveyed: Survey, only: str | None, path: PurePath
 ) -> AmbiguousStateDict:
     """The error about a part without a state dict: what it is instead, and what could be taken."""
     what, hint = "no state dict (a dict of named tensors) was found in it", look_hint(path)
@@ -131,7 +131,7 @@ def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> I
         yield f"{name} holds {what}, as {producer.name} saves them"
 
 
-def _refuse_loss(chosen: Candidate, surveyed: Survey, base: str, path: Path) -> None:
+def _refuse_loss(chosen: Candidate, surveyed: Survey, base: str, path: PurePath) -> None:
     """Refuse a choice that leaves out what somebody may want.
 
     That is what stands above it, is more than it has, looks like a module's or like a copy of it,

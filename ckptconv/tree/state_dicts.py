@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from ckptconv.objects.held_tensors import holds_tensors
@@ -229,7 +229,7 @@ class FoundPart(NamedTuple):
     own_only: bool
 
 
-def find(root: Node, path: str, file: Path) -> Node:
+def find(root: Node, path: str, file: PurePath) -> Node:
     """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves.
 
     With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average,
@@ -242,7 +242,7 @@ def find(root: Node, path: str, file: Path) -> Node:
     return own_node(state_dict)
 
 
-def part_at(root: Node, only: str | None, file: Path) -> FoundPart:
+def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
     if not only or only == ".":
         return FoundPart("", root, only == ".")
     path = only.removesuffix(".")
@@ -274,7 +274,7 @@ def _at(root: Node, path: str) -> tuple[Node] | None:
     return None
 
 
-def _average(root: Node, file: Path) -> tuple[str, Node] | None:
+def _average(root: Node, file: PurePath) -> tuple[str, Node] | None:
     """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
     if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
@@ -304,7 +304,7 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
     return list(parts.values())
 
 
-def own_of(part: FoundPart, surveyed: Survey, file: Path) -> StateDict:
+def own_of(part: FoundPart, surveyed: Survey, file: PurePath) -> StateDict:
     """The tensors that stand in the dict of a part itself."""
     item = next((item for item in surveyed.found if item.place is None), None)
     if item is None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ckptconv.formats.npz_output import NPZ, bad_names, holds, lay_out_arrays
 from ckptconv.io.crc import crc32
-from ckptconv.io.local import place_of
 from ckptconv.io.outputs import file_output
+from ckptconv.io.places import place_of
 from ckptconv.support.errors import OptionRefused, OutputRefused, RefusedObject
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME, DType
@@ -34,8 +34,9 @@ def _written_type(item: NamedValue) -> DType:
 def refuse_source(output: Path | None, checkpoint: Checkpoint) -> None:
     """Raise `OutputRefused` for an output that is a file of the checkpoint itself."""
     for source in checkpoint.sources:
-        is_there = output is not None and output.exists() and source.path.exists()
-        if output is not None and is_there and output.samefile(source.path):
+        read = Path(source.path)
+        is_there = output is not None and output.exists() and read.exists()
+        if output is not None and is_there and output.samefile(read):
             raise OutputRefused(
                 "is the checkpoint that is read", path=output, hint="name another file"
             )
@@ -103,5 +104,6 @@ def write_npz(chosen: Sequence[tuple[NamedValue, Box]], output: Path, *, force: 
                 draft.stream.write(layout.trail(at, crcs[-1]))
             draft.stream.write(layout.ending(crcs))
             draft.commit()
-        NPZ.check_written(draft.place.path, output, len(chosen))
+        if (made := draft.place.local()) is not None:
+            NPZ.check_written(made, output, len(chosen))
         destination.commit()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
 from math import prod
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.support.errors import AmbiguousStateDict, OptionRefused, printable
@@ -30,7 +30,7 @@ _SPACES = re.compile(r"\s*(:)\s*")
 _MOST_DIGITS = 18
 
 
-def picked(found: NamedValues, name: str, path: Path) -> NamedValue:
+def picked(found: NamedValues, name: str, path: PurePath) -> NamedValue:
     """The tensor of this name, or the only one whose name ends in it, by whole words.
 
     Raises `AmbiguousStateDict` where there is none, or a choice.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ckptconv.support.errors import OptionRefused, printable
@@ -200,7 +200,7 @@ _MOST_VALUES = 1_000_000
 
 
 def picked_document(
-    path: Path, chosen: Sequence[tuple[NamedValue, Box]], output: Path | None
+    path: PurePath, chosen: Sequence[tuple[NamedValue, Box]], output: Path | None
 ) -> dict[str, Any]:
     """Parts of tensors as a JSON object, with their values where they go to no `output`.
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_output, set_output
-from ckptconv.io.staging import ShardSet
+from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import DestinationConformance
 
@@ -51,18 +51,20 @@ class TestFileSynced(TestFile):
 INDEX = "m.bin.index.json"
 
 
-def shard_set(folder: Path, count: int, *, has_index: bool = True) -> ShardSet:
+def shard_set(folder: Path, count: int, *, has_index: bool = True) -> ShardNames:
     """What the planner says of a set of `count` shards: they are called ``m-N.bin``."""
-    output, index = folder / "m.bin", folder / INDEX
-    shards = [folder / f"m-{number}.bin" for number in range(count)] if has_index else [output]
-    return ShardSet(
+    output = folder / "m.bin"
+    shards = [f"m-{number}.bin" for number in range(count)] if has_index else [output.name]
+    return ShardNames(
         shards=shards,
-        index=index if has_index else None,
+        index=INDEX if has_index else None,
         earlier=lambda: [
-            path for path in (output, index, *sorted(folder.glob("m-*.bin"))) if path.is_file()
+            path.name
+            for path in (output, folder / INDEX, *sorted(folder.glob("m-*.bin")))
+            if path.is_file()
         ],
         moved_index=lambda moved: json.dumps(moved).encode(),
-        claimed=[index],
+        claimed=[INDEX],
     )
 
 

@@ -26,7 +26,7 @@ from ckptconv.io.destination import Destination
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_output, set_output
 from ckptconv.io.source import CHUNK
-from ckptconv.io.staging import ShardSet
+from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import FaultyDestination, pattern
 
@@ -235,12 +235,12 @@ class Sets(Outputs):
         def moved(inside: str) -> bytes:
             return json.dumps({name: f"{inside}/{name}" for name in json.loads(raw)}).encode()
 
-        files = ShardSet(
-            [folder / name for name in names if name != index.name],
-            index if has_index else None,
-            self._there,
+        files = ShardNames(
+            [name for name in names if name != index.name],
+            index.name if has_index else None,
+            lambda: [path.name for path in self._there()],
             moved,
-            [index],
+            [index.name],
         )
         place = LocalPlace(folder / "m.bin")
         return set_output(place, files, in_folder=True, force=force, fsync=False, size=0)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
@@ -171,7 +171,7 @@ def _narrowed(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterato
 _CLASSES = ("DTensor", "ShardedTensor")
 
 
-def refuse_flat(keys: Iterable[str], path: Path) -> None:
+def refuse_flat(keys: Iterable[str], path: PurePath) -> None:
     """Raise where a key is that of a flat parameter of FSDP1, which holds many parameters and does
     not say which.
 

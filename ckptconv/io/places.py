@@ -1,0 +1,42 @@
+"""The place that a user names: a path of this host, or an address."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePath
+
+from ckptconv.io.local import LocalPlace
+from ckptconv.io.location import Location
+from ckptconv.support.addresses import address_in, how_to_get
+from ckptconv.support.errors import UnsupportedCheckpoint
+
+
+def place_of(named: str | os.PathLike[str] | Location) -> Location:
+    """The place that the user named.
+
+    `UnsupportedCheckpoint` for an address of a kind that is not read.
+    """
+    if isinstance(named, Location):
+        return named
+    if (address := address_in(named)) is None:
+        return LocalPlace(Path(named))
+    if address.lower().startswith("file:"):
+        what = "is an address of this machine"
+        raise UnsupportedCheckpoint(what, path=address, hint=how_to_get(address))
+    from ckptconv.io.remote.place import remote_place
+
+    return remote_place(address)
+
+
+def resolved(path: PurePath) -> PurePath:
+    """The path without links, to be compared; what is elsewhere has none."""
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def local_path(place: Location, what: str) -> Path:
+    """The path of a place of this host; for another, `UnsupportedCheckpoint` says that `what` (a
+    sentence without its subject) needs one.
+    """
+    if (path := place.local()) is not None:
+        return path
+    raise UnsupportedCheckpoint(what, path=place.path, hint="copy it to this machine first")

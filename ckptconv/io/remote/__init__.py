@@ -1,0 +1,1 @@
+"""Places elsewhere: object stores, web servers, the Hugging Face Hub."""

@@ -1,0 +1,95 @@
+"""Places in stores: what the user names by an address."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from ckptconv.io.files import FilePool
+from ckptconv.io.location import Kind, Location
+from ckptconv.io.remote.schemes import store_of
+from ckptconv.io.remote.site import Site
+from ckptconv.io.source import Fingerprint, Source
+from ckptconv.support.addresses import UrlPath
+from ckptconv.support.errors import not_opened
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlace(Location):
+    """What has the key `key` in a store: an object, or the folder of what begins with it."""
+
+    site: Site = field(repr=False)
+    key: str
+
+    def __reduce__(self) -> tuple[Callable[[str], RemotePlace], tuple[str]]:
+        return remote_place, (self.site.store.address(self.key),)
+
+    @property
+    def path(self) -> PurePath:
+        return UrlPath(self.site.store.locate(self.key))
+
+    @property
+    def name(self) -> str:
+        return self.site.store.spoken(self.key.rstrip("/").rpartition("/")[2]) or self.path.name
+
+    @property
+    def stem(self) -> str:
+        return PurePath(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        return PurePath(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePlace:
+        return RemotePlace(self.site, self.key.rstrip("/").rpartition("/")[0])
+
+    @property
+    def absolute(self) -> RemotePlace:
+        return self
+
+    def child(self, name: str) -> RemotePlace:
+        added = self.site.store.written(name)
+        return RemotePlace(self.site, f"{self._folder}{added}")
+
+    @property
+    def _folder(self) -> str:
+        """The key of a folder: nothing, or one that ends in a slash."""
+        return f"{self.key.rstrip('/')}/" if self.key else ""
+
+    def kind(self) -> Kind:
+        if not self.key.endswith("/") and self.site.head(self.key) is not None:
+            return "file"
+        return "folder" if not self.key or self.site.listing(self._folder) else "nothing"
+
+    def list(self) -> Sequence[RemotePlace]:
+        return [self.child(name) for name in self.names()]
+
+    def names(self) -> Sequence[str]:
+        found = self.site.listing(self._folder)
+        if not found and self.key:
+            raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
+        return sorted({*found.files, *found.folders})
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        if self.site.head(self.key) is None:
+            is_folder = self.kind() == "folder"
+            raise not_opened(errno.EISDIR if is_folder else errno.ENOENT, self.path)
+        return self.site.open(self.key)
+
+    def fingerprint(self) -> Fingerprint | None:
+        found = self.site.head(self.key)
+        if found is None:
+            return None
+        return (str(self.path), found.seen.size, found.seen.tag)
+
+    def foresee(self, places: Iterable[Location]) -> None:
+        self.site.foresee([place.key for place in places if isinstance(place, RemotePlace)])
+
+
+def remote_place(address: str) -> RemotePlace:
+    """The place that an address names."""
+    store, key = store_of(address)
+    return RemotePlace(Site(store), key)

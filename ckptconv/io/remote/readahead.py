@@ -1,0 +1,223 @@
+"""Bytes fetched before they are asked for, in the order in which they will be, and not too many."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckptconv.io.remote.fetchers import fetched
+
+BLOCK = 4 << 20
+"""The most that one request fetches ahead, in bytes."""
+
+WINDOW = 64 << 20
+"""The most that is fetched and not yet used, in bytes, but for what is asked for out of order."""
+
+_GAP = 64 << 10
+"""Up to this many bytes that nobody asked for are fetched between two runs, instead of asking
+twice.
+"""
+_BEHIND = 64  # blocks that may stay unused behind the one that is read
+
+
+class Fetching(Protocol):
+    """A source that is read ahead, by a plan or by none."""
+
+    ahead: Readahead | None
+
+    def fetch(self, first: int, nbytes: int) -> memoryview:
+        """The bytes from `first` on, in one request; any thread may ask."""
+
+
+Run = tuple[Fetching, int, int]
+"""Bytes of a source: where they begin, and how many they are."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A stretch of a source: where it begins and ends, and how many bytes of it will be used."""
+
+    source: Fetching
+    first: int
+    last: int
+    left: int = 0
+    data: Future[memoryview] | None = None
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class _Sources:
+    """The blocks of one source by where they begin."""
+
+    blocks: list[_Block] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+
+class Readahead:
+    """A plan of what will be read: runs of bytes of any sources, in their order.
+
+    `fill` may be called by several threads, in about that order. What is read twice is fetched
+    twice, unless the plan has it twice.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._blocks = _blocks(runs)
+        self._at: dict[int, _Sources] = {}
+        self._number = {id(block): number for number, block in enumerate(self._blocks)}
+        for block in sorted(self._blocks, key=lambda block: block.first):
+            of = self._at.setdefault(id(block.source), _Sources())
+            of.blocks.append(block)
+            of.starts.append(block.first)
+        self._next = self._oldest = self._held = 0
+        self._lock = threading.Lock()
+
+    def fill(self, source: Fetching, offset: int, view: memoryview) -> bool:
+        """Fill `view`, if all of it is part of the plan and not used up."""
+        found = self._covering(source, offset, len(view))
+        if found is None:
+            return False
+        for block, data in found:
+            first, last = max(offset, block.first), min(offset + len(view), block.last)
+            got = data.result()
+            view[first - offset : last - offset] = got[first - block.first : last - block.first]
+            self._used(block, last - first)
+        return True
+
+    def close(self) -> None:
+        """Nothing more will be read by this plan."""
+        with self._lock:
+            for block in self._blocks[self._oldest :]:
+                self._end(block)
+            self._next = len(self._blocks)
+
+    def _covering(
+        self, source: Fetching, offset: int, nbytes: int
+    ) -> list[tuple[_Block, Future[memoryview]]] | None:
+        """The blocks that hold the bytes, all of them on their way; None where some do not."""
+        of = self._at.get(id(source))
+        if of is None or not nbytes:
+            return None
+        number = bisect_right(of.starts, offset) - 1
+        found: list[_Block] = []
+        at = offset
+        while at < offset + nbytes:
+            if not 0 <= number < len(of.blocks) or not of.starts[number] <= at:
+                return None
+            block = of.blocks[number]
+            if block.is_over or block.last <= at:
+                return None
+            found.append(block)
+            at, number = block.last, number + 1
+        with self._lock:
+            if any(block.is_over for block in found):
+                return None
+            for block in found:
+                self._start(block)
+            self._drop_before(self._number[id(found[0])] - _BEHIND)
+            self._go_on()
+            return [(block, block.data) for block in found if block.data is not None]
+
+    def _start(self, block: _Block) -> None:
+        if block.data is None:
+            self._held += block.last - block.first
+            source, first, last = block.source, block.first, block.last
+            block.data = fetched(lambda: source.fetch(first, last - first))
+
+    def _go_on(self) -> None:
+        while self._next < len(self._blocks):
+            block = self._blocks[self._next]
+            if not block.is_over and block.data is None:
+                if self._held and self._held + block.last - block.first > WINDOW:
+                    return
+                self._start(block)
+            self._next += 1
+
+    def _drop_before(self, number: int) -> None:
+        """Let go of blocks that were planned long before what is read now: nobody wants them."""
+        while self._oldest < number:
+            block = self._blocks[self._oldest]
+            if block.data is not None and not block.is_over:
+                self._end(block)
+            self._oldest += 1
+
+    def _used(self, block: _Block, nbytes: int) -> None:
+        with self._lock:
+            block.left -= nbytes
+            if block.left <= 0:
+                self._end(block)
+                self._go_on()
+
+    def _end(self, block: _Block) -> None:
+        if block.is_over:
+            return
+        if block.data is not None:
+            block.data.cancel()
+            self._held -= block.last - block.first
+        block.data, block.is_over = None, True
+
+
+def _blocks(runs: Sequence[Run]) -> list[_Block]:
+    """Blocks of at most `BLOCK` bytes that cover the runs, in the order in which they are needed
+    first: near runs are put together, and what is planned twice is fetched once.
+    """
+    by_source: dict[int, list[Run]] = {}
+    for run in runs:
+        if run[2] > 0:
+            by_source.setdefault(id(run[0]), []).append(run)
+    cut = {key: _cut(sorted(of, key=_place)) for key, of in by_source.items()}
+    starts = {key: [block.first for block in blocks] for key, blocks in cut.items()}
+    ordered: dict[int, _Block] = {}
+    for source, first, nbytes in runs:
+        if nbytes <= 0:
+            continue
+        number = bisect_right(starts[id(source)], first) - 1
+        blocks = cut[id(source)]
+        while number < len(blocks) and (block := blocks[number]).first < first + nbytes:
+            block.left += min(first + nbytes, block.last) - max(first, block.first)
+            ordered.setdefault(id(block), block)
+            number += 1
+    return [*ordered.values()]
+
+
+def _place(run: Run) -> int:
+    return run[1]
+
+
+def _cut(runs: Sequence[Run]) -> list[_Block]:
+    """Blocks of one source, ascending."""
+    blocks: list[_Block] = []
+    for source, first, nbytes in runs:
+        start, end = first, first + nbytes
+        if blocks:
+            last = blocks[-1]
+            if start - last.last <= _GAP and start - last.first < BLOCK:
+                last.last = max(last.last, min(end, last.first + BLOCK))
+            start = max(start, last.last) if start <= last.last else start
+        while start < end:
+            stop = min(end, start + BLOCK)
+            blocks.append(_Block(source, start, stop))
+            start = stop
+    return blocks
+
+
+@contextlib.contextmanager
+def reading_ahead(runs: Iterable[Run]) -> Iterator[None]:
+    """Within the block, the sources of `runs` have these fetched before they are asked for, in
+    their order; sources that are read ahead already stay as they are.
+    """
+    wanted = [run for run in runs if run[0].ahead is None]
+    plan = Readahead(wanted)
+    sources = {id(run[0]): run[0] for run in wanted}
+    for source in sources.values():
+        source.ahead = plan
+    try:
+        yield
+    finally:
+        for source in sources.values():
+            source.ahead = None
+        plan.close()

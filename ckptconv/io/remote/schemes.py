@@ -1,0 +1,30 @@
+"""Which store an address belongs to."""
+
+from __future__ import annotations
+
+from ckptconv.io.remote.store import Store
+
+WEB = ("http", "https")
+OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss")
+HUB = ("hf",)
+EXTRA = "pip install 'ckptconv[remote]'"
+
+
+def store_of(address: str) -> tuple[Store, str]:
+    """The store of an address, and the key in it; `UnsupportedCheckpoint` where it has none."""
+    scheme = address.partition("://")[0].lower()
+    if scheme in WEB:
+        from ckptconv.io.remote.web import web_store
+
+        return web_store(address)
+    if scheme in HUB:
+        from ckptconv.io.remote.hub import hub_store
+
+        return hub_store(address)
+    if scheme in OBJECTS:
+        from ckptconv.io.remote.objects import object_store
+
+        return object_store(address)
+    from ckptconv.io.remote.filesystems import filesystem_store
+
+    return filesystem_store(address)

@@ -1,0 +1,229 @@
+"""An object of a store as a source: few requests, all of one version, several at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import PurePath
+from typing import NoReturn
+
+from ckptconv.io.remote.fetchers import fetched
+from ckptconv.io.remote.readahead import BLOCK, Readahead, reading_ahead
+from ckptconv.io.remote.store import Part, Seen
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
+
+HEAD = 64 << 10
+"""The bytes that the first request of an object fetches, and the last ones that any read near its
+end does: the directories of most archives lie in them.
+"""
+
+_KEPT = 8 << 20  # bytes of windows that one source keeps
+_GAP = 256 << 10  # bytes that nobody asked for, fetched because another request would cost more
+_LONGEST = 8 << 20  # the bytes of one request
+
+
+class RemoteSource(Source):
+    """An object of a store, pinned to the version that was there when it was opened.
+
+    `get` gives the bytes from a place on, as many as are asked for, and may be called by any
+    thread; `head` are the first bytes.
+    """
+
+    def __init__(
+        self, get: Callable[[int, int], Part], path: PurePath, seen: Seen, head: bytes
+    ) -> None:
+        self.path, self.size = path, seen.size
+        self.ahead: Readahead | None = None
+        self._get, self._seen = get, seen
+        self._lock = threading.Lock()
+        # what was fetched for small reads, by where it begins; the last one used stands last
+        self._windows: OrderedDict[int, bytes] = OrderedDict()
+        self._is_closed = False
+        self._keep(0, head)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an open file cannot be pickled or copied; open it by its address where it is needed"
+        )
+
+    # ------------------------------------------------------------------------------- reading
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        nbytes = len(view)
+        self._require(offset, nbytes)
+        if nbytes <= SMALL or not self._fill_ahead(offset, view):
+            view[:] = self._bytes(offset, nbytes)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._require(offset, nbytes)
+        if nbytes > SMALL and self.ahead is not None:
+            whole = bytearray(nbytes)
+            if self._fill_ahead(offset, memoryview(whole)):
+                return bytes(whole)
+        return bytes(self._bytes(offset, nbytes))
+
+    def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Runs that lie near each other are fetched in one request, several requests at a time."""
+        found = [b""] * len(ranges)
+        waiting = []
+        for number, (offset, nbytes) in enumerate(ranges):
+            self._require(offset, nbytes)
+            held = self._held(offset, nbytes)
+            if held is None:
+                waiting.append(number)
+            else:
+                found[number] = bytes(held)
+        runs = _merged([(*ranges[number], number) for number in waiting])
+        fetching = [
+            (first, members, fetched(partial(self.fetch, first, last - first)))
+            for first, last, members in runs
+        ]
+        for first, members, future in fetching:
+            data = future.result()
+            for number in members:
+                offset, nbytes = ranges[number]
+                found[number] = bytes(data[offset - first : offset - first + nbytes])
+        return found
+
+    def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        wanted = list(ranges)
+        for offset, nbytes in wanted:
+            self._require(offset, nbytes)
+        if self.ahead is not None or sum(nbytes for _, nbytes in wanted) <= CHUNK:
+            yield from super().stream(wanted)
+            return
+        with reading_ahead([(self, offset, nbytes) for offset, nbytes in wanted]):
+            yield from super().stream(wanted)
+
+    def fetch(self, first: int, nbytes: int) -> memoryview:
+        """The bytes from `first` on, in one request; any thread may ask."""
+        if self._is_closed:
+            hint = "open it again, or read before it is closed (within its with block)"
+            raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
+        part = self._get(first, nbytes)
+        data = memoryview(part.data)
+        if part.seen != self._seen:
+            self._refuse_changed()
+        if len(data) != nbytes:
+            raise MalformedCheckpoint(
+                f"the server sent {len(data)} of {nbytes} bytes at {first}", path=self.path
+            )
+        return data
+
+    def _fill_ahead(self, offset: int, view: memoryview) -> bool:
+        return self.ahead is not None and self.ahead.fill(self, offset, view)
+
+    def _bytes(self, offset: int, nbytes: int) -> bytes | memoryview:
+        """Bytes out of a window, or fetched with what is likely to be asked for next."""
+        if not nbytes:
+            return b""
+        if (held := self._held(offset, nbytes)) is not None:
+            return held
+        begun = self._begun(offset)
+        first, last = offset + len(begun), offset + nbytes
+        if nbytes <= SMALL:
+            if offset >= self.size - HEAD:
+                first, begun = max(0, self.size - HEAD), b""
+            last = min(self.size, max(last, first + HEAD))
+        elif begun and last - first < BLOCK:
+            # who reads on and on is given more at a time
+            last = min(self.size, first + min(BLOCK, max(last - first, 2 * len(begun))))
+        data = self._in_blocks(first, last)
+        if begun:
+            data = b"".join((begun, data))
+            first = offset
+        if last - first <= BLOCK:
+            self._keep(first, bytes(data))
+        return memoryview(data)[offset - first : offset - first + nbytes]
+
+    def _in_blocks(self, first: int, last: int) -> bytes | memoryview:
+        """Bytes that may be many: fetched in several requests at a time."""
+        if last - first <= 2 * BLOCK:
+            return fetched(partial(self.fetch, first, last - first)).result()
+        whole = bytearray(last - first)
+        with reading_ahead([(self, first, last - first)]):
+            for at in range(first, last, BLOCK):
+                view = memoryview(whole)[at - first : min(at + BLOCK, last) - first]
+                if not self._fill_ahead(at, view):
+                    view[:] = self.fetch(at, len(view))
+        return memoryview(whole)
+
+    def _held(self, offset: int, nbytes: int) -> memoryview | None:
+        """Bytes that one of the windows has all of."""
+        with self._lock:
+            for start, data in reversed(self._windows.items()):
+                if start <= offset and offset + nbytes <= start + len(data):
+                    self._windows.move_to_end(start)
+                    return memoryview(data)[offset - start : offset - start + nbytes]
+        return None
+
+    def _begun(self, offset: int) -> bytes:
+        """The bytes from `offset` on that one of the windows has, at its end."""
+        with self._lock:
+            for start, data in reversed(self._windows.items()):
+                if start <= offset < start + len(data):
+                    return data[offset - start :]
+        return b""
+
+    def _keep(self, first: int, data: bytes) -> None:
+        with self._lock:
+            self._windows[first] = data
+            self._windows.move_to_end(first)
+            while len(self._windows) > 1 and sum(map(len, self._windows.values())) > _KEPT:
+                self._windows.popitem(last=False)
+
+    def _require(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes > self.size - offset:
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
+
+    # ---------------------------------------------------------------------------- what it is
+
+    def fingerprint(self) -> Fingerprint:
+        return (str(self.path), self._seen.size, self._seen.tag)
+
+    def is_file(self) -> bool:
+        return True
+
+    def is_for_threads(self) -> bool:
+        return True
+
+    def fetched_from(self, offset: int) -> tuple[Source, int]:
+        return self, offset
+
+    def check_unchanged(self) -> None:
+        """Where the version is pinned, all that was read is of one version."""
+        if not self._seen.is_pinned and not self._is_closed:
+            part = self._get(0, 1)
+            if part.seen != self._seen:
+                self._refuse_changed()
+
+    def _refuse_changed(self) -> NoReturn:
+        raise MalformedCheckpoint(
+            "was changed while it was read", path=self.path, hint="start again"
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._windows.clear()
+
+
+def _merged(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Runs put together where one request for them costs less than several: where each begins and
+    ends, and the numbers of the ranges in it.
+    """
+    runs: list[tuple[int, int, list[int]]] = []
+    for offset, nbytes, number in sorted(ranges):
+        end = offset + nbytes
+        if runs:
+            first, last, members = runs[-1]
+            if offset - last <= _GAP and max(end, last) - first <= _LONGEST:
+                runs[-1] = (first, max(end, last), [*members, number])
+                continue
+        runs.append((offset, end, [number]))
+    return runs

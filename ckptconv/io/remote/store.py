@@ -1,0 +1,164 @@
+"""What every store of objects can do: give ranges of bytes, list names, take new objects.
+
+A store does one request at a time and says how it failed by a `StoreError`. When to try again, what
+to keep and what to fetch ahead is the business of the layers above, the same for all stores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Failing = Literal["missing", "denied", "changed", "exists", "passing", "final"]
+"""How a request failed: there is no such object, this user may not, the object is not the one that
+was opened, it is there already; passing: another try may succeed; final: it will not.
+"""
+
+
+class StoreError(Exception):
+    """A request that failed. `what` says why, without any secret; `wait` are the seconds that the
+    server asks to wait before another try (None: it does not say).
+    """
+
+    def __init__(
+        self,
+        kind: Failing,
+        what: str,
+        *,
+        hint: str | None = None,
+        wait: float | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.kind: Failing = kind
+        self.what, self.hint, self.wait = what, hint, wait
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An object as a store tells of it: its size in bytes, and the tag of its version.
+
+    `is_pinned`: a request that names the tag is only answered from that version.
+    """
+
+    size: int
+    tag: str = ""
+    is_pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of an object, and what it was when they were read."""
+
+    data: bytes | memoryview
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies in a folder: files by name with what is known of them, and names of folders."""
+
+    files: Mapping[str, Seen]
+    folders: frozenset[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.files or self.folders)
+
+
+class Upload(ABC):
+    """A new object in the making, which nobody finds before `finish`.
+
+    `write` is called with views of any size, in order, by one thread.
+    """
+
+    @abstractmethod
+    def write(self, view: memoryview) -> None:
+        """Take all of `view`, which is used again afterwards."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """All was written: wait until the store has all of it, so that `finish` is short."""
+
+    @abstractmethod
+    def staged(self) -> str:
+        """The key under which it can be read before it is finished."""
+
+    @abstractmethod
+    def finish(self, *, create: bool) -> None:
+        """Let the object appear as a whole; with `create` only where there is none (`StoreError`
+        of the kind ``exists``).
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave nothing of it; a second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What a killed process left: the key that it was to become, an id, when it was begun (ISO
+    8601), and its bytes as far as the store tells.
+    """
+
+    key: str
+    id: str
+    begun: str = ""
+    nbytes: int | None = None
+
+
+class Store(ABC):
+    """Objects under keys. `root` is what comes before a key in a shown address, with no secret in
+    it: ``s3://bucket/``.
+    """
+
+    root: str
+    can_list: bool = True
+    can_write: bool = False
+
+    @abstractmethod
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+        """The bytes from `first` on, `nbytes` of them or as many as there are; of the version
+        `pinned`, if one is given.
+
+        The data are never more than was asked for, and fewer only at the end of the object. An
+        empty object gives no bytes.
+        """
+
+    def list(self, prefix: str) -> Listing:
+        """What lies in the folder `prefix` (empty, or ending in a slash); nothing where there is no
+        such folder.
+        """
+        raise StoreError("final", "cannot be listed", hint="name the file")
+
+    def begin(self, key: str, size: int) -> Upload:
+        """A new object of about `size` bytes."""
+        raise StoreError("final", "cannot be written to", hint="write a file here, and upload it")
+
+    def remove(self, key: str) -> None:
+        """Remove an object."""
+        raise StoreError("final", "cannot be written to")
+
+    def unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        """What killed processes left of objects whose keys begin with `prefix`."""
+        return ()
+
+    def abort(self, left: Unfinished) -> None:
+        """Leave nothing of what `unfinished` found."""
+        raise NotImplementedError
+
+    def locate(self, key: str) -> str:
+        """The address of an object, as the user is told it: without what is secret in it."""
+        return self.root + key
+
+    def address(self, key: str) -> str:
+        """The address by which another process finds it."""
+        return self.locate(key)
+
+    def written(self, name: str) -> str:
+        """A name, or a path of names, as it stands in a key."""
+        return name
+
+    def spoken(self, name: str) -> str:
+        """The name that a part of a key stands for."""
+        return name

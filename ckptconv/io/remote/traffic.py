@@ -1,0 +1,53 @@
+"""What went over the network: counted once, told by progress, reports and JSON."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What went over the network: requests and how many of them were tries of one that had failed,
+    bytes of bodies that were received and sent.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """What was added after `earlier`."""
+        return Traffic(
+            self.requests - earlier.requests,
+            self.retries - earlier.retries,
+            self.bytes_read - earlier.bytes_read,
+            self.bytes_written - earlier.bytes_written,
+        )
+
+    def __bool__(self) -> bool:
+        return self.requests > 0
+
+
+_LOCK = threading.Lock()
+_counted = Traffic()
+
+
+def traffic() -> Traffic:
+    """All of this process until now."""
+    return _counted
+
+
+def count(
+    *, requests: int = 0, retries: int = 0, bytes_read: int = 0, bytes_written: int = 0
+) -> None:
+    """Add to what is counted; any thread may."""
+    global _counted
+    with _LOCK:
+        _counted = Traffic(
+            _counted.requests + requests,
+            _counted.retries + retries,
+            _counted.bytes_read + bytes_read,
+            _counted.bytes_written + bytes_written,
+        )
