@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ckptconv.formats.folders.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
 from ckptconv.formats.folders.dcp import foretell_dcp, is_dcp, open_dcp
@@ -239,20 +238,19 @@ def _finished(opened: Sequence[Checkpoint], *, whole_modules: bool) -> Checkpoin
     return flatten_modules(completed, calls)
 
 
-def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
+def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Location, ...]]:
     """The checkpoints that paths name: one, where each path is a rank's file with shards of
     tensors; else each by itself.
     """
     refuse_no_paths("path", paths)
-    named = [Path(path) for path in paths]
+    named = [place_of(path) for path in paths]
     if len(named) > 1 and all(map(_holds_shards, named)):
         return [tuple(named)]
     return [(path,) for path in named]
 
 
-def _holds_shards(path: Path) -> bool:
-    """Whether a path is a file that holds a rank's shards; what cannot be opened does not."""
-    place = place_of(path)
+def _holds_shards(place: Location) -> bool:
+    """Whether a place is a file that holds a rank's shards; what cannot be opened does not."""
     if not place.is_file():
         return False
     try:

@@ -51,6 +51,10 @@ class Location(ABC):
     def __str__(self) -> str:
         return str(self.path)
 
+    def __fspath__(self) -> str:
+        """What the user would write to name it."""
+        return str(self.path)
+
     @property
     @abstractmethod
     def parent(self) -> Location:

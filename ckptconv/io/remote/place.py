@@ -26,6 +26,10 @@ class RemotePlace(Location):
     def __reduce__(self) -> tuple[Callable[[str], RemotePlace], tuple[str]]:
         return remote_place, (self.site.store.address(self.key),)
 
+    def __fspath__(self) -> str:
+        """Its whole address, with what is secret in it."""
+        return self.site.store.address(self.key)
+
     @property
     def path(self) -> PurePath:
         return UrlPath(self.site.store.locate(self.key))
