@@ -194,22 +194,22 @@ def _unread(path: str, why: str) -> ScannedFile:
     return ScannedFile(path, "unread", 0, (Sighting("", "", "unknown", why, 0),))
 
 
-def _scan_listed(path: Location, read: Meter) -> ScannedFile:
-    if path.is_folder():
+def _scan_listed(place: Location, read: Meter) -> ScannedFile:
+    if place.is_folder():
         return _unread(
-            str(path), "is a link to a folder, which was not followed; name it to scan it"
+            str(place), "is a link to a folder, which was not followed; name it to scan it"
         )
     try:
-        return _scan_file(path, read)
+        return _scan_file(place, read)
     except CheckpointError as error:
-        return _unread(str(path), error.what)
+        return _unread(str(place), error.what)
 
 
-def _scan_file(path: Location, read: Meter) -> ScannedFile:
+def _scan_file(place: Location, read: Meter) -> ScannedFile:
     try:
-        source = _CountedSource(path.open(), read)
+        source = _CountedSource(place.open(), read)
     except ValueError as error:
-        raise UnsupportedCheckpoint("is not a file name", path=path) from error
+        raise UnsupportedCheckpoint("is not a file name", path=place) from error
     scanner = Scanner(Room(source.size))
     try:
         kind = scanner.scan(source, "", 0)
@@ -220,9 +220,9 @@ def _scan_file(path: Location, read: Meter) -> ScannedFile:
     # items of a DCP folder, one pickle after another: not a checkpoint
     is_joined = kind.endswith((" zips", " pickles"))
     if scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
-        found |= dict.fromkeys(_malformed(path))
+        found |= dict.fromkeys(_malformed(place))
     findings = sorted(found, key=lambda finding: -LEVELS.index(finding.level))
-    return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
+    return ScannedFile(str(place), kind, scanner.pickles, tuple(findings))
 
 
 def _malformed(path: Location) -> Iterator[Sighting]:

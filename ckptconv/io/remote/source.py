@@ -10,9 +10,9 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.readahead import BLOCK, Readahead, reading_ahead
+from ckptconv.io.remote.readahead import BLOCK, FarSource, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 
 HEAD = 64 << 10
@@ -25,7 +25,7 @@ _GAP = 256 << 10  # bytes that nobody asked for, fetched because another request
 _LONGEST = 8 << 20  # the bytes of one request
 
 
-class RemoteSource(Source):
+class RemoteSource(FarSource):
     """An object of a store, pinned to the version that was there when it was opened.
 
     `get` gives the bytes from a place on, as many as are asked for, and may be called by any
@@ -36,7 +36,6 @@ class RemoteSource(Source):
         self, get: Callable[[int, int], Part], path: PurePath, seen: Seen, head: bytes
     ) -> None:
         self.path, self.size = path, seen.size
-        self.ahead: Readahead | None = None
         self._get, self._seen = get, seen
         self._lock = threading.Lock()
         # what was fetched for small reads, by where it begins; the last one used stands last
@@ -191,9 +190,6 @@ class RemoteSource(Source):
 
     def is_for_threads(self) -> bool:
         return True
-
-    def fetched_from(self, offset: int) -> tuple[Source, int]:
-        return self, offset
 
     def check_unchanged(self) -> None:
         """Where the version is pinned, all that was read is of one version."""
