@@ -9,7 +9,7 @@ from shlex import quote
 
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan
-from ckptconv.convert.planner import plan_conversion
+from ckptconv.convert.planner import plan_trial
 from ckptconv.devices.mapping import tag_map
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.pickles.nodes import Call
@@ -97,7 +97,7 @@ def workable(
 ) -> Prescription | CheckpointError:
     """The fix, without objects that have no plain form if need be; or why it would not work."""
     try:
-        plan = plan_conversion(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
+        plan = plan_trial(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
     except RefusedObject as error:
         return error if fix.unknown == "drop" else _dropping(fix, checkpoint, target, error)
     except CheckpointError as error:

@@ -16,7 +16,7 @@ from ckptconv.doctor.file_symptoms import FILE_CHECKS
 from ckptconv.doctor.findings import LEFT_OUT, SEVERITIES, Diagnosis, Finding
 from ckptconv.doctor.model_symptoms import MODEL_CHECKS
 from ckptconv.doctor.unopened import unopened
-from ckptconv.formats.registry import Named, checkpoints_of, open_certain
+from ckptconv.formats.registry import Named, checkpoints_of, open_certain, open_to_look
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.io.location import Location, require
 from ckptconv.io.places import place_of
@@ -140,7 +140,8 @@ def _diagnose(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis:
     for one in paths:
         require(one)
     try:
-        with collector_paused(), open_certain(paths, tag=asked.tag, whole_modules=True) as whole:
+        opened = open_certain if asked.values else open_to_look
+        with collector_paused(), opened(paths, tag=asked.tag, whole_modules=True) as whole:
             checkpoint = flatten_modules(whole)
             facts = inspect_checkpoint(checkpoint)
             case = Case(

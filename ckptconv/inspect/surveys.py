@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptconv.formats.registry import checkpoints_of, open_certain
+from ckptconv.formats.registry import checkpoints_of, open_to_look
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.inspection import Inspection
 from ckptconv.io.location import Location
@@ -51,7 +51,7 @@ def survey(
 
 
 def _surveyed(paths: tuple[Location, ...], depth: int, tag: str | None) -> Surveyed:
-    with open_certain(paths, tag=tag) as checkpoint:
+    with open_to_look(paths, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
         fix = None if found.portable else _fix(checkpoint)
     return Surveyed(
