@@ -39,7 +39,9 @@ class _FileName(click.Path):
             self.fail("it is empty, so it does not name a file", param, ctx)
         if address_in(value) is not None:
             from ckptconv.io.places import place_of
+            from ckptconv.support.platforms import share_memory_between_threads
 
+            share_memory_between_threads()
             # one place for all that the command asks of it; an error comes when it is used
             with suppress(CheckpointError):
                 return place_of(value)

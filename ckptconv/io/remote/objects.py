@@ -116,5 +116,11 @@ def store_error(error: BaseException, service: str) -> StoreError:
     status = int(next(filter(None, found.groups()))) if found else 0
     if status and status not in (408, 409, 425, 429) and status < 500:
         return StoreError("final", f"{who} answers with status {status}")
-    said = f"status {status}" if status else "no answer"
-    return StoreError("passing", f"{who} fails ({said})")
+    if status:
+        return StoreError("passing", f"{who} fails (status {status})")
+    is_unreached = any(words in text for words in _UNREACHED)
+    hint = "check the address and the network" if is_unreached else None
+    return StoreError("passing", f"{who} does not answer", hint=hint, is_unreached=is_unreached)
+
+
+_UNREACHED = ("dns error", "tcp connect error", "Connection refused", "ConnectError")

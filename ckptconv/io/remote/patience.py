@@ -17,6 +17,9 @@ FIRST, LONGEST = 0.2, 15.0
 of it and all of it.
 """
 
+UNREACHED = 8.0
+"""Seconds for which a host is tried that cannot be reached: its name is wrong, or it is down."""
+
 
 def patiently(request: Callable[[], T], seconds: float) -> T:
     """What `request` gives, tried again for `seconds` while its errors are passing ones.
@@ -35,7 +38,7 @@ def patiently(request: Callable[[], T], seconds: float) -> T:
             if error.wait is not None:
                 wait = max(error.wait, 0.0) + random.uniform(0.0, FIRST)
             spent = time.monotonic() - begin
-            if spent + wait > seconds:
+            if spent + wait > (min(seconds, UNREACHED) if error.is_unreached else seconds):
                 error.what = f"{error.what} (tried for {spent:.0f} s)"
                 raise
         time.sleep(wait)

@@ -17,7 +17,7 @@ from ckptconv.io.source import Source
 BLOCK = 8 << 20
 """The most that one request fetches ahead, in bytes."""
 
-WINDOW = 96 << 20
+WINDOW = 64 << 20
 """The most that is fetched and not yet used, in bytes, but for what is asked for out of order."""
 
 _GAP = 64 << 10

@@ -206,8 +206,11 @@ def _answered(request: Callable[[], T]) -> T:
     except (errors.NoCredentialsError, errors.PartialCredentialsError):
         hint = "see: ckptconv help remote (credentials)"
         raise StoreError("denied", "S3 needs credentials, and none were found", hint=hint) from None
-    except (errors.HTTPClientError, errors.EndpointConnectionError) as error:
-        raise StoreError("passing", f"S3 cannot be reached ({type(error).__name__})") from None
+    except errors.EndpointConnectionError:
+        hint = "check the address and the network"
+        raise StoreError("passing", "S3 does not answer", hint=hint, is_unreached=True) from None
+    except errors.HTTPClientError as error:
+        raise StoreError("passing", f"S3 does not answer ({type(error).__name__})") from None
     except errors.BotoCoreError as error:
         raise StoreError("final", f"S3 cannot be asked ({type(error).__name__})") from None
 

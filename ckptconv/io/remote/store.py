@@ -19,7 +19,8 @@ was opened, it is there already; passing: another try may succeed; final: it wil
 
 class StoreError(Exception):
     """A request that failed. `what` says why, without any secret; `wait` are the seconds that the
-    server asks to wait before another try (None: it does not say).
+    server asks to wait before another try (None: it does not say). `is_unreached`: nobody answers
+    at all, which seldom passes.
     """
 
     def __init__(
@@ -29,10 +30,12 @@ class StoreError(Exception):
         *,
         hint: str | None = None,
         wait: float | None = None,
+        is_unreached: bool = False,
     ) -> None:
         super().__init__(what)
         self.kind: Failing = kind
         self.what, self.hint, self.wait = what, hint, wait
+        self.is_unreached = is_unreached
 
 
 @dataclass(frozen=True, slots=True)
