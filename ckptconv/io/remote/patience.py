@@ -23,13 +23,14 @@ def patiently(request: Callable[[], T], seconds: float) -> T:
 
     A server that asks for a longer wait than is left is answered by its error at once.
     """
-    begin, delay = time.monotonic(), FIRST
+    begin, delay, tries = time.monotonic(), FIRST, 0
     while True:
+        tries += 1
         count(requests=1)
         try:
             return request()
         except StoreError as error:
-            if error.kind != "passing":
+            if error.kind != "passing" or (error.tries is not None and tries >= error.tries):
                 raise
             wait = delay * random.uniform(0.5, 1.0)
             if error.wait is not None:

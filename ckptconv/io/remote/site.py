@@ -46,10 +46,10 @@ class Site:
         self._listings: dict[str, Listing] = {}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Site) and other.store.root == self.store.root
+        return isinstance(other, Site) and other.store.identity == self.store.identity
 
     def __hash__(self) -> int:
-        return hash(self.store.root)
+        return hash(self.store.identity)
 
     # ------------------------------------------------------------------------- what is there
 
