@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
-from ckptconv.io.location import read_small
+from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, OptionRefused, printable
 from ckptconv.support.json_text import read_object
@@ -26,7 +25,7 @@ def read_metadata(
     does not have, or a name that ckptconv writes itself, but for those of `may_set`;
     `CheckpointError` where the file cannot be read.
     """
-    found: dict[str, str] = {} if file is None else _from_file(Path(file))
+    found: dict[str, str] = {} if file is None else _from_file(place_of(file))
     given: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -51,8 +50,9 @@ def read_metadata(
     return tuple(found.items())
 
 
-def _from_file(path: Path) -> dict[str, str]:
-    found = read_object(read_small(place_of(path), "rules_bytes"), path, "metadata")
+def _from_file(place: Location) -> dict[str, str]:
+    path = place.path
+    found = read_object(read_small(place, "rules_bytes"), path, "metadata")
     for name, value in found.items():
         if not isinstance(value, str):
             raise CheckpointError(

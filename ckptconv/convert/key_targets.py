@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from ckptconv.convert.named_models import model_shapes
 from ckptconv.formats.registry import open_certain
-from ckptconv.io.location import read_small
+from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
 from ckptconv.keys.fits import Shape, Shapes, Ties
 from ckptconv.support.choices import refuse_no_path
@@ -66,7 +65,7 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
     state dict.
     """
     refuse_no_path(like=path)
-    file = Path(path)
+    file = place_of(path)
     if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
         return _distinct(_indexed_keys(file), file), ()
     try:
@@ -84,25 +83,24 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
     return shapes_of(found), ties_of(found)
 
 
-def _has_shards(index: Path) -> bool:
+def _has_shards(index: Location) -> bool:
     """Whether any file that an index names is there.
 
     If so it is opened as a whole, and a missing one is an error.
     """
     names = {name for name in _weight_map(index).values() if isinstance(name, str)}
-    return any(os.path.isfile(index.parent / name) for name in names)  # noqa: PTH113 (False for no name at all)
+    return any(name and index.beside(name).is_file() for name in names)
 
 
-def _indexed_keys(index: Path) -> list[str]:
+def _indexed_keys(index: Location) -> list[str]:
     return list(_weight_map(index))
 
 
-def _weight_map(index: Path) -> dict[str, object]:
-    found = read_object(read_small(place_of(index), "index_bytes"), index, "index").get(
-        "weight_map"
-    )
+def _weight_map(index: Location) -> dict[str, object]:
+    found = read_object(read_small(index, "index_bytes"), index.path, "index").get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise MalformedCheckpoint("is missing or names no keys", path=index, where="weight_map")
+        what = "is missing or names no keys"
+        raise MalformedCheckpoint(what, path=index.path, where="weight_map")
     return found
 
 
@@ -110,10 +108,10 @@ _MOST_KEYS = 2_000_000  # in a text; the largest checkpoints have some 100,000
 _LONGEST_KEY = 1 << 20  # characters
 
 
-def _listed_keys(file: Path) -> list[str] | None:
+def _listed_keys(file: Location) -> list[str] | None:
     """The lines of a text; None for anything that is not text of keys."""
     try:
-        text = read_small(place_of(file), "text_bytes").decode("utf-8-sig")
+        text = read_small(file, "text_bytes").decode("utf-8-sig")
     except (CheckpointError, UnicodeDecodeError):
         return None
     if text.count("\n") > _MOST_KEYS:
@@ -127,7 +125,7 @@ def _listed_keys(file: Path) -> list[str] | None:
     return keys if keys and plain else None
 
 
-def _distinct(keys: Iterable[str], file: Path) -> Shapes:
+def _distinct(keys: Iterable[str], file: Location) -> Shapes:
     shapes: dict[str, Shape] = {}
     for key in keys:
         if key in shapes:

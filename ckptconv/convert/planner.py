@@ -76,6 +76,15 @@ def plan_conversion(
     )
 
 
+def plan_trial(
+    checkpoint: Checkpoint, output: str | os.PathLike[str], options: Request
+) -> ConversionPlan:
+    """As `plan_conversion`, for who asks only whether it would work: over a network, what stands
+    before payloads is not looked at.
+    """
+    return _planned(checkpoint, output, options, is_trial=True)
+
+
 def request_of(options: Options) -> Request:
     """What options stand for: their files are read, and what the keys are to be fitted to."""
     return options.request(
@@ -84,14 +93,19 @@ def request_of(options: Options) -> Request:
 
 
 def _planned(
-    checkpoint: Checkpoint, output: str | os.PathLike[str], options: Request
+    checkpoint: Checkpoint,
+    output: str | os.PathLike[str],
+    options: Request,
+    *,
+    is_trial: bool = False,
 ) -> ConversionPlan:
     named = place_of(output)
     path, to = target(named, options)
     try:
         with collector_paused(), held(checkpoint.limits):
-            checkpoint = checkpoint.certain()
-            check_places(checkpoint.sources)
+            if not (is_trial and checkpoint.is_far):
+                checkpoint = checkpoint.certain()
+                check_places(checkpoint.sources)
             whole = edited(checkpoint, edits_for(to, options))
             checkpoint = edited(whole, options.edits)
             if to.holds_trees and options.shard_bytes is None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from shlex import quote
 
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan
-from ckptconv.convert.planner import plan_conversion
+from ckptconv.convert.planner import plan_trial
 from ckptconv.devices.mapping import tag_map
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.pickles.nodes import Call
+from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
 from ckptconv.support.text import as_argument, count_text
 from ckptconv.tensors.dtypes import floating_dtype
@@ -96,7 +97,7 @@ def workable(
 ) -> Prescription | CheckpointError:
     """The fix, without objects that have no plain form if need be; or why it would not work."""
     try:
-        plan = plan_conversion(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
+        plan = plan_trial(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
     except RefusedObject as error:
         return error if fix.unknown == "drop" else _dropping(fix, checkpoint, target, error)
     except CheckpointError as error:
@@ -143,7 +144,7 @@ def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]
     return found
 
 
-def command(fix: Fix, paths: Sequence[Path], output: Path | None = None) -> str:
+def command(fix: Fix, paths: Sequence[PurePath], output: PurePath | None = None) -> str:
     """The command line, ready for a POSIX shell; without an `output` it gets a free name."""
     made = output or output_beside(paths[0], fix.suffix or ".pt")
     return " ".join(
@@ -151,9 +152,13 @@ def command(fix: Fix, paths: Sequence[Path], output: Path | None = None) -> str:
     )
 
 
-def output_beside(path: Path, suffix: str, taken: Collection[Path] = ()) -> Path:
-    """A free name beside `path`, not `taken`: ``model-portable.pt``, ``model-portable-2.pt``, …"""
-    given = path if path.name else path.absolute()
+def output_beside(path: PurePath, suffix: str, taken: Collection[PurePath] = ()) -> Path:
+    """A free name beside `path`, not `taken`: ``model-portable.pt``, ``model-portable-2.pt``, …
+
+    For a checkpoint that is elsewhere it is one of the working folder.
+    """
+    given = Path(path.name) if isinstance(path, UrlPath) else Path(path)
+    given = given if given.name else given.absolute()
     stem = given.name.removesuffix(".index.json")
     stem = stem if given.is_dir() else Path(stem).stem
     names = (

@@ -12,6 +12,7 @@ from ckptconv.objects.encodings import flat
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
 from ckptconv.support.progress import Meter, Phases
+from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks
@@ -35,12 +36,14 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, mete
     if target.is_counted:
         refuse_unwritten(file, written)
     with held(plan.limits), open_certain(written, whole_modules=target.keeps_modules) as output:
-        for path, ref, other in _beside(plan, file, output):
-            if other is None or not _equal(ref, other, plan.cast(ref), meter):
-                raise VerificationFailed(
-                    "the output differs from the source", path=file.path, where=path
-                )
-            count += 1
+        beside = list(_beside(plan, file, output))
+        with read_soon([ref for _, ref, _ in beside], [other for _, _, other in beside if other]):
+            for path, ref, other in beside:
+                if other is None or not _equal(ref, other, plan.cast(ref), meter):
+                    raise VerificationFailed(
+                        "the output differs from the source", path=file.path, where=path
+                    )
+                count += 1
     return count
 
 

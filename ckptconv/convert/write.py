@@ -10,6 +10,7 @@ from ckptconv.formats.layout import Layout, WriteItem
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.io.source import SMALL
 from ckptconv.io.stream import OutputStream
+from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.checksums import Checksums, refuse_crc
 from ckptconv.tensors.fold import OddBools, fold
@@ -30,11 +31,13 @@ def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: 
     crcs: list[int] = []
     between = b""
     write, trail = stream.write, layout.trail
-    for index, item in enumerate(layout.items):
-        write(between + item.lead)
-        crc = _write_values(item, stream, checksums, tally)
-        crcs.append(crc)
-        between = trail(index, crc)
+    values = [item.values for item in layout.items]
+    with read_soon([item for item in values if isinstance(item, TensorRef)]):
+        for index, item in enumerate(layout.items):
+            write(between + item.lead)
+            crc = _write_values(item, stream, checksums, tally)
+            crcs.append(crc)
+            between = trail(index, crc)
     write(between)
     write(layout.ending(crcs))
 

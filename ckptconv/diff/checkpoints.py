@@ -39,6 +39,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.text import count_text
+from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.comparison import Pair, compare_bytes, damaged_storages
 from ckptconv.tensors.deviation import deviation
 from ckptconv.tensors.element_pairs import Tolerance
@@ -276,7 +277,8 @@ def _compare_values(
     ]
     exact = [at for at in firsts.values() if _by_bytes(pairs[at][1:], tolerance)]
     meter = Meter("read", sum(pairs[at][1].nbytes for at in exact), tell)
-    compared = compare_bytes([pairs[at][1:] for at in exact], meter)
+    with read_soon([pairs[at][1] for at in exact], [pairs[at][2] for at in exact]):
+        compared = compare_bytes([pairs[at][1:] for at in exact], meter)
     meter.finish()
     same = {number for at, number in enumerate(exact) if at not in compared.differing}
     others = [at for at in firsts.values() if at not in same]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import PurePath
 
 from ckptconv.convert.prescriptions import Fix, Prescription, workable
 from ckptconv.devices.host import Host, survey_host
 from ckptconv.doctor.findings import Finding, Severity
 from ckptconv.doctor.model_fits import ModelFit, best_fit
 from ckptconv.inspect.inspection import Inspection
+from ckptconv.io.location import Location
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ class Symptom:
 class Case:
     """What is examined: a checkpoint, its modules as state dicts, the facts, the user's options."""
 
-    paths: tuple[Path, ...]
+    places: tuple[Location, ...]
     whole: Checkpoint
     checkpoint: Checkpoint
     facts: Inspection
@@ -46,6 +47,11 @@ class Case:
     target: KeyTarget | None = None
     tag: str | None = None
     size: bool = False
+
+    @property
+    def paths(self) -> tuple[PurePath, ...]:
+        """How the files are called."""
+        return tuple(place.path for place in self.places)
 
     @cached_property
     def host(self) -> Host:

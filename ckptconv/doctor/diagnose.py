@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ckptconv.convert.key_targets import key_target
@@ -16,9 +16,9 @@ from ckptconv.doctor.file_symptoms import FILE_CHECKS
 from ckptconv.doctor.findings import LEFT_OUT, SEVERITIES, Diagnosis, Finding
 from ckptconv.doctor.model_symptoms import MODEL_CHECKS
 from ckptconv.doctor.unopened import unopened
-from ckptconv.formats.registry import Named, checkpoints_of, open_certain
+from ckptconv.formats.registry import Named, checkpoints_of, open_certain, open_to_look
 from ckptconv.inspect.facts import inspect_checkpoint
-from ckptconv.io.location import require
+from ckptconv.io.location import Location, require
 from ckptconv.io.places import place_of
 from ckptconv.support.choices import (
     refuse_no_flag,
@@ -68,7 +68,7 @@ def diagnose(
     model or device tag. Without torch a CPU-only torch is assumed.
     """
     refuse_no_paths("path", path)
-    paths = (Path(path),) if isinstance(path, (str, os.PathLike)) else tuple(map(Path, path))
+    paths = tuple(map(place_of, [path] if isinstance(path, (str, os.PathLike)) else path))
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
     asked = _asked(like, model, device, values, size, tag, on_progress)
@@ -88,7 +88,7 @@ def diagnose_all(
     return [_diagnosed(group, asked) for group in checkpoints_of(paths)]
 
 
-def _diagnosed(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis | CheckpointError:
+def _diagnosed(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis | CheckpointError:
     try:
         return _diagnose(paths, asked)
     except DeviceUnavailable:
@@ -136,15 +136,16 @@ def _asked(
     )
 
 
-def _diagnose(paths: tuple[Path, ...], asked: _Asked) -> Diagnosis:
+def _diagnose(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis:
     for one in paths:
-        require(place_of(one))
+        require(one)
     try:
-        with collector_paused(), open_certain(paths, tag=asked.tag, whole_modules=True) as whole:
+        opened = open_certain if asked.values else open_to_look
+        with collector_paused(), opened(paths, tag=asked.tag, whole_modules=True) as whole:
             checkpoint = flatten_modules(whole)
             facts = inspect_checkpoint(checkpoint)
             case = Case(
-                paths=paths,
+                places=paths,
                 whole=whole,
                 checkpoint=checkpoint,
                 facts=facts,
@@ -181,12 +182,12 @@ def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
     for one in symptoms:
         if one.fix is not None and not one.chosen:
             fix = fix.with_(one.fix)
-    outputs: dict[Fix, Path] = {}
+    outputs: dict[Fix, PurePath] = {}
     ordered = sorted(symptoms, key=lambda one: SEVERITIES.index(one.finding.severity))
     return tuple([_prescribed(case, fix, one, outputs) for one in ordered])
 
 
-def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, Path]) -> Finding:
+def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, PurePath]) -> Finding:
     if one.fix is None:
         return one.finding
     found = case.workable(fix.with_(one.fix))

@@ -21,7 +21,7 @@ from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 
 
 def _container(case: Case) -> Iterator[Symptom]:
-    container, path = case.facts.opening, case.paths[0]
+    container = case.facts.opening
     name = container.name
     if case.facts.untyped:
         cause = (
@@ -46,7 +46,7 @@ def _container(case: Case) -> Iterator[Symptom]:
         )
         yield symptom("info", "sharded", cause, effect, Fix(), chosen=True)
     elif not container.is_usual:
-        said = words.FOLDER if path.is_dir() else container.torch_says
+        said = words.FOLDER if case.places[0].is_folder() else container.torch_says
         effect = (
             words.quoted(said)
             if said
@@ -80,7 +80,7 @@ def _strays(case: Case) -> Iterator[Symptom]:
 
 def _name(case: Case) -> Iterator[Symptom]:
     """A file under a name of the other kind: libraries go by it, torch.load since 2.13 too."""
-    if len(case.paths) > 1 or case.paths[0].is_dir():
+    if len(case.paths) > 1 or case.places[0].is_folder():
         return
     named = case.paths[0].suffix.lower() == ".safetensors"
     if named and case.facts.opening.is_torch:
@@ -201,11 +201,11 @@ def _objects(case: Case) -> Iterator[Symptom]:
 
 def _lone_shard(case: Case) -> Iterator[Symptom]:
     """One of several shards, opened by itself."""
-    path = case.paths[0]
-    told = _SHARD(path.name)
-    if len(case.paths) > 1 or told is None or int(told["count"]) < 2 or path.is_dir():
+    place = case.places[0]
+    told = _SHARD(place.name)
+    if len(case.paths) > 1 or told is None or int(told["count"]) < 2 or place.is_folder():
         return
-    index = path.with_name(f"{told['stem']}.{told['suffix']}.index.json")
+    index = place.beside(f"{told['stem']}.{told['suffix']}.index.json")
     cause = (
         f"is shard {int(told['number'])} of {int(told['count'])} by its name, and holds only "
         "some of the tensors"
@@ -220,7 +220,9 @@ def _lone_shard(case: Case) -> Iterator[Symptom]:
             found = workable(Fix(suffix=suffix(case), device=case.device), joined)
         if isinstance(found, CheckpointError):
             raise found
-        yield Symptom(Finding("error", "lone-shard", cause, effect, command(found.fix, [index])))
+        yield Symptom(
+            Finding("error", "lone-shard", cause, effect, command(found.fix, [index.path]))
+        )
     except CheckpointError as error:
         yield symptom("error", "lone-shard", cause, effect, advice=str(error))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from shlex import quote
 
 from ckptconv.convert.prescriptions import Fix, command, output_beside, workable
@@ -12,7 +12,7 @@ from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.findings import Finding
 from ckptconv.formats.registry import open_certain
 from ckptconv.formats.strangers import stranger_of
-from ckptconv.io.places import place_of
+from ckptconv.io.location import Location
 from ckptconv.support.errors import (
     CheckpointError,
     IncompleteCheckpoint,
@@ -23,7 +23,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.text import as_argument
 
 
-def unopened(error: CheckpointError, paths: tuple[Path, ...]) -> Finding:
+def unopened(error: CheckpointError, paths: Sequence[Location]) -> Finding:
     """The finding for what cannot be opened; its cause and advice are the error's own."""
     cause = (
         f"{printable(error.where)}: {printable(error.what, 2000)}"
@@ -50,8 +50,8 @@ def _code(error: CheckpointError) -> str:
     return "beyond-limits" if isinstance(error, LimitExceeded) else "no-checkpoint"
 
 
-def _effect(error: CheckpointError, path: Path) -> str:
-    if path.is_dir():
+def _effect(error: CheckpointError, place: Location) -> str:
+    if place.is_folder():
         return words.quoted(words.FOLDER)
     if isinstance(error, IncompleteCheckpoint):
         return (
@@ -59,19 +59,19 @@ def _effect(error: CheckpointError, path: Path) -> str:
             "whole tensors"
         )
     try:
-        source = place_of(path).open()
+        source = place.open()
     except CheckpointError as unreadable:
         return printable(unreadable.what)
     try:
         head = source.read(0, min(4, source.size))
     finally:
         source.close()
-    if path.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
+    if place.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
         return words.quoted(words.HEADER, by="load_file")
     if head.startswith(b"PK\3\4") and error.code == "cut-off":
         return words.quoted(words.CUT_OFF)
     said = words.on_start(head)
-    is_npz = said is None and f"{error.where or path}".endswith((".npy", ".npz"))
+    is_npz = said is None and f"{error.where or place}".endswith((".npy", ".npz"))
     if said is None and isinstance(error, MalformedCheckpoint):
         return (
             f"ckptconv does not open it; {'numpy' if is_npz else 'torch'}.load may refuse it too, "
@@ -83,30 +83,32 @@ def _effect(error: CheckpointError, path: Path) -> str:
     return words.quoted(said)
 
 
-def _with_siblings(path: Path) -> str | None:
+def _with_siblings(place: Location) -> str | None:
     """The command for the files of all ranks, if here under names that differ in their numbers."""
-    pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
-    beside = sorted(
-        item for item in path.parent.iterdir() if pattern.fullmatch(item.name) and item.is_file()
-    )
+    pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", place.name))))
     try:
+        names = [name for name in place.parent.names() if pattern.fullmatch(name)]
+        beside = [item for item in map(place.beside, names) if item.is_file()]
         with open_certain(beside) as joined:
             found = workable(Fix(), joined)
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return None
-    return None if isinstance(found, CheckpointError) else command(found.fix, beside)
+    if isinstance(found, CheckpointError):
+        return None
+    return command(found.fix, [item.path for item in beside])
 
 
-def _unpacking(error: CheckpointError, path: Path) -> str | None:
+def _unpacking(error: CheckpointError, place: Location) -> str | None:
     """The command that unpacks a compressed file beside it."""
     if error.code != "compressed":
         return None
-    source = place_of(path).open()
+    source = place.open()
     try:
         known = stranger_of(source.read(0, min(source.size, _HEAD)))
     finally:
         source.close()
-    packed, made = (quote(as_argument(name)) for name in (path, output_beside(path, ".pt")))
+    names = (place.path, output_beside(place.path, ".pt"))
+    packed, made = (quote(as_argument(name)) for name in names)
     return None if known is None else f"{known.unpacker} -c {packed} > {made}"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from ckptconv.formats.first_reads import first_reads
 from ckptconv.formats.folders.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
 from ckptconv.formats.folders.dcp import foretell_dcp, is_dcp, open_dcp
 from ckptconv.formats.folders.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
@@ -157,13 +158,7 @@ def open_checkpoint(
     is something else (and says what), or one rank's file alone, `MalformedCheckpoint` or
     `LimitExceeded` when it contradicts itself.
     """
-    asked = _asked(path, tag, whole_modules=whole_modules)
-    if len(asked.paths) == 1:
-        try:
-            return asked.opened(asked.opened)
-        except NotForetold:
-            pass
-    return asked.opened()
+    return _asked(path, tag, whole_modules=whole_modules).opened_quickly()
 
 
 def open_certain(
@@ -171,6 +166,16 @@ def open_certain(
 ) -> Checkpoint:
     """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it."""
     return _asked(path, tag, whole_modules=whole_modules).opened()
+
+
+def open_to_look(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+    """For who judges a checkpoint by what it says of itself: as `open_certain`, but over a network,
+    where each look costs a request, by its index alone.
+    """
+    asked = _asked(path, tag, whole_modules=whole_modules)
+    if not asked.paths[0].is_far():
+        return asked.opened()
+    return asked.opened_quickly()
 
 
 def _asked(path: Named | Location, tag: str | None, *, whole_modules: bool) -> _Asked:
@@ -193,6 +198,13 @@ class _Asked:
     tag: str | None
     whole_modules: bool
 
+    def opened_quickly(self) -> Checkpoint:
+        """The checkpoint, by its index alone where that tells enough."""
+        if len(self.paths) == 1:
+            with contextlib.suppress(NotForetold):
+                return self.opened(self.opened)
+        return self.opened()
+
     def opened(self, reread: Reread | None = None) -> Checkpoint:
         """The checkpoint that it is; with `reread` by its index alone, if that can be.
 
@@ -203,6 +215,8 @@ class _Asked:
         try:
             with collector_paused(), counted_together():
                 pool = FilePool()
+                if len(paths) > 1:
+                    paths[0].foresee(paths, first_reads)
                 opened += (
                     [_open(paths[0], self.tag, reread)]
                     if len(paths) == 1
@@ -239,20 +253,19 @@ def _finished(opened: Sequence[Checkpoint], *, whole_modules: bool) -> Checkpoin
     return flatten_modules(completed, calls)
 
 
-def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Path, ...]]:
+def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Location, ...]]:
     """The checkpoints that paths name: one, where each path is a rank's file with shards of
     tensors; else each by itself.
     """
     refuse_no_paths("path", paths)
-    named = [Path(path) for path in paths]
+    named = [place_of(path) for path in paths]
     if len(named) > 1 and all(map(_holds_shards, named)):
         return [tuple(named)]
     return [(path,) for path in named]
 
 
-def _holds_shards(path: Path) -> bool:
-    """Whether a path is a file that holds a rank's shards; what cannot be opened does not."""
-    place = place_of(path)
+def _holds_shards(place: Location) -> bool:
+    """Whether a place is a file that holds a rank's shards; what cannot be opened does not."""
     if not place.is_file():
         return False
     try:

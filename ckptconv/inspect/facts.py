@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptconv.formats.registry import Named, open_certain
+from ckptconv.formats.registry import Named, open_to_look
 from ckptconv.inspect.inspection import Inspection, OddObject, Part, TensorFacts, TensorList
 from ckptconv.inspect.parts import PartTree, bare_storages, part_of_tree, refs_of, tensor_facts
 from ckptconv.inspect.refusals import files_of, refusals
@@ -47,7 +47,7 @@ def inspect_checkpoint(
             f"depth={depth!r:.100} is not a number of levels", hint="give 0 or more"
         )
     if not isinstance(source, Checkpoint):
-        with open_certain(source, tag=tag) as opened:
+        with open_to_look(source, tag=tag) as opened:
             named = (
                 ()
                 if isinstance(source, (str, os.PathLike))
@@ -61,8 +61,10 @@ def inspect_checkpoint(
         )
     try:
         with held(source.limits):
-            checkpoint = source.certain()
-            check_places(checkpoint.sources)
+            checkpoint = source
+            if not source.is_far:
+                checkpoint = source.certain()
+                check_places(checkpoint.sources)
             return _inspect(checkpoint, depth)
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.inspect.facts import is_bloated
 from ckptconv.inspect.inspection import Inspection, Part
+from ckptconv.io.places import path_of
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.rows import Row
 from ckptconv.support.text import SHOWN, count_text, part_text, quoted, size_text, some_text
@@ -144,7 +145,7 @@ def _fix_text(found: Inspection, fix: Prescription | CheckpointError | None) -> 
     from ckptconv.convert.prescriptions import command
 
     lost = f". The fix leaves out {some_text(list(fix.lost))}" if fix.lost else ""
-    files = [Path(path) for path in found.named or (found.path,)]
+    files = [path_of(path) for path in found.named or (found.path,)]
     return f"{lost}. Fix: {printable(command(fix.fix, files, Path('OUT.pt')), 20_000)}"
 
 

@@ -4,14 +4,15 @@ conversion would help.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptconv.formats.registry import checkpoints_of, open_certain
+from ckptconv.formats.registry import checkpoints_of, open_to_look
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.inspection import Inspection
+from ckptconv.io.location import Location
 from ckptconv.support.errors import CheckpointError
 from ckptconv.tree.checkpoint import Checkpoint
 
@@ -25,7 +26,7 @@ class Surveyed:
     is).
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Location, ...]
     found: Inspection
     fix: Prescription | CheckpointError | None
 
@@ -34,11 +35,13 @@ class Surveyed:
 class Unread:
     """What could not be opened, and why."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[Location, ...]
     error: CheckpointError
 
 
-def survey(paths: Sequence[Path], depth: int, tag: str | None) -> Iterator[Surveyed | Unread]:
+def survey(
+    paths: Sequence[str | os.PathLike[str]], depth: int, tag: str | None
+) -> Iterator[Surveyed | Unread]:
     """Look at the checkpoints that paths name; the files of all ranks of one are one."""
     for group in checkpoints_of(paths):
         try:
@@ -47,8 +50,8 @@ def survey(paths: Sequence[Path], depth: int, tag: str | None) -> Iterator[Surve
             yield Unread(group, error)
 
 
-def _surveyed(paths: tuple[Path, ...], depth: int, tag: str | None) -> Surveyed:
-    with open_certain(paths, tag=tag) as checkpoint:
+def _surveyed(paths: tuple[Location, ...], depth: int, tag: str | None) -> Surveyed:
+    with open_to_look(paths, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
         fix = None if found.portable else _fix(checkpoint)
     return Surveyed(

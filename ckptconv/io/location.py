@@ -7,15 +7,18 @@ a store would be another.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Literal
 
 from ckptconv.io.files import FilePool
-from ckptconv.io.source import Fingerprint, Source
+from ckptconv.io.source import Fingerprint, Range, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import in_force
+
+Needs = Callable[[bytes, int], Sequence[Range]]
+"""The runs of bytes that opening a file will read, by its first bytes and its size."""
 
 Kind = Literal["file", "folder", "other", "nothing"]
 """What is at a place: other are pipes, sockets and devices."""
@@ -49,6 +52,10 @@ class Location(ABC):
         return self.path.suffix
 
     def __str__(self) -> str:
+        return str(self.path)
+
+    def __fspath__(self) -> str:
+        """What the user would write to name it."""
         return str(self.path)
 
     @property
@@ -105,7 +112,13 @@ class Location(ABC):
         """Its path, where it is a file or folder of this host that any library can open."""
         return None
 
-    def foresee(self, places: Iterable[Location]) -> None:  # noqa: B027 (nothing is promised)
+    def is_far(self) -> bool:
+        """Whether each look at it costs a request over a network."""
+        return False
+
+    def foresee(  # noqa: B027 (nothing is promised)
+        self, places: Iterable[Location], needs: Needs | None = None
+    ) -> None:
         """Files of the same kind as this one are going to be opened one after the other: what can
         be asked for at once, is.
         """

@@ -28,6 +28,11 @@ def place_of(named: str | os.PathLike[str] | Location) -> Location:
     return remote_place(address)
 
 
+def path_of(named: str | os.PathLike[str]) -> PurePath:
+    """How what the user named is called: in errors, in results, in commands to copy."""
+    return place_of(named).path
+
+
 def resolved(path: PurePath) -> PurePath:
     """The path without links, to be compared; what is elsewhere has none."""
     return path.resolve() if isinstance(path, Path) else path

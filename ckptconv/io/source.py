@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 from ckptconv.io.crc import crc32
@@ -55,6 +55,12 @@ class Source(ABC):
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
         """The bytes of several runs, in the order of `ranges`, in as few reads as pay."""
         return [self.read(offset, nbytes) for offset, nbytes in ranges]
+
+    def begin_many(self, ranges: Sequence[Range]) -> Callable[[], list[bytes]]:
+        """What `read_many` gives, when the function that comes back is called: sources over a
+        network are asked at once.
+        """
+        return lambda: self.read_many(ranges)
 
     def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
         """The bytes of the runs, one after the other, fetched ahead where that pays.

@@ -8,14 +8,20 @@ own rebuild functions and dtypes.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import refuse_changed
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
-from ckptconv.live.storages import MapLocation, Restorer, Storages, lies_mappable
+from ckptconv.live.storages import (
+    MapLocation,
+    Restorer,
+    Storages,
+    is_read_once,
+    lies_mappable,
+)
 from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.torch_read import Window, window
@@ -35,6 +41,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tree.checkpoint import Checkpoint
@@ -118,7 +125,9 @@ def load_portable(
             with collector_paused():
                 root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)
                 meter = Meter("read", _bytes_to_read(settled, mmap), on_progress)
-                loaded = _Live(Storages(Restorer(map_location), mmap, meter)).tree(root, overlay)
+                storages = Storages(Restorer(map_location), mmap, meter)
+                with read_soon([*_first_used(settled)]):
+                    loaded = _Live(storages).tree(root, overlay)
                 meter.finish()
                 refuse_changed(checkpoint.sources)
                 return loaded
@@ -154,8 +163,22 @@ def _selected(
     return root, overlay, settled
 
 
+def _first_used(settled: Settled) -> Iterator[TensorRef | Storage]:
+    """What is read of tensors and storages, in the order of the tree: a storage once."""
+    seen: set[int] = set()
+    for ref in settled.tensors:
+        if not ref.is_view:
+            yield ref
+        elif id(ref.storage) not in seen:
+            seen.add(id(ref.storage))
+            yield ref.storage
+    yield from (storage for storage in settled.storages if id(storage) not in seen)
+
+
 def _bytes_to_read(settled: Settled, mmap: bool) -> int:
-    """The bytes read when all tensors are made, at most: of a storage with a checksum twice."""
+    """The bytes read when all tensors are made, at most. What is put together or turned around is
+    read once more for its checksum.
+    """
     views = [(ref.storage, ref.dtype) for ref in settled.tensors if ref.is_view]
     views += [(storage, storage.dtype or UINT8) for storage in settled.storages]
     sources = {id(storage.source): storage.source for storage, _ in views}
@@ -167,9 +190,10 @@ def _bytes_to_read(settled: Settled, mmap: bool) -> int:
     }
     gathered = [ref for ref in settled.tensors if not ref.is_view]
     pieces = [piece.storage for ref in gathered for piece in ref.pieces]
+    turned = [storage for storage in read.values() if not is_read_once(storage)]
     checked = {
         id(whole): whole
-        for storage in (*read.values(), *pieces)
+        for storage in (*turned, *pieces)
         if (whole := storage.part_of or storage).crc32 is not None
     }
     nbytes = sum(storage.nbytes for storage in (*read.values(), *checked.values()))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.devices.host import require_device
 from ckptconv.devices.mapping import resolve_map_location
-from ckptconv.io.source import Source
+from ckptconv.io.crc import crc32
+from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.errors import (
     UnsupportedCheckpoint,
 )
 from ckptconv.support.progress import Meter
-from ckptconv.tensors.checksums import check_storage
+from ckptconv.tensors.checksums import check_storage, refuse_crc
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, TensorRef, whole_storage
 from ckptconv.tensors.stream import iter_chunks
@@ -52,6 +53,11 @@ def lies_mappable(storage: Storage, dtype: DType) -> bool:
     return in_order and storage.offset % dtype.itemsize == 0
 
 
+def is_read_once(storage: Storage) -> bool:
+    """Whether one pass gives both the values of a storage and its checksum."""
+    return storage.part_of is None and not storage.big_endian
+
+
 class Storages:
     """Makes live storages, one for each in the file, so that what was shared stays shared."""
 
@@ -86,8 +92,23 @@ class Storages:
         ):
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
             return part
+        if is_read_once(storage):
+            return self._read(storage)
         self.check_read(storage)
         return self.filled(whole_storage(storage, 0, storage.nbytes, dtype))
+
+    def _read(self, storage: Storage) -> torch.UntypedStorage:
+        """A fresh CPU storage with the bytes of `storage`, held against its checksum on the way."""
+        values = self._torch.empty(storage.nbytes, dtype=self._torch.uint8)
+        view, crc = values.numpy().data, 0
+        for at in range(0, storage.nbytes, CHUNK):
+            part = view[at : at + CHUNK]
+            storage.source.read_into(storage.offset + at, part)
+            crc = crc32(part, crc)
+            self._meter.add(len(part))
+        refuse_crc(storage, crc)
+        self._checked.add(id(storage))
+        return values.untyped_storage()
 
     def check_read(self, storage: Storage) -> None:
         """Hold a storage that is read, or the one that it is part of, against its checksum, once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ckptconv.diff.difference import Difference
 from ckptconv.inspect.inspection import Inspection
@@ -190,7 +190,7 @@ def _states(found: Difference) -> tuple[Mapping[str, str], Mapping[str, Deviatio
     return states, {item.key[:_LONGEST_KEY]: item.deviation for item in found.values}
 
 
-def free_name(path: Path, suffix: str) -> Path:
+def free_name(path: PurePath, suffix: str) -> PurePath:
     """The output in the command that fixes `path`: the same for the same file, whatever lies beside
     it.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from ckptconv.convert.prescriptions import Fix, command, workable
 from ckptconv.diff.checkpoints import Compared
@@ -12,6 +12,7 @@ from ckptconv.formats.registry import Named
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.inspection import Inspection
 from ckptconv.io.guarded import check_places
+from ckptconv.io.places import path_of
 from ckptconv.pages.facts import (
     FileFacts,
     PageFacts,
@@ -105,10 +106,10 @@ def _file_facts(
     )
 
 
-def _paths(source: Named) -> list[Path]:
+def _paths(source: Named) -> list[PurePath]:
     if isinstance(source, (str, os.PathLike)):
-        return [Path(source)]
-    return [Path(path) for path in source]
+        return [path_of(source)]
+    return [path_of(path) for path in source]
 
 
 def _parameters(
@@ -137,7 +138,7 @@ def _numel(tensors: Sequence[PageTensor]) -> int:
 
 
 def _fix(
-    checkpoint: Checkpoint, found: Inspection, paths: Sequence[Path], tag: str | None
+    checkpoint: Checkpoint, found: Inspection, paths: Sequence[PurePath], tag: str | None
 ) -> tuple[str | None, str | None, tuple[str, ...]]:
     """The command that makes it portable, why none does, and what that leaves out."""
     if found.portable:
@@ -149,7 +150,7 @@ def _fix(
     return command(fix.fix, paths, output), None, fix.lost
 
 
-def _scanned(paths: Sequence[Path]) -> Verdict:
+def _scanned(paths: Sequence[PurePath]) -> Verdict:
     """The worst verdict on the files."""
     verdicts = []
     for path in paths:

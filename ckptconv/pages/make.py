@@ -13,6 +13,7 @@ from ckptconv.diff.difference import Difference
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.destination import check_output
 from ckptconv.io.outputs import FileOutput
+from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import rules_of
 from ckptconv.pages.facts import PageFacts
 from ckptconv.pages.gather import facts_of, facts_of_both
@@ -129,7 +130,8 @@ def _free_place(output: str | os.PathLike[str], force: bool, *sources: Named) ->
     for source in sources:
         paths = [source] if isinstance(source, (str, os.PathLike)) else source
         for path in paths:
-            if place.exists() and Path(path).exists() and place.samefile(path):
+            read = place_of(path).local()
+            if read is not None and place.exists() and read.exists() and place.samefile(read):
                 raise OutputRefused(
                     "is the checkpoint that the page is about", path=place, hint="name another file"
                 )

@@ -12,6 +12,8 @@ from pathlib import Path
 from ckptconv.formats.folders.dcp_metadata import read_metadata
 from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.registry import open_file
+from ckptconv.io.local import LocalPlace
+from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
@@ -107,8 +109,8 @@ def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | N
     with a `Progress`, about once a MiB, for the files all together.
     """
     refuse_no_path(path=path)
-    root = Path(path)
-    if not root.is_dir():
+    root = place_of(path)
+    if not root.is_folder():
         return Scan(str(root), (_scan_file(root, Meter("read", _size(root), on_progress)),))
     closed: list[ScannedFile] = []
 
@@ -120,15 +122,18 @@ def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | N
 
     listed = list(_listed(root, note))
     read = Meter("read", sum(map(_size, listed)) if on_progress else 0, on_progress)
-    files = [_with_items(_scan_listed(item, read)) for item in listed]
+    files = [_with_items(_scan_listed(item, read), item) for item in listed]
     return Scan(str(root), (*files, *closed))
 
 
-def _size(path: Path) -> int:
+def _size(place: Location) -> int:
     """The size of a file that will be scanned; 0 for what will not be."""
     try:
+        if (path := place.local()) is None:
+            with closing(place.open()) as source:
+                return source.size
         found = path.stat()
-    except (OSError, ValueError):
+    except (CheckpointError, OSError, ValueError):
         return 0
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
@@ -164,34 +169,47 @@ class _CountedSource(WrappedSource):
                 self._read.add(count)
 
 
-def _listed(folder: Path, note: Callable[[OSError], None]) -> Iterator[Path]:
+def _listed(home: Location, note: Callable[[OSError], None]) -> Iterator[Location]:
     """The files of a folder and of those in it, and links to further folders."""
+    if (folder := home.local()) is None:
+        yield from _listed_elsewhere(home)
+        return
     for base, folders, names in os.walk(folder, onerror=note):
         folders.sort()
         links = [name for name in folders if Path(base, name).is_symlink()]
-        yield from (Path(base, name) for name in sorted([*names, *links]))
+        yield from (LocalPlace(Path(base, name)) for name in sorted([*names, *links]))
+
+
+def _listed_elsewhere(folder: Location) -> Iterator[Location]:
+    """The same where there are no links, by names."""
+    inside = folder.list()
+    kinds = [item.kind() for item in inside]
+    yield from (item for item, kind in zip(inside, kinds, strict=True) if kind == "file")
+    for item, kind in zip(inside, kinds, strict=True):
+        if kind == "folder":
+            yield from _listed_elsewhere(item)
 
 
 def _unread(path: str, why: str) -> ScannedFile:
     return ScannedFile(path, "unread", 0, (Sighting("", "", "unknown", why, 0),))
 
 
-def _scan_listed(path: Path, read: Meter) -> ScannedFile:
-    if path.is_dir():
+def _scan_listed(place: Location, read: Meter) -> ScannedFile:
+    if place.is_folder():
         return _unread(
-            str(path), "is a link to a folder, which was not followed; name it to scan it"
+            str(place), "is a link to a folder, which was not followed; name it to scan it"
         )
     try:
-        return _scan_file(path, read)
+        return _scan_file(place, read)
     except CheckpointError as error:
-        return _unread(str(path), error.what)
+        return _unread(str(place), error.what)
 
 
-def _scan_file(path: Path, read: Meter) -> ScannedFile:
+def _scan_file(place: Location, read: Meter) -> ScannedFile:
     try:
-        source = _CountedSource(place_of(path).open(), read)
+        source = _CountedSource(place.open(), read)
     except ValueError as error:
-        raise UnsupportedCheckpoint("is not a file name", path=path) from error
+        raise UnsupportedCheckpoint("is not a file name", path=place) from error
     scanner = Scanner(Room(source.size))
     try:
         kind = scanner.scan(source, "", 0)
@@ -202,12 +220,12 @@ def _scan_file(path: Path, read: Meter) -> ScannedFile:
     # items of a DCP folder, one pickle after another: not a checkpoint
     is_joined = kind.endswith((" zips", " pickles"))
     if scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
-        found |= dict.fromkeys(_malformed(path))
+        found |= dict.fromkeys(_malformed(place))
     findings = sorted(found, key=lambda finding: -LEVELS.index(finding.level))
-    return ScannedFile(str(path), kind, scanner.pickles, tuple(findings))
+    return ScannedFile(str(place), kind, scanner.pickles, tuple(findings))
 
 
-def _malformed(path: Path) -> Iterator[Sighting]:
+def _malformed(path: Location) -> Iterator[Sighting]:
     """What makes a conversion refuse a file whose names are plain: it may be read in two ways, and
     one was scanned.
     """
@@ -219,7 +237,7 @@ def _malformed(path: Path) -> Iterator[Sighting]:
                 pickle_bytes=min(most.pickle_bytes, _OPENED.pickle_bytes),
             ),
             collector_paused(),
-            open_file(place_of(path)),
+            open_file(path),
         ):
             return
     except MalformedCheckpoint as error:
@@ -241,14 +259,13 @@ _OPENED = Limits(nodes=1_000_000, pickle_bytes=1 << 26)
 _METADATA = frozenset(("Metadata", "MCoreMetadata"))
 
 
-def _with_items(file: ScannedFile) -> ScannedFile:
+def _with_items(file: ScannedFile, path: Location) -> ScannedFile:
     """The metadata of a DCP folder with what was found in the items that it places where no file or
     archive begins.
 
     An item that is not a tensor is unpickled, wherever the metadata says that it lies. Source:
     `DefaultLoadPlanner.load_bytes`.
     """
-    path = Path(file.path)
     classes = {finding.name.rpartition(".")[2] for finding in file.findings}
     if not path.name.endswith(".metadata") or not classes & _METADATA:
         return file
@@ -260,14 +277,14 @@ def _with_items(file: ScannedFile) -> ScannedFile:
     return replace(file, findings=(*found, *file.findings))
 
 
-def _item_findings(path: Path) -> Iterator[Sighting]:
-    with closing(place_of(path).open()) as source:
+def _item_findings(path: Location) -> Iterator[Sighting]:
+    with closing(path.open()) as source:
         items = read_metadata(source).items.values()
     places: dict[str, set[tuple[int, int]]] = {}
     for item in items:
         places.setdefault(item.relative_path, set()).add((item.offset, item.length))
     for name, wanted in places.items():
-        with closing(place_of(path).beside(name).open()) as source:
+        with closing(path.beside(name).open()) as source:
             yield from _range_findings(source, name, wanted - {(0, source.size)})
 
 

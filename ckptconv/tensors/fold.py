@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from ckptconv.io.crc import crc32
 from ckptconv.support.progress import Counting, Meter
+from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
@@ -121,12 +122,14 @@ def fold_all(
     meter = tell(_bytes_read([ref for ref, _ in folded], checked))
     checksums = Checksums(meter)
     together: list[tuple[TensorRef, Sequence[F]]] = folded
-    if threads > 1:
-        apart, together = _by_storage(folded)
-        checked = _folded_apart(apart, checked, meter, threads)
-    for ref, folders in together:
-        fold(ref, *folders, checksums=checksums, meter=meter)
-    checksums.finish(checked)
+    with read_soon([ref for ref, _ in folded]):
+        if threads > 1:
+            apart, together = _by_storage(folded)
+            checked = _folded_apart(apart, checked, meter, threads)
+        for ref, folders in together:
+            fold(ref, *folders, checksums=checksums, meter=meter)
+    with read_soon(checked):
+        checksums.finish(checked)
     meter.finish()
     return [made[_view(ref)][1] for ref in refs]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import Node
+from ckptconv.support.addresses import UrlPath
 from ckptconv.support.limits import Limits, held, in_force, merged
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import count_text, size_text
@@ -90,6 +91,11 @@ class Checkpoint:
     def format(self) -> str:
         """What its container is called."""
         return self.container.name
+
+    @property
+    def is_far(self) -> bool:
+        """Whether its files are over a network, where each look costs a request."""
+        return isinstance(self.path, UrlPath)
 
     @property
     def opening(self) -> Container:

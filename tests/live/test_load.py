@@ -330,7 +330,8 @@ def test_what_cannot_be_mapped_is_checked_too(make, mmap, tmp_path):
     seen: list[Progress] = []
     loaded = load_portable(path, only=only, keys="keep", mmap=mmap, on_progress=seen.append)
     assert torch.equal(loaded["w"], W)
-    assert [(item.done, item.total) for item in seen] == [(0, 32), (32, 32)]  # checked, and read
+    nbytes = 32 if make is big_endian else 16  # what is turned around is checked before it is read
+    assert [(item.done, item.total) for item in seen] == [(0, nbytes), (nbytes, nbytes)]
     values = W.numpy().astype(">f4" if make is big_endian else "<f4").tobytes()
     raw = damaged.read_bytes()
     assert raw.count(values) == 1

@@ -4,6 +4,7 @@ files: opened one after the other, and what lies at their ends read for many at 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 
@@ -26,6 +27,7 @@ from ckptconv.tree.checkpoint import Checkpoint
 # what opening a zip archive reads of it: its pickle and the headers before that, and the bytes in
 # which its end record may be
 _HEAD, _TAIL = SMALL, 22 + 0xFFFF
+_AHEAD_FAR = 32 << 20  # bytes of the ends of items that are fetched together over a network
 
 SourceOpener = Callable[[Source], Checkpoint]
 
@@ -52,6 +54,10 @@ class Items:
     def expect(self, coming: Iterable[Item]) -> None:
         """Note the items that will be opened, in this order; they need not be there."""
         self._coming, self._held = iter(coming), {}
+        if self._folder.is_far():
+            items = list(coming)
+            self._coming = iter(items)
+            self._open_all(dict.fromkeys(item.relative_path for item in items))
 
     def root_of(self, item: Item) -> Node:
         """What the stream at the place of an item holds."""
@@ -99,25 +105,37 @@ class Items:
             self.files[name] = self._in_front_of(name, file)
         return self._read[name]
 
+    def _open_all(self, names: Iterable[str]) -> None:
+        """Open the data files, so that the ends of items in all of them are fetched together."""
+        plain = [name for name in names if is_plain_path(str(PurePosixPath(name)))]
+        self._folder.foresee([self._folder.child(name) for name in plain])
+        for name in plain:
+            with contextlib.suppress(CheckpointError):  # said when the very file is needed
+                self._file(name)
+
     def _in_front_of(self, name: str, file: Source) -> Source:
         return file
 
     def _read_ahead(self, item: Item) -> None:
         """Hold the ends of an item and of some that come next, in files that are open already."""
         wanted: dict[str, list[tuple[Item, Range]]] = {}
-        total = 0
+        total, most = 0, _AHEAD_FAR if self._folder.is_far() else CHUNK
         for other in _with_those_behind(item, self._coming):
             file = self._read.get(other.relative_path)
             if file is not None and 0 < other.length <= file.size - other.offset:
                 for end in _ends(other):
                     wanted.setdefault(other.relative_path, []).append((other, end))
                     total += end[1]
-            if total > CHUNK - _HEAD - _TAIL:  # so that one read may do
+            if total > most - _HEAD - _TAIL:  # so that one read may do
                 break
         self._held = {}
+        reading = {
+            name: self._read[name].inner.begin_many([end for _, end in ranges])
+            for name, ranges in wanted.items()
+        }
         for name, ranges in wanted.items():
             try:
-                found = self._read[name].inner.read_many([end for _, end in ranges])
+                found = reading[name]()
             except CheckpointError:  # said again when the very bytes are needed
                 continue
             for (other, (at, _)), raw in zip(ranges, found, strict=True):

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ckptconv.formats.first_reads import first_reads
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, read_small, within
 from ckptconv.io.source import Source
@@ -62,6 +63,7 @@ def open_dcp_shards(path: Location, open_source: Callable[[Source], Checkpoint])
     """
     pool, opened = FilePool(), list[Checkpoint]()
     files = [within(file, path) for file in path.list() if _SHARD(file.name)]
+    path.foresee(files, first_reads)
     sources = [file.open(pool) for file in files]
     try:
         opened = [open_source(source) for source in sources]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckptconv.formats.first_reads import first_reads
 from ckptconv.io.location import Location, is_plain_path, read_small, within
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
 from ckptconv.support.errors import (
@@ -188,12 +189,19 @@ def _open_index(index: Location, open_file: Callable[[Location], Checkpoint]) ->
     )
 
 
+_TOGETHER = 128  # shards that are asked for at once, where they are over a network
+
+
 def _open_set(index: Location, open_file: Callable[[Location], Checkpoint]) -> Checkpoint:
     weight_map, metadata = _read_index(index)
     shards: dict[str, Checkpoint] = {}
     try:
-        for name in dict.fromkeys(weight_map.values()):
-            shards[name] = open_file(_shard(index, name))
+        names = [*dict.fromkeys(weight_map.values())]
+        for first in range(0, len(names), _TOGETHER):
+            together = names[first : first + _TOGETHER]
+            index.foresee([index.beside(name) for name in together], first_reads)
+            for name in together:
+                shards[name] = open_file(_shard(index, name))
         pairs = _pairs(index, weight_map, shards)
     except BaseException:
         for shard in shards.values():

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from ckptconv.io.files import FilePool
-from ckptconv.io.location import Kind, Location
+from ckptconv.io.location import Kind, Location, Needs
 from ckptconv.io.remote.schemes import store_of
 from ckptconv.io.remote.site import Site
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.addresses import UrlPath
-from ckptconv.support.errors import not_opened
+from ckptconv.support.errors import UnsupportedCheckpoint, not_opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class RemotePlace(Location):
 
     def __reduce__(self) -> tuple[Callable[[str], RemotePlace], tuple[str]]:
         return remote_place, (self.site.store.address(self.key),)
+
+    def __fspath__(self) -> str:
+        """Its whole address, with what is secret in it."""
+        return self.site.store.address(self.key)
 
     @property
     def path(self) -> PurePath:
@@ -60,9 +64,17 @@ class RemotePlace(Location):
         return f"{self.key.rstrip('/')}/" if self.key else ""
 
     def kind(self) -> Kind:
-        if not self.key.endswith("/") and self.site.head(self.key) is not None:
+        if (known := self.site.known(self.key)) is not None:
+            return known
+        if not self.site.store.can_list and self._folder == self.key:
+            what = "is a folder, and nobody can be asked what is in it"
+            raise UnsupportedCheckpoint(what, path=self.path, hint="name a file, or an index")
+        found = None if self.key.endswith("/") else self.site.head(self.key)
+        if found is not None and found.seen.size:
             return "file"
-        return "folder" if not self.key or self.site.listing(self._folder) else "nothing"
+        if not self.key or self.site.listing(self._folder):  # which an empty object may stand for
+            return "folder"
+        return "nothing" if found is None else "file"
 
     def list(self) -> Sequence[RemotePlace]:
         return [self.child(name) for name in self.names()]
@@ -85,8 +97,12 @@ class RemotePlace(Location):
             return None
         return (str(self.path), found.seen.size, found.seen.tag)
 
-    def foresee(self, places: Iterable[Location]) -> None:
-        self.site.foresee([place.key for place in places if isinstance(place, RemotePlace)])
+    def is_far(self) -> bool:
+        return True
+
+    def foresee(self, places: Iterable[Location], needs: Needs | None = None) -> None:
+        keys = [place.key for place in places if isinstance(place, RemotePlace)]
+        self.site.foresee(keys, needs)
 
 
 def remote_place(address: str) -> RemotePlace:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ckptconv.io.remote.fetchers import fetched
+from ckptconv.io.source import Source
 
 BLOCK = 4 << 20
 """The most that one request fetches ahead, in bytes."""
@@ -25,16 +26,20 @@ twice.
 _BEHIND = 64  # blocks that may stay unused behind the one that is read
 
 
-class Fetching(Protocol):
-    """A source that is read ahead, by a plan or by none."""
+class FarSource(Source):
+    """A source over a network, which may be read ahead."""
 
-    ahead: Readahead | None
+    ahead: Readahead | None = None
 
+    @abstractmethod
     def fetch(self, first: int, nbytes: int) -> memoryview:
         """The bytes from `first` on, in one request; any thread may ask."""
 
+    def fetched_from(self, offset: int) -> tuple[Source, int]:
+        return self, offset
 
-Run = tuple[Fetching, int, int]
+
+Run = tuple[FarSource, int, int]
 """Bytes of a source: where they begin, and how many they are."""
 
 
@@ -42,7 +47,7 @@ Run = tuple[Fetching, int, int]
 class _Block:
     """A stretch of a source: where it begins and ends, and how many bytes of it will be used."""
 
-    source: Fetching
+    source: FarSource
     first: int
     last: int
     left: int = 0
@@ -76,7 +81,7 @@ class Readahead:
         self._next = self._oldest = self._held = 0
         self._lock = threading.Lock()
 
-    def fill(self, source: Fetching, offset: int, view: memoryview) -> bool:
+    def fill(self, source: FarSource, offset: int, view: memoryview) -> bool:
         """Fill `view`, if all of it is part of the plan and not used up."""
         found = self._covering(source, offset, len(view))
         if found is None:
@@ -96,7 +101,7 @@ class Readahead:
             self._next = len(self._blocks)
 
     def _covering(
-        self, source: Fetching, offset: int, nbytes: int
+        self, source: FarSource, offset: int, nbytes: int
     ) -> list[tuple[_Block, Future[memoryview]]] | None:
         """The blocks that hold the bytes, all of them on their way; None where some do not."""
         of = self._at.get(id(source))

@@ -7,13 +7,17 @@ call of the library, to the next.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
 from typing import TypeVar
 
+from ckptconv.io.location import Kind, Needs
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.source import HEAD, RemoteSource
@@ -32,7 +36,15 @@ from ckptconv.support.limits import in_force
 
 T = TypeVar("T")
 
-_MOST_HEADS = 512  # objects whose first bytes are kept: 32 MB
+_MOST_HEADS = 256  # objects whose first bytes are kept: 32 MB
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The first bytes of an object, and others that opening it needs, by where they begin."""
+
+    part: Part
+    others: tuple[tuple[int, bytes], ...] = ()
 
 
 class Site:
@@ -42,7 +54,7 @@ class Site:
         self.store = store
         self._seconds = in_force().remote_seconds
         self._lock = threading.Lock()
-        self._heads: OrderedDict[str, Part | None] = OrderedDict()
+        self._heads: OrderedDict[str, _Head | None] = OrderedDict()
         self._listings: dict[str, Listing] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -53,17 +65,30 @@ class Site:
 
     # ------------------------------------------------------------------------- what is there
 
-    def head(self, key: str) -> Part | None:
-        """The first bytes of an object; None where there is none."""
+    def head(self, key: str, needs: Needs | None = None) -> Part | None:
+        """The first bytes of an object, and what opening it `needs`; None where there is none."""
+        found = self._head(key, needs)
+        return None if found is None else found.part
+
+    def _head(self, key: str, needs: Needs | None) -> _Head | None:
         with self._lock:
             if key in self._heads:
                 return self._heads[key]
-        found = self._first(key)
+        part = self._first(key)
+        found = None if part is None else _Head(part, self._needed(key, part, needs))
         with self._lock:
             self._heads[key] = found
             while len(self._heads) > _MOST_HEADS:
                 self._heads.popitem(last=False)
         return found
+
+    def _needed(self, key: str, part: Part, needs: Needs | None) -> tuple[tuple[int, bytes], ...]:
+        if needs is None:
+            return ()
+        ranges = needs(bytes(part.data), part.seen.size)
+        return tuple(
+            (first, bytes(self.get(key, first, nbytes, part.seen).data)) for first, nbytes in ranges
+        )
 
     def _first(self, key: str) -> Part | None:
         if not key or key.endswith("/") or self._is_known_absent(key):
@@ -76,8 +101,20 @@ class Site:
     def _is_known_absent(self, key: str) -> bool:
         """Whether a listing of the folder around it lacks an object."""
         folder, _, name = key.rpartition("/")
+        if (around := self._heads.get(folder)) is not None and around.part.seen.size:
+            return True  # what lies around it is a file
         listing = self._listings.get(f"{folder}/" if folder else "")
         return listing is not None and name not in listing.files
+
+    def known(self, key: str) -> Kind | None:
+        """What is there, as far as a listing of the folder around it tells."""
+        folder, _, name = key.rpartition("/")
+        listing = self._listings.get(f"{folder}/" if folder else "")
+        if listing is None or key in self._heads:
+            return None
+        if name in listing.files:
+            return "file" if name not in listing.folders else None
+        return "folder" if name in listing.folders else "nothing"
 
     def listing(self, folder: str) -> Listing:
         """What lies in a folder (empty, or ending in a slash); nothing where there is none."""
@@ -94,26 +131,32 @@ class Site:
             self._listings[folder] = found
         return found
 
-    def foresee(self, keys: Iterable[str]) -> None:
-        """The objects are going to be opened one after the other: ask for all of them now."""
+    def foresee(self, keys: Iterable[str], needs: Needs | None = None) -> None:
+        """The objects are going to be opened one after the other: ask for all of them now.
+
+        Errors are raised when they are opened.
+        """
         wanted = [key for key in keys if key not in self._heads]
-        for future in [fetched(partial(self.head, key)) for key in wanted[:_MOST_HEADS]]:
-            future.result()
+        asked = [fetched(partial(self.head, key, needs)) for key in wanted[:_MOST_HEADS]]
+        for future in asked:
+            with contextlib.suppress(CheckpointError):
+                future.result()
 
     # ------------------------------------------------------------------------------- reading
 
     def open(self, key: str) -> RemoteSource:
         """An object, to be read."""
         path = UrlPath(self.store.locate(key))
-        part = fetched(lambda: self.head(key)).result()
-        if part is None:
-            raise not_opened(2, path)
-        seen = part.seen
+        found = fetched(lambda: self._head(key, None)).result()
+        if found is None:
+            raise not_opened(errno.ENOENT, path)
+        seen = found.part.seen
 
         def get(first: int, nbytes: int) -> Part:
             return self.get(key, first, nbytes, seen)
 
-        return RemoteSource(get, path, seen, bytes(part.data))
+        windows = [(0, bytes(found.part.data)), *found.others]
+        return RemoteSource(get, path, seen, windows)
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen) -> Part:
         """A range of an object, of one version; any thread may ask."""

@@ -10,12 +10,12 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.readahead import BLOCK, Readahead, reading_ahead
+from ckptconv.io.remote.readahead import BLOCK, FarSource, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 
-HEAD = 64 << 10
+HEAD = 128 << 10
 """The bytes that the first request of an object fetches, and the last ones that any read near its
 end does: the directories of most archives lie in them.
 """
@@ -25,24 +25,29 @@ _GAP = 256 << 10  # bytes that nobody asked for, fetched because another request
 _LONGEST = 8 << 20  # the bytes of one request
 
 
-class RemoteSource(Source):
+class RemoteSource(FarSource):
     """An object of a store, pinned to the version that was there when it was opened.
 
     `get` gives the bytes from a place on, as many as are asked for, and may be called by any
-    thread; `head` are the first bytes.
+    thread; `windows` are bytes that are known
+    already, by where they begin.
     """
 
     def __init__(
-        self, get: Callable[[int, int], Part], path: PurePath, seen: Seen, head: bytes
+        self,
+        get: Callable[[int, int], Part],
+        path: PurePath,
+        seen: Seen,
+        windows: Iterable[tuple[int, bytes]],
     ) -> None:
         self.path, self.size = path, seen.size
-        self.ahead: Readahead | None = None
         self._get, self._seen = get, seen
         self._lock = threading.Lock()
         # what was fetched for small reads, by where it begins; the last one used stands last
         self._windows: OrderedDict[int, bytes] = OrderedDict()
         self._is_closed = False
-        self._keep(0, head)
+        for first, data in windows:
+            self._keep(first, data)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -66,6 +71,9 @@ class RemoteSource(Source):
         return bytes(self._bytes(offset, nbytes))
 
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
+        return self.begin_many(ranges)()
+
+    def begin_many(self, ranges: Sequence[Range]) -> Callable[[], list[bytes]]:
         """Runs that lie near each other are fetched in one request, several requests at a time."""
         found = [b""] * len(ranges)
         waiting = []
@@ -81,12 +89,16 @@ class RemoteSource(Source):
             (first, members, fetched(partial(self.fetch, first, last - first)))
             for first, last, members in runs
         ]
-        for first, members, future in fetching:
-            data = future.result()
-            for number in members:
-                offset, nbytes = ranges[number]
-                found[number] = bytes(data[offset - first : offset - first + nbytes])
-        return found
+
+        def wait() -> list[bytes]:
+            for first, members, future in fetching:
+                data = future.result()
+                for number in members:
+                    offset, nbytes = ranges[number]
+                    found[number] = bytes(data[offset - first : offset - first + nbytes])
+            return found
+
+        return wait
 
     def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
         wanted = list(ranges)
@@ -191,9 +203,6 @@ class RemoteSource(Source):
 
     def is_for_threads(self) -> bool:
         return True
-
-    def fetched_from(self, offset: int) -> tuple[Source, int]:
-        return self, offset
 
     def check_unchanged(self) -> None:
         """Where the version is pinned, all that was read is of one version."""

@@ -1,0 +1,26 @@
+"""What opening a file reads of it, told from its first bytes: so that it can be fetched for many
+files at once.
+"""
+
+from __future__ import annotations
+
+from ckptconv.formats.safetensors import is_safetensors
+from ckptconv.io.source import Range
+from ckptconv.support.limits import in_force
+
+_TAIL = 64 << 10  # bytes in which the directory of an archive of some hundred records lies
+
+
+def first_reads(head: bytes, size: int) -> list[Range]:
+    """The runs of bytes beyond its `head` that opening a file of `size` bytes will read."""
+    known = len(head)
+    if size <= known:
+        return []
+    if head.startswith(b"PK\3\4"):
+        first = max(known, size - _TAIL)
+        return [(first, size - first)]
+    if is_safetensors(head):
+        end = 8 + int.from_bytes(head[:8], "little")
+        if known < end <= min(size, 8 + in_force().safetensors_header_bytes):
+            return [(known, end - known)]
+    return []
