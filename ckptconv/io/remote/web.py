@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptconv.io.remote.wire import Answer, Credential, Target, Wire
 
 _UNSAFE = "/~!$&'()*+,;=:@%"  # what may stand in a path as it is
-_SMALL = 64 << 10  # bytes of a file that is taken as a whole where the server sends no range
+_SMALL = 128 << 10  # bytes of a file that is taken as a whole where the server sends no range
 _STALE = frozenset((400, 401, 403, 404, 410))
 """What a signed address answers that was good for a while only."""
 

@@ -144,7 +144,7 @@ class Wire:
 
     def _too_slow(self, watch: _Watch) -> StoreError:
         return StoreError(
-            "passing", f"the server is too slow ({watch.seconds:.0f} s for an answer)"
+            "passing", f"the server is too slow ({watch.seconds:.0f} s for one answer)"
         )
 
     # ------------------------------------------------------------------------------ redirects
@@ -279,7 +279,7 @@ class Wire:
         self, connection: HTTPConnection, made: socket.socket, reach: Reach | None
     ) -> socket.socket:
         """A connection, if it leads no nearer than `reach`: whatever its name was said to be."""
-        found = reach_of(made.getpeername()[0])
+        found = reach_of_peer(made)
         self._reached[connection.host.strip("[]").lower(), connection.port] = found
         if reach is not None:
             try:
@@ -340,6 +340,11 @@ class Wire:
         if isinstance(error, ValueError):  # LocationValueError too
             return StoreError("final", "is not an address of the web", hint="check the address")
         return StoreError("passing", f"{host} broke the connection off")
+
+
+def reach_of_peer(made: socket.socket) -> Reach:
+    """How near the other end of a connection is."""
+    return reach_of(made.getpeername()[0])
 
 
 def _check(found: Reach, reach: Reach, host: str) -> None:
