@@ -46,7 +46,7 @@ _MOST_HOPS = 6
 _DRAINED = 64 << 10  # bytes of a body that are read only so that its connection can be used again
 _PORTS = {"http": 80, "https": 443}
 _SAFE = "/~!$&'()*+,;=:@%?[]"
-_BUNDLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+_BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 Origin = tuple[str, str, int]
 """Scheme, host and port."""
@@ -300,7 +300,7 @@ class Wire:
                 )
             except OSError:
                 what = f"the certificates in {bundle} cannot be read"
-                raise StoreError("final", what, hint=f"see {' and '.join(_BUNDLES)}") from None
+                raise StoreError("final", what, hint=f"see {', '.join(_BUNDLES)}") from None
         return self._tls
 
     def _proxy(self, scheme: str, host: str, port: int) -> str | None:

@@ -32,6 +32,8 @@ def impatient(monkeypatch):
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "CKPTCONV_ALLOW_HOSTS"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
     with limits(remote_seconds=0.1):
         yield
 
@@ -125,9 +127,7 @@ def public(monkeypatch, *hosts: Web) -> None:
     monkeypatch.setattr(
         "ckptconv.io.remote.wire.reach_of_peer",
         lambda made: (
-            Reach.EVERYWHERE
-            if made.getpeername()[1] in ports
-            else reach_of(made.getpeername()[0])
+            Reach.EVERYWHERE if made.getpeername()[1] in ports else reach_of(made.getpeername()[0])
         ),
     )
 
@@ -203,7 +203,9 @@ def authorized(web: Web) -> list[str | None]:
 
 def test_a_password_is_told_to_its_host_only(web, other):
     web.ways["here"] = lambda asked: asked.move("/a.bin")
-    web.ways["there"] = lambda asked: asked.move(f"http://you:{SECRET}@127.0.0.1:{other.port}/a.bin")
+    web.ways["there"] = lambda asked: asked.move(
+        f"http://you:{SECRET}@127.0.0.1:{other.port}/a.bin"
+    )
     other.ways["back"] = lambda asked: asked.move(f"{web.url}/a.bin")
     said = "Basic " + base64.b64encode(b"me:p:w/ \xc3\xa4").decode()
     netloc = f"me:p%3Aw%2F%20%C3%A4@127.0.0.1:{web.port}"
@@ -252,15 +254,16 @@ def test_places_of_other_secrets_are_other_places(web):
 
 
 @pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 418, 500, 200])
-def test_no_error_shows_a_secret(status, web):
+def test_no_error_shows_a_secret(status, web, tmp_path):
     web.ways["a.bin"] = lambda asked: asked.say(
         status, CONTENT, Location=f"http://169.254.169.254/{SECRET}?{SECRET}", X_Error=SECRET
     )
     address = f"http://me:{SECRET}@127.0.0.1:{web.port}/a.bin?sig={SECRET}"
     assert not [text for text in shown_by(remote_place(address)) if SECRET in text]
-    for options in ((), ("--json",)):
-        ran = run("inspect", address, *options, env={"CKPTCONV_REMOTE_SECONDS": "0"})
-        assert SECRET not in ran.stdout + ran.stderr
+    if status in (302, 401):
+        for options in ((), ("--json",)):
+            ran = run("inspect", address, *options, cwd=tmp_path)
+            assert SECRET not in ran.out + ran.err and ran.exit
 
 
 def test_no_error_of_a_connection_shows_a_secret():
@@ -365,7 +368,7 @@ def test_json_of_a_command_shows_no_secret(web, tmp_path):
 
     web.files["model.safetensors"] = save({"w": np.zeros(3, np.float32)})
     address = f"http://me:{SECRET}@127.0.0.1:{web.port}/model.safetensors?sig={SECRET}"
-    ran = run("inspect", address, "--json")
-    assert ran.code == 0, ran.stderr
-    assert SECRET not in ran.stdout + ran.stderr
-    assert web.at("model.safetensors") in json.dumps(json.loads(ran.stdout))
+    ran = run("inspect", address, "--json", cwd=tmp_path)
+    assert ran.exit == 0, ran.err
+    assert SECRET not in ran.out + ran.err
+    assert web.at("model.safetensors") in json.dumps(ran.json())
