@@ -356,7 +356,7 @@ def test_small_files_of_a_server_without_ranges_are_read(web):
         assert source.size == 0
 
 
-# --------------------------------------------------------------------------------- files that change
+# ------------------------------------------------------------------------------- files that change
 
 CHANGED = "was changed while it was read; start again"
 
@@ -464,5 +464,5 @@ def test_who_is_not_there_is_told_of_soon():
     "address", ["http://", "http://[::1/a", "http://host:99999/a", "http:///a"]
 )
 def test_what_is_not_an_address_is_told(address):
-    with pytest.raises(CheckpointError, match="is not an address of the web|names no host"):
+    with pytest.raises(CheckpointError, match=r"is not an address of the web|names no host"):
         remote_place(address)

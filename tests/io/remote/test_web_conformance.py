@@ -1,0 +1,115 @@
+"""Web servers and the Hub keep the promises of every source and place."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ckptconv.io.location import Location
+from ckptconv.io.remote.place import RemotePlace, remote_place
+from ckptconv.io.source import Source
+from helpers.conformance import BYTES, LocationConformance, SourceConformance
+from helpers.scripted_hub import Hub
+from helpers.scripted_server import Web
+
+_numbers = itertools.count()
+
+
+class TestWebSource(SourceConformance):
+    @pytest.fixture(autouse=True)
+    def _served(self):
+        with Web() as self.web:
+            yield
+
+    def source(self, room: Path, content: bytes) -> Source:
+        self.name = f"{room.name}/a {next(_numbers)}.bin"
+        return self.again(room, content)
+
+    def again(self, room: Path, content: bytes) -> Source:
+        self.web.files[self.name.replace(" ", "%20")] = content
+        return remote_place(self.web.at(self.name)).open()
+
+    def change(self, room: Path) -> None:
+        self.web.files[self.name.replace(" ", "%20")] = BYTES[::-1]
+
+    # a tag that is strong pins every request, so that nothing is asked when all was read
+    def test_a_change_while_it_is_read_is_told(self, tmp_path):
+        with closing(self.source(tmp_path, BYTES * 40)) as source:
+            source.read(0, 10)
+            self.change(tmp_path)
+            with pytest.raises(Exception, match="was changed while it was read"):
+                source.read(200_000, 100_000)
+
+
+class TestWebSourceWithoutTags(TestWebSource):
+    """Of a server that tells of versions by dates only."""
+
+    def again(self, room: Path, content: bytes) -> Source:
+        path = self.name.replace(" ", "%20")
+        self.date = {"ETag": "", "Last_Modified": f"Mon, 23 Nov 2026 07:00:{len(content) % 60}"}
+        self.web.ways[path] = lambda asked: asked.serve(self.web.files[path], **self.date)
+        return super().again(room, content)
+
+    def change(self, room: Path) -> None:
+        super().change(room)
+        self.date = {**self.date, "Last_Modified": "Mon, 23 Nov 2026 08:00:00"}
+
+    test_a_change_while_it_is_read_is_told = (
+        SourceConformance.test_a_change_while_it_is_read_is_told
+    )
+
+
+class TestHubSource(SourceConformance):
+    CHANGES = False  # a commit never changes
+
+    @pytest.fixture(autouse=True)
+    def _served(self, monkeypatch):
+        with Hub() as self.hub:
+            monkeypatch.setenv("HF_ENDPOINT", self.hub.web.url)
+            yield
+
+    def source(self, room: Path, content: bytes) -> Source:
+        self.name = f"org/name{next(_numbers)}"
+        self.hub.commit(f"models/{self.name}", {"in/a b.bin": content})
+        return self.again(room, content)
+
+    def again(self, room: Path, content: bytes) -> Source:
+        return remote_place(f"hf://{self.name}/in/a b.bin").open()
+
+
+class TestHubPlace(LocationConformance):
+    """A place that was looked at keeps what was seen, so each look is a new one."""
+
+    @pytest.fixture(autouse=True)
+    def _served(self, monkeypatch):
+        with Hub() as self.hub:
+            monkeypatch.setenv("HF_ENDPOINT", self.hub.web.url)
+            yield
+
+    def home(self, room: Path) -> Location:
+        self.hub.commit("models/org/name", {})
+        return remote_place("hf://org/name")
+
+    def write(self, place: Location, content: bytes) -> None:
+        assert isinstance(place, RemotePlace)
+        commit = self.hub.revisions["models/org/name"]["main"]
+        self.hub.commit("models/org/name", {**self.hub.commits[commit], place.key: content})
+
+
+class TestWebPlace(LocationConformance):
+    """Files of a server, which tells of no folders."""
+
+    @pytest.fixture(autouse=True)
+    def _served(self):
+        with Web() as self.web:
+            yield
+
+    def home(self, room: Path) -> Location:
+        return remote_place(f"{self.web.url}/{room.name}/")
+
+    def write(self, place: Location, content: bytes) -> None:
+        assert isinstance(place, RemotePlace)
+        self.web.files[place.key] = content
