@@ -19,12 +19,14 @@ from ckptconv.cli.terminal import (
     fail,
     fill_closed_streams,
     is_json_asked,
+    is_silent,
     print_ending_json,
     print_lines,
     show_page,
     stop,
     stop_unprinted,
     take_any_text,
+    tell_traffic,
 )
 from ckptconv.support.errors import printable
 from ckptconv.support.signals import missed_stop, stop_in_good_order
@@ -69,6 +71,8 @@ class Program(click.Group):
             try:
                 return super().invoke(ctx)
             finally:
+                if not is_silent(sys.argv[1:]):
+                    tell_traffic()
                 # here, for the interpreter's own flush would come too late to tell
                 sys.stdout.flush()
         except (Unprinted, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -18,6 +19,7 @@ from ckptconv.cli.completion import (
     offer_steps,
 )
 from ckptconv.formats.target_format import Target
+from ckptconv.io.location import Location
 from ckptconv.support.addresses import address_in
 from ckptconv.support.errors import CheckpointError, printable
 
@@ -36,8 +38,34 @@ class _FileName(click.Path):
         if value == "":
             self.fail("it is empty, so it does not name a file", param, ctx)
         if address_in(value) is not None:
-            return value  # as it was typed, for the error that it is going to be
+            from ckptconv.io.places import place_of
+
+            # one place for all that the command asks of it; an error comes when it is used
+            with suppress(CheckpointError):
+                return place_of(value)
+            return value
         return super().convert(value, param, ctx)
+
+
+class _SourceName(_FileName):
+    """A path to read, or ``-`` for standard input."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-" and ctx is not None and not ctx.resilient_parsing:
+            return _standard_input()
+        return super().convert(value, param, ctx)
+
+
+def _standard_input() -> Location:
+    from ckptconv.cli.terminal import is_silent
+    from ckptconv.io.standard_input import StandardInput
+
+    def tell(folder: str) -> None:
+        if not is_silent(sys.argv[1:]):
+            what = f"standard input is a pipe: it is copied to {printable(folder)} first"
+            click.echo(f"{what} (TMPDIR chooses another folder)", err=True)
+
+    return StandardInput(tell)
 
 
 class _OutputName(_FileName):
@@ -59,7 +87,7 @@ class _NewFileName(_FileName):
 
 
 TO_STDOUT = "ckptconv.stdout"
-FILE = _FileName(path_type=Path)
+FILE = _SourceName(path_type=Path)
 OUTPUT = _OutputName(path_type=Path)
 NEW_FILE = _NewFileName(path_type=Path)
 RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")

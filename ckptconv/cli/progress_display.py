@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptconv.cli.terminal import traffic_told
 from ckptconv.support.progress import OnProgress, Phase, Progress
 from ckptconv.support.text import seconds_text, size_text
 
@@ -131,6 +132,8 @@ class _State:
             f"{100 * last.done // max(1, last.total)} %",
             f"{size_text(last.done)} of {size_text(last.total)}",
         ]
+        if (traffic := traffic_told()) is not None:
+            shown.append(f"network: {traffic}")
         if seconds >= _SURE_AFTER and last.done:
             rate = last.done / seconds
             shown.append(f"{size_text(rate)}/s")

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +22,7 @@ from ckptconv.support.platforms import fill_descriptors
 from ckptconv.support.progress import Meter
 
 if TYPE_CHECKING:
+    from ckptconv.io.remote.traffic import Traffic
     from ckptconv.support.rows import Level, Row
 
 
@@ -72,6 +74,19 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
         fail(f"{error}; see {command} --help" if usage else str(error), exit_code)
 
 
+def traffic_told() -> Traffic | None:
+    """What went over the network, if anything did; the module is imported by who uses it."""
+    counted = sys.modules.get("ckptconv.io.remote.traffic")
+    return None if counted is None else counted.traffic() or None
+
+
+def tell_traffic() -> None:
+    """A line on stderr about what went over the network, at the end of a command."""
+    if (told := traffic_told()) is not None:
+        with suppress(OSError):
+            click.echo(f"network: {told}", err=True)
+
+
 def print_error_json(error: CheckpointError, exit_code: int) -> None:
     """The document of an error, with the exit code that goes with it."""
     from ckptconv.convert.error_document import error_document
@@ -83,6 +98,12 @@ def is_json_asked(arguments: Sequence[str]) -> bool:
     """Whether a command line asks for a document, also one that cannot be understood otherwise."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in options
+
+
+def is_silent(arguments: Sequence[str]) -> bool:
+    """Whether a command line wants nothing but the answer."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return any(word in ("--json", "-q", "--quiet") for word in options)
 
 
 def stop(kind: str, what: str, code: int, *, as_json: bool, hint: str | None = None) -> NoReturn:
@@ -154,6 +175,8 @@ def print_json(document: dict[str, Any]) -> None:
     from ckptconv.support.strict_json import json_pieces
 
     _PRINTED.append(True)
+    if (told := traffic_told()) is not None:
+        document = {**document, "network": asdict(told)}
     for piece in json_pieces(document):
         click.echo(piece, nl=False)
     click.echo()

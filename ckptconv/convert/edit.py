@@ -33,7 +33,6 @@ from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.mappings import MappedKeys
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.support.choices import (
-    refuse_elsewhere,
     refuse_no_flag,
     refuse_no_path,
     spelling_checked,
@@ -142,7 +141,6 @@ def edit(
     >>> edit("model.safetensors", metadata="license=mit", rename="old.=new.")  # doctest: +SKIP
     """
     refuse_no_path(path=path)
-    refuse_elsewhere("is edited where it lies, which is not this machine", path=path)
     words = Options(
         keys=keys,
         rules=rules,
@@ -159,9 +157,9 @@ def edit(
         listed(remove_metadata),
     )
     return edit_header(
-        Path(path),
+        path,
         asked,
-        save_mapping=None if save_mapping is None else Path(save_mapping),
+        save_mapping=save_mapping,
         rewrite=rewrite,
         dry_run=dry_run,
         fsync=fsync,
@@ -179,10 +177,10 @@ def given_strings(
 
 
 def edit_header(
-    path: Path,
+    named: str | os.PathLike[str],
     asked: HeaderEdit,
     *,
-    save_mapping: Path | None = None,
+    save_mapping: str | os.PathLike[str] | None = None,
     rewrite: bool = False,
     dry_run: bool = False,
     fsync: bool = True,
@@ -192,6 +190,10 @@ def edit_header(
     """Make an edit, as `edit` does; an edit that was interrupted before is undone first."""
     begin = time.perf_counter()
     refuse_no_flag(rewrite=rewrite, dry_run=dry_run, fsync=fsync, verify=verify)
+    path = local_path(place_of(named), _HERE)
+    kept = None
+    if save_mapping is not None:
+        kept = local_path(place_of(save_mapping), "is a mapping of an edit, which is written here")
     _refuse_link(path)
     undone = not dry_run and undo_unfinished(path, fsync=fsync)
     try:
@@ -212,9 +214,9 @@ def edit_header(
                 plan.changed.removed,
                 plan.in_place if plan.changed.is_change else None,
                 undone,
-                save_mapping,
+                kept,
             )
-            mapping = None if save_mapping is None else _mapping(plan, save_mapping)
+            mapping = None if kept is None else _mapping(plan, kept)
             if not dry_run and plan.changed.is_change:
                 _write(plan, path, mapping, fsync=fsync, verify=verify, tell=on_progress)
                 if verify:
@@ -222,6 +224,9 @@ def edit_header(
     except CheckpointError as error:
         raise error.at(path=path) from error.__cause__
     return replace(result, seconds=time.perf_counter() - begin)
+
+
+_HERE = "is edited where it lies, which is not a file of this machine"
 
 
 def _refuse_link(path: Path) -> None:

@@ -15,7 +15,7 @@ from ckptconv.keys.key_map import KeyRules
 from ckptconv.pickles.nodes import Call
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
-from ckptconv.support.text import as_argument, count_text
+from ckptconv.support.text import STANDARD_INPUT, as_argument, count_text
 from ckptconv.tensors.dtypes import floating_dtype
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
@@ -158,6 +158,7 @@ def output_beside(path: PurePath, suffix: str, taken: Collection[PurePath] = ())
     For a checkpoint that is elsewhere it is one of the working folder.
     """
     given = Path(path.name) if isinstance(path, UrlPath) else Path(path)
+    given = Path("model") if str(path) == STANDARD_INPUT else given
     given = given if given.name else given.absolute()
     stem = given.name.removesuffix(".index.json")
     stem = stem if given.is_dir() else Path(stem).stem

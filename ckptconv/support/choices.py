@@ -7,11 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from ckptconv.support.addresses import address_in, how_to_get
 from ckptconv.support.errors import (
     OptionRefused,
     UnknownOption,
-    UnsupportedCheckpoint,
     printable,
 )
 
@@ -78,13 +76,6 @@ def refuse_no_path(**given: object) -> None:
     """
     for option, path in given.items():
         _refuse_odd(option, path)
-
-
-def refuse_elsewhere(what: str, **given: object) -> None:
-    """Raise `UnsupportedCheckpoint` for the address of another machine, of which `what` is said."""
-    for path in given.values():
-        if (address := address_in(path)) is not None:
-            raise UnsupportedCheckpoint(what, path=address, hint=how_to_get(address))
 
 
 def _refuse_odd(option: str, path: object) -> None:

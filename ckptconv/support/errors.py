@@ -145,8 +145,6 @@ def not_opened(
     if number not in _KINDS:
         return UnsupportedCheckpoint(f"cannot be opened: {os.strerror(number)}", path=path)
     kind, said, advice = _KINDS[number]
-    if number == errno.ENOENT and str(path) == "-":
-        said, advice = "standard input is not read", "name a file; ./- is the file named -"
     made = kind(what or said, path=path, hint=hint or advice)
     assert isinstance(made, OSError)
     made.errno, made.strerror, made.filename = number, os.strerror(number), str(path)

@@ -53,12 +53,18 @@ def seconds_text(seconds: float) -> str:
     return f"{whole // 3600:,} h {whole % 3600 // 60} min"
 
 
+STANDARD_INPUT = "standard input"
+"""How what is piped in is called."""
+
+
 def as_argument(path: object) -> str:
     """A path as an argument that is not taken for an option.
 
     >>> as_argument("model.pt"), as_argument("-model.pt")
     ('model.pt', './-model.pt')
     """
+    if str(path) == STANDARD_INPUT and not Path(STANDARD_INPUT).exists():
+        return "-"
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from ckptconv.support.text import count_text, size_text
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -28,6 +30,14 @@ class Traffic:
 
     def __bool__(self) -> bool:
         return self.requests > 0
+
+    def __str__(self) -> str:
+        told = [count_text(self.requests, "request"), f"{size_text(self.bytes_read)} read"]
+        if self.bytes_written:
+            told.append(f"{size_text(self.bytes_written)} written")
+        if self.retries:
+            told.append(f"{self.retries:,} tried again")
+        return ", ".join(told)
 
 
 _LOCK = threading.Lock()
