@@ -81,9 +81,7 @@ class Hub:
         url = urlsplit(asked.path)
         kind = r"(?:(models|datasets|spaces)/)"
         file = re.fullmatch(rf"/{kind}?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", url.path)
-        api = re.fullmatch(
-            rf"/api/{kind}([^/]+/[^/]+)/(tree|revision)/([^/]+)(?:/(.+))?", url.path
-        )
+        api = re.fullmatch(rf"/api/{kind}([^/]+/[^/]+)/(tree|revision)/([^/]+)(?:/(.+))?", url.path)
         if file is not None:
             name = f"{file[1] or 'models'}/{file[2]}"
             commit = self._found(asked, name, unquote(file[3]))

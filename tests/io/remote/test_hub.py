@@ -80,9 +80,7 @@ def refused(address: str, kind: type[CheckpointError] = UnsupportedCheckpoint) -
         ("hf://org/name/a@1/b%20c", "models", "org/name", "main", "a@1/b%20c"),
     ],
 )
-def test_addresses_mean_what_they_mean_for_the_hubs_own_library(
-    address, kind, name, revision, key
-):
+def test_addresses_mean_what_they_mean_for_the_hubs_own_library(address, kind, name, revision, key):
     repository, found = parsed(address)
     assert (repository.kind, repository.name, repository.revision, found) == (
         kind, name, revision, key,

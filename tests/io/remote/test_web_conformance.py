@@ -35,7 +35,7 @@ class TestWebSource(SourceConformance):
     def change(self, room: Path) -> None:
         self.web.files[self.name.replace(" ", "%20")] = BYTES[::-1]
 
-    # a tag that is strong pins every request, so that nothing is asked when all was read
+    # where a tag pins every request, nothing is asked after the last one
     def test_a_change_while_it_is_read_is_told(self, tmp_path):
         with closing(self.source(tmp_path, BYTES * 40)) as source:
             source.read(0, 10)
@@ -80,9 +80,33 @@ class TestHubSource(SourceConformance):
         return remote_place(f"hf://{self.name}/in/a b.bin").open()
 
 
-class TestHubPlace(LocationConformance):
-    """A place that was looked at keeps what was seen, so each look is a new one."""
+class KeptPlaces(LocationConformance):
+    """Places of which what was seen is kept: who looks again names them again."""
 
+    def again(self, place: Location) -> Location:
+        """The same place, of which nothing was seen."""
+        return remote_place(str(place))
+
+    def test_a_folder_is_listed_by_name(self, there):
+        assert list(there.list()) == []
+        for name in ("b", "a.pt", "c/d"):
+            self.write(there.child(name), b"")
+        there = self.again(there)
+        assert list(there.names()) == ["a.pt", "b", "c"]
+        assert list(there.list()) == [there.child(name) for name in ("a.pt", "b", "c")]
+        with pytest.raises(OSError):
+            there.child("nothing").list()
+
+    def test_another_file_has_another_fingerprint(self, there):
+        self.write(there.child("a"), b"one")
+        before = there.child("a").fingerprint()
+        assert before is not None and there.child("a").fingerprint() == before
+        self.write(there.child("a"), b"other")
+        assert there.child("a").fingerprint() == before
+        assert self.again(there.child("a")).fingerprint() != before
+
+
+class TestHubPlace(KeptPlaces):
     @pytest.fixture(autouse=True)
     def _served(self, monkeypatch):
         with Hub() as self.hub:
@@ -99,8 +123,8 @@ class TestHubPlace(LocationConformance):
         self.hub.commit("models/org/name", {**self.hub.commits[commit], place.key: content})
 
 
-class TestWebPlace(LocationConformance):
-    """Files of a server, which tells of no folders."""
+class TestWebPlace(KeptPlaces):
+    """Files of a server, which does not tell what folders it has."""
 
     @pytest.fixture(autouse=True)
     def _served(self):
@@ -108,8 +132,22 @@ class TestWebPlace(LocationConformance):
             yield
 
     def home(self, room: Path) -> Location:
-        return remote_place(f"{self.web.url}/{room.name}/")
+        return remote_place(f"{self.web.url}/{room.name}")
 
     def write(self, place: Location, content: bytes) -> None:
         assert isinstance(place, RemotePlace)
         self.web.files[place.key] = content
+
+    def test_what_is_where(self, there):
+        self.write(there.child("a.pt"), b"one")
+        self.write(there.child("inner").child("b.safetensors"), b"two")
+        kinds = [there.child(name).kind() for name in ("a.pt", "inner", "c", "inner/")]
+        assert kinds == ["file", "nothing", "nothing", "nothing"]
+        assert there.child("inner/b.safetensors").is_file()
+        assert there.child("a.pt").child("of a file").kind() == "nothing"
+        assert there.child("a" * 300).kind() == "nothing"
+
+    def test_a_folder_is_listed_by_name(self, there):
+        self.write(there.child("a.pt"), b"one")
+        with pytest.raises(OSError):
+            there.list()
