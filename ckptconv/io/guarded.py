@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ckptconv.io.source import CHUNK, SMALL, Range, Source, WrappedSource
+from ckptconv.io.source import CHUNK, SMALL, Pending, Range, Source, WrappedSource
 
 Check = Callable[[int, int], Mapping[int, int]]
 """Holds the leads from one number up to another against the index, and raises where they differ.
@@ -46,6 +46,9 @@ class GuardedSource(WrappedSource):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return self.inner.read(offset if self._is_settled else self.place(offset), nbytes)
+
+    def begin_into(self, offset: int, view: memoryview) -> Pending:
+        return self.inner.begin_into(self.place(offset), view)
 
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
         return self.inner.read_many([(self.place(offset), nbytes) for offset, nbytes in ranges])

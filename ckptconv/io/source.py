@@ -19,6 +19,14 @@ SMALL = 1 << 12
 Range = tuple[int, int]
 """A run of bytes: where it begins, and how many they are."""
 
+
+class Pending:
+    """Bytes that are on their way to where they are wanted."""
+
+    def __init__(self, wait: Callable[[], None], cancel: Callable[[], None] = lambda: None) -> None:
+        self.wait, self.cancel = wait, cancel
+
+
 Fingerprint = tuple[Hashable, ...]
 """What differs when the bytes may differ: equal ones stand for equal bytes. It can be pickled."""
 
@@ -51,6 +59,12 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the file descriptor back; a second call does nothing."""
+
+    def begin_into(self, offset: int, view: memoryview) -> Pending:
+        """`read_into`, which is over when it was waited for: sources over a network are asked at
+        once. Nothing is to look at `view` before that.
+        """
+        return Pending(lambda: self.read_into(offset, view))
 
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
         """The bytes of several runs, in the order of `ranges`, in as few reads as pay."""
@@ -201,6 +215,10 @@ class RangeSource(Source):
                 f"ends at byte {self.size}, more was expected", path=self.path
             )
         self._parent.read_into(self._start + offset, view)
+
+    def begin_into(self, offset: int, view: memoryview) -> Pending:
+        self._require(offset, len(view))
+        return self._parent.begin_into(self._start + offset, view)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)

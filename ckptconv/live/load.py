@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import refuse_changed
+from ckptconv.io.source import CHUNK
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.live.storages import (
     MapLocation,
@@ -126,7 +127,12 @@ def load_portable(
                 root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)
                 meter = Meter("read", _bytes_to_read(settled, mmap), on_progress)
                 storages = Storages(Restorer(map_location), mmap, meter)
-                with read_soon([*_first_used(settled)]):
+                wanted = [*_first_used(settled)]
+                large = [item for item in wanted if isinstance(item, Storage)]
+                small = [
+                    item for item in wanted if not isinstance(item, Storage) or item.nbytes < CHUNK
+                ]
+                with storages.begun(large), read_soon(small):
                     loaded = _Live(storages).tree(root, overlay)
                 meter.finish()
                 refuse_changed(checkpoint.sources)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.devices.host import require_device
 from ckptconv.devices.mapping import resolve_map_location
 from ckptconv.io.crc import crc32
-from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.source import CHUNK, Pending, Source
 from ckptconv.support.errors import (
     UnsupportedCheckpoint,
 )
@@ -71,6 +72,7 @@ class Storages:
         self._maps: dict[int, torch.UntypedStorage | None] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._checked: set[int] = set()
+        self._begun: dict[int, tuple[torch.Tensor, Pending]] = {}
 
     def moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         """`storage`, on the CPU, where `map_location` wants what was saved at `location`."""
@@ -97,13 +99,35 @@ class Storages:
         self.check_read(storage)
         return self.filled(whole_storage(storage, 0, storage.nbytes, dtype))
 
+    @contextmanager
+    def begun(self, storages: Iterable[Storage]) -> Iterator[None]:
+        """Within the block, large storages that come over a network are on their way to where they
+        will be.
+        """
+        for storage in storages:
+            is_large = storage.nbytes >= CHUNK and is_read_once(storage)
+            if is_large and storage.source.fetched_from(0) is not None:
+                values = self._torch.empty(storage.nbytes, dtype=self._torch.uint8)
+                pending = storage.source.begin_into(storage.offset, values.numpy().data)
+                self._begun[id(storage)] = values, pending
+        try:
+            yield
+        finally:
+            for _, pending in self._begun.values():
+                pending.cancel()
+
     def _read(self, storage: Storage) -> torch.UntypedStorage:
         """A fresh CPU storage with the bytes of `storage`, held against its checksum on the way."""
-        values = self._torch.empty(storage.nbytes, dtype=self._torch.uint8)
+        values, pending = self._begun.pop(id(storage), (None, None))
+        if values is None:
+            values = self._torch.empty(storage.nbytes, dtype=self._torch.uint8)
+        if pending is not None:
+            pending.wait()
         view, crc = values.numpy().data, 0
         for at in range(0, storage.nbytes, CHUNK):
             part = view[at : at + CHUNK]
-            storage.source.read_into(storage.offset + at, part)
+            if pending is None:
+                storage.source.read_into(storage.offset + at, part)
             crc = crc32(part, crc)
             self._meter.add(len(part))
         refuse_crc(storage, crc)

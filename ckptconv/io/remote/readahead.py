@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from abc import abstractmethod
 from bisect import bisect_right
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.source import Source
 
-BLOCK = 4 << 20
+BLOCK = 8 << 20
 """The most that one request fetches ahead, in bytes."""
 
-WINDOW = 64 << 20
+WINDOW = 96 << 20
 """The most that is fetched and not yet used, in bytes, but for what is asked for out of order."""
 
 _GAP = 64 << 10
@@ -63,6 +64,20 @@ class _Sources:
     starts: list[int] = field(default_factory=list)
 
 
+def copied(data: memoryview, view: memoryview) -> None:
+    """Copy bytes without holding up the threads that fetch, where numpy is here to do it: memory
+    that is touched for the first time is slow to write to.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or len(view) < _LARGE:
+        view[:] = data
+        return
+    numpy.copyto(numpy.frombuffer(view, "u1"), numpy.frombuffer(data, "u1"))
+
+
+_LARGE = 256 << 10
+
+
 class Readahead:
     """A plan of what will be read: runs of bytes of any sources, in their order.
 
@@ -89,7 +104,9 @@ class Readahead:
         for block, data in found:
             first, last = max(offset, block.first), min(offset + len(view), block.last)
             got = data.result()
-            view[first - offset : last - offset] = got[first - block.first : last - block.first]
+            copied(
+                got[first - block.first : last - block.first], view[first - offset : last - offset]
+            )
             self._used(block, last - first)
         return True
 

@@ -109,6 +109,9 @@ class Site:
     def known(self, key: str) -> Kind | None:
         """What is there, as far as a listing of the folder around it tells."""
         folder, _, name = key.rpartition("/")
+        around = self._heads.get(folder)
+        if around is not None and around.part.seen.size:
+            return "nothing"  # what lies around it is a file
         listing = self._listings.get(f"{folder}/" if folder else "")
         if listing is None or key in self._heads:
             return None

@@ -10,9 +10,9 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.readahead import BLOCK, FarSource, reading_ahead
+from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 
 HEAD = 128 << 10
@@ -61,6 +61,25 @@ class RemoteSource(FarSource):
         self._require(offset, nbytes)
         if nbytes <= SMALL or not self._fill_ahead(offset, view):
             view[:] = self._bytes(offset, nbytes)
+
+    def begin_into(self, offset: int, view: memoryview) -> Pending:
+        self._require(offset, len(view))
+
+        def fill(at: int) -> None:
+            part = view[at : at + BLOCK]
+            copied(self.fetch(offset + at, len(part)), part)
+
+        filling = [fetched(partial(fill, at)) for at in range(0, len(view), BLOCK)]
+
+        def wait() -> None:
+            for future in filling:
+                future.result()
+
+        def cancel() -> None:
+            for future in filling:
+                future.cancel()
+
+        return Pending(wait, cancel)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)
