@@ -11,6 +11,7 @@ import pytest
 from ckptconv.io.location import Location
 from ckptconv.io.remote.place import RemotePlace, remote_place
 from ckptconv.io.source import Source
+from ckptconv.support.errors import CheckpointError
 from helpers.conformance import BYTES, LocationConformance, SourceConformance
 from helpers.scripted_hub import Hub
 from helpers.scripted_server import Web
@@ -141,8 +142,10 @@ class TestWebPlace(KeptPlaces):
     def test_what_is_where(self, there):
         self.write(there.child("a.pt"), b"one")
         self.write(there.child("inner").child("b.safetensors"), b"two")
-        kinds = [there.child(name).kind() for name in ("a.pt", "inner", "c", "inner/")]
-        assert kinds == ["file", "nothing", "nothing", "nothing"]
+        kinds = [there.child(name).kind() for name in ("a.pt", "inner", "c")]
+        assert kinds == ["file", "nothing", "nothing"]
+        with pytest.raises(CheckpointError, match="nobody can be asked what is in it"):
+            there.child("inner/").kind()
         assert there.child("inner/b.safetensors").is_file()
         assert there.child("a.pt").child("of a file").kind() == "nothing"
         assert there.child("a" * 300).kind() == "nothing"
