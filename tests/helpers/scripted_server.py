@@ -56,8 +56,7 @@ class Asked(BaseHTTPRequestHandler):
 
     def serve(self, content: bytes, **headers: object) -> None:
         """A file, by the rules."""
-        tag = tag_of(content)
-        told = {"ETag": tag, **headers}
+        told = headers if "ETag" in headers else {"ETag": tag_of(content), **headers}
         if (wanted := self.headers.get("If-Match")) and told["ETag"] != wanted:
             return self.say(412)
         if self.range is None:
@@ -93,12 +92,13 @@ class Scripted(ThreadingHTTPServer):
 @dataclass
 class Web:
     """The files of a server by path, the paths that answer in ways of their own, and the requests
-    that were made: paths with queries, and headers.
+    that were made: paths with queries, and headers, and the ports that they came from.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
     ways: dict[str, Way] = field(default_factory=dict)
     asked: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
     latency: float = 0.0
     host: str = "127.0.0.1"
     context: ssl.SSLContext | None = None
@@ -133,6 +133,7 @@ class Web:
     def answer(self, asked: Asked) -> None:
         """Answer by the way of the path."""
         self.asked.append((asked.path, asked.headers))
+        self.ports.append(asked.client_address[1])
         time.sleep(self.latency)
         path = asked.path.partition("?")[0][1:]
         if (way := self.ways.get(path)) is not None:

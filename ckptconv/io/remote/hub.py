@@ -33,6 +33,11 @@ _KINDS = ("models", "datasets", "spaces")
 _REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)").match
 _NAME = re.compile(r"[\w][\w.-]*", re.ASCII).fullmatch
 _COMMIT = re.compile(r"[0-9a-f]{40}").fullmatch
+_PAGE_OF = re.compile(
+    r"https?://(?P<host>[^/?#]+)/(?P<kind>(?:datasets|spaces)/)?(?P<name>[\w.-]+/[\w.-]+)"
+    r"/(?:blob|resolve|raw|tree)/(?P<revision>[^/?#]+)(?:/(?P<path>[^?#]*))?(?:[?#].*)?",
+    re.ASCII | re.DOTALL,
+).fullmatch
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^,]*\brel\s*=\s*"?next\b').search
 
 _PAGE = 32 << 20  # bytes of one page of a list; the Hub's have 1000 entries of 300 bytes
@@ -85,6 +90,30 @@ def parsed(address: str) -> tuple[Repository, str]:
     return Repository(root, kind, f"{owner}/{name}", unquote(revision) or "main"), key
 
 
+def hub_address(address: str) -> str | None:
+    """The ``hf://`` address of what a page or a link of the Hub shows; None for another address.
+
+    >>> hub_address("https://huggingface.co/org/name/blob/main/a%20b.pt?download=true")
+    'hf://org/name@main/a b.pt'
+    """
+    found = _PAGE_OF(address)
+    if found is None or found["host"].lower() not in _hosts():
+        return None
+    path = unquote(found["path"] or "")
+    kind, name, revision = found["kind"] or "", found["name"], found["revision"]
+    return f"hf://{kind}{name}@{revision}/{path}"
+
+
+def _hosts() -> tuple[str, ...]:
+    """The hosts, as they are written, of the Hub that is in use."""
+    host = _endpoint().lower().partition("://")[2]
+    return (host, "www.huggingface.co", "hf.co") if _endpoint() == _ENDPOINT else (host,)
+
+
+def _endpoint() -> str:
+    return shown(os.environ.get("HF_ENDPOINT") or _ENDPOINT).rstrip("/")
+
+
 def hub_store(address: str) -> tuple[Store, str]:
     """The repository and revision of an address, and the path in it."""
     repository, key = parsed(address)
@@ -103,7 +132,7 @@ class HubStore(WebStore):
 
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
-        self._endpoint = shown(os.environ.get("HF_ENDPOINT") or _ENDPOINT).rstrip("/")
+        self._endpoint = _endpoint()
         self._has_token = False
         super().__init__(repository.root)
         self._commit = repository.revision if _COMMIT(repository.revision) else None

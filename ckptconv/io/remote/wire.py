@@ -113,7 +113,8 @@ class Wire:
         self._allowed: AllowedHosts = allowed_hosts()
         self._seconds = min(LEAST, in_force().remote_seconds)
         self._lock = threading.Lock()
-        self._managers: dict[tuple[str | None, Reach | None], urllib3.PoolManager] = {}
+        # of each process: one that is forked cannot share the connections of its parent
+        self._managers: dict[tuple[int, str | None, Reach | None], urllib3.PoolManager] = {}
         self._reached: dict[tuple[str, int], Reach] = {}
         self._tls: ssl.SSLContext | None = None
         self._has_answered = False
@@ -232,10 +233,10 @@ class Wire:
 
     def _manager(self, proxy: str | None, reach: Reach | None) -> urllib3.PoolManager:
         with self._lock:
-            found = self._managers.get((proxy, reach))
-            if found is None:
-                found = self._managers[proxy, reach] = self._opened(proxy, reach)
-            return found
+            key = os.getpid(), proxy, reach
+            if key not in self._managers:
+                self._managers[key] = self._opened(proxy, reach)
+            return self._managers[key]
 
     def _opened(self, proxy: str | None, reach: Reach | None) -> urllib3.PoolManager:
         options: dict[str, Any] = {"num_pools": 8, "maxsize": 16, "ssl_context": self._context()}

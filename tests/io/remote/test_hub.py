@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckptconv.io.remote.hub import parsed
+from ckptconv.io.remote.hub import hub_address, parsed
 from ckptconv.io.remote.place import remote_place
 from ckptconv.io.remote.tokens import hub_token
 from ckptconv.support.errors import CheckpointError, RemoteFailure, UnsupportedCheckpoint
@@ -96,6 +96,40 @@ def test_addresses_mean_what_they_mean_for_the_hubs_own_library(address, kind, n
 def test_what_names_no_repository_is_told(address):
     with pytest.raises(UnsupportedCheckpoint, match=r"names no repository|is a bucket"):
         parsed(address)
+
+
+@pytest.mark.parametrize(
+    ("page", "address"),
+    [
+        ("https://huggingface.co/org/name/blob/main/a.pt", "hf://org/name@main/a.pt"),
+        ("https://hf.co/org/name/resolve/v1/in/a.pt?download=true", "hf://org/name@v1/in/a.pt"),
+        ("https://huggingface.co/org/name/tree/main", "hf://org/name@main/"),
+        ("https://huggingface.co/datasets/o/n/raw/refs%2Fpr%2F1/a%20%25#L3",
+         "hf://datasets/o/n@refs%2Fpr%2F1/a %"),
+        ("https://huggingface.co/org/name", None),
+        ("https://huggingface.co/api/models/org/name", None),
+        ("https://huggingface.co.evil.example/org/name/blob/main/a.pt", None),
+        ("https://evil.example/org/name/blob/main/a.pt", None),
+        ("https://huggingface.co@evil.example/org/name/blob/main/a.pt", None),
+        ("https://me:pw@huggingface.co/org/name/blob/main/a.pt", None),
+    ],
+)  # fmt: skip
+def test_pages_of_the_hub_are_addresses_of_files(page, address, monkeypatch):
+    assert hub_address(page) == address
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hub")
+    assert hub_address(page) is None
+
+
+def test_a_page_of_the_hub_is_read_as_its_file(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_geheim")
+    hub.private.add(NAME)
+    assert (
+        read(f"{hub.web.url}/org/name/blob/main/in/%C3%A4%20%23%252F%3F.bin?x#y", 0, 9)
+        == (CONTENT[:9])
+    )
+    assert str(remote_place(f"{hub.web.url}/org/name/blob/main/a.bin")) == (
+        "hf://org/name@main/a.bin"
+    )
 
 
 # ----------------------------------------------------------------------------------------- reading

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from contextlib import closing
@@ -9,7 +11,9 @@ from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from ckptconv.io.remote.answers import wait_of
 from ckptconv.io.remote.place import remote_place
@@ -18,6 +22,7 @@ from ckptconv.io.remote.traffic import traffic
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RemoteFailure
 from ckptconv.support.limits import limits
 from helpers.conformance import pattern
+from helpers.program import run
 from helpers.scripted_server import Asked, Web, tag_of
 
 SIZE = 600_000
@@ -466,3 +471,38 @@ def test_who_is_not_there_is_told_of_soon():
 def test_what_is_not_an_address_is_told(address):
     with pytest.raises(CheckpointError, match=r"is not an address of the web|names no host"):
         remote_place(address)
+
+
+# ---------------------------------------------------------------------------------- whole commands
+
+
+def test_an_index_of_a_web_server_is_read_with_its_shards(web, tmp_path):
+    shards = {
+        f"model-{number:05}-of-00003.safetensors": save({f"w{number}": np.ones(3, np.float32)})
+        for number in (1, 2, 3)
+    }
+    weights = {f"w{number}": name for number, name in enumerate(shards, 1)}
+    index = json.dumps({"metadata": {}, "weight_map": weights}).encode()
+    web.files = {f"in%20here/{name}": content for name, content in shards.items()}
+    web.files["in%20here/model.safetensors.index.json"] = index
+    address = web.at("in here/model.safetensors.index.json")
+    out = tmp_path / "out.safetensors"
+    ran = run("convert", address, out, cwd=tmp_path)
+    assert ran.exit == 0, ran.err
+    assert sorted(load(out.read_bytes())) == ["w1", "w2", "w3"]
+    missing = web.at("in here/none.pt")
+    ran = run("inspect", missing, cwd=tmp_path)
+    assert ran.exit == 1
+    assert ran.lines[0] == f"error: {missing}: no such file; check the path"
+
+
+def test_a_forked_process_has_connections_of_its_own(web):
+    with closing(remote_place(web.at("a.bin")).open()) as source:
+        source.read(200_000, 70_000)
+        child = os.fork()
+        if not child:
+            right = source.read(300_000, 70_000) == CONTENT[300_000:370_000]
+            os._exit(0 if right else 1)
+        assert source.read(400_000, 70_000) == CONTENT[400_000:470_000]
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(set(web.ports)) == 2
