@@ -40,7 +40,7 @@ _PAGE_OF = re.compile(
 ).fullmatch
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^,]*\brel\s*=\s*"?next\b').search
 
-_PAGE = 32 << 20  # bytes of one page of a list; the Hub's have 1000 entries of 300 bytes
+_PAGE = 8 << 20  # bytes of one page of a list; the Hub's have 1000 entries of 300 bytes
 _PAGES = 1000
 
 
@@ -291,7 +291,7 @@ class HubStore(WebStore):
         """What the API tells."""
         from ckptconv.io.remote.wire import Target
 
-        with self._wire.asked(Target(url), {}, _PAGE) as answer:
+        with self._wire.asked(Target(url), {}, 1 << 20) as answer:
             if answer.status != 200:
                 raise self.refused("", answer.status, answer.headers)
             text = answer.read(_PAGE + 1)

@@ -7,6 +7,7 @@ of the version that was opened.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
@@ -22,6 +23,7 @@ from ckptconv.io.remote.answers import (
 )
 from ckptconv.io.remote.missing import needed
 from ckptconv.io.remote.store import Part, Seen, Store, StoreError
+from ckptconv.io.remote.traffic import count
 from ckptconv.support.addresses import how_to_get
 from ckptconv.support.errors import UnsupportedCheckpoint
 
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
 
 _UNSAFE = "/~!$&'()*+,;=:@%"  # what may stand in a path as it is
 _SMALL = 128 << 10  # bytes of a file that is taken as a whole where the server sends no range
-_STALE = frozenset((400, 401, 403, 404, 410))
-"""What a signed address answers that was good for a while only."""
+_STALE = frozenset((400, 401, 403, 404, 410, 416))
+"""What a signed address answers that was good for a while only, or for one range."""
+
+_FRUITLESS = 2  # addresses that were not good for a second request, before none is kept
+_PIECES = 16  # answers that one range may come in
 
 _HINTS = {
     401: "write it as https://USER:PASSWORD@HOST/…, or use a signed address",
@@ -85,6 +90,7 @@ class WebStore(Store):
         self._queries = {key: query for key, query in (queries or {}).items() if query}
         self._wire = self._connected(root)
         self._lock = threading.Lock()
+        self._fruitless: Counter[str] = Counter()
         # where the server sent us for a file, and the tag that the file has there; None where that
         # address is stale
         self._moved: dict[str, tuple[Target, str] | None] = {}
@@ -101,20 +107,45 @@ class WebStore(Store):
     # ----------------------------------------------------------------------------------- reading
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+        part = self._got(key, first, nbytes, pinned)
+        whole = min(nbytes, part.seen.size - first)
+        if len(part.data) >= whole:
+            return part
+        # a server may send less than it was asked for
+        pieces = [part.data]
+        while (had := sum(map(len, pieces))) < whole:
+            if len(pieces) == _PIECES:
+                raise _lie(f"the server sends {whole} bytes in more than {_PIECES} pieces")
+            count(requests=1)
+            pieces.append(self._got(key, first + had, whole - had, part.seen).data)
+        return Part(b"".join(pieces), part.seen)
+
+    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
         with self._lock:
             is_direct = key not in self._moved
             moved = self._moved.get(key)
         if moved is not None:
             try:
-                return self._part(key, *moved, first, nbytes, pinned, is_moved=True)
+                part = self._part(key, *moved, first, nbytes, pinned, is_moved=True)
+                self._fruitless[key] = 0
+                return part
             except StaleAddress:
-                with self._lock:
-                    self._moved[key] = None
+                self._forget(key)
+            except StoreError as error:
+                if error.kind == "passing":
+                    self._forget(key)  # another address may be better
+                raise
+            count(requests=1)
         from ckptconv.io.remote.wire import Target
 
         # who only sends us elsewhere does not know the tag that the file has there
         tag = pinned.tag if pinned is not None and pinned.is_pinned and is_direct else ""
         return self._part(key, Target(self.url(key)), tag, first, nbytes, pinned)
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._moved[key] = None
+            self._fruitless[key] += 1
 
     def _part(
         self,
@@ -137,8 +168,10 @@ class WebStore(Store):
             part = self._received(key, answer, first, nbytes, pinned)
             if answer.hops:
                 now = answer.headers.get("ETag", "").strip()
+                is_worth_it = self._fruitless[key] < _FRUITLESS
+                there = answer.target, now if is_strong(now) else ""
                 with self._lock:
-                    self._moved[key] = (answer.target, now if is_strong(now) else "")
+                    self._moved[key] = there if is_worth_it else None
             return part
 
     def _received(
@@ -172,7 +205,7 @@ class WebStore(Store):
         version = self.seen(key, total, answer.headers)
         if pinned is not None and version != pinned:
             raise StoreError("changed", "was changed while it was read")
-        if start != first or end > first + nbytes or (end < first + nbytes and end != total):
+        if start != first or end > first + nbytes:
             raise _lie("the server sends other bytes than it was asked for")
         length = length_of(answer.headers)
         if length not in (None, end - start):

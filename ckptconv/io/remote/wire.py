@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import ssl
@@ -85,9 +86,9 @@ class Answer:
     """
 
     status: int
-    headers: Headers
+    headers: Headers = field(repr=False)
     target: Target
-    hops: Sequence[tuple[str, Headers]]
+    hops: Sequence[tuple[str, Headers]] = field(repr=False)
     _raw: urllib3.BaseHTTPResponse = field(repr=False)
 
     def read(self, nbytes: int) -> bytes:
@@ -350,7 +351,7 @@ def reach_of_peer(made: socket.socket) -> Reach:
 
 def _check(found: Reach, reach: Reach, host: str) -> None:
     """Raise `StoreError` for an address that is nearer than a server may send us to."""
-    if found > reach or found is Reach.NOWHERE:
+    if found > reach:
         raise StoreError(
             "final",
             f"the server redirects to {host}, which lies in a network of its own",
@@ -403,6 +404,17 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 # ----------------------------------------------------------------------------------- time limits
 
 _LOCAL = threading.local()
+
+
+class _Discreet(logging.Filter):
+    """Keeps our requests out of urllib3's log, for their addresses may be signed."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return getattr(_LOCAL, "watch", None) is None
+
+
+for _name in ("urllib3.connectionpool", "urllib3.connection", "urllib3.poolmanager"):
+    logging.getLogger(_name).addFilter(_Discreet())
 
 
 class _Watch:

@@ -35,7 +35,7 @@ def nobody(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nobody"))
     monkeypatch.setattr("ckptconv.io.remote.patience.FIRST", 0.005)
-    with limits(remote_seconds=0.2):
+    with limits(remote_seconds=20):
         yield
 
 
@@ -55,7 +55,7 @@ def read(address: str, first: int = 200_000, nbytes: int = 150_000) -> bytes:
 
 def refused(address: str, kind: type[CheckpointError] = UnsupportedCheckpoint) -> str:
     """The line by which reading ends."""
-    with pytest.raises(kind) as raised:
+    with limits(remote_seconds=0.1), pytest.raises(kind) as raised:
         read(address)
     line = str(raised.value)
     assert "\n" not in line and "geheim" not in line
