@@ -20,6 +20,7 @@ from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_nbytes, folder_output, set_output
 from ckptconv.io.places import local_path, place_of
 from ckptconv.io.staging import ShardNames
+from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
 from ckptconv.support.progress import Meter, OnProgress, Phase, Phases
@@ -149,7 +150,7 @@ def _write_files(
     """Write the one file of an output, or its shards and their index."""
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
-        _destination(plan, force=force, fsync=fsync) as output,
+        _destination(plan, force=force, fsync=fsync, verify=verify) as output,
     ):
         tally, verified = _make_files(plan, output, fsync=fsync, verify=verify, phases=phases)
         result = _result(plan, tally, verified if verify else None, plan.nbytes)
@@ -158,10 +159,10 @@ def _write_files(
     return result
 
 
-def _destination(plan: ConversionPlan, *, force: bool, fsync: bool) -> Destination:
+def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool) -> Destination:
     place = place_of(plan.output)
     if not plan.is_sharded:
-        return file_output(place, force=force, fsync=fsync, size=plan.nbytes)
+        return file_output(place, force=force, fsync=fsync, size=plan.nbytes, read_back=verify)
     return set_output(
         place,
         _shard_names(plan),
@@ -169,6 +170,7 @@ def _destination(plan: ConversionPlan, *, force: bool, fsync: bool) -> Destinati
         force=force,
         fsync=fsync,
         size=plan.nbytes,
+        read_back=verify,
     )
 
 
@@ -189,12 +191,13 @@ def _make_files(
         _make_file(file, draft, tally, checksums, fsync=fsync, phases=phases, written=written)
         if file is plan.index:
             continue
-        made = draft.place
-        if (path := made.local()) is not None:
-            plan.target.check_written(path, file.path, len(file.layout.items))
-        if verify:
-            with phases.timed("verify"):
-                verified += verify_file(plan, file, made, compared)
+        if verify or not isinstance(plan.output, UrlPath):
+            made = draft.place
+            if (path := made.local()) is not None:
+                plan.target.check_written(path, file.path, len(file.layout.items))
+            if verify:
+                with phases.timed("verify"):
+                    verified += verify_file(plan, file, made, compared)
     if verify:
         compared.finish()
     checksums.finish()

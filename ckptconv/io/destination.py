@@ -65,7 +65,7 @@ class Destination(ABC):
     `path` that the user gave.
     """
 
-    path: Path
+    path: PurePath
 
     @abstractmethod
     def __enter__(self) -> Destination: ...

@@ -83,6 +83,8 @@ class LocalDraft(Draft):
 class _Staged(Destination):
     """An output that is made in a hidden folder; `size` is what all its files will have."""
 
+    path: Path
+
     def __init__(self, path: Path, *, force: bool, fsync: bool, size: int) -> None:
         self.path = path
         self._force, self._fsync, self._size = force, fsync, size
@@ -265,17 +267,26 @@ def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
     check_remote(place, is_folder=is_folder, force=force)
 
 
-def file_output(place: Location, *, force: bool, fsync: bool, size: int) -> Destination:
-    """One file at `place`."""
+def file_output(
+    place: Location, *, force: bool, fsync: bool, size: int, read_back: bool = False
+) -> Destination:
+    """One file at `place`; with `read_back` its draft will be read before it is put there."""
     if (path := place.local()) is not None:
         return FileOutput(path, force=force, fsync=fsync, size=size)
     from ckptconv.io.remote.output import remote_output
 
-    return remote_output(place, force=force)
+    return remote_output(place, force=force, read_back=read_back)
 
 
 def set_output(
-    place: Location, files: ShardNames, *, in_folder: bool, force: bool, fsync: bool, size: int
+    place: Location,
+    files: ShardNames,
+    *,
+    in_folder: bool,
+    force: bool,
+    fsync: bool,
+    size: int,
+    read_back: bool = False,
 ) -> Destination:
     """Shards and an index, named after `place`; `in_folder`: in a folder that may be made."""
     if (path := place.local()) is not None:
@@ -289,7 +300,7 @@ def set_output(
         )
     from ckptconv.io.remote.output import remote_output
 
-    return remote_output(place, force=force, files=files)
+    return remote_output(place, force=force, read_back=read_back, files=files)
 
 
 def folder_output(place: Location, *, force: bool, fsync: bool, size: int) -> FolderOutput:

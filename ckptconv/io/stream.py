@@ -78,7 +78,7 @@ class OutputStream:
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`; the caller may reuse its memory at once."""
@@ -163,7 +163,7 @@ class OutputStream:
             if self._failure is None:
                 try:
                     self._sink.write(view)
-                except OSError as error:
+                except Exception as error:  # raised again by the thread that writes
                     self._failure = error
             self._free.put(view)
 

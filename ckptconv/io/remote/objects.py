@@ -29,6 +29,10 @@ def object_store(address: str) -> tuple[Store, str]:
             "names no bucket", path=address, hint=f"write it as {scheme}://BUCKET/KEY"
         )
     service = _SERVICES[scheme.lower()]
+    if service == "s3":
+        from ckptconv.io.remote.s3 import S3Store
+
+        return S3Store(service, scheme.lower(), bucket), key
     return ObjectStoreOf(service, scheme.lower(), bucket), key
 
 

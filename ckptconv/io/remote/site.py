@@ -57,6 +57,10 @@ class Site:
         self._heads: OrderedDict[str, _Head | None] = OrderedDict()
         self._listings: dict[str, Listing] = {}
 
+    def anew(self) -> Site:
+        """The same store, of which nothing is known yet."""
+        return Site(self.store)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Site) and other.store.identity == self.store.identity
 

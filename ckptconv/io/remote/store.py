@@ -83,14 +83,14 @@ class Upload(ABC):
         """All was written: wait until the store has all of it, so that `finish` is short."""
 
     @abstractmethod
-    def staged(self) -> str:
-        """The key under which it can be read before it is finished."""
-
-    @abstractmethod
     def finish(self, *, create: bool) -> None:
         """Let the object appear as a whole; with `create` only where there is none (`StoreError`
         of the kind ``exists``).
         """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Have a `write` or an `end` of another thread stop soon, by an error."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -137,8 +137,14 @@ class Store(ABC):
         """A new object of about `size` bytes."""
         raise StoreError("final", "cannot be written to", hint="write a file here, and upload it")
 
+    def move(self, old: str, new: str, *, create: bool) -> None:
+        """Give an object another key, without fetching it; with `create` only where there is none
+        (`StoreError` of the kind ``exists``).
+        """
+        raise StoreError("final", "cannot be written to")
+
     def remove(self, key: str) -> None:
-        """Remove an object."""
+        """Remove an object; nothing happens where there is none."""
         raise StoreError("final", "cannot be written to")
 
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:
