@@ -491,7 +491,7 @@ def test_who_is_not_there_is_told_of_soon():
     with Web() as gone:
         address = gone.at("a.bin")
     assert refused(address, seconds=60) == "127.0.0.1 cannot be reached"
-    assert refused("http://nowhere.invalid/a.bin") == (
+    assert refused("http://nowhere.invalid/a.bin", seconds=60) == (
         "there is no host nowhere.invalid, or no network; check the address"
     )
 
