@@ -322,7 +322,7 @@ class LocationConformance(ABC):
         assert place == there.child("a") != there.child("b")
         assert pickle.loads(pickle.dumps(place)) == place
         assert len({place, there.child("a")}) == 1
-        with pytest.raises(AttributeError):
+        with pytest.raises((AttributeError, TypeError)):  # a frozen class with slots: TypeError
             place.at = None
 
     def test_a_small_file_is_read_as_a_whole_or_not_at_all(self, there):

@@ -1,11 +1,352 @@
-"""Repositories of the Hugging Face Hub, read by ranges."""
+"""Repositories of the Hugging Face Hub, read by ranges.
+
+An address is written as huggingface_hub writes it (`utils/_hf_uris.py`):
+``hf://[models/|datasets/|spaces/]OWNER/NAME[@REVISION][/PATH]``; a slash in a revision is written
+as ``%2F``, but for ``refs/pr/N`` and ``refs/convert/NAME``. Files come from the Hub's ``resolve``
+endpoint, which redirects large ones to another host, and lists of files from its ``tree`` endpoint.
+The first answer names the commit of the revision; all later requests are for that commit.
+"""
 
 from __future__ import annotations
 
-from ckptconv.io.remote.store import Store
+import json
+import os
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urljoin
+
+from ckptconv.io.remote.answers import LIES, Headers, is_strong, refusal, seen
+from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
+from ckptconv.io.remote.tokens import hub_token, is_set
+from ckptconv.io.remote.web import WebStore, shown
 from ckptconv.support.errors import UnsupportedCheckpoint
+
+if TYPE_CHECKING:
+    from ckptconv.io.remote.wire import Answer, Wire
+
+_ENDPOINT = "https://huggingface.co"
+_KINDS = ("models", "datasets", "spaces")
+_REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)").match
+_NAME = re.compile(r"[\w][\w.-]*", re.ASCII).fullmatch
+_COMMIT = re.compile(r"[0-9a-f]{40}").fullmatch
+_PAGE_OF = re.compile(
+    r"https?://(?P<host>[^/?#]+)/(?P<kind>(?:datasets|spaces)/)?(?P<name>[\w.-]+/[\w.-]+)"
+    r"/(?:blob|resolve|raw|tree)/(?P<revision>[^/?#]+)(?:/(?P<path>[^?#]*))?(?:[?#].*)?",
+    re.ASCII | re.DOTALL,
+).fullmatch
+_NEXT = re.compile(r'<([^<>]*)>\s*;[^,]*\brel\s*=\s*"?next\b').search
+
+_PAGE = 8 << 20  # bytes of one page of a list; the Hub's have 1000 entries of 300 bytes
+_PAGES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository as the user named it. `root` is its address as it was written."""
+
+    root: str
+    kind: str
+    name: str
+    revision: str
+
+    @property
+    def files(self) -> str:
+        """The path of its files on the Hub."""
+        return self.name if self.kind == "models" else f"{self.kind}/{self.name}"
+
+
+def parsed(address: str) -> tuple[Repository, str]:
+    """The repository of an address, and the path in it.
+
+    >>> parsed("hf://datasets/org/name@v1/a/b.pt")[1]
+    'a/b.pt'
+    """
+    scheme, _, rest = address.partition("://")
+    kind, written = "models", ""
+    first, _, more = rest.partition("/")
+    if first in _KINDS:
+        kind, written, rest = first, f"{first}/", more
+    elif first == "buckets":
+        raise UnsupportedCheckpoint("is a bucket, which is not read", path=address)
+    owner, _, more = rest.strip("/").partition("/")
+    if "@" in owner or not more:
+        hint = "write it as hf://OWNER/NAME[@REVISION][/PATH]"
+        raise UnsupportedCheckpoint("names no repository", path=address, hint=hint)
+    name, _, key = more.partition("/")
+    name, at, revision = name.partition("@")
+    if at:
+        rest = more.partition("@")[2]
+        found = _REFS(rest)
+        revision = found[0] if found else rest.partition("/")[0]
+        key = rest[len(revision) :].removeprefix("/")
+    if not _NAME(owner) or not _NAME(name) or (at and not revision):
+        hint = "write it as hf://OWNER/NAME[@REVISION][/PATH]"
+        raise UnsupportedCheckpoint("names no repository", path=address, hint=hint)
+    root = f"{scheme.lower()}://{written}{owner}/{name}{at}{revision}/"
+    return Repository(root, kind, f"{owner}/{name}", unquote(revision) or "main"), key
+
+
+def hub_address(address: str) -> str | None:
+    """The ``hf://`` address of what a page or a link of the Hub shows; None for another address.
+
+    >>> hub_address("https://huggingface.co/org/name/blob/main/a%20b.pt?download=true")
+    'hf://org/name@main/a b.pt'
+    """
+    found = _PAGE_OF(address)
+    if found is None or found["host"].lower() not in _hosts():
+        return None
+    path = unquote(found["path"] or "")
+    kind, name, revision = found["kind"] or "", found["name"], found["revision"]
+    return f"hf://{kind}{name}@{revision}/{path}"
+
+
+def _hosts() -> tuple[str, ...]:
+    """The hosts, as they are written, of the Hub that is in use."""
+    host = _endpoint().lower().partition("://")[2]
+    return (host, "www.huggingface.co", "hf.co") if _endpoint() == _ENDPOINT else (host,)
+
+
+def _endpoint() -> str:
+    return shown(os.environ.get("HF_ENDPOINT") or _ENDPOINT).rstrip("/")
 
 
 def hub_store(address: str) -> tuple[Store, str]:
     """The repository and revision of an address, and the path in it."""
-    raise UnsupportedCheckpoint("is not read yet", path=address)
+    repository, key = parsed(address)
+    if is_set("HF_HUB_OFFLINE"):
+        raise UnsupportedCheckpoint(
+            "is on the Hub, and HF_HUB_OFFLINE is set", path=address, hint="unset it"
+        )
+    needed("urllib3", address)
+    return HubStore(repository), key
+
+
+class HubStore(WebStore):
+    """The files of one repository, of one commit. Keys are paths as they are."""
+
+    can_list = True
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self._endpoint = _endpoint()
+        self._has_token = False
+        super().__init__(repository.root)
+        self._commit = repository.revision if _COMMIT(repository.revision) else None
+        self._is_asked = self._commit is not None
+        self._committing, self._listing = threading.Lock(), threading.Lock()
+        self._linked: dict[str, Seen] = {}
+        self._tree: dict[str, Listing] | None = None
+
+    def _connected(self, root: str) -> Wire:
+        from ckptconv.io.remote.wire import Credential, Wire, origin_of
+
+        try:
+            origin = origin_of(self._endpoint)
+        except ValueError:
+            origin = ("", "", 0)
+        if origin[0] not in ("http", "https") or not origin[1]:
+            raise UnsupportedCheckpoint("needs HF_ENDPOINT to be an http address", path=root)
+        self._origin = origin
+        token = hub_token()
+        self._has_token = token is not None
+        return Wire(None if token is None else Credential(origin, f"Bearer {token}"))
+
+    # ----------------------------------------------------------------------------------- reading
+
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+        if not self._is_asked:
+            # one request finds out what commit the others are for
+            with self._committing:
+                if not self._is_asked:
+                    return super().get(key, first, nbytes, pinned)
+        return super().get(key, first, nbytes, pinned)
+
+    def url(self, key: str) -> str:
+        revision = quote(self._commit or self.repository.revision, safe="")
+        return f"{self._endpoint}/{self.repository.files}/resolve/{revision}/{quote(key)}"
+
+    def noted(self, key: str, answer: Answer) -> None:
+        """What the Hub itself says, before it sends us elsewhere: the commit, and what the file
+        is.
+        """
+        own = [headers for url, headers in answer.hops if self._is_own(url)]
+        for headers in (*own, answer.headers) if self._is_own(answer.target.url) else own:
+            commit = headers.get("X-Repo-Commit", "").strip()
+            if self._commit is None and _COMMIT(commit):
+                self._commit = commit
+        self._is_asked = self._is_asked or self._commit is not None or answer.status < 300
+        for headers in own:
+            size, tag = headers.get("X-Linked-Size", ""), headers.get("X-Linked-ETag", "").strip()
+            if size.isascii() and size.isdigit() and is_strong(tag):
+                self._linked[key] = Seen(int(size), tag, is_pinned=True)
+
+    def _is_own(self, url: str) -> bool:
+        from ckptconv.io.remote.wire import origin_of
+
+        return origin_of(url) == self._origin
+
+    def seen(self, key: str, size: int, headers: Headers) -> Seen:
+        linked = self._linked.get(key)
+        if linked is None:
+            return seen(size, headers)
+        if linked.size != size:
+            what = f"has {size} bytes where it lies, and {linked.size} for the Hub"
+            raise StoreError("passing", what, tries=LIES)
+        return linked
+
+    def refused(self, key: str, status: int, headers: Headers) -> StoreError:
+        code = headers.get("X-Error-Code", "")
+        name = self.repository.name
+        page = f"{self._endpoint}/{self.repository.files}"
+        if code == "EntryNotFound":
+            return StoreError("missing", "no such file", hint="check the address")
+        if code == "RevisionNotFound":
+            what = f"{name} has no revision {self.repository.revision}"
+            return StoreError("final", what, hint="check the address")
+        if code == "GatedRepo":
+            what = f"{name} is open to those only who accept its conditions"
+            hint = f"accept them at {page}, then set HF_TOKEN"
+            return StoreError("denied", what, hint=hint)
+        if "Access to this resource is disabled" in headers.get("X-Error-Message", ""):
+            return StoreError("denied", f"the Hub has disabled {name}")
+        if status == 401 and self._has_token and "Invalid" in headers.get("X-Error-Message", ""):
+            hint = "check HF_TOKEN, or log in again: hf auth login"
+            return StoreError("denied", "the Hub does not accept the token", hint=hint)
+        if code == "RepoNotFound" or status == 401:
+            what = f"the Hub shows no repository {name}"
+            hint = (
+                "check its name, and whether the token may read it"
+                if self._has_token
+                else "check its name; for a private one set HF_TOKEN, or log in: hf auth login"
+            )
+            return StoreError("denied", what, hint=hint)
+        hints = {403: "check what the token may read"} if self._has_token else {}
+        return refusal(status, headers, hints)
+
+    # ----------------------------------------------------------------------------------- listing
+
+    def list(self, prefix: str) -> Listing:
+        """One request for all of a repository; a folder at a time where it has more files than one
+        answer holds.
+        """
+        commit = self._resolved()
+        with self._listing:
+            if self._tree is None:
+                entries, more = self._entries(f"{self._api('tree')}/{commit}?recursive=true")
+                self._tree = _folders(entries, "") if more is None else {}
+        if self._tree:
+            return self._tree.get(prefix, Listing({}, frozenset()))
+        inner = f"/{quote(prefix.rstrip('/'), safe='')}" if prefix else ""
+        url: str | None = f"{self._api('tree')}/{commit}{inner}?recursive=false"
+        found: list[Any] = []
+        for _ in range(_PAGES):
+            if url is None:
+                return _folders(found, prefix).get(prefix, Listing({}, frozenset()))
+            entries, url = self._entries(url)
+            found += entries
+        raise StoreError("final", f"the Hub lists more than {len(found)} files")
+
+    def _resolved(self) -> str:
+        """The commit of the revision."""
+        with self._committing:
+            if self._commit is None:
+                revision = quote(self.repository.revision, safe="")
+                told, _ = self._asked(f"{self._api('revision')}/{revision}?expand=sha")
+                commit = told.get("sha") if isinstance(told, dict) else None
+                if not isinstance(commit, str) or not _COMMIT(commit):
+                    raise StoreError("passing", "the Hub does not tell the commit", tries=LIES)
+                self._commit = commit
+            return self._commit
+
+    def _api(self, what: str) -> str:
+        return f"{self._endpoint}/api/{self.repository.kind}/{self.repository.name}/{what}"
+
+    def _entries(self, url: str) -> tuple[Sequence[Any], str | None]:
+        """One page of a list, and the address of the next one."""
+        try:
+            told, headers = self._asked(url)
+        except StoreError as error:
+            if error.kind == "missing":
+                return [], None
+            raise
+        if not isinstance(told, list):
+            raise StoreError("passing", "the Hub sends no list of files", tries=LIES)
+        found = _NEXT(headers.get("Link", ""))
+        if found is None:
+            return told, None
+        following = urljoin(url, found[1])
+        try:
+            is_own = self._is_own(following)
+        except ValueError:
+            is_own = False
+        if not is_own:
+            raise StoreError("final", "the Hub names another host for the rest of its list")
+        return told, following
+
+    def _asked(self, url: str) -> tuple[Any, Headers]:
+        """What the API tells."""
+        from ckptconv.io.remote.wire import Target
+
+        with self._wire.asked(Target(url), {}, 1 << 20) as answer:
+            if answer.status != 200:
+                raise self.refused("", answer.status, answer.headers)
+            text = answer.read(_PAGE + 1)
+            headers = answer.headers
+        if len(text) > _PAGE:
+            raise StoreError("final", "the Hub sends too long a list")
+        try:
+            return json.loads(text), headers
+        except (ValueError, RecursionError):
+            raise StoreError("passing", "the Hub sends no JSON", tries=LIES) from None
+
+    # ------------------------------------------------------------------------------------- names
+
+    def address(self, key: str) -> str:
+        return self.locate(key)
+
+    def written(self, name: str) -> str:
+        return name
+
+    def spoken(self, name: str) -> str:
+        return name
+
+
+def _folders(entries: Sequence[Any], prefix: str) -> dict[str, Listing]:
+    """What lies in each folder, of a list of paths."""
+    files: dict[str, dict[str, Seen]] = {prefix: {}}
+    folders: dict[str, set[str]] = {prefix: set()}
+    for entry in entries:
+        path = entry.get("path") if isinstance(entry, dict) else None
+        if not isinstance(path, str) or not path.startswith(prefix) or not _is_plain(path):
+            continue
+        above, _, name = path.rpartition("/")
+        folder = f"{above}/" if above else ""
+        if entry.get("type") == "directory":
+            folders.setdefault(folder, set()).add(name)
+            folders.setdefault(f"{path}/", set())
+        else:
+            size = entry.get("size")
+            tag = entry.get("oid")
+            is_told = isinstance(size, int) and isinstance(tag, str) and size >= 0
+            version = Seen(size, tag) if is_told else Seen(0)
+            files.setdefault(folder, {})[name] = version
+    every = {*files, *folders}
+    for folder in [*every]:  # a list of files may leave folders out
+        while folder != prefix and folder:
+            above, _, name = folder.rstrip("/").rpartition("/")
+            folder, inner = f"{above}/" if above else "", name
+            folders.setdefault(folder, set()).add(inner)
+            every.add(folder)
+    return {
+        folder: Listing(files.get(folder, {}), frozenset(folders.get(folder, ())))
+        for folder in every
+    }
+
+
+def _is_plain(path: str) -> bool:
+    """Whether every part of a path is the name of a file or folder."""
+    return all(name not in ("", ".", "..") for name in path.split("/"))

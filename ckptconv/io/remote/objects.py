@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.remote.credentials import options_of
 from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
+from ckptconv.io.remote.store import TRIES, Listing, Part, Seen, Store, StoreError
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def store_error(error: BaseException, service: str) -> StoreError:
         return StoreError("passing", f"{who} fails (status {status})")
     is_unreached = any(words in text for words in _UNREACHED)
     hint = "check the address and the network" if is_unreached else None
-    return StoreError("passing", f"{who} does not answer", hint=hint, is_unreached=is_unreached)
+    return StoreError(
+        "passing", f"{who} does not answer", hint=hint, tries=TRIES if is_unreached else None
+    )
 
 
 _UNREACHED = ("dns error", "tcp connect error", "Connection refused", "ConnectError")

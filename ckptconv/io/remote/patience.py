@@ -17,28 +17,26 @@ FIRST, LONGEST = 0.2, 15.0
 of it and all of it.
 """
 
-UNREACHED = 8.0
-"""Seconds for which a host is tried that cannot be reached: its name is wrong, or it is down."""
-
 
 def patiently(request: Callable[[], T], seconds: float) -> T:
     """What `request` gives, tried again for `seconds` while its errors are passing ones.
 
     A server that asks for a longer wait than is left is answered by its error at once.
     """
-    begin, delay = time.monotonic(), FIRST
+    begin, delay, tries = time.monotonic(), FIRST, 0
     while True:
+        tries += 1
         count(requests=1)
         try:
             return request()
         except StoreError as error:
-            if error.kind != "passing":
+            if error.kind != "passing" or (error.tries is not None and tries >= error.tries):
                 raise
             wait = delay * random.uniform(0.5, 1.0)
             if error.wait is not None:
                 wait = max(error.wait, 0.0) + random.uniform(0.0, FIRST)
             spent = time.monotonic() - begin
-            if spent + wait > (min(seconds, UNREACHED) if error.is_unreached else seconds):
+            if spent + wait > seconds:
                 error.what = f"{error.what} (tried for {spent:.0f} s)"
                 raise
         time.sleep(wait)

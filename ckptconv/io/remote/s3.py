@@ -13,7 +13,7 @@ from ckptconv.io.crc import crc32
 from ckptconv.io.remote.credentials import endpoint_of, profile_session
 from ckptconv.io.remote.missing import needed
 from ckptconv.io.remote.objects import ObjectStoreOf
-from ckptconv.io.remote.store import Failing, StoreError, Unfinished, Upload
+from ckptconv.io.remote.store import TRIES, Failing, StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
 
 T = TypeVar("T")
@@ -208,7 +208,7 @@ def _answered(request: Callable[[], T]) -> T:
         raise StoreError("denied", "S3 needs credentials, and none were found", hint=hint) from None
     except errors.EndpointConnectionError:
         hint = "check the address and the network"
-        raise StoreError("passing", "S3 does not answer", hint=hint, is_unreached=True) from None
+        raise StoreError("passing", "S3 does not answer", hint=hint, tries=TRIES) from None
     except errors.HTTPClientError as error:
         raise StoreError("passing", f"S3 does not answer ({type(error).__name__})") from None
     except errors.BotoCoreError as error:

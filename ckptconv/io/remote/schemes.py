@@ -14,6 +14,10 @@ def store_of(address: str) -> tuple[Store, str]:
     """The store of an address, and the key in it; `UnsupportedCheckpoint` where it has none."""
     scheme = address.partition("://")[0].lower()
     if scheme in WEB:
+        from ckptconv.io.remote.hub import hub_address, hub_store
+
+        if (named := hub_address(address)) is not None:
+            return hub_store(named)
         from ckptconv.io.remote.web import web_store
 
         return web_store(address)

@@ -62,10 +62,10 @@ class Site:
         return Site(self.store)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Site) and other.store.root == self.store.root
+        return isinstance(other, Site) and other.store.identity == self.store.identity
 
     def __hash__(self) -> int:
-        return hash(self.store.root)
+        return hash(self.store.identity)
 
     # ------------------------------------------------------------------------- what is there
 
@@ -125,6 +125,8 @@ class Site:
 
     def listing(self, folder: str) -> Listing:
         """What lies in a folder (empty, or ending in a slash); nothing where there is none."""
+        if not self.store.can_list:
+            return Listing({}, frozenset())  # which says of no file that it is not there
         with self._lock:
             if folder in self._listings:
                 return self._listings[folder]
@@ -132,7 +134,7 @@ class Site:
             around = self._listings.get(f"{parent}/" if parent else "")
         is_absent = around is not None and folder != "" and name not in around.folders
         found = Listing({}, frozenset())
-        if self.store.can_list and not is_absent:
+        if not is_absent:
             found = self._asked(folder, lambda: self.store.list(folder))
         with self._lock:
             self._listings[folder] = found

@@ -7,7 +7,7 @@ to keep and what to fetch ahead is the business of the layers above, the same fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,10 +17,14 @@ was opened, it is there already; passing: another try may succeed; final: it wil
 """
 
 
+TRIES = 5
+"""Of a request to a host that does not answer at all: its name is wrong, or it is down."""
+
+
 class StoreError(Exception):
     """A request that failed. `what` says why, without any secret; `wait` are the seconds that the
-    server asks to wait before another try (None: it does not say). `is_unreached`: nobody answers
-    at all, which seldom passes.
+    server asks to wait before another try (None: it does not say); `tries` are the most that are
+    worth it (None: as many as time allows).
     """
 
     def __init__(
@@ -30,12 +34,11 @@ class StoreError(Exception):
         *,
         hint: str | None = None,
         wait: float | None = None,
-        is_unreached: bool = False,
+        tries: int | None = None,
     ) -> None:
         super().__init__(what)
         self.kind: Failing = kind
-        self.what, self.hint, self.wait = what, hint, wait
-        self.is_unreached = is_unreached
+        self.what, self.hint, self.wait, self.tries = what, hint, wait, tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,11 @@ class Store(ABC):
     def address(self, key: str) -> str:
         """The address by which another process finds it."""
         return self.locate(key)
+
+    @property
+    def identity(self) -> Hashable:
+        """What is equal for stores of the same objects; it may be secret."""
+        return self.root
 
     def written(self, name: str) -> str:
         """A name, or a path of names, as it stands in a key."""

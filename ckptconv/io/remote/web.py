@@ -1,74 +1,273 @@
-"""Files on web servers, read by ranges."""
+"""Files on web servers, read by ranges.
+
+Every answer is checked: that its bytes are those that were asked for, all of them and no more, and
+of the version that was opened.
+"""
 
 from __future__ import annotations
 
-import re
-from typing import Any
+import threading
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 
+from ckptconv.io.remote.answers import (
+    LIES,
+    Headers,
+    is_strong,
+    length_of,
+    range_of,
+    refusal,
+    seen,
+)
 from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.store import Failing, Part, Seen, Store, StoreError
+from ckptconv.io.remote.store import Part, Seen, Store, StoreError
+from ckptconv.io.remote.traffic import count
+from ckptconv.support.addresses import how_to_get
 from ckptconv.support.errors import UnsupportedCheckpoint
 
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)").fullmatch
-_PASSING = frozenset((408, 425, 429, 500, 502, 503, 504))
+if TYPE_CHECKING:
+    from ckptconv.io.remote.wire import Answer, Credential, Target, Wire
+
 _UNSAFE = "/~!$&'()*+,;=:@%"  # what may stand in a path as it is
+_SMALL = 128 << 10  # bytes of a file that is taken as a whole where the server sends no range
+_STALE = frozenset((400, 401, 403, 404, 410, 416))
+"""What a signed address answers that was good for a while only, or for one range."""
+
+_FRUITLESS = 2  # addresses that were not good for a second request, before none is kept
+_PIECES = 16  # answers that one range may come in
+
+_HINTS = {
+    401: "write it as https://USER:PASSWORD@HOST/…, or use a signed address",
+    403: "a signed address may have expired; get a new one",
+}
 
 
 def web_store(address: str) -> tuple[Store, str]:
     """The server of an address, and the path on it without its first slash."""
-    found = urlsplit(address)
-    if not found.hostname:
-        raise UnsupportedCheckpoint("names no host", path=address)
-    root = f"{found.scheme.lower()}://{found.netloc.rpartition('@')[2]}/"
-    return WebStore(root), quote(found.path.lstrip("/"), safe=_UNSAFE)
+    try:
+        found = urlsplit(address)
+        host, port = (found.hostname or "").encode("idna").decode("ascii"), found.port
+    except ValueError:
+        raise UnsupportedCheckpoint("is not an address of the web", path=shown(address)) from None
+    if not host:
+        raise UnsupportedCheckpoint("names no host", path=shown(address))
+    named = f"[{host}]" if ":" in host else host
+    root = f"{found.scheme.lower()}://{named}{f':{port}' if port is not None else ''}/"
+    needed("urllib3", root)
+    key = quote(found.path[1:], safe=_UNSAFE)
+    store = WebStore(root, userinfo=found.netloc.rpartition("@")[0], queries={key: found.query})
+    return store, key
+
+
+def shown(address: str) -> str:
+    """An address without what may be secret in it.
+
+    >>> shown("https://me:secret@host/a.pt?signature=secret#x")
+    'https://host/a.pt'
+    """
+    scheme, _, rest = address.partition("://")
+    rest = rest.partition("#")[0].partition("?")[0]
+    netloc, slash, path = rest.partition("/")
+    return f"{scheme}://{netloc.rpartition('@')[2]}{slash}{path}"
 
 
 class WebStore(Store):
-    """The files of one web server. Keys are paths as they are sent, percent signs and all."""
+    """The files of one web server. Keys are paths as they are sent, percent signs and all.
+
+    `userinfo` is the name and the password for that server, `queries` what follows the path in the
+    addresses of some files; neither is ever shown.
+    """
 
     can_list = False
 
-    def __init__(self, root: str) -> None:
+    def __init__(
+        self, root: str, *, userinfo: str = "", queries: Mapping[str, str] | None = None
+    ) -> None:
         self.root = root
-        urllib3 = needed("urllib3", root)
-        self._errors = urllib3.exceptions
-        self._pool = urllib3.PoolManager(
-            num_pools=8,
-            maxsize=16,
-            retries=False,
-            timeout=urllib3.Timeout(connect=10, read=60),
-        )
+        self._userinfo = userinfo
+        self._queries = {key: query for key, query in (queries or {}).items() if query}
+        self._wire = self._connected(root)
+        self._lock = threading.Lock()
+        self._fruitless: Counter[str] = Counter()
+        # where the server sent us for a file, and the tag that the file has there; None where that
+        # address is stale
+        self._moved: dict[str, tuple[Target, str] | None] = {}
+
+    def _connected(self, root: str) -> Wire:
+        from ckptconv.io.remote.wire import Wire, basic, origin_of
+
+        credential: Credential | None = None
+        if self._userinfo:
+            user, _, password = self._userinfo.partition(":")
+            credential = basic(origin_of(root), unquote(user), unquote(password))
+        return Wire(credential)
+
+    # ----------------------------------------------------------------------------------- reading
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
-        headers = {"Range": f"bytes={first}-{first + nbytes - 1}", "Accept-Encoding": "identity"}
-        if pinned is not None and pinned.is_pinned:
-            headers["If-Match"] = pinned.tag
-        try:
-            answer = self._pool.request(
-                "GET", self.root + key, headers=headers, preload_content=False, redirect=False
-            )
-            try:
-                return self._part(answer, first, nbytes)
-            finally:
-                answer.release_conn()
-        except self._errors.HTTPError as error:
-            raise StoreError("passing", f"cannot be reached ({type(error).__name__})") from None
+        part = self._got(key, first, nbytes, pinned)
+        whole = min(nbytes, part.seen.size - first)
+        if len(part.data) >= whole:
+            return part
+        # a server may send less than it was asked for
+        pieces = [part.data]
+        while (had := sum(map(len, pieces))) < whole:
+            if len(pieces) == _PIECES:
+                raise _lie(f"the server sends {whole} bytes in more than {_PIECES} pieces")
+            count(requests=1)
+            pieces.append(self._got(key, first + had, whole - had, part.seen).data)
+        return Part(b"".join(pieces), part.seen)
 
-    def _part(self, answer: Any, first: int, nbytes: int) -> Part:
-        if answer.status == 206 and (found := _RANGE(answer.headers.get("Content-Range", ""))):
-            data = answer.read(nbytes)
-            return Part(data, _seen(int(found[3]), answer.headers))
-        if answer.status == 416 and first == 0:
-            return Part(b"", _seen(0, answer.headers))
-        if answer.status in (404, 410):
-            raise StoreError("missing", "no such file", hint="check the address")
-        if answer.status in (401, 403):
-            raise StoreError("denied", f"the server does not allow it (status {answer.status})")
-        if answer.status == 412:
+    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+        with self._lock:
+            is_direct = key not in self._moved
+            moved = self._moved.get(key)
+        if moved is not None:
+            try:
+                part = self._part(key, *moved, first, nbytes, pinned, is_moved=True)
+                self._fruitless[key] = 0
+                return part
+            except StaleAddress:
+                self._forget(key)
+            except StoreError as error:
+                if error.kind == "passing":
+                    self._forget(key)  # another address may be better
+                raise
+            count(requests=1)
+        from ckptconv.io.remote.wire import Target
+
+        # who only sends us elsewhere does not know the tag that the file has there
+        tag = pinned.tag if pinned is not None and pinned.is_pinned and is_direct else ""
+        return self._part(key, Target(self.url(key)), tag, first, nbytes, pinned)
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._moved[key] = None
+            self._fruitless[key] += 1
+
+    def _part(
+        self,
+        key: str,
+        target: Target,
+        tag: str,
+        first: int,
+        nbytes: int,
+        pinned: Seen | None,
+        *,
+        is_moved: bool = False,
+    ) -> Part:
+        headers = {"Range": f"bytes={first}-{first + nbytes - 1}"}
+        if tag:
+            headers["If-Match"] = tag
+        with self._wire.asked(target, headers, nbytes) as answer:
+            if is_moved and answer.status in _STALE:
+                raise StaleAddress
+            self.noted(key, answer)
+            part = self._received(key, answer, first, nbytes, pinned)
+            if answer.hops:
+                now = answer.headers.get("ETag", "").strip()
+                is_worth_it = self._fruitless[key] < _FRUITLESS
+                there = answer.target, now if is_strong(now) else ""
+                with self._lock:
+                    self._moved[key] = there if is_worth_it else None
+            return part
+
+    def _received(
+        self, key: str, answer: Answer, first: int, nbytes: int, pinned: Seen | None
+    ) -> Part:
+        """The bytes of an answer, if they are the ones that were asked for."""
+        status, headers = answer.status, answer.headers
+        if status in (200, 206):
+            coding = headers.get("Content-Encoding", "identity").strip().lower()
+            if coding not in ("", "identity"):
+                raise self._no_ranges(key, f"the server sends it compressed ({coding})")
+        if status == 206:
+            return self._range(key, answer, first, nbytes, pinned)
+        if status == 200:
+            return self._whole(key, answer, first, nbytes, pinned)
+        if status == 416:
+            if pinned is not None and pinned.size:
+                raise StoreError("changed", "was changed while it was read")
+            total = headers.get("Content-Range", "").rpartition("/")[2].strip()
+            if first == 0 and total in ("", "0", "*"):
+                return Part(b"", self.seen(key, 0, headers))
+        raise self.refused(key, status, headers)
+
+    def _range(
+        self, key: str, answer: Answer, first: int, nbytes: int, pinned: Seen | None
+    ) -> Part:
+        found = range_of(answer.headers)
+        if found is None:
+            raise _lie("the server does not say which bytes it sends")
+        start, end, total = found
+        version = self.seen(key, total, answer.headers)
+        if pinned is not None and version != pinned:
             raise StoreError("changed", "was changed while it was read")
-        kind: Failing = "passing" if answer.status in _PASSING else "final"
-        raise StoreError(kind, f"the server answers with status {answer.status}")
+        if start != first or end > first + nbytes:
+            raise _lie("the server sends other bytes than it was asked for")
+        length = length_of(answer.headers)
+        if length not in (None, end - start):
+            raise _lie(f"the server sends {length} bytes, and calls them {end - start}")
+        data = _all(answer, end - start)
+        if len(data) < end - start:
+            raise StoreError(
+                "passing", f"the server broke off after {len(data)} of {end - start} bytes"
+            )
+        if length is None and answer.read(1):
+            raise _lie(f"the server sends more than {end - start} bytes")
+        return Part(data, version)
+
+    def _whole(
+        self, key: str, answer: Answer, first: int, nbytes: int, pinned: Seen | None
+    ) -> Part:
+        """All of a small file, of a server that sends nothing less."""
+        most = max(_SMALL, nbytes if first == 0 else 0)
+        length = length_of(answer.headers)
+        if length is not None and length > most:
+            raise self._no_ranges(key, "the server does not send parts of a file")
+        data = _all(answer, most + 1 if length is None else length)
+        if length is not None and len(data) < length:
+            raise StoreError("passing", f"the server broke off after {len(data)} of {length} bytes")
+        if len(data) > most:
+            raise self._no_ranges(key, "the server does not send parts of a file")
+        version = self.seen(key, len(data), answer.headers)
+        if pinned is not None and version != pinned:
+            raise StoreError("changed", "was changed while it was read")
+        return Part(memoryview(data)[first : first + nbytes], version)
+
+    def _no_ranges(self, key: str, why: str) -> StoreError:
+        hint = how_to_get(self.locate(key))
+        return StoreError("final", f"{why}, so that it can only be read as a whole", hint=hint)
+
+    # -------------------------------------------------------------------- what kinds of it change
+
+    def url(self, key: str) -> str:
+        """The address to which a request for a file goes."""
+        query = self._queries.get(key)
+        return f"{self.root}{key}?{query}" if query else self.root + key
+
+    def seen(self, key: str, size: int, headers: Headers) -> Seen:
+        """The version of which an answer is."""
+        return seen(size, headers)
+
+    def noted(self, key: str, answer: Answer) -> None:
+        """Take note of what an answer tells besides."""
+
+    def refused(self, key: str, status: int, headers: Headers) -> StoreError:
+        """The error for an answer that holds no bytes."""
+        return refusal(status, headers, _HINTS)
+
+    # ------------------------------------------------------------------------------------- names
+
+    def address(self, key: str) -> str:
+        scheme, _, rest = self.url(key).partition("://")
+        return f"{scheme}://{self._userinfo}@{rest}" if self._userinfo else f"{scheme}://{rest}"
+
+    @property
+    def identity(self) -> Hashable:
+        return self.root, self._userinfo, tuple(self._queries.items())
 
     def written(self, name: str) -> str:
         return quote(name, safe="/")
@@ -78,7 +277,22 @@ class WebStore(Store):
         return name if "/" in plain else plain
 
 
-def _seen(size: int, headers: Any) -> Seen:
-    tag = headers.get("ETag", "")
-    is_pinned = bool(tag) and not tag.startswith("W/")
-    return Seen(size, tag or headers.get("Last-Modified", ""), is_pinned)
+class StaleAddress(Exception):
+    """The address to which the server had sent us is not good any more."""
+
+
+def _lie(what: str) -> StoreError:
+    return StoreError("passing", what, tries=LIES, hint="another server of the file may do better")
+
+
+def _all(answer: Answer, nbytes: int) -> bytes:
+    """As many bytes as there are of `nbytes`."""
+    data = answer.read(nbytes)
+    if len(data) == nbytes or not data:
+        return data
+    parts = [data]
+    left = nbytes - len(data)
+    while left and (data := answer.read(left)):
+        parts.append(data)
+        left -= len(data)
+    return b"".join(parts)

@@ -1,0 +1,95 @@
+"""Which hosts a server may send us to: none of a network that it should know nothing of.
+
+A redirect that leads from the internet to this machine, to a machine of its network or to the
+metadata service of a cloud is how a stranger's server reads what only we can reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from enum import IntEnum
+
+VARIABLE = "CKPTCONV_ALLOW_HOSTS"
+
+_given: ContextVar[str] = ContextVar("allowed_hosts", default="")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+class Reach(IntEnum):
+    """From how far an address is reached; a server may send us to no nearer one than its own."""
+
+    EVERYWHERE = 0
+    NETWORK = 1
+    MACHINE = 2
+    NOWHERE = 3
+    """Link-local, where clouds have their metadata, and what is not an address of one machine."""
+
+
+def reach_of(address: str) -> Reach:
+    """From how far an IP address is reached.
+
+    >>> [reach_of(text).name for text in ("8.8.8.8", "10.0.0.1", "127.0.0.1", "169.254.169.254")]
+    ['EVERYWHERE', 'NETWORK', 'MACHINE', 'NOWHERE']
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        elif ip.sixtofour is not None:
+            ip = ip.sixtofour
+        elif ip in _NAT64:
+            ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    if ip.is_loopback:
+        return Reach.MACHINE
+    if ip.is_link_local or ip.is_multicast or ip.is_unspecified:
+        return Reach.NOWHERE
+    return Reach.EVERYWHERE if ip.is_global else Reach.NETWORK
+
+
+def reach_of_host(host: str) -> Reach:
+    """The same of a host as it is written; of one with a name, as if it were on the internet."""
+    if host.rstrip(".").lower() == "localhost" or host.lower().endswith(".localhost"):
+        return Reach.MACHINE
+    try:
+        return reach_of(host)
+    except ValueError:
+        return Reach.EVERYWHERE
+
+
+class AllowedHosts:
+    """Hosts that any server may send us to: ``host``, ``host:port``, ``*.domain`` or ``*`` for
+    all, with commas between them.
+
+    >>> hosts = AllowedHosts("10.0.0.7, store.lan:9000, *.corp.lan")
+    >>> [hosts.allow(*at) for at in (("10.0.0.7", 80), ("store.lan", 80), ("a.corp.lan", 1))]
+    [True, False, True]
+    """
+
+    def __init__(self, text: str) -> None:
+        self._names = {name.strip().lower() for name in text.split(",") if name.strip()}
+
+    def allow(self, host: str, port: int) -> bool:
+        """Whether it is one of them."""
+        host = host.lower().strip("[]")
+        written = (host, f"{host}:{port}", f"[{host}]", f"[{host}]:{port}", "*")
+        parents = (f"*{host[at:]}" for at, letter in enumerate(host) if letter == "." and at)
+        return not self._names.isdisjoint((*written, *parents))
+
+
+def allowed_hosts() -> AllowedHosts:
+    """What the environment and the caller allow."""
+    return AllowedHosts(",".join((os.environ.get(VARIABLE, ""), _given.get())))
+
+
+@contextlib.contextmanager
+def allowing_hosts(text: str) -> Iterator[None]:
+    """Within the block, these hosts are allowed too."""
+    token = _given.set(",".join((_given.get(), text)))
+    try:
+        yield
+    finally:
+        _given.reset(token)
