@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme browser pythons lowest trust families check lint bench fuzz samples clean
+.PHONY: demo test readme browser servers pythons lowest trust families check lint bench fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -87,6 +87,19 @@ browser: $(BROWSER)/ready
 	CKPTCONV_REQUIRE_BROWSER=1 CKPTCONV_SELENIUM=$$($(BROWSER)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
 	    $(BIN)/python -m pytest -q -m browser tests/pages
 
+SERVERS := .venv-servers
+
+# azurite is of npm; where it cannot be installed, its tests skip and say so.
+$(SERVERS)/ready: tests/data/servers.txt
+	$(PYTHON) -m venv $(SERVERS)
+	$(SERVERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/data/servers.txt
+	-command -v npm >/dev/null && npm install --silent --no-audit --no-fund --prefix $(SERVERS)/azurite azurite@3
+	@touch $@
+
+# The tests against real servers of objects on this host; of those, SeaweedFS and moto have to run.
+servers: $(VENV)/ready $(SERVERS)/ready
+	CKPTCONV_REQUIRE_SERVERS=1 $(BIN)/python -m pytest -q -m servers
+
 check: lint test
 
 bench: $(VENV)/ready
@@ -109,5 +122,5 @@ samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(FAMILIES) $(BROWSER) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
+	rm -rf $(VENV) $(FAMILIES) $(BROWSER) $(SERVERS) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
 	    .mypy_cache .ruff_cache .hypothesis fuzz-finds

@@ -17,6 +17,7 @@ from helpers.figures import figure, pytest_terminal_summary  # noqa: F401 (pytes
 from helpers.hostile_generator import GENERATOR
 from helpers.paths import CORPUS, PRODUCED, SAMPLES
 from helpers.program import close_servers
+from helpers.servers import servers  # noqa: F401
 
 MakeOnce = Callable[[str, Callable[[Path], object]], Path]
 try:

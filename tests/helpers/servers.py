@@ -1,7 +1,8 @@
 """Real servers of objects, started on free ports of this host and stopped by their process.
 
 They are installed in an environment of their own (`make servers`); what is not there skips with a
-reason, which ``CKPTCONV_REQUIRE_SERVERS=1`` does not accept for SeaweedFS.
+reason, which ``CKPTCONV_REQUIRE_SERVERS=1`` does not accept for SeaweedFS and moto. `raw_objects`
+looks at their objects without ckptconv.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("CKPTCONV_SERVERS", ROOT / ".venv-servers"))
@@ -29,11 +32,23 @@ _PATIENCE = 60.0  # seconds until a server answers
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that runs: where, and the environment in which ckptconv finds it."""
+    """A server that runs: where, and the environment in which ckptconv finds it.
+
+    `scheme` is what its URLs begin with, `bucket` the bucket (or container) that is there from the
+    beginning, `options` what obstore's store of that scheme takes by keyword.
+    """
 
     name: str
     endpoint: str
     environment: Mapping[str, str]
+    scheme: str = "s3"
+    bucket: str = "bucket"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """The URL of its bucket, without a slash at the end."""
+        return f"{self.scheme}://{self.bucket}"
 
 
 class NotHere(Exception):
@@ -58,12 +73,18 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def _ending_with_us(command: list[str]) -> list[str]:
+    """The command, told to stop when this process is killed, where the system can do that."""
+    setpriv = shutil.which("setpriv")
+    return command if setpriv is None else [setpriv, "--pdeathsig", "TERM", *command]
+
+
 @contextmanager
 def running(command: list[str], folder: Path, answers: Callable[[], bool]) -> Iterator[None]:
     """A server process within the block, once it answers."""
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            _ending_with_us(command), cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
         )
         try:
             begin = time.monotonic()
@@ -76,7 +97,7 @@ def running(command: list[str], folder: Path, answers: Callable[[], bool]) -> It
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(10)
+                process.wait(2)  # its files are thrown away: none has to be closed well
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -97,7 +118,7 @@ def s3_client(server: Server) -> Any:
     )
 
 
-def _s3(name: str, port: int) -> Server:
+def _s3(name: str, port: int, bucket: str) -> Server:
     endpoint = f"http://127.0.0.1:{port}"
     environment = {
         "AWS_ACCESS_KEY_ID": KEY,
@@ -105,7 +126,15 @@ def _s3(name: str, port: int) -> Server:
         "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": endpoint,
     }
-    return Server(name, endpoint, environment)
+    options = {
+        "endpoint": endpoint,
+        "access_key_id": KEY,
+        "secret_access_key": SECRET,
+        "region": "us-east-1",
+        "virtual_hosted_style_request": False,
+        "client_options": {"allow_http": True},
+    }
+    return Server(name, endpoint, environment, bucket=bucket, options=options)
 
 
 def _has_bucket(server: Server, bucket: str) -> Callable[[], bool]:
@@ -125,11 +154,18 @@ def _has_bucket(server: Server, bucket: str) -> Callable[[], bool]:
     return answers
 
 
+_WEED = ("-s3", "-master", "-volume", "-filer")
+
+
 @contextmanager
 def seaweedfs(folder: Path, bucket: str = "bucket") -> Iterator[Server]:
-    """SeaweedFS, a server of S3."""
-    ports = [free_port() for _ in range(4)]
-    server = _s3("seaweedfs", ports[0])
+    """SeaweedFS, a server of S3.
+
+    Every port is given, and what would listen on a port of its own choice (Iceberg, Lance) is off:
+    else a second SeaweedFS on this host ends at once.
+    """
+    ports = {f"{name}.{kind}": free_port() for name in _WEED for kind in ("port", "port.grpc")}
+    server = _s3("seaweedfs", ports["-s3.port"], bucket)
     identity = {
         "name": "tests",
         "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
@@ -137,24 +173,44 @@ def seaweedfs(folder: Path, bucket: str = "bucket") -> Iterator[Server]:
     }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (folder / "data").mkdir()
-    names = ("-s3.port", "-master.port", "-volume.port", "-filer.port")
     command = [
         program("weed"), "server", "-dir=data", "-s3", "-s3.config=s3.json", "-ip=127.0.0.1",
         "-ip.bind=127.0.0.1", "-master.volumeSizeLimitMB=256", "-volume.max=200",
-        *(f"{name}={port}" for name, port in zip(names, ports, strict=True)),
-        *(f"{name}.grpc={free_port()}" for name in ("-master.port", "-volume.port", "-filer.port")),
-        f"-s3.port.grpc={free_port()}",
+        "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-volume.preStopSeconds=0",
+        *(f"{name}={port}" for name, port in ports.items()),
     ]  # fmt: skip
-    with running(command, folder, _has_bucket(server, bucket)):
-        yield server
+    try:
+        with running(command, folder, _has_bucket(server, bucket)):
+            yield server
+    finally:  # it leaves its sockets there
+        for port in ports.values():
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
 
 
 @contextmanager
 def moto(folder: Path, bucket: str = "bucket") -> Iterator[Server]:
     """moto, a second opinion about S3."""
     port = free_port()
-    server = _s3("moto", port)
+    server = _s3("moto", port, bucket)
     command = [program("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, folder, _has_bucket(server, bucket)):
+        yield server
+
+
+@contextmanager
+def rclone(folder: Path, bucket: str = "bucket") -> Iterator[Server]:
+    """`rclone serve s3`, which answers a range with 200 and does not heed conditions."""
+    port = free_port()
+    server = _s3("rclone", port, bucket)
+    (folder / "data").mkdir()
+    command = [
+        program("rclone"), "serve", "s3", "--config", str(folder / "rclone.conf"), "--auth-key",
+        f"{KEY},{SECRET}", "--addr", f"127.0.0.1:{port}", "--cache-dir", str(folder / "cache"),
+        "data",
+    ]  # fmt: skip
+    (folder / "rclone.conf").touch()
     with running(command, folder, _has_bucket(server, bucket)):
         yield server
 
@@ -174,7 +230,9 @@ def _answers_http(url: str) -> Callable[[], bool]:
 
 @contextmanager
 def fake_gcs(folder: Path, bucket: str = "bucket") -> Iterator[Server]:
-    """fake-gcs-server, a server of Google Cloud Storage."""
+    """fake-gcs-server, a server of Google Cloud Storage that is read from: of the XML API, by which
+    obstore writes, it has no writing.
+    """
     import urllib3
 
     port = free_port()
@@ -186,7 +244,14 @@ def fake_gcs(folder: Path, bucket: str = "bucket") -> Iterator[Server]:
     with running(command, folder, _answers_http(endpoint)):
         body = json.dumps({"name": bucket})
         urllib3.request("POST", f"{endpoint}/storage/v1/b", body=body)
-        yield Server("fake-gcs-server", endpoint, {"STORAGE_EMULATOR_HOST": endpoint})
+        account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": ""}
+        account |= {"private_key": "", "private_key_id": ""}
+        options = {
+            "service_account_key": json.dumps(account),
+            "client_options": {"allow_http": True},
+        }
+        environment = {"STORAGE_EMULATOR_HOST": endpoint}
+        yield Server("fake-gcs-server", endpoint, environment, "gs", bucket, options)
 
 
 _AZURITE_KEY = (
@@ -209,7 +274,13 @@ def azurite(folder: Path, container: str = "bucket") -> Iterator[Server]:
         "AZURE_STORAGE_ACCOUNT_KEY": _AZURITE_KEY,
         "AZURE_STORAGE_ENDPOINT": f"{endpoint}/devstoreaccount1",
     }
-    server = Server("azurite", endpoint, environment)
+    options = {
+        "account_name": "devstoreaccount1",
+        "account_key": _AZURITE_KEY,
+        "endpoint": f"{endpoint}/devstoreaccount1",
+        "client_options": {"allow_http": True},
+    }
+    server = Server("azurite", endpoint, environment, "az", container, options)
     with running(command, folder, _answers_http(endpoint)):
         azure_request(server, "PUT", f"{container}?restype=container")
         yield server
@@ -230,7 +301,8 @@ def azure_request(server: Server, method: str, path: str, **options: Any) -> Any
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-12-02"}
     headers |= options.pop("headers", {})
     named = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name[:5] == "x-ms-")
-    query = "".join(f"\n{name}:{value}" for name, value in sorted(parse_qsl(urlsplit(url).query)))
+    asked = sorted(parse_qsl(urlsplit(url).query, keep_blank_values=True))
+    query = "".join(f"\n{name}:{value}" for name, value in asked)
     length = str(len(body)) if body else ""
     resource = f"/devstoreaccount1{urlsplit(url).path}{query}"
     kind = headers.get("Content-Type", "")
@@ -241,8 +313,40 @@ def azure_request(server: Server, method: str, path: str, **options: Any) -> Any
     return urllib3.request(method, url, headers=headers, body=body or None, retries=False)
 
 
-KINDS = {"seaweedfs": seaweedfs, "moto": moto, "fake-gcs-server": fake_gcs, "azurite": azurite}
-REQUIRED = ("seaweedfs",)
+KINDS = {
+    "seaweedfs": seaweedfs,
+    "moto": moto,
+    "rclone": rclone,
+    "fake-gcs-server": fake_gcs,
+    "azurite": azurite,
+}
+REQUIRED = ("seaweedfs", "moto")
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory) -> Iterator[Callable[[str], Server]]:
+    """The real servers by name, each started when it is first asked for, and stopped at the end:
+    ``servers("seaweedfs")``. One that is not here skips the test.
+    """
+    started: dict[str, Server | NotHere] = {}
+    with ExitStack() as stack:
+
+        def server(name: str) -> Server:
+            if name not in started:
+                try:
+                    folder = tmp_path_factory.mktemp(name)
+                    started[name] = stack.enter_context(KINDS[name](folder))
+                except NotHere as reason:
+                    started[name] = reason
+            found = started[name]
+            if isinstance(found, Server):
+                return found
+            if name in REQUIRED and os.environ.get("CKPTCONV_REQUIRE_SERVERS") == "1":
+                pytest.fail(str(found))
+            pytest.skip(str(found))
+
+        yield server
+
 
 if __name__ == "__main__":  # a server to try things with: its environment, until it is interrupted
     import tempfile
