@@ -34,6 +34,9 @@ class Asked(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.web.answer(self)
 
+    def do_HEAD(self) -> None:
+        self.server.web.answer(self)
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -52,7 +55,8 @@ class Asked(BaseHTTPRequestHandler):
             if value is not None:
                 self.send_header(name, str(value))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def serve(self, content: bytes, **headers: object) -> None:
         """A file, by the rules."""
