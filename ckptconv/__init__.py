@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ckptconv.support.errors import OptionRefused as OptionRefused
     from ckptconv.support.errors import OutputRefused as OutputRefused
     from ckptconv.support.errors import RefusedObject as RefusedObject
+    from ckptconv.support.errors import RemoteFailure as RemoteFailure
     from ckptconv.support.errors import UnknownOption as UnknownOption
     from ckptconv.support.errors import UnreadableFile as UnreadableFile
     from ckptconv.support.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
@@ -107,6 +108,7 @@ _HOMES = {
     "Page": "pages.make",
     "Progress": "support.progress",
     "RefusedObject": "support.errors",
+    "RemoteFailure": "support.errors",
     "Scan": "scan.files",
     "StateDict": "tree.state_dicts",
     "Statistics": "tensors.statistics",
@@ -172,6 +174,7 @@ __all__ = [
     "Page",
     "Progress",
     "RefusedObject",
+    "RemoteFailure",
     "Scan",
     "StateDict",
     "Statistics",

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "merge": (DDP, SAMPLES / "tied.pt", "out.pt"),
     "average": (DDP, DDP, "out.pt"),
     "edit": (DDP, "--metadata", "license=mit"),
+    "cleanup": (DDP,),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

@@ -15,6 +15,7 @@ import click
 from ckptconv import __version__
 from ckptconv.cli.terminal import (
     Unprinted,
+    begin_traffic,
     colors,
     fail,
     fill_closed_streams,
@@ -46,6 +47,7 @@ COMMANDS = {
     "merge": "combining",
     "average": "combining",
     "edit": "editing",
+    "cleanup": "cleaning",
 }
 """The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
 
@@ -67,6 +69,7 @@ class Program(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
+        begin_traffic()
         try:
             try:
                 return super().invoke(ctx)

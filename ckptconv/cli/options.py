@@ -20,6 +20,7 @@ from ckptconv.cli.completion import (
 )
 from ckptconv.formats.target_format import Target
 from ckptconv.io.location import Location
+from ckptconv.support import platforms
 from ckptconv.support.addresses import address_in
 from ckptconv.support.errors import CheckpointError, printable
 
@@ -39,9 +40,8 @@ class _FileName(click.Path):
             self.fail("it is empty, so it does not name a file", param, ctx)
         if address_in(value) is not None:
             from ckptconv.io.places import place_of
-            from ckptconv.support.platforms import share_memory_between_threads
 
-            share_memory_between_threads()
+            platforms.share_memory_between_threads()
             # one place for all that the command asks of it; an error comes when it is used
             with suppress(CheckpointError):
                 return place_of(value)
@@ -226,14 +226,37 @@ def _limit(text: str) -> tuple[str, float]:
         ) from None
 
 
-LIMIT = click.option(
+def _hosts_allowed(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:
+    """Allow the hosts while the command runs."""
+    if given:
+        from ckptconv.io.remote.hosts import allowing_hosts
+
+        ctx.with_resource(allowing_hosts(",".join(given)))
+
+
+_LIMIT = click.option(
     "--limit",
     metavar="NAME=VALUE",
     multiple=True,
     expose_value=False,
+    is_eager=True,
     callback=_limits_set,
     help="Raise a limit that an error named, such as pickle_bytes=4GiB.",
 )
+_ALLOW_HOSTS = click.option(
+    "--allow-hosts",
+    metavar="HOST,...",
+    multiple=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_hosts_allowed,
+    help="Hosts of this network that a web server may redirect to, such as store.lan:9000.",
+)
+
+
+def LIMIT(command: F) -> F:
+    """What every command that reads may be allowed."""
+    return _LIMIT(_ALLOW_HOSTS(command))
 
 
 def output_options(command: F) -> F:

@@ -77,7 +77,21 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
 def traffic_told() -> Traffic | None:
     """What went over the network, if anything did; the module is imported by who uses it."""
     counted = sys.modules.get("ckptconv.io.remote.traffic")
-    return None if counted is None else counted.traffic() or None
+    if counted is None:
+        return None
+    now: Traffic = counted.traffic()
+    return (now.since(_BEFORE[0]) if _BEFORE else now) or None
+
+
+_BEFORE: list[Traffic] = []
+"""What had gone over the network when the command began, where anything had."""
+
+
+def begin_traffic() -> None:
+    """A command begins: what went over the network before is not its own."""
+    _BEFORE.clear()
+    if (counted := sys.modules.get("ckptconv.io.remote.traffic")) is not None:
+        _BEFORE.append(counted.traffic())
 
 
 def tell_traffic() -> None:

@@ -98,7 +98,7 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
 def shard_paths(output: PurePath, count: int) -> list[PurePath]:
     """The paths of `count` shards of the output `output`; one is the output itself.
 
-    >>> [path.name for path in shard_paths(Path("model.safetensors"), 2)]
+    >>> [path.name for path in shard_paths(PurePath("model.safetensors"), 2)]
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
     if count == 1:

@@ -277,14 +277,14 @@ def _with_items(file: ScannedFile, path: Location) -> ScannedFile:
     return replace(file, findings=(*found, *file.findings))
 
 
-def _item_findings(path: Location) -> Iterator[Sighting]:
-    with closing(path.open()) as source:
+def _item_findings(place: Location) -> Iterator[Sighting]:
+    with closing(place.open()) as source:
         items = read_metadata(source).items.values()
     places: dict[str, set[tuple[int, int]]] = {}
     for item in items:
         places.setdefault(item.relative_path, set()).add((item.offset, item.length))
     for name, wanted in places.items():
-        with closing(path.beside(name).open()) as source:
+        with closing(place.beside(name).open()) as source:
             yield from _range_findings(source, name, wanted - {(0, source.size)})
 
 

@@ -104,6 +104,12 @@ def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
         os.unlink(file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
 
 
+def after_fork_in_child(forget: Callable[[], None]) -> None:
+    """Have `forget` called in each process that is forked from this one, where that can be."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
+
+
 def share_memory_between_threads() -> None:
     """Have threads take the memory that others have freed.
 

@@ -21,6 +21,7 @@ from ckptconv import (
     convert_checkpoint,
     diagnose,
     diff_checkpoints,
+    limits,
     load_portable,
     open_checkpoint,
 )
@@ -72,49 +73,72 @@ def test_an_example_is_offered_only_for_what_looks_like_a_file(room):
 # ------------------------------------------------------------------------- places on other machines
 
 
+NOBODY = "http://127.0.0.1:9"
+"""An address of this host at which nobody listens."""
+UNREACHED = {
+    "AWS_ACCESS_KEY_ID": "k",
+    "AWS_SECRET_ACCESS_KEY": "very-secret",
+    "AWS_ENDPOINT_URL": NOBODY,
+    "HF_ENDPOINT": NOBODY,
+}
+QUICK = ("--limit", "remote_seconds=0.1")
+
+
 @pytest.mark.parametrize(
-    ("address", "how"),
-    [
-        ("https://example.org/models//a.pt", "curl -LO https://example.org/models//a.pt"),
-        ("s3://bucket/a.pt", "aws s3 cp s3://bucket/a.pt ."),
-        ("gs://bucket/a.pt", "gcloud storage cp gs://bucket/a.pt ."),
-        (
-            "hf://owner/name/model.safetensors",
-            "huggingface-cli download owner/name model.safetensors",
-        ),
-        (
-            "https://huggingface.co/owner/name/blob/v2/sub/model.safetensors?download=true",
-            "huggingface-cli download owner/name sub/model.safetensors --revision v2",
-        ),
-        ("file:///tmp/a.pt", "leave out file://"),
-    ],
+    "address", [f"{NOBODY}/models/a.pt", "s3://bucket/a.pt", "hf://owner/name/model.safetensors"]
 )
-def test_an_address_is_told_as_it_was_typed_with_what_gets_the_file(address, how, room):
-    for arguments in (
-        ("inspect", address),
-        ("convert", address, "out.pt"),
-        ("convert", "a.pt", "out.pt", "--like", address),
+def test_a_place_that_is_not_reached_is_told_in_one_line(address, room):
+    for code, arguments in (
+        (1, ("inspect", address)),
+        (1, ("convert", address, "out.pt")),
+        (1, ("convert", "a.pt", "out.pt", "--like", address)),
+        (2, ("diff", "a.pt", address)),
+        (2, ("scan", address)),
+        (2, ("doctor", address)),
     ):
-        error = said(room, *arguments, code=1)
-        assert f"{address}: is not on this machine" in error and how in error
-    for arguments in (("diff", "a.pt", address), ("scan", address), ("doctor", address)):
-        assert f"{address}: is not on this machine" in said(room, *arguments, code=2)
-    assert address in said(room, "convert", "a.pt", "out.pt", "--rules", address, code=2)
-    document = run("inspect", address, "--json", cwd=room).json()["error"]
-    assert document["path"] == address and how in document["hint"]
-
-
-@pytest.mark.parametrize("option", [(), ("--save-mapping", "s3://bucket//map.json")])
-def test_nothing_is_written_to_an_address(option, room):
-    output = "out.pt" if option else "s3://bucket//out.pt"
-    error = said(room, "convert", "a.pt", output, *option, code=1)
-    assert "s3://bucket//" in error and "upload it: aws s3 cp" in error
+        done = run(*arguments, *QUICK, cwd=room, env=UNREACHED)
+        assert done.exit == code and done.err.count("error: ") == 1
+        line = next(line for line in done.err.splitlines() if line.startswith("error: "))
+        assert line.startswith(f"error: {address}: ") and "very-secret" not in done.err + done.out
+    document = run("inspect", address, "--json", *QUICK, cwd=room, env=UNREACHED).json()
+    assert document["error"]["path"] == address
+    assert document["error"]["kind"] == "RemoteFailure"
+    assert document["network"]["requests"] >= 1
     assert sorted(item.name for item in room.iterdir()) == ["a.pt"]
+
+
+def test_an_address_of_this_machine_is_told_to_be_a_path(room):
+    error = said(room, "inspect", "file:///tmp/a.pt", code=1)
+    assert "file:///tmp/a.pt: is an address of this machine; leave out file://" in error
+
+
+@pytest.mark.parametrize("address", ["https://host/a.pt", "s3://bucket/a.pt", "hf://owner/name"])
+def test_without_the_extra_one_line_says_what_to_install(address, room):
+    blocked = "import sys\nfor name in ('obstore', 'urllib3', 'botocore'): sys.modules[name] = None"
+    done = run("inspect", address, cwd=room, before=blocked)
+    line = assert_one_error(done)
+    assert "needs ckptconv[remote]; pip install 'ckptconv[remote]'" in line
+
+
+@pytest.mark.parametrize("option", [(), ("--save-mapping", "s3://bucket/map.json")])
+def test_nothing_is_written_where_nobody_answers(option, room):
+    output = "out.pt" if option else "s3://bucket/out.pt"
+    done = run("convert", "a.pt", output, *option, *QUICK, cwd=room, env=UNREACHED)
+    assert done.exit == 1 and "s3://bucket/" in done.err and "does not answer" in done.err
+    assert sorted(item.name for item in room.iterdir()) == ["a.pt"]
+
+
+@pytest.mark.parametrize("output", [f"{NOBODY}/out.pt", "hf://owner/name/out.safetensors"])
+def test_what_is_only_read_is_not_written(output, room):
+    done = run("convert", "a.pt", output, *QUICK, cwd=room, env=UNREACHED)
+    assert f"{output}: is a place that is only read; write a file here" in assert_one_error(done)
 
 
 @pytest.mark.parametrize("make", [str, Path])
 def test_the_library_tells_addresses_from_paths_too(make, room, monkeypatch):
     monkeypatch.chdir(room)
+    for name, value in UNREACHED.items():
+        monkeypatch.setenv(name, value)
     address = make("s3://bucket/a.pt")
     calls = [
         lambda: open_checkpoint(address),
@@ -129,7 +153,10 @@ def test_the_library_tells_addresses_from_paths_too(make, room, monkeypatch):
         lambda: save({"w": W}, address),
     ]
     for call in calls:
-        with pytest.raises(CheckpointError, match=r"^s3://bucket/a\.pt: is not on this machine"):
+        with (
+            limits(remote_seconds=0.1),
+            pytest.raises(CheckpointError, match=r"^s3://bucket/a\.pt: .*S3 does not answer"),
+        ):
             call()
 
 
@@ -398,7 +425,7 @@ COMMANDS = [
     ("convert", str(TRAIN), "out.safetensors", "--verify", "--force"),
     ("convert", str(TRAIN), "out.pt", "-n", "--exclude", "*.bias"),
     ("diff", str(TRAIN), "a.pt"),
-    ("convert", "s3://bucket/a/long/way/to/a.pt", "out.pt"),
+    ("convert", "file:///bucket/a/long/way/to/a.pt", "out.pt"),
 ]
 
 
@@ -424,7 +451,7 @@ def test_further_lines_stand_under_the_text_and_not_under_its_label(room):
     column = lines[first].index("epoch")
     assert lines[first + 1][:column].strip() == "" and lines[first + 1][column] != " "
     error = on_terminal(room, 60, *COMMANDS[3], NO_COLOR="1").splitlines()
-    assert error[0].startswith("error: s3://") and all(
+    assert error[0].startswith("error: file://") and all(
         line.startswith("       ") for line in error[1:]
     )
 
@@ -471,11 +498,14 @@ def test_another_dtype_is_told_all_that_there_are(room):
 
 
 @pytest.mark.parametrize("command", [("convert", "-", "out.npz"), ("inspect", "-")])
-def test_a_dash_for_the_input_is_told_to_be_no_stream(command, tmp_path):
-    done = run(*command, cwd=tmp_path)
-    assert "-: standard input is not read; name a file" in assert_one_error(done)
-    (tmp_path / "-").write_bytes(b"x" * 100)
-    assert "standard input" not in run("inspect", "./-", cwd=tmp_path).err
+def test_a_dash_is_standard_input_and_not_a_file_of_that_name(command, room):
+    raw = (room / "a.pt").read_bytes()
+    done = run(*command, cwd=room, stdin=raw)
+    assert done.exit == 0 and "standard input" in done.out + done.err
+    done = run("inspect", "-", cwd=room, stdin=b"")
+    assert "standard input: is empty (0 bytes)" in done.err.splitlines()[-1]
+    (room / "-").write_bytes(b"x" * 100)
+    assert "standard input" not in run("inspect", "./-", cwd=room).err
 
 
 def test_one_array_is_told_how_it_becomes_an_archive(tmp_path):

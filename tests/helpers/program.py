@@ -18,10 +18,12 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from helpers import fork_server
 from helpers.fork_server import RSS_UNIT
@@ -116,10 +118,18 @@ class ForkServer:
         code, seconds, rss = _ending(ended)
         return Finished(code, out.decode(), err.decode(), seconds, rss)
 
-    def raw(self, *arguments: object, stdout: int | None = None, **options: Any) -> list[bytes]:
-        """What a run wrote to stdout (nothing, if that is given) and stderr, and how it ended."""
+    def raw(
+        self,
+        *arguments: object,
+        stdout: int | None = None,
+        stdin: bytes | None = None,
+        **options: Any,
+    ) -> list[bytes]:
+        """What a run wrote to stdout (nothing, if that is given) and stderr, and how it ended; it
+        reads `stdin` from a pipe.
+        """
         out, err = os.pipe(), os.pipe()
-        with open(os.devnull, "rb") as nothing:
+        with piped(stdin) if stdin is not None else open(os.devnull, "rb") as nothing:
             streams = nothing.fileno(), out[1] if stdout is None else stdout, err[1]
             answer = self.start(*arguments, streams=streams, **options)
         os.close(out[1])
@@ -230,6 +240,20 @@ def close_servers() -> None:
 def _server_for(arguments: Sequence[object]) -> ForkServer:
     with_torch = not ASKS_TORCH.isdisjoint(_texts(arguments))
     return _server(*(TORCH if with_torch else NEEDED))
+
+
+@contextmanager
+def piped(data: bytes) -> Iterator[IO[bytes]]:
+    """The end of a pipe from which `data` can be read."""
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with suppress(BrokenPipeError), os.fdopen(writing, "wb") as file:
+            file.write(data)
+
+    threading.Thread(target=write, daemon=True).start()
+    with os.fdopen(reading, "rb") as file:
+        yield file
 
 
 def run(

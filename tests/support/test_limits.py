@@ -188,6 +188,7 @@ NEVER_NAMED = {
     "pickle_free": "pickle_ratio",
     "view_free": "view_ratio",
     "open_files": None,
+    "remote_seconds": None,
     "scanned_values": None,
     "scanned_pickles": None,
     "scanned_depth": None,

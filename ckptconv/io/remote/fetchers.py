@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from ckptconv.support import platforms
 
 T = TypeVar("T")
 
@@ -56,5 +57,4 @@ def _forget() -> None:
     _tasks, _LOCK, _threads, _idle = SimpleQueue(), threading.Lock(), 0, 0
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+platforms.after_fork_in_child(_forget)

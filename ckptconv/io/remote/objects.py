@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _SERVICES = {
-    "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
+    "gs": "gs", "gcs": "gs",
     "az": "az", "azure": "az", "abfs": "az", "abfss": "az",
 }  # fmt: skip
 _NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
@@ -22,18 +22,19 @@ _NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
 
 def object_store(address: str) -> tuple[Store, str]:
     """The bucket or container of an address, and the key in it."""
+    scheme, bucket, key = parts_of(address)
+    return ObjectStoreOf(_SERVICES[scheme], scheme, bucket), key
+
+
+def parts_of(address: str) -> tuple[str, str, str]:
+    """Scheme, bucket and key of an address; `UnsupportedCheckpoint` where it names no bucket."""
     scheme, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
     if not bucket:
         raise UnsupportedCheckpoint(
             "names no bucket", path=address, hint=f"write it as {scheme}://BUCKET/KEY"
         )
-    service = _SERVICES[scheme.lower()]
-    if service == "s3":
-        from ckptconv.io.remote.s3 import S3Store
-
-        return S3Store(service, scheme.lower(), bucket), key
-    return ObjectStoreOf(service, scheme.lower(), bucket), key
+    return scheme.lower(), bucket, key
 
 
 class ObjectStoreOf(Store):

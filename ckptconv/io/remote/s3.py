@@ -12,13 +12,19 @@ from typing import Any, TypeVar
 from ckptconv.io.crc import crc32
 from ckptconv.io.remote.credentials import endpoint_of, profile_session
 from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.objects import ObjectStoreOf
+from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
 from ckptconv.io.remote.store import TRIES, Failing, StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
 
 T = TypeVar("T")
 
 _LARGEST_COPY = 5 << 30  # bytes that one request copies
+
+
+def s3_store(address: str) -> tuple[S3Store, str]:
+    """The bucket of an address, and the key in it."""
+    scheme, bucket, key = parts_of(address)
+    return S3Store("s3", scheme, bucket), key
 
 
 class S3Store(ObjectStoreOf):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ckptconv.io.remote.store import Store
 
 WEB = ("http", "https")
-OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss")
+S3 = ("s3", "s3a")
+OBJECTS = ("gs", "gcs", "az", "azure", "abfs", "abfss")
 HUB = ("hf",)
-EXTRA = "pip install 'ckptconv[remote]'"
 
 
 def store_of(address: str) -> tuple[Store, str]:
@@ -25,6 +25,10 @@ def store_of(address: str) -> tuple[Store, str]:
         from ckptconv.io.remote.hub import hub_store
 
         return hub_store(address)
+    if scheme in S3:
+        from ckptconv.io.remote.s3 import s3_store
+
+        return s3_store(address)
     if scheme in OBJECTS:
         from ckptconv.io.remote.objects import object_store
 

@@ -29,7 +29,6 @@ from ckptconv.support.errors import (
     MalformedCheckpoint,
     RemoteFailure,
     UnreadableFile,
-    UnsupportedCheckpoint,
     not_opened,
 )
 from ckptconv.support.limits import in_force
@@ -98,9 +97,11 @@ class Site:
         if not key or key.endswith("/") or self._is_known_absent(key):
             return None
         try:
-            return self._asked(key, lambda: self._received(key, 0, HEAD, None))
-        except MissingObject:
-            return None
+            return patiently(lambda: self._received(key, 0, HEAD, None), self._seconds)
+        except StoreError as error:
+            if error.kind == "missing":
+                return None
+            raise told(error, UrlPath(self.store.locate(key))) from None
 
     def _is_known_absent(self, key: str) -> bool:
         """Whether a listing of the folder around it lacks an object."""
@@ -183,14 +184,10 @@ class Site:
             raise told(error, UrlPath(self.store.locate(key))) from None
 
 
-class MissingObject(UnsupportedCheckpoint):
-    """There is no such object."""
-
-
 def told(error: StoreError, path: PurePath) -> CheckpointError:
     """The error that a user is told, for that of a store."""
     if error.kind == "missing":
-        return MissingObject(error.what, path=path, hint=error.hint)
+        return not_opened(errno.ENOENT, path, error.what, error.hint)
     if error.kind == "denied":
         return UnreadableFile(error.what, path=path, hint=error.hint)
     if error.kind == "changed":

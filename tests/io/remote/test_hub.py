@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.numpy import save
 
 from ckptconv.io.remote.hub import hub_address, parsed
 from ckptconv.io.remote.place import remote_place
+from ckptconv.io.remote.schemes import store_of
 from ckptconv.io.remote.tokens import hub_token
 from ckptconv.support.errors import CheckpointError, RemoteFailure, UnsupportedCheckpoint
 from ckptconv.support.limits import limits
@@ -249,11 +251,13 @@ def test_requests_at_the_same_time_are_for_one_commit(hub):
         resolve(asked, commit, path)
 
     hub._resolve = moving
-    there = remote_place("hf://org/name")
-    there.foresee([there.child(name) for name in files])
-    commits = {path.split("/")[4] for path, _ in hub.web.asked}
-    assert len(commits) == 2 and "main" in commits
-    assert len(hub.web.asked) == 40
+    hub.web.latency = 0.01
+    store, _ = store_of("hf://org/name")
+    with ThreadPoolExecutor(8) as threads:
+        parts = list(threads.map(lambda name: store.get(name, 0, 10, None), files))
+    assert {bytes(part.data) for part in parts} == {b"old"}
+    commits = [path.split("/")[4] for path, _ in hub.web.asked]
+    assert commits.count("main") == 1 and len(set(commits)) == 2
 
 
 def test_a_commit_is_not_asked_for(hub):

@@ -1,0 +1,127 @@
+"""The command that removes what a killed upload left in a store."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptconv.cli.options import FILE, LIMIT
+from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines
+from ckptconv.support.addresses import UrlPath
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+
+if TYPE_CHECKING:
+    from ckptconv.io.remote.store import Unfinished
+
+
+@click.command(
+    short_help="List and abort uploads that a killed process left.",
+    epilog="""\b
+Examples:
+  ckptconv cleanup s3://bucket/models/
+  ckptconv cleanup s3://bucket/models/ --older-than 24 --abort
+
+Exit code: 0 done, or there is nothing, 1 it cannot be, 2 wrong usage.""",
+)
+@click.argument("url", metavar="URL", type=FILE)
+@click.option("--abort", is_flag=True, help="Abort them. Without it they are only listed.")
+@click.option(
+    "--older-than",
+    metavar="HOURS",
+    type=click.FloatRange(min=0),
+    help="Only uploads that were begun so many hours ago; another process may still be writing.",
+)
+@LIMIT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> None:
+    """List the unfinished uploads whose keys begin with URL, and hidden objects that ckptconv made
+    there; with --abort, remove them.
+
+    A conversion that fails or is stopped aborts its uploads itself. One that is killed cannot, and
+    stores keep the parts, and charge for them. On S3, uploads of other programs are listed too:
+    they look the same.
+    """
+    with errors_shown(as_json):
+        root, found = _found(url, older_than)
+        if abort:
+            _abort(url, found)
+    if as_json:
+        print_json(
+            {
+                "uploads": [
+                    {"path": root + item.key, "begun": item.begun, "bytes": item.nbytes}
+                    for item in found
+                ],
+                "aborted": abort,
+            }
+        )
+        return
+    from ckptconv.support.rows import Row
+    from ckptconv.support.text import count_text, size_text
+
+    what = count_text(len(found), "unfinished upload")
+    done = "aborted" if abort else "found; add --abort to remove them"
+    print_headline(f"{what} {done}" if found else "no unfinished uploads")
+    print_lines(
+        Row(
+            item.begun[:16].replace("T", " ") or "unknown",
+            f"{printable(root + item.key)}"
+            + ("" if item.nbytes is None else f", {size_text(item.nbytes)}"),
+        )
+        for item in found
+    )
+
+
+def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
+    """The address that keys follow, and what is unfinished."""
+    from ckptconv.io.places import place_of
+    from ckptconv.io.remote.place import RemotePlace
+    from ckptconv.io.remote.site import told
+    from ckptconv.io.remote.store import StoreError
+
+    place = place_of(url)
+    if not isinstance(place, RemotePlace):
+        hint = "on this machine nothing of a killed conversion stays but a hidden folder, which "
+        hint += "the next conversion to the same place removes"
+        raise UnsupportedCheckpoint("is not in a store", path=place.path, hint=hint)
+    store = place.site.store
+    if not store.can_write:
+        raise UnsupportedCheckpoint("is a place that is only read", path=place.path)
+    try:
+        found = list(store.unfinished(place.key))
+    except StoreError as error:
+        raise told(error, place.path) from None
+    if older_than is not None:
+        latest = datetime.now(timezone.utc) - timedelta(hours=older_than)
+        found = [item for item in found if _begun(item) <= latest]
+    return store.root, found
+
+
+def _begun(item: Unfinished) -> datetime:
+    """When an upload was begun; one of which nobody knows it is not called old."""
+    try:
+        begun = datetime.fromisoformat(item.begun)
+    except ValueError:
+        return datetime.max.replace(tzinfo=timezone.utc)
+    return begun if begun.tzinfo is not None else begun.replace(tzinfo=timezone.utc)
+
+
+def _abort(url: Any, found: list[Unfinished]) -> None:
+    from ckptconv.io.places import place_of
+    from ckptconv.io.remote.place import RemotePlace
+    from ckptconv.io.remote.site import told
+    from ckptconv.io.remote.store import StoreError
+
+    place = place_of(url)
+    assert isinstance(place, RemotePlace)
+    failed: list[CheckpointError] = []
+    for item in found:
+        try:
+            place.site.store.abort(item)
+        except StoreError as error:
+            if error.kind != "missing":  # another process was quicker
+                failed.append(told(error, UrlPath(place.site.store.locate(item.key))))
+    if failed:
+        raise failed[0]
