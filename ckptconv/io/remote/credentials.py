@@ -1,80 +1,153 @@
 """Who asks: credentials as each ecosystem has them. None of them is ever printed.
 
-S3: what botocore finds, as the AWS command line does: the environment, profiles, SSO, web
-identities, roles of containers and instances. Google Cloud and Azure: what obstore finds.
+S3: what botocore finds, as the AWS command line does: the environment, profiles, SSO, processes,
+web identities, roles of containers and instances. Google Cloud and Azure: what obstore finds, and
+the names of variables that their own tools know. Where nobody is named, buckets that anybody may
+read are read.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from ckptconv.support.errors import UnsupportedCheckpoint
 
-def options_of(service: str) -> dict[str, Any]:
-    """What a store of obstore is opened with."""
+_HINT = "see: ckptconv help remote (credentials)"
+
+
+def options_of(
+    service: str, bucket: str, *, account: str | None = None, tries: int = 0
+) -> dict[str, Any]:
+    """What a store of obstore is opened with, which tries again `tries` times by itself.
+
+    `account` is that of Azure, where the address names it.
+    """
     options: dict[str, Any] = {
-        # trying again is the business of `patience`
-        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        "retry_config": {
+            "max_retries": tries,
+            "retry_timeout": timedelta(seconds=120 if tries else 1),
+        },
         "client_options": {"timeout": "120s", "connect_timeout": "10s"},
     }
     endpoint = endpoint_of(service)
     if endpoint is not None and endpoint.startswith("http://"):
         options["client_options"]["allow_http"] = True
     if service == "s3":
-        options |= _s3_options(endpoint)
-    elif endpoint is not None:
-        options |= _emulated(service, endpoint)
-    return options
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            options["client_options"]["root_certificate"] = _certificates(bundle)
+        return {**options, **_s3_options(endpoint, bucket)}
+    return {**options, **(_google(endpoint) if service == "gs" else _azure(endpoint, account))}
+
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 
 
 def endpoint_of(service: str) -> str | None:
     """Where a service is, if not at its usual place."""
-    names = {
-        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "gs": ("STORAGE_EMULATOR_HOST",),
-        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-    }
-    found = next((value for name in names[service] if (value := os.environ.get(name))), None)
-    if found is None and service == "s3" and not _has_plain_keys():
-        found = profile_session().get_scoped_config().get("endpoint_url")
-    return found
+    if service == "s3" and _is_set("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"):
+        return None
+    found = _first(*_ENDPOINTS[service])
+    if service == "s3" and found is None and _has_profile():
+        found = _endpoint_of_profile()
+    if service == "az" and found is None:
+        found = _connection().get("BlobEndpoint")
+    if found is not None and "://" not in found:
+        found = f"http://{found}"
+    return found.rstrip("/") if found else None
 
 
-def _emulated(service: str, endpoint: str) -> dict[str, Any]:
-    """Google Cloud's or Azure's service at another place than the usual one."""
-    if service == "az":
-        return {"endpoint": endpoint}
-    return {"config": {"base_url": endpoint, "skip_signature": True}}
+def _first(*names: str) -> str | None:
+    """The first of the variables that is set."""
+    return next((value for name in names if (value := os.environ.get(name))), None)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
+
+
+def _certificates(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        raise UnsupportedCheckpoint(
+            "cannot be read: the file of certificates that AWS_CA_BUNDLE names", hint="correct it"
+        ) from None
+
+
+# ---------------------------------------------------------------------------------------------- S3
+
+
+def is_anonymous() -> bool:
+    """Whether requests to S3 are not signed, because the user wants it so."""
+    return _is_set("AWS_SKIP_SIGNATURE") or _is_set("AWS_NO_SIGN_REQUEST")
 
 
 def _has_plain_keys() -> bool:
-    """Whether the environment alone says who asks."""
+    """Whether the environment alone says who asks; botocore is not needed then."""
     return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
 
 
-def _s3_options(endpoint: str | None) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+def _has_profile() -> bool:
+    """Whether there are files of profiles."""
+    home = Path.home() / ".aws"
+    config = os.environ.get("AWS_CONFIG_FILE", home / "config")
+    shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")
+    return any(os.path.isfile(os.path.expanduser(path)) for path in (config, shared))
+
+
+def _s3_options(endpoint: str | None, bucket: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"region": region_of(bucket, endpoint)}
     if endpoint is not None:
         options |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
-    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
+    elif "." not in bucket:  # the certificates of the service are for one name before the dot
+        options["virtual_hosted_style_request"] = True
+    if is_anonymous():
         return {**options, "skip_signature": True}
     if _has_plain_keys():
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        return {**options, "region": region or "us-east-1"}
-    session = profile_session()
-    options["region"] = session.get_config_variable("region") or "us-east-1"
-    if (found := session.get_credentials()) is None:  # a bucket that anybody may read
+        return {
+            **options,
+            "access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
+            "secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+        }
+    if (found := credentials()) is None:
         return {**options, "skip_signature": True}
     return {**options, "credential_provider": _provider(found)}
 
 
-def _provider(credentials: Any) -> Any:
+def credentials() -> Any:
+    """What botocore finds; None where it finds nothing. `UnsupportedCheckpoint` where a profile is
+    asked for that does not work.
+    """
+    import botocore.exceptions
+
+    try:
+        return profile_session().get_credentials()
+    except botocore.exceptions.BotoCoreError as error:
+        raise _without(error) from None
+
+
+def _without(error: Exception) -> UnsupportedCheckpoint:
+    what = f"cannot be asked for: the credentials of AWS fail ({type(error).__name__})"
+    return UnsupportedCheckpoint(what, hint=_HINT)
+
+
+def _provider(found: Any) -> Callable[[], dict[str, Any]]:
     """What obstore calls for credentials; those of roles are renewed by botocore."""
 
     def provide() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()
+        try:
+            frozen = found.get_frozen_credentials()
+        except Exception as error:  # its text may hold what is secret
+            raise PermissionError(f"credential {type(error).__name__}") from None
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -85,9 +158,169 @@ def _provider(credentials: Any) -> Any:
     return provide
 
 
-@lru_cache(maxsize=1)
+def region_of(bucket: str, endpoint: str | None) -> str:
+    """The region of a bucket: that of the environment or the profile; where neither says it, AWS is
+    asked.
+    """
+    found = _first("AWS_REGION", "AWS_DEFAULT_REGION")
+    if found is None and _has_profile():
+        found = profile_session().get_config_variable("region")
+    if found is None and endpoint is None:
+        found = _region_told(bucket)
+    return found or "us-east-1"
+
+
+AWS = "https://s3.amazonaws.com"
+
+
+@lru_cache(maxsize=64)
+def _region_told(bucket: str) -> str | None:
+    """The region that S3 names to whoever asks for a bucket, allowed or not."""
+    from ckptconv.io.remote.missing import needed
+    from ckptconv.io.remote.traffic import count
+
+    urllib3 = needed("urllib3", f"s3://{bucket}/")
+    count(requests=1)
+    try:
+        timeout = urllib3.Timeout(connect=3, read=5)
+        answer = urllib3.request(
+            "HEAD", f"{AWS}/{bucket}", retries=False, redirect=False, timeout=timeout
+        )
+    except Exception:
+        return None
+    told = answer.headers.get("x-amz-bucket-region")
+    return str(told) if told else None
+
+
+def _endpoint_of_profile() -> str | None:
+    from botocore.configprovider import ConfiguredEndpointProvider
+
+    session = profile_session()
+    provider = ConfiguredEndpointProvider(
+        full_config=session.full_config,
+        scoped_config=session.get_scoped_config(),
+        client_name="s3",
+    )
+    found = provider.provide()
+    return str(found) if found else None
+
+
 def profile_session() -> Any:
     """botocore's view of this user: profiles, regions, credentials."""
+    named = [(name, value) for name, value in os.environ.items() if name.startswith("AWS_")]
+    return _session(tuple(sorted(named)))
+
+
+@lru_cache(maxsize=1)
+def _session(_: tuple[tuple[str, str], ...]) -> Any:
     from ckptconv.io.remote.missing import needed
 
-    return needed("botocore", "s3://").session.Session()
+    session = needed("botocore", "s3://").session.Session()
+    try:
+        session.get_scoped_config()
+    except Exception as error:  # there is no such profile
+        raise _without(error) from None
+    return session
+
+
+# ------------------------------------------------------------------------------------ Google Cloud
+
+
+def _google(endpoint: str | None) -> dict[str, Any]:
+    if endpoint is not None:
+        return {"config": {"base_url": endpoint, "skip_signature": True}}
+    if _is_set("GOOGLE_SKIP_SIGNATURE") or not _has_google_credentials():
+        return {"config": {"skip_signature": True}}
+    return {}
+
+
+_GOOGLE = (
+    "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN",
+)  # fmt: skip
+
+
+def _has_google_credentials() -> bool:
+    if _first(*_GOOGLE) is not None:
+        return True
+    folder = os.environ.get("CLOUDSDK_CONFIG") or (
+        os.path.join(os.environ.get("APPDATA", ""), "gcloud")
+        if os.name == "nt"
+        else os.path.expanduser("~/.config/gcloud")
+    )
+    return os.path.isfile(os.path.join(folder, "application_default_credentials.json")) or _on_gce()
+
+
+@lru_cache(maxsize=1)
+def _on_gce() -> bool:
+    """Whether this is a machine of Google Cloud, which has credentials of its own."""
+    from ckptconv.io.remote.missing import needed
+
+    host = os.environ.get("GCE_METADATA_HOST", "169.254.169.254")
+    pool = needed("urllib3", "gs://").PoolManager(timeout=1.0, retries=False)
+    try:
+        answer = pool.request("GET", f"http://{host}/", headers={"Metadata-Flavor": "Google"})
+    except Exception:
+        return False
+    return bool(answer.headers.get("Metadata-Flavor") == "Google")
+
+
+# ------------------------------------------------------------------------------------------- Azure
+
+
+def account_in(bucket: str) -> tuple[str, str | None]:
+    """Container and account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; of a container alone, the
+    environment has the account.
+
+    >>> account_in("models@mine.dfs.core.windows.net"), account_in("models")
+    (('models', 'mine'), ('models', None))
+    """
+    container, at, host = bucket.partition("@")
+    return container, host.partition(".")[0] if at else None
+
+
+def _azure(endpoint: str | None, account: str | None) -> dict[str, Any]:
+    connection = _connection()
+    named = _first("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    name = account or named or connection.get("AccountName")
+    if name is None:
+        raise UnsupportedCheckpoint(
+            "names no account of Azure",
+            hint="set AZURE_STORAGE_ACCOUNT, or write abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/…",
+        )
+    key = _first("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY")
+    key = key or connection.get("AccountKey")
+    sas = _first("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
+    sas = sas or connection.get("SharedAccessSignature")
+    options: dict[str, Any] = {"account_name": name}
+    if endpoint is not None:
+        options["endpoint"] = endpoint
+    if _is_set("AZURE_SKIP_SIGNATURE"):
+        options["skip_signature"] = True
+    elif key is not None:
+        options["account_key"] = key
+    elif sas is not None:
+        options["sas_key"] = sas.removeprefix("?")
+    elif os.path.isdir(os.path.expanduser("~/.azure")) and not _first(
+        "AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID", "AZURE_FEDERATED_TOKEN_FILE"
+    ):
+        options["use_azure_cli"] = True
+    return options
+
+
+_EMULATOR = {
+    "AccountName": "devstoreaccount1",
+    "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/"
+    "KBHBeksoGMGw==",
+    "BlobEndpoint": "http://127.0.0.1:10000/devstoreaccount1",
+}
+"""What Azure's documentation says of the emulator."""
+
+
+def _connection() -> dict[str, str]:
+    """The parts of the connection string, if there is one."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    parts = dict(part.strip().split("=", 1) for part in text.split(";") if "=" in part)
+    if parts.get("UseDevelopmentStorage", "").lower() == "true":
+        return dict(_EMULATOR)
+    return parts

@@ -1,23 +1,30 @@
-"""S3, Google Cloud Storage and Azure, read by obstore."""
+"""S3, Google Cloud Storage and Azure, read by obstore; the last two are written by it too.
+
+What is larger than a part is written under a hidden key beside its own, and copied there by the
+store when it is whole: neither service lets a large object appear on a condition.
+"""
 
 from __future__ import annotations
 
-import re
+import contextlib
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.io.remote.credentials import options_of
+from ckptconv.io.remote.causes import told_by_obstore
+from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.store import TRIES, Listing, Part, Seen, Store, StoreError
-from ckptconv.support.errors import UnsupportedCheckpoint
+from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, Upload
+from ckptconv.io.remote.uploads import key_of_hidden
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _SERVICES = {
-    "gs": "gs", "gcs": "gs",
+    "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
     "az": "az", "azure": "az", "abfs": "az", "abfss": "az",
 }  # fmt: skip
-_NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
 
 
 def object_store(address: str) -> tuple[Store, str]:
@@ -38,31 +45,63 @@ def parts_of(address: str) -> tuple[str, str, str]:
 
 
 class ObjectStoreOf(Store):
-    """The objects of one bucket of S3 or GCS, or of one container of Azure."""
+    """The objects of one bucket of S3 or GCS, or of one container of Azure.
+
+    `bucket` is what stands for it in an address: of Azure ``CONTAINER@ACCOUNT.dfs.…`` too.
+    """
+
+    can_write = True
 
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
-        self.service, self.bucket = service, bucket
+        self.service = service
+        self.bucket, self._account = account_in(bucket) if service == "az" else (bucket, None)
         self._obstore = needed("obstore", self.root)
-        self._store: ObjectStore = _opened(self._obstore, service, bucket)
+        self._store: ObjectStore = self._opened(tries=0)
+
+    def _opened(self, tries: int) -> Any:
+        """The store of obstore, by which a request is tried again `tries` times."""
+        kinds = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+        kind = getattr(self._obstore.store, kinds[self.service])
+        try:
+            options = options_of(self.service, self.bucket, account=self._account, tries=tries)
+            return kind(self.bucket, **options)
+        except CheckpointError as error:
+            raise error.at(path=self.root) from None
+        except Exception as error:  # whose text may hold what is secret
+            what = f"cannot be opened with these settings ({type(error).__name__})"
+            hint = "see: ckptconv help remote (credentials)"
+            raise UnsupportedCheckpoint(what, path=self.root, hint=hint) from None
+
+    @cached_property
+    def writing(self) -> Any:
+        """The store by which large objects are written: what fails in the middle of one can only be
+        sent again by obstore itself.
+        """
+        return self._opened(tries=10)
+
+    # --------------------------------------------------------------------------------- reading
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
         options: dict[str, Any] = {"range": (first, first + nbytes)}
         if pinned is not None and pinned.is_pinned:
-            options["if_match"] = pinned.tag
+            options["version" if self.service == "gs" else "if_match"] = pinned.tag
         try:
             got = self._obstore.get(self._store, key, options=options)
-            seen = _seen(got.meta)
+            seen = self._seen(got.meta)
             return Part(memoryview(got.bytes()), seen)
         except Exception as error:
-            if first == 0 and (found := self._empty(key)) is not None:
+            if first == 0 and _may_be_empty(error) and (found := self._empty(key)) is not None:
                 return found
-            raise store_error(error, self.service) from None
+            told = told_by_obstore(error, self.service)
+            if told.kind == "missing" and "version" in options:  # the version is gone
+                told = StoreError("changed", "was changed while it was read")
+            raise told from None
 
     def _empty(self, key: str) -> Part | None:
         """An object without bytes, of which no range can be asked for."""
         try:
-            seen = _seen(self._obstore.head(self._store, key))
+            seen = self._seen(self._obstore.head(self._store, key))
         except Exception:
             return None
         return Part(b"", seen) if seen.size == 0 else None
@@ -71,59 +110,109 @@ class ObjectStoreOf(Store):
         try:
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
         except Exception as error:
-            raise store_error(error, self.service) from None
+            raise told_by_obstore(error, self.service) from None
         begin = len(prefix)
         files = {
-            meta["path"][begin:]: _seen(meta) for meta in found["objects"] if meta["path"] != prefix
+            meta["path"][begin:]: self._seen(meta)
+            for meta in found["objects"]
+            if meta["path"] != prefix.rstrip("/")
         }
         folders = frozenset(path[begin:].strip("/") for path in found["common_prefixes"])
         return Listing(files, folders)
 
+    def _seen(self, meta: Any) -> Seen:
+        """Google Cloud asks for a version by its generation, the others by the ETag."""
+        tag = (meta.get("version") if self.service == "gs" else meta.get("e_tag")) or ""
+        is_pinned = bool(tag) and not tag.startswith("W/")
+        return Seen(meta["size"], tag or str(meta.get("last_modified", "")), is_pinned)
 
-def _opened(obstore: Any, service: str, bucket: str) -> Any:
-    kinds = {
-        "s3": obstore.store.S3Store,
-        "gs": obstore.store.GCSStore,
-        "az": obstore.store.AzureStore,
-    }
-    return kinds[service](bucket, **options_of(service))
+    # --------------------------------------------------------------------------------- writing
+
+    def begin(self, key: str, size: int) -> Upload:
+        from ckptconv.io.remote.written_objects import WrittenObject
+
+        return WrittenObject(self, key, size)
+
+    def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
+        """A whole object at once; `mark` goes with it."""
+        mode = "create" if create else "overwrite"
+        self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={_MARK: mark})
+
+    def move(self, old: str, new: str, *, create: bool) -> None:
+        mark = self.mark_of(old)
+        if create and self.mark_of(new) not in (None, mark or ""):
+            raise StoreError("exists", "exists")
+        self._asked(new, mark, "copy", old, new, overwrite=not create)
+        self.remove(old)
+
+    def mark_of(self, key: str) -> str | None:
+        """The mark of the object that is there, empty where it has none; None without an object."""
+        try:
+            options = {"head": True}
+            found = self._obstore.get(self._store, key, options=options)
+            return str(found.attributes.get(_MARK, ""))
+        except Exception as error:
+            told = told_by_obstore(error, self.service)
+            if told.kind == "missing":
+                return None
+            raise told from None
+
+    def _asked(
+        self, key: str, mark: str | None, operation: str, *given: Any, **options: Any
+    ) -> None:
+        """Have an object made. Where the answer was lost, the next try finds it there: with its
+        mark.
+        """
+        try:
+            getattr(self._obstore, operation)(self._store, *given, **options)
+        except Exception as error:
+            told = told_by_obstore(error, self.service)
+            if told.kind == "changed":
+                told = StoreError("exists", "exists")
+            if told.kind != "exists" or not mark or self.mark_of(key) != mark:
+                raise told from None
+
+    def remove(self, key: str) -> None:
+        try:
+            self._obstore.delete(self._store, key)
+        except Exception as error:
+            told = told_by_obstore(error, self.service)
+            if told.kind != "missing":
+                raise told from None
+
+    def unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        folder = prefix.rpartition("/")[0]
+        found = []
+        try:
+            for page in self._obstore.list(self._store, folder or None):
+                found += [meta for meta in page if _is_left(meta["path"], prefix)]
+        except Exception as error:
+            raise told_by_obstore(error, self.service) from None
+        return [
+            Unfinished(meta["path"], "", meta["last_modified"].isoformat(), meta["size"])
+            for meta in found
+        ]
+
+    def abort(self, left: Unfinished) -> None:
+        self.remove(left.key)
+
+    def drop(self, key: str) -> None:
+        """Leave nothing of what was begun under a hidden key."""
+        if self.service == "az":  # which keeps parts for a week, but none of a whole object
+            with contextlib.suppress(Exception):
+                self._obstore.put(self._store, key, b"", mode="overwrite")
+        self.remove(key)
 
 
-def _seen(meta: Any) -> Seen:
-    tag = meta.get("e_tag") or ""
-    is_pinned = bool(tag) and not tag.startswith("W/")
-    return Seen(meta["size"], tag or str(meta.get("last_modified", "")), is_pinned)
+_MARK = "ckptconv_upload"
 
 
-_STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})|(\d{3}) [A-Z][a-z]+").search
+def _is_left(key: str, prefix: str) -> bool:
+    """Whether a hidden key was to become one that begins with `prefix`."""
+    meant = key_of_hidden(key)
+    return meant is not None and (meant.startswith(prefix) or key.startswith(prefix))
 
 
-def store_error(error: BaseException, service: str) -> StoreError:
-    """What an error of obstore means, in words without an address (which may hold a signature)."""
-    name, text = type(error).__name__, str(error)
-    who = _NAMES[service]
-    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
-        what = "there is no such bucket" if "NoSuchBucket" in text else "no such file"
-        return StoreError("missing", what, hint="check the address")
-    if name == "PreconditionError":
-        return StoreError("changed", "was changed while it was read")
-    if name == "AlreadyExistsError":
-        return StoreError("exists", "exists")
-    if name in ("PermissionDeniedError", "UnauthenticatedError"):
-        return StoreError(
-            "denied", f"{who} does not allow it", hint="see: ckptconv help remote (credentials)"
-        )
-    found = _STATUS(text)
-    status = int(next(filter(None, found.groups()))) if found else 0
-    if status and status not in (408, 409, 425, 429) and status < 500:
-        return StoreError("final", f"{who} answers with status {status}")
-    if status:
-        return StoreError("passing", f"{who} fails (status {status})")
-    is_unreached = any(words in text for words in _UNREACHED)
-    hint = "check the address and the network" if is_unreached else None
-    return StoreError(
-        "passing", f"{who} does not answer", hint=hint, tries=TRIES if is_unreached else None
-    )
-
-
-_UNREACHED = ("dns error", "tcp connect error", "Connection refused", "ConnectError")
+def _may_be_empty(error: BaseException) -> bool:
+    text = str(error)
+    return "416" in text or "non-partial" in text.lower() or "NotPartial" in text
