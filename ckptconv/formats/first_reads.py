@@ -8,7 +8,14 @@ from ckptconv.formats.safetensors import is_safetensors
 from ckptconv.io.source import Range
 from ckptconv.support.limits import in_force
 
+_END = 22 + 0xFFFF  # bytes in which the end record of an archive lies
 _TAIL = 64 << 10  # bytes in which the directory of an archive of some hundred records lies
+
+
+def scanned_first(head: bytes, size: int) -> list[Range]:
+    """The same of `scan`, which also looks for an archive at the end of any file."""
+    first = max(len(head), size - _END)
+    return [(first, size - first)] if first < size else []
 
 
 def first_reads(head: bytes, size: int) -> list[Range]:

@@ -146,4 +146,5 @@ def read_leads(source: Source, ranges: Sequence[Range]) -> list[tuple[int, bytes
         end = at + nbytes
     if start >= 0:
         merged.append((start, end - start))
+    source.foresee(merged)
     return list(zip((at for at, _ in merged), source.read_many(merged), strict=True))

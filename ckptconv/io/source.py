@@ -70,6 +70,11 @@ class Source(ABC):
         """The bytes of several runs, in the order of `ranges`, in as few reads as pay."""
         return [self.read(offset, nbytes) for offset, nbytes in ranges]
 
+    def foresee(self, ranges: Sequence[Range]) -> None:  # noqa: B027 (nothing is promised)
+        """These few bytes each will be read one after the other: sources over a network ask for all
+        of them now.
+        """
+
     def begin_many(self, ranges: Sequence[Range]) -> Callable[[], list[bytes]]:
         """What `read_many` gives, when the function that comes back is called: sources over a
         network are asked at once.
@@ -182,6 +187,9 @@ class WrappedSource(Source):
     def check_unchanged(self) -> None:
         self.inner.check_unchanged()
 
+    def foresee(self, ranges: Sequence[Range]) -> None:
+        self.inner.foresee(ranges)
+
     def fetched_from(self, offset: int) -> tuple[Source, int] | None:
         return self.inner.fetched_from(offset)
 
@@ -246,6 +254,9 @@ class RangeSource(Source):
 
     def needs_closing(self) -> bool:
         return False
+
+    def foresee(self, ranges: Sequence[Range]) -> None:
+        self._parent.foresee([(self._start + offset, nbytes) for offset, nbytes in ranges])
 
     def fetched_from(self, offset: int) -> tuple[Source, int] | None:
         return self._parent.fetched_from(self._start + offset)

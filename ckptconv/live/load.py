@@ -174,6 +174,7 @@ def _first_used(settled: Settled) -> Iterator[TensorRef | Storage]:
     seen: set[int] = set()
     for ref in settled.tensors:
         if not ref.is_view:
+            yield from (piece.storage for piece in ref.pieces if piece.storage.crc32 is not None)
             yield ref
         elif id(ref.storage) not in seen:
             seen.add(id(ref.storage))

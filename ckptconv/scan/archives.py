@@ -7,7 +7,7 @@ import re
 from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.torch_tar import is_tar
 from ckptconv.formats.zip_archive import Record, is_zip, read_directory
-from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
+from ckptconv.io.source import CHUNK, SMALL, MemorySource, RangeSource, Source
 from ckptconv.pickles.tracer import trace_pickle
 from ckptconv.scan.findings import Sighting
 from ckptconv.scan.heads import (
@@ -93,6 +93,7 @@ class ArchiveScanner(PickleScanner):
                 self.findings.append(Sighting(where, "", "dangerous", what, 0))
             self._sweep(source, where, depth)
             return "zip without a usable directory"
+        source.foresee([(record.offset, min(record.size, SMALL)) for record in records.values()])
         for name, record in records.items():
             inside = f"{where}/{name}" if where else name
             if record.deflated:

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptconv.formats.first_reads import scanned_first
 from ckptconv.formats.folders.dcp_metadata import read_metadata
 from ckptconv.formats.joined_archives import joined_archives
 from ckptconv.formats.registry import open_file
@@ -121,6 +122,7 @@ def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | N
         closed.append(_unread(error.filename, what))
 
     listed = list(_listed(root, note))
+    root.foresee(listed, scanned_first)
     read = Meter("read", sum(map(_size, listed)) if on_progress else 0, on_progress)
     files = [_with_items(_scan_listed(item, read), item) for item in listed]
     return Scan(str(root), (*files, *closed))

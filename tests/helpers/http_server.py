@@ -38,6 +38,10 @@ class Sparse:
     def __len__(self) -> int:
         return self.size
 
+    def __getitem__(self, span: slice) -> bytes:
+        first, end, _ = span.indices(self.size)
+        return self.read(first, end)
+
     def read(self, first: int, end: int) -> bytes:
         """Its bytes from `first` to before `end`."""
         read = bytearray(end - first)
@@ -168,13 +172,12 @@ class Answer:
         """The body by pieces."""
         for first in range(*self.span, step):
             end = min(first + step, self.span[1])
-            content = self.content
-            yield content[first:end] if isinstance(content, bytes) else content.read(first, end)
+            yield self.content[first:end]
 
 
 class HttpServer(Web):
     """Objects by path (which begins with a slash), the faults of paths (``*`` is every path), and
-    the requests that were made.
+    the requests that were made. It has the ways of a `Web` too, which are not counted in bytes.
     """
 
     def __init__(self, objects: Mapping[str, Content] | None = None, **options: object) -> None:
@@ -211,7 +214,7 @@ class HttpServer(Web):
         with self._lock:
             known = self._versions.setdefault(path, [])
             if not known or known[-1][0] is not content:
-                known.append((content, _tag_of(content)))
+                known.append((content, content_tag(content)))
             return known[-1][1], formatdate(_BEGINNING + len(known), usegmt=True)
 
     def answer(self, asked: Asked) -> None:
@@ -221,13 +224,16 @@ class HttpServer(Web):
         with self._lock:
             self.requests.append(request)
             self.ports.append(asked.client_address[1])
+            self.asked.append((asked.path, asked.headers))
         self._left.wait(self.latency)
         path = path_of(asked.path)
-        fault = self._fault(path, asked.command)
-        if fault is None:
-            self._send(asked, request, self._right(path, request))
-        else:
+        way = self.ways.get(asked.path.partition("?")[0][1:])
+        if (fault := self._fault(path, asked.command)) is not None:
             _FAULTS[fault.kind](self, asked, request, path, fault)
+        elif way is not None or (path not in self.objects and self.fallback is not None):
+            (way or self.fallback)(asked)
+        else:
+            self._send(asked, request, self._right(path, request))
 
     def _fault(self, path: str, method: str) -> Fault | None:
         """The fault that this request meets, which is then met once less."""
@@ -404,7 +410,8 @@ _FAULTS: Mapping[Kind, Callable[[HttpServer, Asked, Request, str, Fault], None]]
 }
 
 
-def _tag_of(content: Content) -> str:
+def content_tag(content: Content) -> str:
+    """The ETag of a content."""
     if isinstance(content, bytes):
         return f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     said = hashlib.sha256(str(content.size).encode())

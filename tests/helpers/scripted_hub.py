@@ -7,13 +7,34 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from helpers.http_server import Content, HttpServer, content_tag
 from helpers.scripted_server import Asked, Web
 
 _LARGE = 10_000  # bytes from which a file lies on the other host
+_EXPANDED = 50  # entries of a page of a tree that tells of commits too
+
+
+def sha_of(content: Content) -> str:
+    """The SHA-256 of a file, or what stands for it where it is too large to compute."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(content_tag(content).encode()).hexdigest()
+
+
+def _entry(path: str, content: Content, is_expanded: bool) -> dict[str, object]:
+    """What a tree says of a file."""
+    said: dict[str, object] = {"type": "file", "oid": "f" * 40, "size": len(content), "path": path}
+    if len(content) >= _LARGE:
+        said["lfs"] = {"oid": sha_of(content), "size": len(content), "pointerSize": 134}
+    if is_expanded:
+        date = "2024-05-01T12:00:00.000Z"
+        said["lastCommit"] = {"id": "c" * 40, "title": "A commit", "date": date}
+    return said
 
 
 @dataclass
@@ -21,15 +42,18 @@ class Hub:
     """Repositories by kind and name (``models/org/name``), each the commits of its revisions;
     commits hold files by path.
 
-    `private` are the names of those that need the token, `gated` those that need more.
+    `private` are the names of those that need the token, `gated` those that need more. With
+    `small_elsewhere`, small files are moved to another path of the Hub. Where `far` is an
+    `HttpServer`, its faults befall the large files (``/`` and their SHA-256).
     """
 
     revisions: dict[str, dict[str, str]] = field(default_factory=dict)
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    commits: dict[str, dict[str, Content]] = field(default_factory=dict)
     token: str = "hf_geheim"
     private: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
     page: int = 1000
+    small_elsewhere: bool = False
     web: Web = field(default_factory=Web)
     far: Web = field(default_factory=lambda: Web(host="localhost"))
 
@@ -49,11 +73,13 @@ class Hub:
         """How many requests were made."""
         return len(self.web.asked) + len(self.far.asked)
 
-    def commit(self, name: str, files: dict[str, bytes], revision: str = "main") -> str:
+    def commit(self, name: str, files: Mapping[str, Content], revision: str = "main") -> str:
         """Have files at a revision; the commit."""
         said = json.dumps([name, len(self.commits), sorted(files)]).encode()
         commit = hashlib.sha1(said).hexdigest()
-        self.commits[commit] = files
+        self.commits[commit] = dict(files)
+        if isinstance(self.far, HttpServer):
+            self.far.objects |= {f"/{sha_of(content)}": content for content in files.values()}
         self.revisions.setdefault(name, {})[revision] = commit
         return commit
 
@@ -81,12 +107,16 @@ class Hub:
         url = urlsplit(asked.path)
         kind = r"(?:(models|datasets|spaces)/)"
         file = re.fullmatch(rf"/{kind}?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", url.path)
+        kept = re.fullmatch(r"/api/resolve-cache/[a-z]+/[^/]+/[^/]+/([^/]+)/(.+)", url.path)
         api = re.fullmatch(rf"/api/{kind}([^/]+/[^/]+)/(tree|revision)/([^/]+)(?:/(.+))?", url.path)
         if file is not None:
             name = f"{file[1] or 'models'}/{file[2]}"
             commit = self._found(asked, name, unquote(file[3]))
             if commit is not None:
                 self._resolve(asked, commit, unquote(file[4]))
+        elif kept is not None:
+            content = self.commits[kept[1]][unquote(kept[2])]
+            asked.serve(content, ETag=f'"{sha_of(content)}"', X_Repo_Commit=kept[1])
         elif api is not None:
             name = f"{api[1]}/{api[2]}"
             commit = self._found(asked, name, unquote(api[4]))
@@ -101,7 +131,12 @@ class Hub:
         content = self.commits[commit].get(path)
         if content is None:
             return self._refuse(asked, 404, "EntryNotFound", X_Repo_Commit=commit)
-        tag = f'"{hashlib.sha256(content).hexdigest()}"'
+        tag = f'"{sha_of(content)}"'
+        if len(content) < _LARGE and self.small_elsewhere:
+            name = asked.path.partition("/resolve/")[0][1:]
+            kind = "models/" if name.count("/") == 1 else ""
+            where = f"/api/resolve-cache/{kind}{name}/{commit}/{quote(path, safe='')}"
+            return asked.move(where, 307, X_Repo_Commit=commit)
         if len(content) < _LARGE:
             return asked.serve(content, ETag=tag, X_Repo_Commit=commit)
         return asked.move(
@@ -114,7 +149,7 @@ class Hub:
     def _answer_far(self, asked: Asked) -> None:
         for files in self.commits.values():
             for content in files.values():
-                if asked.path.startswith(f"/{hashlib.sha256(content).hexdigest()}?Signature="):
+                if asked.path.startswith(f"/{sha_of(content)}?Signature="):
                     return asked.serve(content, ETag='"of the far host"')
         return asked.say(403)
 
@@ -129,6 +164,7 @@ class Hub:
             return self._refuse(asked, 404, "EntryNotFound")
         entries = []
         is_recursive = query.get("recursive") == ["true"]
+        is_expanded = query.get("expand") == ["true"]
         seen: set[str] = set()
         for path, content in files.items():
             names = path[len(inner) :].split("/")
@@ -138,14 +174,13 @@ class Hub:
                     seen.add(above)
                     entries.append({"type": "directory", "oid": "d" * 40, "size": 0, "path": above})
             if is_recursive or len(names) == 1:
-                entry = {"type": "file", "oid": "f" * 40, "size": len(content), "path": path}
-                entries.append(entry)
+                entries.append(_entry(path, content, is_expanded))
         begin = int(query.get("cursor", ["0"])[0])
-        end = begin + self.page
+        end = begin + (min(self.page, _EXPANDED) if is_expanded else self.page)
         link = None
         if end < len(entries):
-            recursive = "true" if is_recursive else "false"
-            where = f"{self.web.url}{urlsplit(asked.path).path}?recursive={recursive}&cursor={end}"
+            said = f"recursive={str(is_recursive).lower()}" + ("&expand=true" * is_expanded)
+            where = f"{self.web.url}{urlsplit(asked.path).path}?{said}&cursor={end}"
             link = f'<{where}>; rel="next"'
         body = json.dumps(entries[begin:end]).encode()
         return asked.say(200, body, **({} if link is None else {"Link": link}))

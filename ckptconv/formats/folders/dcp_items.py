@@ -182,6 +182,10 @@ class _ReadAhead(WrappedSource):
                 return
         self.inner.read_into(offset, view)
 
+    def foresee(self, ranges: Sequence[Range]) -> None:
+        if not self.held:
+            self.inner.foresee(ranges)
+
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
         if self.held:
             return super().read_many(ranges)

@@ -23,6 +23,8 @@ end does: the directories of most archives lie in them.
 _KEPT = 8 << 20  # bytes of windows that one source keeps
 _GAP = 256 << 10  # bytes that nobody asked for, fetched because another request would cost more
 _LONGEST = 8 << 20  # the bytes of one request
+_WINDOW = 64 << 10  # bytes that a small read fetches
+_FORESEEN = 4096  # small reads that are asked for together
 
 
 class RemoteSource(FarSource):
@@ -45,6 +47,7 @@ class RemoteSource(FarSource):
         self._lock = threading.Lock()
         # what was fetched for small reads, by where it begins; the last one used stands last
         self._windows: OrderedDict[int, bytes] = OrderedDict()
+        self._small: dict[int, bytes] = {}  # what was foreseen, by where it begins
         self._is_closed = False
         for first, data in windows:
             self._keep(first, data)
@@ -119,6 +122,12 @@ class RemoteSource(FarSource):
 
         return wait
 
+    def foresee(self, ranges: Sequence[Range]) -> None:
+        for begin in range(0, len(ranges), _FORESEEN):
+            some = [run for run in ranges[begin : begin + _FORESEEN] if run[1] <= HEAD]
+            for (offset, _), data in zip(some, self.read_many(some), strict=True):
+                self._small[offset] = data
+
     def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
         wanted = list(ranges)
         for offset, nbytes in wanted:
@@ -155,10 +164,12 @@ class RemoteSource(FarSource):
             return held
         begun = self._begun(offset)
         first, last = offset + len(begun), offset + nbytes
+        if begun and (rest := self._held(first, last - first)) is not None:
+            return b"".join((begun, rest))
         if nbytes <= SMALL:
-            if offset >= self.size - HEAD:
-                first, begun = max(0, self.size - HEAD), b""
-            last = min(self.size, max(last, first + HEAD))
+            if offset >= self.size - _WINDOW:
+                first, begun = max(0, self.size - _WINDOW), b""
+            last = min(self.size, max(last, first + _WINDOW))
         elif begun and last - first < BLOCK:
             # who reads on and on is given more at a time
             last = min(self.size, first + min(BLOCK, max(last - first, 2 * len(begun))))
@@ -184,6 +195,8 @@ class RemoteSource(FarSource):
 
     def _held(self, offset: int, nbytes: int) -> memoryview | None:
         """Bytes that one of the windows has all of."""
+        if len(known := self._small.get(offset, b"")) >= nbytes:
+            return memoryview(known)[:nbytes]
         with self._lock:
             for start, data in reversed(self._windows.items()):
                 if start <= offset and offset + nbytes <= start + len(data):
@@ -239,6 +252,7 @@ class RemoteSource(FarSource):
         with self._lock:
             self._is_closed = True
             self._windows.clear()
+            self._small.clear()
 
 
 def _merged(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
