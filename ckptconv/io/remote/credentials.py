@@ -176,19 +176,20 @@ AWS = "https://s3.amazonaws.com"
 @lru_cache(maxsize=64)
 def _region_told(bucket: str) -> str | None:
     """The region that S3 names to whoever asks for a bucket, allowed or not."""
-    from ckptconv.io.remote.missing import needed
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     from ckptconv.io.remote.traffic import count
 
-    urllib3 = needed("urllib3", f"s3://{bucket}/")
     count(requests=1)
     try:
-        timeout = urllib3.Timeout(connect=3, read=5)
-        answer = urllib3.request(
-            "HEAD", f"{AWS}/{bucket}", retries=False, redirect=False, timeout=timeout
-        )
-    except Exception:
+        with urlopen(Request(f"{AWS}/{bucket}", method="HEAD"), timeout=5) as answer:
+            headers = answer.headers
+    except HTTPError as error:
+        headers = error.headers
+    except OSError:
         return None
-    told = answer.headers.get("x-amz-bucket-region")
+    told = headers.get("x-amz-bucket-region")
     return str(told) if told else None
 
 
@@ -207,7 +208,8 @@ def _endpoint_of_profile() -> str | None:
 
 def profile_session() -> Any:
     """botocore's view of this user: profiles, regions, credentials."""
-    named = [(name, value) for name, value in os.environ.items() if name.startswith("AWS_")]
+    about = ("AWS_", "HOME", "USERPROFILE")
+    named = [(name, value) for name, value in os.environ.items() if name.startswith(about)]
     return _session(tuple(sorted(named)))
 
 

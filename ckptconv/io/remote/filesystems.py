@@ -1,8 +1,8 @@
 """Any other place that fsspec knows: ``sftp://``, ``hdfs://``, ``smb://``, ``memory://`` and more.
 
 One request at a time, for many of its file systems are not made for threads. No request names a
-version, so a change is found when a file is looked at again. Outputs are written under a hidden name
-beside their own, and renamed.
+version, so a change is found when a file is looked at again. Outputs are written under a hidden
+name beside their own, and renamed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _shown(address: str) -> str:
 
 
 class FileSystemStore(Store):
-    """The files of one file system of fsspec; `whole` is its root with a password, if it has one."""
+    """The files of a file system of fsspec; `whole` is its root with a password, if it has one."""
 
     can_write = True
 
