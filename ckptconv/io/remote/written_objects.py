@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.fetchers import fetched
@@ -26,16 +26,33 @@ from ckptconv.io.remote.uploads import (
 )
 from ckptconv.support.limits import in_force
 
-if TYPE_CHECKING:
-    from ckptconv.io.remote.objects import ObjectStoreOf
-
 T = TypeVar("T")
+
+
+class Writable(Protocol):
+    """What an upload asks of its store (`objects.ObjectStoreOf`)."""
+
+    service: str
+    _obstore: Any
+
+    @property
+    def writing(self) -> Any:
+        """The store of obstore by which large objects are written."""
+
+    def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
+        """Put a whole object at once; `mark` goes with it."""
+
+    def move(self, old: str, new: str, *, create: bool) -> None:
+        """Give an object another key."""
+
+    def drop(self, key: str) -> None:
+        """Remove an object, if it is there."""
 
 
 class WrittenObject(Upload):
     """An object that is held until it is finished; a larger one is written under a hidden key."""
 
-    def __init__(self, store: ObjectStoreOf, key: str, size: int) -> None:
+    def __init__(self, store: Writable, key: str, size: int) -> None:
         self._store, self._key, self._size = store, key, size
         self._seconds = in_force().remote_seconds
         self._mark = secrets.token_hex(8)
