@@ -16,7 +16,6 @@ from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.store import Upload
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import (
-    IN_FLIGHT,
     PART,
     Cancelled,
     hidden_key,
@@ -28,31 +27,32 @@ from ckptconv.support.limits import in_force
 
 T = TypeVar("T")
 
+MARK = "ckptconv_upload"
+"""The attribute that tells an object of one upload from others under its key."""
 
-class Writable(Protocol):
-    """What an upload asks of its store (`objects.ObjectStoreOf`)."""
+
+class Bucket(Protocol):
+    """What such an object is written to."""
 
     service: str
-    _obstore: Any
 
-    @property
-    def writing(self) -> Any:
-        """The store of obstore by which large objects are written."""
+    def opened(self, key: str, mark: str, part: int) -> Any:
+        """A file of obstore under a key, sent in parts of `part` bytes."""
 
     def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
-        """Put a whole object at once; `mark` goes with it."""
+        """A whole object at once; `mark` goes with it."""
 
     def move(self, old: str, new: str, *, create: bool) -> None:
         """Give an object another key."""
 
     def drop(self, key: str) -> None:
-        """Remove an object, if it is there."""
+        """Leave nothing of what was begun under a hidden key."""
 
 
 class WrittenObject(Upload):
     """An object that is held until it is finished; a larger one is written under a hidden key."""
 
-    def __init__(self, store: Writable, key: str, size: int) -> None:
+    def __init__(self, store: Bucket, key: str, size: int) -> None:
         self._store, self._key, self._size = store, key, size
         self._seconds = in_force().remote_seconds
         self._mark = secrets.token_hex(8)
@@ -73,14 +73,9 @@ class WrittenObject(Upload):
         self._written(view)
 
     def _begin(self) -> None:
+        assert self._hidden is not None
         with _told(self._store.service):
-            self._writer = self._store._obstore.open_writer(
-                self._store.writing,
-                self._hidden,
-                attributes={"ckptconv_upload": self._mark},
-                buffer_size=part_size(self._size),
-                max_concurrency=IN_FLIGHT,
-            )
+            self._writer = self._store.opened(self._hidden, self._mark, part_size(self._size))
 
     def _written(self, view: memoryview | bytearray) -> None:
         data, writer = bytes(view), self._writer
