@@ -86,8 +86,7 @@ class KeptPlaces(LocationConformance):
         return remote_place(str(place))
 
     def test_a_folder_is_listed_by_name(self, there: Location) -> None:
-        assert list(there.list()) == []
-        for name in ("b", "a.pt", "c/d"):
+        for name in ("b", "a.pt", "c/d"):  # empty folders are for file systems
             self.write(there.child(name), b"")
         there = self.again(there)
         assert list(there.names()) == ["a.pt", "b", "c"]

@@ -138,12 +138,11 @@ class ObjectStoreOf(Store):
         mode = "create" if create else "overwrite"
         self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={_MARK: mark})
 
-    def move(self, old: str, new: str, *, create: bool) -> None:
+    def copy(self, old: str, new: str, *, create: bool) -> None:
         mark = self.mark_of(old)
         if create and self.mark_of(new) not in (None, mark or ""):
             raise StoreError("exists", "exists")
         self._asked(new, mark, "copy", old, new, overwrite=not create)
-        self.remove(old)
 
     def mark_of(self, key: str) -> str | None:
         """The mark of the object that is there, empty where it has none; None without an object."""

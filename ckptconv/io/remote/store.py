@@ -75,8 +75,11 @@ class Listing:
 class Upload(ABC):
     """A new object in the making, which nobody finds before `finish`.
 
-    `write` is called with views of any size, in order, by one thread.
+    `write` is called with views of any size, in order, by one thread. `is_left`: it is finished,
+    and what it was made of could not be removed.
     """
+
+    is_left = False
 
     @abstractmethod
     def write(self, view: memoryview) -> None:
@@ -141,9 +144,9 @@ class Store(ABC):
         """A new object of about `size` bytes."""
         raise StoreError("final", "cannot be written to", hint="write a file here, and upload it")
 
-    def move(self, old: str, new: str, *, create: bool) -> None:
-        """Give an object another key, without fetching it; with `create` only where there is none
-        (`StoreError` of the kind ``exists``).
+    def copy(self, old: str, new: str, *, create: bool) -> None:
+        """Have an object under another key too, without fetching it; with `create` only where there
+        is none (`StoreError` of the kind ``exists``).
         """
         raise StoreError("final", "cannot be written to")
 
