@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ckptconv.support import platforms
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 _HINT = "see: ckptconv help remote (credentials)"
@@ -98,10 +99,9 @@ def _has_plain_keys() -> bool:
 
 def _has_profile() -> bool:
     """Whether there are files of profiles."""
-    home = Path.home() / ".aws"
-    config = os.environ.get("AWS_CONFIG_FILE", home / "config")
-    shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")
-    return any(os.path.isfile(os.path.expanduser(path)) for path in (config, shared))
+    config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
+    shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    return any(Path(path).expanduser().is_file() for path in (config, shared))
 
 
 def _s3_options(endpoint: str | None, bucket: str) -> dict[str, Any]:
@@ -176,19 +176,20 @@ AWS = "https://s3.amazonaws.com"
 @lru_cache(maxsize=64)
 def _region_told(bucket: str) -> str | None:
     """The region that S3 names to whoever asks for a bucket, allowed or not."""
-    from ckptconv.io.remote.missing import needed
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     from ckptconv.io.remote.traffic import count
 
-    urllib3 = needed("urllib3", f"s3://{bucket}/")
     count(requests=1)
     try:
-        timeout = urllib3.Timeout(connect=3, read=5)
-        answer = urllib3.request(
-            "HEAD", f"{AWS}/{bucket}", retries=False, redirect=False, timeout=timeout
-        )
-    except Exception:
+        with urlopen(Request(f"{AWS}/{bucket}", method="HEAD"), timeout=5) as answer:
+            headers = answer.headers
+    except HTTPError as error:
+        headers = error.headers
+    except OSError:
         return None
-    told = answer.headers.get("x-amz-bucket-region")
+    told = headers.get("x-amz-bucket-region")
     return str(told) if told else None
 
 
@@ -207,7 +208,8 @@ def _endpoint_of_profile() -> str | None:
 
 def profile_session() -> Any:
     """botocore's view of this user: profiles, regions, credentials."""
-    named = [(name, value) for name, value in os.environ.items() if name.startswith("AWS_")]
+    about = ("AWS_", "HOME", "USERPROFILE")
+    named = [(name, value) for name, value in os.environ.items() if name.startswith(about)]
     return _session(tuple(sorted(named)))
 
 
@@ -243,12 +245,9 @@ _GOOGLE = (
 def _has_google_credentials() -> bool:
     if _first(*_GOOGLE) is not None:
         return True
-    folder = os.environ.get("CLOUDSDK_CONFIG") or (
-        os.path.join(os.environ.get("APPDATA", ""), "gcloud")
-        if os.name == "nt"
-        else os.path.expanduser("~/.config/gcloud")
-    )
-    return os.path.isfile(os.path.join(folder, "application_default_credentials.json")) or _on_gce()
+    usual = "~/AppData/Roaming/gcloud" if platforms.ON_WINDOWS else "~/.config/gcloud"
+    folder = Path(os.environ.get("CLOUDSDK_CONFIG") or usual).expanduser()
+    return (folder / "application_default_credentials.json").is_file() or _on_gce()
 
 
 @lru_cache(maxsize=1)
@@ -269,8 +268,8 @@ def _on_gce() -> bool:
 
 
 def account_in(bucket: str) -> tuple[str, str | None]:
-    """Container and account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; of a container alone, the
-    environment has the account.
+    """Container and account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; where a container is
+    alone, the environment has the account.
 
     >>> account_in("models@mine.dfs.core.windows.net"), account_in("models")
     (('models', 'mine'), ('models', None))
@@ -286,7 +285,8 @@ def _azure(endpoint: str | None, account: str | None) -> dict[str, Any]:
     if name is None:
         raise UnsupportedCheckpoint(
             "names no account of Azure",
-            hint="set AZURE_STORAGE_ACCOUNT, or write abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/…",
+            hint="set AZURE_STORAGE_ACCOUNT, or write "
+            "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH",
         )
     key = _first("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY")
     key = key or connection.get("AccountKey")
@@ -301,7 +301,7 @@ def _azure(endpoint: str | None, account: str | None) -> dict[str, Any]:
         options["account_key"] = key
     elif sas is not None:
         options["sas_key"] = sas.removeprefix("?")
-    elif os.path.isdir(os.path.expanduser("~/.azure")) and not _first(
+    elif Path("~/.azure").expanduser().is_dir() and not _first(
         "AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID", "AZURE_FEDERATED_TOKEN_FILE"
     ):
         options["use_azure_cli"] = True

@@ -1,11 +1,277 @@
-"""Any other place that fsspec knows."""
+"""Any other place that fsspec knows: ``sftp://``, ``hdfs://``, ``smb://``, ``memory://`` and more.
+
+One request at a time, for many of its file systems are not made for threads. No request names a
+version, so a change is found when a file is looked at again. Outputs are written under a hidden
+name beside their own, and renamed.
+"""
 
 from __future__ import annotations
 
-from ckptconv.io.remote.store import Store
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.store import (
+    TRIES,
+    Listing,
+    Part,
+    Seen,
+    Store,
+    StoreError,
+    Unfinished,
+    Upload,
+)
+from ckptconv.io.remote.traffic import count
+from ckptconv.io.remote.uploads import Cancelled, hidden_key, key_of_hidden
 from ckptconv.support.errors import UnsupportedCheckpoint
+
+_NOT_PLACES = frozenset((
+    "local", "asynclocal", "async_wrapper", "asyncwrapper", "blockcache", "cached", "filecache",
+    "simplecache", "data", "dir", "generic", "libarchive", "reference", "tar", "zip",
+))  # fmt: skip
+"""What fsspec knows that lies in another place, or on this machine."""
 
 
 def filesystem_store(address: str) -> tuple[Store, str]:
     """The file system of an address, and the path in it."""
-    raise UnsupportedCheckpoint("is not read yet", path=address)
+    scheme, _, rest = address.partition("://")
+    scheme = scheme.lower()
+    if scheme in _NOT_PLACES or "::" in address:
+        raise UnsupportedCheckpoint(
+            "is not the address of a file in one place", path=_shown(address), hint="name the file"
+        )
+    fsspec = needed("fsspec", _shown(address))
+    if scheme == "memory":  # which has no hosts
+        return FileSystemStore(fsspec, "memory://", "memory://"), rest.lstrip("/")
+    host, _, key = rest.partition("/")
+    return FileSystemStore(fsspec, f"{scheme}://{host}/", _shown(f"{scheme}://{host}/")), key
+
+
+def _shown(address: str) -> str:
+    """An address without the password that may stand in it."""
+    scheme, _, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    user, at, server = host.rpartition("@")
+    return f"{scheme}://{user.partition(':')[0]}{at}{server}{slash}{path}"
+
+
+class FileSystemStore(Store):
+    """The files of a file system of fsspec; `whole` is its root with a password, if it has one."""
+
+    can_write = True
+
+    def __init__(self, fsspec: Any, whole: str, root: str) -> None:
+        self.root, self._whole = root, whole
+        self._lock = threading.RLock()
+        scheme = whole.partition("://")[0]
+        try:
+            kind = fsspec.get_filesystem_class(scheme)
+            self.system = kind(**kind._get_kwargs_from_urls(whole), skip_instance_cache=True,
+                               use_listings_cache=False)  # fmt: skip
+        except ImportError as error:
+            what = f"is not on this machine, and {scheme}:// needs another library"
+            hint = f"pip install {error.name}" if error.name else _advice(str(error))
+            raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
+        except ValueError:
+            what = f"is an address of a kind that is not known ({scheme}://)"
+            raise UnsupportedCheckpoint(what, path=root, hint="see: ckptconv help remote") from None
+        except Exception as error:  # its text may have the password
+            what = f"cannot be reached ({type(error).__name__})"
+            hint = "check the address and the network"
+            raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
+
+    def path(self, key: str) -> str:
+        """How the file system calls what has a key."""
+        return str(self.system._strip_protocol(f"{self._whole}{key}"))
+
+    def address(self, key: str) -> str:
+        return self._whole + key
+
+    @property
+    def identity(self) -> str:
+        return self._whole
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[Any]:
+        """The file system, for one thread at a time; its errors are those of a store."""
+        with self._lock:
+            try:
+                yield self.system
+            except StoreError:
+                raise
+            except Exception as error:
+                raise _told(error) from None
+
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+        path = self.path(key)
+        with self.asking() as system:
+            about = system.info(path)
+            if about.get("type") == "directory":
+                raise StoreError("missing", "no such file")
+            seen = _seen(about)
+            if pinned is not None and seen != pinned:
+                raise StoreError("changed", "was changed while it was read")
+            last = min(first + nbytes, seen.size)
+            data = system.cat_file(path, start=first, end=last) if first < last else b""
+            return Part(bytes(data), seen)
+
+    def list(self, prefix: str) -> Listing:
+        files: dict[str, Seen] = {}
+        folders = set()
+        with self.asking() as system:
+            try:
+                found = system.ls(self.path(prefix), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return Listing({}, frozenset())
+        home = self.path(prefix).rstrip("/")
+        for about in found:
+            name = str(about["name"]).rstrip("/").rpartition("/")[2]
+            if str(about["name"]).rstrip("/") == home:
+                continue  # a file is listed as itself
+            if about.get("type") == "directory":
+                folders.add(name)
+            else:
+                files[name] = _seen(about)
+        return Listing(files, frozenset(folders))
+
+    def begin(self, key: str, size: int) -> Upload:
+        return _Written(self, key)
+
+    def move(self, old: str, new: str, *, create: bool) -> None:
+        source, target = self.path(old), self.path(new)
+        with self.asking() as system:
+            is_there = system.exists(target)
+            if create and is_there:
+                raise StoreError("exists", "exists")
+            try:
+                _rename(system, source, target)
+            except (OSError, NotImplementedError):  # it does not replace
+                if not is_there:
+                    raise
+                system.rm_file(target)
+                _rename(system, source, target)
+
+    def remove(self, key: str) -> None:
+        with self.asking() as system, contextlib.suppress(FileNotFoundError):
+            system.rm_file(self.path(key))
+
+    def unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        folder = prefix[: prefix.rfind("/") + 1]
+        with self.asking() as system:
+            home = self.path(folder).rstrip("/")
+            found = system.find(home, detail=True)
+        keys = {folder + path[len(home) :].lstrip("/"): about for path, about in found.items()}
+        return [
+            Unfinished(key, "", _begun(about), about.get("size"))
+            for key, about in sorted(keys.items())
+            if (meant := key_of_hidden(key)) is not None and meant.startswith(prefix)
+        ]
+
+    def abort(self, left: Unfinished) -> None:
+        self.remove(left.key)
+
+
+class _Written(Upload):
+    """A file under a hidden name, which is renamed when it is whole."""
+
+    def __init__(self, store: FileSystemStore, key: str) -> None:
+        self._store, self._key = store, key
+        self._hidden = key if key_of_hidden(key) else hidden_key(key)
+        self._file: Any = None
+        self._is_made = False
+        self._is_cancelled = False
+
+    def write(self, view: memoryview) -> None:
+        if self._is_cancelled:
+            raise Cancelled
+        with self._store.asking() as system:
+            if self._file is None:
+                self._is_made = True
+                self._file = system.open(self._store.path(self._hidden), "wb")
+            self._file.write(bytes(view))
+        count(requests=1, bytes_written=len(view))
+
+    def end(self) -> None:
+        if self._file is None:
+            self.write(memoryview(b""))
+        with self._store.asking():
+            self._file.close()
+        self._file = None
+
+    def finish(self, *, create: bool) -> None:
+        if self._hidden != self._key:
+            self._store.move(self._hidden, self._key, create=create)
+        self._is_made = False
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def abort(self) -> None:
+        self.cancel()
+        file, self._file = self._file, None
+        if not self._is_made:
+            return
+        self._is_made = False
+        with contextlib.suppress(StoreError):
+            if file is not None:
+                with contextlib.suppress(StoreError), self._store.asking():
+                    file.close()
+            self._store.remove(self._hidden)
+
+
+def _rename(system: Any, source: str, target: str) -> None:
+    if any(letter in source + target for letter in "*?["):  # which mv takes for a pattern
+        system.cp_file(source, target)
+        system.rm_file(source)
+    else:
+        system.mv(source, target)
+
+
+_TAGS = ("ETag", "etag", "e_tag", "checksum", "md5", "mtime", "LastModified", "last_modified",
+         "modified", "updated", "time", "created", "ino")  # fmt: skip
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "time", "created")
+
+
+def _seen(about: Mapping[str, Any]) -> Seen:
+    """What a file system tells of a file: of versions by names of its own."""
+    if about.get("size") is None:
+        raise StoreError("final", "is a file whose size nobody knows", hint="download it first")
+    told = [f"{name}={_plain(about[name])}" for name in _TAGS if about.get(name) is not None]
+    return Seen(int(about["size"]), " ".join(told))
+
+
+def _plain(value: object) -> str:
+    """A time is the same as an object and as a number of seconds."""
+    return str(value.timestamp() if isinstance(value, datetime) else value)
+
+
+def _begun(about: Mapping[str, Any]) -> str:
+    for name in _TIMES:
+        value = about.get(name)
+        if isinstance(value, datetime):
+            return value.isoformat()
+        if isinstance(value, (int, float)):
+            return datetime.fromtimestamp(value).astimezone().isoformat()
+    return ""
+
+
+def _advice(text: str) -> str:
+    """What fsspec says of a library that it misses, which has no secret in it."""
+    return text[:200]
+
+
+def _told(error: Exception) -> StoreError:
+    """What an error of a file system means; its text may have a password."""
+    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+        return StoreError("missing", "no such file", hint="check the address")
+    if isinstance(error, PermissionError):
+        return StoreError("denied", "this user may not do that")
+    if isinstance(error, FileExistsError):
+        return StoreError("exists", "exists")
+    what = f"the file system fails ({type(error).__name__})"
+    if isinstance(error, (OSError, EOFError, TimeoutError)):
+        return StoreError("passing", what, tries=TRIES)
+    return StoreError("final", what)

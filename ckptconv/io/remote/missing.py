@@ -29,6 +29,9 @@ def needed(name: str, address: str) -> Any:
 
         return fsspec
     except ImportError:
+        if name == "fsspec":
+            what = "is not on this machine, and reading it needs fsspec"
+            raise UnsupportedCheckpoint(what, path=address, hint="pip install fsspec") from None
         raise UnsupportedCheckpoint(
             "is not on this machine, and reading it needs ckptconv[remote]",
             path=address,
