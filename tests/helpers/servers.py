@@ -117,12 +117,7 @@ def s3_client(server: Server) -> Any:
         config=Config(
             s3={"addressing_style": "path"},
             retries={"max_attempts": 2},
-<<<<<<< HEAD
-            # moto gives a copy the checksum of the parts that the original was made of
-            response_checksum_validation="when_required",
-=======
             response_checksum_validation="when_required",  # those of copies in moto are wrong
->>>>>>> main
         ),
     )
 

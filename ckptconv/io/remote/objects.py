@@ -51,6 +51,7 @@ class ObjectStoreOf(Store):
     """
 
     can_write = True
+    keeps_moved = True
 
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
@@ -138,7 +139,7 @@ class ObjectStoreOf(Store):
         mode = "create" if create else "overwrite"
         self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={_MARK: mark})
 
-    def copy(self, old: str, new: str, *, create: bool) -> None:
+    def move(self, old: str, new: str, *, create: bool) -> None:
         mark = self.mark_of(old)
         if create and self.mark_of(new) not in (None, mark or ""):
             raise StoreError("exists", "exists")

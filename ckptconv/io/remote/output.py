@@ -192,12 +192,13 @@ class RemoteDraft(Draft):
         with _told(self.target):
             if self._hidden is not None:
                 hidden = self._hidden
-                asked(lambda: self._store.copy(hidden, self.target.key, create=create))
+                asked(lambda: self._store.move(hidden, self.target.key, create=create))
                 self._is_staged = False
-                try:
-                    asked(lambda: self._store.remove(hidden))
-                except StoreError:
-                    self.is_still_hidden = True
+                if self._store.keeps_moved:
+                    try:
+                        asked(lambda: self._store.remove(hidden))
+                    except StoreError:
+                        self.is_still_hidden = True
             elif self._upload is not None:
                 self._upload.finish(create=create)
                 self.is_still_hidden = self._upload.is_left

@@ -124,6 +124,8 @@ class Store(ABC):
     root: str
     can_list: bool = True
     can_write: bool = False
+    keeps_moved: bool = False
+    """Whether `move` only copies, and the old object is to be removed by who asked for it."""
 
     @abstractmethod
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
@@ -144,9 +146,9 @@ class Store(ABC):
         """A new object of about `size` bytes."""
         raise StoreError("final", "cannot be written to", hint="write a file here, and upload it")
 
-    def copy(self, old: str, new: str, *, create: bool) -> None:
-        """Have an object under another key too, without fetching it; with `create` only where there
-        is none (`StoreError` of the kind ``exists``).
+    def move(self, old: str, new: str, *, create: bool) -> None:
+        """Give an object another key, without fetching it; with `create` only where there is none
+        (`StoreError` of the kind ``exists``). What `keeps_moved` has both keys afterwards.
         """
         raise StoreError("final", "cannot be written to")
 

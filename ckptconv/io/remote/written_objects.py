@@ -96,7 +96,7 @@ class WrittenObject(Upload):
             self._asked(put)
             count(bytes_written=len(self._held))
         elif self._hidden != self._key:
-            self._asked(partial(self._store.copy, self._hidden, self._key, create=create))
+            self._asked(partial(self._store.move, self._hidden, self._key, create=create))
             try:
                 self._asked(partial(self._store.remove, self._hidden))
             except StoreError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator, Mapping
 
 import numpy
@@ -15,7 +16,7 @@ from ckptconv.io.remote.output import remote_output
 from ckptconv.io.remote.uploads import key_of_hidden
 from ckptconv.io.staging import ShardNames
 from helpers.conformance import DestinationConformance, pattern
-from helpers.memory_store import Bucket, S3InMemory, bucket, memory_place  # noqa: F401
+from helpers.memory_bucket import Bucket, S3InMemory, bucket, bucket_place  # noqa: F401
 
 INDEX = "m.bin.index.json"
 
@@ -34,7 +35,7 @@ class InMemory(DestinationConformance):
         self.bucket = bucket
 
     def destination(self, room, *, force=False, size=0):
-        place = memory_place(self.bucket, "run 7/out.bin")
+        place = bucket_place(self.bucket, "run 7/out.bin")
         return remote_output(place, force=force, read_back=self.READ_BACK)
 
     def everything(self, room):
@@ -76,7 +77,7 @@ class TestSet(InMemory):
             moved_index=lambda moved: json.dumps(moved).encode(),
             claimed=[INDEX],
         )
-        place = memory_place(self.bucket, "run 7/m.bin")
+        place = bucket_place(self.bucket, "run 7/m.bin")
         return remote_output(place, force=force, read_back=self.READ_BACK, files=files)
 
 
@@ -251,28 +252,12 @@ def test_a_request_that_is_refused_leaves_what_was_there_or_no_index(
     assert without == 0 or "max_shard_size" in options
 
 
-# ------------------------------------------------------------- others, Ctrl-C, and what a kill leaves
+# ----------------------------------------------------------- others, Ctrl-C, and what a kill leaves
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_of_two_writers_one_wins_and_the_other_leaves_nothing(options, checkpoint, bucket):  # noqa: F811
-    """They begin together, and each waits with its first part for that of the other."""
-    both = threading.Barrier(2, timeout=10)
-    waited = threading.local()
-
-    def seen(number, name, key):
-        nonlocal waiting
-        with lock:
-            if name != "part" or key in met or waiting == 0:
-                return
-            met.add(key)
-            waiting -= 1
-        both.wait()
-
-    # a set's writers have the same keys; only one part of each is waited for
-    lock, met, waiting = threading.Lock(), set(), 0
-    del waited, seen
-
+    """The second one is done when the first is about to let its object appear."""
     ended: list[str] = []
     content = {"a": TENSORS, "b": {f"other.{n}": array for n, array in enumerate(TENSORS.values())}}
     save_file(content["b"], checkpoint / "b.safetensors")
@@ -280,12 +265,11 @@ def test_of_two_writers_one_wins_and_the_other_leaves_nothing(options, checkpoin
     started = threading.Event()
 
     def first(number, name, key):
-        """The first one goes on when the other is done."""
-        if name in ("complete", "copy") and threading.current_thread().name != "other":
-            if not started.is_set():
-                started.set()
-                other.start()
-                other.join(30)
+        is_other = threading.current_thread() is other
+        if name in ("complete", "copy") and not is_other and not started.is_set():
+            started.set()
+            other.start()
+            other.join(30)
 
     def write(name):
         try:
@@ -302,3 +286,67 @@ def test_of_two_writers_one_wins_and_the_other_leaves_nothing(options, checkpoin
     (won,) = [name for name in ended if len(name) == 1]
     assert tensors(bucket.content) == bytes_of(content[won])
     assert bucket.left == [] and unhidden(bucket.content) == bucket.content
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C."""
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_ctrl_c_leaves_nothing(options, checkpoint, bucket, monkeypatch):  # noqa: F811
+    """It comes with the first, the second… stretch that is copied, as progress tells it."""
+    stopped = 0
+    for number in itertools.count():
+        bucket.objects.clear()
+        calls = itertools.count()
+
+        def on_progress(*_, number=number, calls=calls):
+            if next(calls) == number:
+                raise Stopped
+
+        try:
+            converted(checkpoint / "new.safetensors", on_progress=on_progress, **options)
+        except Stopped:
+            stopped += 1
+            assert bucket.left == [] and bucket.content == {}, bucket.asked
+        else:
+            break
+    assert stopped >= 1
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_kill_leaves_what_is_found_and_nothing_else(options, checkpoint, bucket):  # noqa: F811
+    """The process is gone at each request in turn: nothing that it asks for from then on is done."""
+    found = set()
+    for number in itertools.count(1):
+        bucket.objects.clear()
+        bucket.begun.clear()
+        bucket.asked.clear()
+        bucket.is_dead = False
+
+        def seen(at, name, key, number=number):
+            bucket.is_dead = bucket.is_dead or at >= number
+
+        bucket.seen = seen
+        is_whole = True
+        try:
+            converted(checkpoint / "new.safetensors", **options)
+        except CheckpointError:
+            is_whole = False
+        bucket.is_dead, bucket.seen = False, lambda number, name, key: None
+        there = set(unhidden(bucket.content))
+        index = "run/model.safetensors.index.json"
+        assert tensors(bucket.content) in (None, bytes_of(TENSORS)), (number, bucket.asked)
+        if index not in there and "run/model.safetensors" not in there:
+            # shards whose index is missing are no checkpoint; --force replaces them
+            assert all("-of-" in key for key in there), there
+        store = S3InMemory(bucket)
+        for left in store.unfinished("run/model"):
+            found.add(key_of_hidden(left.key) or left.key)
+            store.abort(left)
+        assert bucket.left == [] and unhidden(bucket.content) == bucket.content, bucket.asked
+        converted(checkpoint / "new.safetensors", force=True, **options)
+        assert tensors(bucket.content) == bytes_of(TENSORS)
+        if is_whole:
+            break
+    assert found
