@@ -52,6 +52,7 @@ class ObjectStoreOf(Store):
     """
 
     can_write = True
+    keeps_moved = True
 
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
