@@ -43,7 +43,10 @@ class Bucket(Protocol):
         """A whole object at once; `mark` goes with it."""
 
     def move(self, old: str, new: str, *, create: bool) -> None:
-        """Give an object another key."""
+        """Give an object another key; the old one stays."""
+
+    def remove(self, key: str) -> None:
+        """Remove an object."""
 
     def drop(self, key: str) -> None:
         """Leave nothing of what was begun under a hidden key."""
