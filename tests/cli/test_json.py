@@ -21,11 +21,18 @@ from typing import Any
 import click
 import pytest
 import torch
+from click.testing import CliRunner
 
+from ckptconv.cli.main import cli
 from ckptconv.devices.gpu_choice import GpuChoice
 from ckptconv.devices.host import Gpu, Host
 from ckptconv.devices.report import choice_document, host_document
+from ckptconv.io.remote.place import RemotePlace
+from ckptconv.io.remote.site import Site
+from ckptconv.io.remote.store import Unfinished
 from ckptconv.support.strict_json import json_text
+from helpers.folder_store import FolderStore
+from helpers.http_server import HttpServer
 from helpers.program import ROOT, SAMPLES, Finished, environment, run
 
 PAGE = (ROOT / "docs/json.md").read_text(encoding="utf-8")
@@ -268,6 +275,51 @@ def test_convert_prints_what_the_page_says(room):
     hold("convert, strip-module, add-module, merge, average", found, fit=True)
 
 
+def test_what_went_over_the_network_is_in_every_document(room):
+    with HttpServer({"/a.pt": (SAMPLES / "ddp_cuda3_train.pt").read_bytes()}) as server:
+        for code, words in (
+            (0, ("stats", f"{server.url}/a.pt", "--only", "state_dict")),
+            (0, ("convert", f"{server.url}/a.pt", "net.pt")),
+            (1, ("inspect", f"{server.url}/none.pt")),
+        ):
+            found = strict(run(*words, "--json", cwd=room).out)
+            told = {path for path, _ in fields({"network": found["network"]}, "", {})}
+            assert told == set(rows("network")), words
+            assert ("error" in found) == bool(code)
+            assert found["network"]["requests"] >= 1
+    assert "network" not in strict(run("inspect", SAMPLES / "tied.pt", "--json", cwd=room).out)
+
+
+def test_cleanup_prints_what_the_page_says(room, monkeypatch):
+    class Left(FolderStore):
+        can_write = True
+
+        def unfinished(self, prefix):
+            begun = "2026-01-02T03:04:05+00:00"
+            return [
+                Unfinished("a/model.pt", "id", begun, 10),
+                Unfinished("a/b.pt", "id", "", None),
+            ]
+
+        def abort(self, left):
+            aborted.append(left.key)
+
+    aborted: list[str] = []
+    place = RemotePlace(Site(Left(room)), "a/")
+    monkeypatch.setattr("ckptconv.io.places.place_of", lambda _: place)
+    found = []
+    for words in ((), ("--older-than", "1"), ("--abort",)):
+        done = CliRunner().invoke(cli, ["cleanup", str(room), *words, "--json"])
+        assert done.exit_code == 0
+        found.append(strict(done.output))
+    assert [len(item["uploads"]) for item in found] == [2, 1, 2], "nobody knows how old one is"
+    assert aborted == ["a/model.pt", "a/b.pt"]
+    found.append(document("cleanup", room, cwd=room, code=1))
+    hold("cleanup", found)
+    text = CliRunner().invoke(cli, ["cleanup", str(room)]).output
+    assert "2 unfinished uploads found; add --abort" in text and "a/model.pt, 10 B" in text
+
+
 def test_edit_prints_what_the_page_says(room):
     from safetensors.torch import save_file
 
@@ -374,7 +426,7 @@ def test_the_page_names_every_command():
         if (command := cli.get_command(click.Context(cli), name)) is not None
         and any("--json" in param.opts for param in command.params)
     }
-    assert sections == {"Every document", "errors", "devices --export", *with_json}
+    assert sections == {"Every document", "network", "errors", "devices --export", *with_json}
 
 
 # -------------------------------------------------------------------------------- one document each

@@ -1216,6 +1216,7 @@ OPTIONS = [
     *("--force", "--dry-run", "--verify", "--no-fsync", "--json", "--quiet"),
 ]
 COMMANDS = {
+    "cleanup": ["--abort", "--older-than", "--allow-hosts", "--limit", "--json"],
     "convert": [
         *OPTIONS,
         "--keys",

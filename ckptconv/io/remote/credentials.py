@@ -1,16 +1,17 @@
 """Who asks: credentials as each ecosystem has them. None of them is ever printed.
 
-S3: what botocore finds, as the AWS command line does: the environment, profiles, SSO, web
-identities, roles of containers and instances. Google Cloud and Azure: what obstore finds, and the
-variables of their command lines that it does not know.
+S3: what botocore finds, as the AWS command line does: the environment, profiles, SSO, processes,
+web identities, roles of containers and instances. Google Cloud and Azure: what obstore finds, and
+the names of variables that their own tools know. Where nobody is named, buckets that anybody may
+read are read.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-from collections.abc import Mapping
+import re
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from pathlib import Path
@@ -18,185 +19,137 @@ from typing import Any
 
 from ckptconv.support.errors import UnsupportedCheckpoint
 
-HELP = "see: ckptconv help remote (credentials)"
+_HINT = "see: ckptconv help remote (credentials)"
 
 
-def options_of(service: str, host: str | None = None) -> dict[str, Any]:
-    """What a store of obstore is opened with; `host` is that of Azure's account, where the address
-    names one.
+def options_of(
+    service: str, bucket: str, *, host: str | None = None, tries: int = 0
+) -> dict[str, Any]:
+    """What a store of obstore is opened with, which tries again `tries` times by itself.
+
+    `host` is that of Azure's account, where the address names it.
     """
     options: dict[str, Any] = {
-        # trying again is the business of `patience`
-        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        "retry_config": {
+            "max_retries": tries,
+            "retry_timeout": timedelta(seconds=120 if tries else 1),
+        },
         "client_options": {"timeout": "120s", "connect_timeout": "10s"},
     }
     endpoint = endpoint_of(service)
-    if service == "s3":
-        options |= _s3_options(endpoint)
-    elif service == "gs":
-        options |= _google_options(endpoint)
-    else:
-        options |= _azure_options(endpoint, host)
-        endpoint = options.get("endpoint")
     if endpoint is not None and endpoint.startswith("http://"):
         options["client_options"]["allow_http"] = True
-    return options
+    if service == "s3":
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            options["client_options"]["root_certificate"] = _certificates(bundle)
+        return {**options, **_s3_options(endpoint, bucket)}
+    return {**options, **(_google(endpoint) if service == "gs" else _azure(endpoint, host))}
+
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT"),
+}
 
 
 def endpoint_of(service: str) -> str | None:
     """Where a service is, if not at its usual place."""
-    names = {
-        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "gs": ("STORAGE_EMULATOR_HOST",),
-        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT"),
-    }
-    found = _variable(*names[service])
-    if found is not None and service == "gs" and "://" not in found:
-        return f"http://{found}"  # as Google's own libraries take it
-    if found is None and service == "s3" and not _has_plain_keys():
-        found = profile_session().get_scoped_config().get("endpoint_url")
-    return found
+    if service == "s3" and _is_set("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"):
+        return None
+    found = _first(*_ENDPOINTS[service])
+    if service == "s3" and found is None and _has_profile():
+        found = _endpoint_of_profile()
+    if service == "az" and found is None:
+        found = _blob_endpoint(_connection())
+    if found is not None and "://" not in found:
+        found = f"http://{found}"
+    return found.rstrip("/") if found else None
 
 
-def _variable(*names: str) -> str | None:
-    """The first of these variables that is set."""
+def _first(*names: str) -> str | None:
+    """The first of the variables that is set."""
     return next((value for name in names if (value := os.environ.get(name))), None)
 
 
-# ---------------------------------------------------------------------------------------- Google
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
-def _google_options(endpoint: str | None) -> dict[str, Any]:
-    if endpoint is not None:
-        account = {
-            "gcs_base_url": endpoint.rstrip("/"),
-            "disable_oauth": True,
-            "client_email": "",
-            "private_key": "",
-            "private_key_id": "",
-        }
-        return {"service_account_key": json.dumps(account)}
-    if _variable(*_GOOGLE_VARIABLES) is not None:
-        return {}
-    home = os.environ.get("CLOUDSDK_CONFIG")
-    folder = Path(home) if home else Path.home() / ".config" / "gcloud"
-    file = folder / "application_default_credentials.json"
-    if file.is_file():
-        return {"application_credentials": str(file)}
-    # no machine of Google's: a bucket that anybody may read
-    return {} if _is_known("metadata.google.internal") else {"skip_signature": True}
-
-
-_GOOGLE_VARIABLES = (
-    "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
-    "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE",
-)  # fmt: skip
-
-
-@lru_cache(maxsize=1)
-def _is_known(host: str) -> bool:
-    """Whether the network knows a host by its name."""
+def _certificates(path: str) -> bytes:
     try:
-        socket.getaddrinfo(host, 80)
+        return Path(path).read_bytes()
     except OSError:
-        return False
-    return True
-
-
-# ----------------------------------------------------------------------------------------- Azure
-
-
-def _azure_options(endpoint: str | None, host: str | None) -> dict[str, Any]:
-    options = connection_options(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
-    own = {
-        "account_name": _variable("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
-        "account_key": _variable(
-            "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY"
-        ),
-        "sas_key": _variable("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN"),
-        "endpoint": endpoint,
-    }
-    options |= {name: value for name, value in own.items() if value is not None}
-    if "sas_key" in options:
-        options["sas_key"] = options["sas_key"].lstrip("?")
-    if host is None:
-        return options
-    account = host.partition(".")[0]
-    if options.get("account_name", account) == account:
-        return {"account_name": account, "endpoint": f"https://{host}", **options}
-    if options.keys() & {"account_key", "sas_key"}:  # not for the eyes of another account
         raise UnsupportedCheckpoint(
-            f"is not in the account of the credentials, {options['account_name']}",
-            path=f"https://{host}",
-            hint=HELP,
-        )
-    return {**options, "account_name": account, "endpoint": f"https://{host}"}
+            "cannot be read: the file of certificates that AWS_CA_BUNDLE names", hint="correct it"
+        ) from None
 
 
-def connection_options(text: str) -> dict[str, Any]:
-    """What a connection string of Azure says.
-
-    >>> connection_options("AccountName=a;AccountKey=c2VjcmV0==;EndpointSuffix=core.windows.net")
-    {'account_name': 'a', 'account_key': 'c2VjcmV0==', 'endpoint': 'https://a.blob.core.windows.net'}
-    """
-    pairs = (item.partition("=") for item in text.split(";") if "=" in item)
-    said = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    if said.get("usedevelopmentstorage", "").lower() == "true":
-        return {"use_emulator": True}
-    options = {
-        name: said[key]
-        for name, key in (
-            ("account_name", "accountname"),
-            ("account_key", "accountkey"),
-            ("sas_key", "sharedaccesssignature"),
-        )
-        if said.get(key)
-    }
-    if (endpoint := _blob_endpoint(said)) is not None:
-        options["endpoint"] = endpoint
-        host = endpoint.partition("://")[2].partition("/")[0]
-        options.setdefault("account_name", host.partition(".")[0])
-    return options
+# ---------------------------------------------------------------------------------------------- S3
 
 
-def _blob_endpoint(said: Mapping[str, str]) -> str | None:
-    if found := said.get("blobendpoint"):
-        return found.rstrip("/")
-    if not (said.get("accountname") and said.get("endpointsuffix")):
-        return None
-    scheme = said.get("defaultendpointsprotocol", "https")
-    return f"{scheme}://{said['accountname']}.blob.{said['endpointsuffix']}"
-
-
-# -------------------------------------------------------------------------------------------- S3
+def is_anonymous() -> bool:
+    """Whether requests to S3 are not signed, because the user wants it so."""
+    return _is_set("AWS_SKIP_SIGNATURE") or _is_set("AWS_NO_SIGN_REQUEST")
 
 
 def _has_plain_keys() -> bool:
-    """Whether the environment alone says who asks."""
+    """Whether the environment alone says who asks; botocore is not needed then."""
     return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
 
 
-def _s3_options(endpoint: str | None) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+def _has_profile() -> bool:
+    """Whether there are files of profiles."""
+    home = Path.home() / ".aws"
+    config = os.environ.get("AWS_CONFIG_FILE", home / "config")
+    shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")
+    return any(os.path.isfile(os.path.expanduser(path)) for path in (config, shared))
+
+
+def _s3_options(endpoint: str | None, bucket: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"region": region_of(bucket, endpoint)}
     if endpoint is not None:
         options |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
-    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
+    elif "." not in bucket:  # the certificates of the service are for one name before the dot
+        options["virtual_hosted_style_request"] = True
+    if is_anonymous():
         return {**options, "skip_signature": True}
     if _has_plain_keys():
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        return {**options, "region": region or "us-east-1"}
-    session = profile_session()
-    options["region"] = session.get_config_variable("region") or "us-east-1"
-    if (found := session.get_credentials()) is None:  # a bucket that anybody may read
+        return {
+            **options,
+            "access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
+            "secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+        }
+    if (found := credentials()) is None:
         return {**options, "skip_signature": True}
     return {**options, "credential_provider": _provider(found)}
 
 
-def _provider(credentials: Any) -> Any:
+def credentials() -> Any:
+    """What botocore finds; None where it finds nothing. `UnsupportedCheckpoint` where a profile is
+    asked for that does not work.
+    """
+    import botocore.exceptions
+
+    try:
+        return profile_session().get_credentials()
+    except botocore.exceptions.BotoCoreError as error:
+        raise _without(error) from None
+
+
+def _without(error: Exception) -> UnsupportedCheckpoint:
+    what = f"cannot be asked for: the credentials of AWS fail ({type(error).__name__})"
+    return UnsupportedCheckpoint(what, hint=_HINT)
+
+
+def _provider(found: Any) -> Callable[[], dict[str, Any]]:
     """What obstore calls for credentials; those of roles are renewed by botocore."""
 
     def provide() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()
+        try:
+            frozen = found.get_frozen_credentials()
+        except Exception as error:  # its text may hold what is secret
+            raise PermissionError(f"credential {type(error).__name__}") from None
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -207,9 +160,210 @@ def _provider(credentials: Any) -> Any:
     return provide
 
 
-@lru_cache(maxsize=1)
+def region_of(bucket: str, endpoint: str | None) -> str:
+    """The region of a bucket: that of the environment or the profile; where neither says it, AWS is
+    asked.
+    """
+    found = _first("AWS_REGION", "AWS_DEFAULT_REGION")
+    if found is None and _has_profile():
+        found = profile_session().get_config_variable("region")
+    if found is None and endpoint is None:
+        found = _region_told(bucket)
+    return found or "us-east-1"
+
+
+AWS = "https://s3.amazonaws.com"
+
+
+@lru_cache(maxsize=64)
+def _region_told(bucket: str) -> str | None:
+    """The region that S3 names to whoever asks for a bucket, allowed or not."""
+    from ckptconv.io.remote.missing import needed
+    from ckptconv.io.remote.traffic import count
+
+    urllib3 = needed("urllib3", f"s3://{bucket}/")
+    count(requests=1)
+    try:
+        timeout = urllib3.Timeout(connect=3, read=5)
+        answer = urllib3.request(
+            "HEAD", f"{AWS}/{bucket}", retries=False, redirect=False, timeout=timeout
+        )
+    except Exception:
+        return None
+    told = answer.headers.get("x-amz-bucket-region")
+    return str(told) if told else None
+
+
+def _endpoint_of_profile() -> str | None:
+    from botocore.configprovider import ConfiguredEndpointProvider
+
+    session = profile_session()
+    provider = ConfiguredEndpointProvider(
+        full_config=session.full_config,
+        scoped_config=session.get_scoped_config(),
+        client_name="s3",
+    )
+    found = provider.provide()
+    return str(found) if found else None
+
+
 def profile_session() -> Any:
     """botocore's view of this user: profiles, regions, credentials."""
+    named = [(name, value) for name, value in os.environ.items() if name.startswith("AWS_")]
+    return _session(tuple(sorted(named)))
+
+
+@lru_cache(maxsize=1)
+def _session(_: tuple[tuple[str, str], ...]) -> Any:
     from ckptconv.io.remote.missing import needed
 
-    return needed("botocore", "s3://").session.Session()
+    session = needed("botocore", "s3://").session.Session()
+    try:
+        session.get_scoped_config()
+    except Exception as error:  # there is no such profile
+        raise _without(error) from None
+    return session
+
+
+# ------------------------------------------------------------------------------------ Google Cloud
+
+
+def _google(endpoint: str | None) -> dict[str, Any]:
+    if endpoint is not None:  # an emulator, which asks nobody who they are
+        nobody = {"client_email": "", "private_key": "", "private_key_id": ""}
+        emulated = {"gcs_base_url": endpoint, "disable_oauth": True, **nobody}
+        return {"service_account_key": json.dumps(emulated)}
+    if _is_set("GOOGLE_SKIP_SIGNATURE"):
+        return {"skip_signature": True}
+    if _first(*_GOOGLE) is not None:
+        return {}
+    file = _gcloud_folder() / "application_default_credentials.json"
+    if file.is_file():
+        return {"application_credentials": str(file)}
+    return {} if _on_gce() else {"skip_signature": True}
+
+
+_GOOGLE = (
+    "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN",
+)  # fmt: skip
+
+
+def _gcloud_folder() -> Path:
+    if named := os.environ.get("CLOUDSDK_CONFIG"):
+        return Path(named)
+    if os.name == "nt":
+        return Path(os.environ.get("APPDATA", ""), "gcloud")
+    return Path.home() / ".config" / "gcloud"
+
+
+@lru_cache(maxsize=1)
+def _on_gce() -> bool:
+    """Whether this is a machine of Google Cloud, which has credentials of its own."""
+    from ckptconv.io.remote.missing import needed
+
+    host = os.environ.get("GCE_METADATA_HOST", "169.254.169.254")
+    pool = needed("urllib3", "gs://").PoolManager(timeout=1.0, retries=False)
+    try:
+        answer = pool.request("GET", f"http://{host}/", headers={"Metadata-Flavor": "Google"})
+    except Exception:
+        return False
+    return bool(answer.headers.get("Metadata-Flavor") == "Google")
+
+
+# ------------------------------------------------------------------------------------------- Azure
+
+
+_HOSTS = re.compile(
+    r"([a-z0-9]{3,24})\.(?:dfs|blob)\."
+    r"(core\.(?:windows\.net|chinacloudapi\.cn|usgovcloudapi\.net))"
+).fullmatch
+
+
+def account_in(bucket: str) -> tuple[str, str | None]:
+    """Container and host of the account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; of a
+    container alone, the environment has the account.
+
+    >>> account_in("models@mine.dfs.core.windows.net"), account_in("models")
+    (('models', 'mine.blob.core.windows.net'), ('models', None))
+    """
+    container, at, host = bucket.rpartition("@")
+    if not at:
+        return bucket, None
+    found = _HOSTS(host.lower())
+    if found is None or not container:  # whose host it is would be told what only Azure may know
+        raise UnsupportedCheckpoint(
+            "names no account of Azure",
+            hint="write abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/…",
+        )
+    return container, f"{found[1]}.blob.{found[2]}"
+
+
+def _azure(endpoint: str | None, host: str | None) -> dict[str, Any]:
+    connection = _connection()
+    named = _first("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    named = named or connection.get("AccountName") or _account_at(endpoint)
+    name = host.partition(".")[0] if host else named
+    if name is None:
+        raise UnsupportedCheckpoint(
+            "names no account of Azure",
+            hint="set AZURE_STORAGE_ACCOUNT, or write abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/…",
+        )
+    key = _first("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY")
+    key = key or connection.get("AccountKey")
+    sas = _first("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
+    sas = sas or connection.get("SharedAccessSignature")
+    if host is not None and (endpoint is None or name != named):
+        if named is not None and name != named and (key or sas):
+            # a signature for one account is not for the eyes of another
+            raise UnsupportedCheckpoint(
+                f"is in the account {name}, and the credentials are those of {named}", hint=_HINT
+            )
+        endpoint = f"https://{host}"
+    options: dict[str, Any] = {"account_name": name}
+    if endpoint is not None:
+        options["endpoint"] = endpoint
+    if _is_set("AZURE_SKIP_SIGNATURE"):
+        options["skip_signature"] = True
+    elif key is not None:
+        options["account_key"] = key
+    elif sas is not None:
+        options["sas_key"] = sas.removeprefix("?")
+    elif (Path.home() / ".azure").is_dir() and not _first(
+        "AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID", "AZURE_FEDERATED_TOKEN_FILE"
+    ):
+        options["use_azure_cli"] = True
+    return options
+
+
+def _account_at(endpoint: str | None) -> str | None:
+    """The account that the name of Azure's own host begins with."""
+    found = _HOSTS((endpoint or "").partition("://")[2].lower())
+    return found[1] if found else None
+
+
+_EMULATOR = {
+    "AccountName": "devstoreaccount1",
+    "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/"
+    "KBHBeksoGMGw==",
+    "BlobEndpoint": "http://127.0.0.1:10000/devstoreaccount1",
+}
+"""What Azure's documentation says of the emulator."""
+
+
+def _blob_endpoint(parts: dict[str, str]) -> str | None:
+    """Where a connection string says that the blobs are."""
+    if found := parts.get("BlobEndpoint"):
+        return found
+    name, suffix = parts.get("AccountName"), parts.get("EndpointSuffix")
+    scheme = parts.get("DefaultEndpointsProtocol", "https")
+    return f"{scheme}://{name}.blob.{suffix}" if name and suffix else None
+
+
+def _connection() -> dict[str, str]:
+    """The parts of the connection string, if there is one."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    parts = dict(part.strip().split("=", 1) for part in text.split(";") if "=" in part)
+    if parts.get("UseDevelopmentStorage", "").lower() == "true":
+        return dict(_EMULATOR)
+    return parts

@@ -1,20 +1,37 @@
-"""S3, Google Cloud Storage and Azure, read by obstore."""
+"""S3, Google Cloud Storage and Azure, read by obstore; the last two are written by it too.
+
+What is larger than a part is written under a hidden key beside its own, and copied there by the
+store when it is whole: neither service lets a large object appear on a condition.
+"""
 
 from __future__ import annotations
 
-import re
+import contextlib
+import time
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.io.remote.credentials import HELP, options_of
+from ckptconv.io.remote.causes import told_by_obstore
+from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.store import TRIES, Listing, Part, Seen, Store, StoreError
-from ckptconv.support.errors import UnsupportedCheckpoint
+from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, Upload
+from ckptconv.io.remote.uploads import key_of_hidden
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
-_BUCKETS = {"s3": "bucket", "gs": "bucket", "az": "container"}
+_SERVICES = {
+    "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
+    "az": "az", "azure": "az", "abfs": "az", "abfss": "az",
+}  # fmt: skip
+
+
+def object_store(address: str) -> tuple[Store, str]:
+    """The bucket or container of an address, and the key in it."""
+    scheme, bucket, key = parts_of(address)
+    return ObjectStoreOf(_SERVICES[scheme], scheme, bucket), key
 
 
 def parts_of(address: str) -> tuple[str, str, str]:
@@ -29,148 +46,197 @@ def parts_of(address: str) -> tuple[str, str, str]:
 
 
 class ObjectStoreOf(Store):
-    """The objects of one bucket of S3 or GCS, or of one container of Azure."""
+    """The objects of one bucket of S3 or GCS, or of one container of Azure.
+
+    `bucket` is what stands for it in an address: of Azure ``CONTAINER@ACCOUNT.dfs.…`` too.
+    """
+
+    can_write = True
 
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
         self.service = service
-        self.bucket, host = _named(self.root, bucket) if service == "az" else (bucket, None)
+        self.bucket, self._host = self._named(bucket)
         self._obstore = needed("obstore", self.root)
-        self._options = options_of(service, host)
-        self._store: ObjectStore = self._opened()
+        self._store: ObjectStore = self._opened(tries=0)
 
-    def _opened(self, **others: Any) -> Any:
-        """The store of obstore, with `others` among its options."""
-        kinds = self._obstore.store
-        kind = {"s3": kinds.S3Store, "gs": kinds.GCSStore, "az": kinds.AzureStore}[self.service]
+    def _named(self, bucket: str) -> tuple[str, str | None]:
         try:
-            return kind(self.bucket, **{**self._options, **others})
-        except Exception as error:  # its text may hold what it was given
-            raise _unopened(error, self.service, self.root) from None
+            return account_in(bucket) if self.service == "az" else (bucket, None)
+        except CheckpointError as error:
+            raise error.at(path=self.root) from None
+
+    def _opened(self, tries: int) -> Any:
+        """The store of obstore, by which a request is tried again `tries` times."""
+        kinds = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+        kind = getattr(self._obstore.store, kinds[self.service])
+        try:
+            options = options_of(self.service, self.bucket, host=self._host, tries=tries)
+            return kind(self.bucket, **options)
+        except CheckpointError as error:
+            raise error.at(path=self.root) from None
+        except Exception as error:  # whose text may hold what is secret
+            what = f"cannot be opened with these settings ({type(error).__name__})"
+            hint = "see: ckptconv help remote (credentials)"
+            raise UnsupportedCheckpoint(what, path=self.root, hint=hint) from None
+
+    @cached_property
+    def writing(self) -> Any:
+        """The store by which large objects are written: what fails in the middle of one can only be
+        sent again by obstore itself.
+        """
+        return self._opened(tries=10)
+
+    # --------------------------------------------------------------------------------- reading
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
         options: dict[str, Any] = {"range": (first, first + nbytes)}
         if pinned is not None and pinned.is_pinned:
-            options["if_match"] = pinned.tag
+            options["version" if self.service == "gs" else "if_match"] = pinned.tag
         try:
             got = self._obstore.get(self._store, key, options=options)
-            seen = _seen(got.meta)
+            seen = self._seen(got.meta)
             return Part(memoryview(got.bytes()), seen)
         except Exception as error:
-            if _is_beyond(error) and (found := self._ended(key, first)) is not None:
+            if first == 0 and _may_be_empty(error) and (found := self._empty(key)) is not None:
                 return found
-            raise store_error(error, self.service) from None
+            told = told_by_obstore(error, self.service)
+            if told.kind == "missing" and "version" in options:  # the version is gone
+                told = StoreError("changed", "was changed while it was read")
+            raise told from None
 
-    def _ended(self, key: str, first: int) -> Part | None:
-        """No bytes, of an object that ends before `first`: of an empty one no range can be asked
-        for.
-        """
+    def _empty(self, key: str) -> Part | None:
+        """An object without bytes, of which no range can be asked for."""
         try:
-            seen = _seen(self._obstore.head(self._store, key))
+            seen = self._seen(self._obstore.head(self._store, key))
         except Exception:
             return None
-        return Part(b"", seen) if seen.size <= first else None
+        return Part(b"", seen) if seen.size == 0 else None
 
     def list(self, prefix: str) -> Listing:
         try:
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
         except Exception as error:
-            raise store_error(error, self.service) from None
+            raise told_by_obstore(error, self.service) from None
         begin = len(prefix)
         files = {
-            meta["path"][begin:]: _seen(meta) for meta in found["objects"] if meta["path"] != prefix
+            meta["path"][begin:]: self._seen(meta)
+            for meta in found["objects"]
+            if meta["path"] != prefix.rstrip("/")
         }
         folders = frozenset(path[begin:].strip("/") for path in found["common_prefixes"])
         return Listing(files, folders)
 
+    def _seen(self, meta: Any) -> Seen:
+        """Google Cloud asks for a version by its generation, the others by the ETag."""
+        tag = (meta.get("version") if self.service == "gs" else meta.get("e_tag")) or ""
+        is_pinned = bool(tag) and not tag.startswith("W/")
+        return Seen(meta["size"], tag or str(meta.get("last_modified", "")), is_pinned)
 
-_ACCOUNTS = re.compile(
-    r"([a-z0-9]{3,24})\.(?:dfs|blob)\."
-    r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net)"
-).fullmatch
+    # --------------------------------------------------------------------------------- writing
+
+    def begin(self, key: str, size: int) -> Upload:
+        from ckptconv.io.remote.written_objects import WrittenObject
+
+        return WrittenObject(self, key, size)
+
+    def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
+        """A whole object at once; `mark` goes with it."""
+        mode = "create" if create else "overwrite"
+        self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={_MARK: mark})
+
+    def move(self, old: str, new: str, *, create: bool) -> None:
+        mark = self.mark_of(old)
+        if create and self.mark_of(new) not in (None, mark or ""):
+            raise StoreError("exists", "exists")
+        size = self._size(old)
+        self._asked(new, mark, "copy", old, new, overwrite=not create)
+        self._await_copy(new, size)
+        self.remove(old)
+
+    def _size(self, key: str) -> int:
+        try:
+            return int(self._obstore.head(self._store, key)["size"])
+        except Exception as error:
+            raise told_by_obstore(error, self.service) from None
+
+    def _await_copy(self, key: str, size: int) -> None:
+        """Azure may copy after its answer; until then the copy is an object without bytes."""
+        begin = time.monotonic()
+        while self._size(key) != size:
+            if time.monotonic() - begin > COPYING:
+                raise StoreError("final", "the copy of it by the store does not come to an end")
+            time.sleep(0.5)
+
+    def mark_of(self, key: str) -> str | None:
+        """The mark of the object that is there, empty where it has none; None without an object."""
+        try:
+            options = {"head": True}
+            found = self._obstore.get(self._store, key, options=options)
+            return str(found.attributes.get(_MARK, ""))
+        except Exception as error:
+            told = told_by_obstore(error, self.service)
+            if told.kind == "missing":
+                return None
+            raise told from None
+
+    def _asked(
+        self, key: str, mark: str | None, operation: str, *given: Any, **options: Any
+    ) -> None:
+        """Have an object made. Where the answer was lost, the next try finds it there: with its
+        mark.
+        """
+        try:
+            getattr(self._obstore, operation)(self._store, *given, **options)
+        except Exception as error:
+            told = told_by_obstore(error, self.service)
+            if told.kind == "changed":
+                told = StoreError("exists", "exists")
+            if told.kind != "exists" or not mark or self.mark_of(key) != mark:
+                raise told from None
+
+    def remove(self, key: str) -> None:
+        try:
+            self._obstore.delete(self._store, key)
+        except Exception as error:
+            told = told_by_obstore(error, self.service)
+            if told.kind != "missing":
+                raise told from None
+
+    def unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        folder = prefix.rpartition("/")[0]
+        found = []
+        try:
+            for page in self._obstore.list(self._store, folder or None):
+                found += [meta for meta in page if _is_left(meta["path"], prefix)]
+        except Exception as error:
+            raise told_by_obstore(error, self.service) from None
+        return [
+            Unfinished(meta["path"], "", meta["last_modified"].isoformat(), meta["size"])
+            for meta in found
+        ]
+
+    def abort(self, left: Unfinished) -> None:
+        self.remove(left.key)
+
+    def drop(self, key: str) -> None:
+        """Leave nothing of what was begun under a hidden key."""
+        if self.service == "az":  # which keeps parts for a week, but none of a whole object
+            with contextlib.suppress(Exception):
+                self._obstore.put(self._store, key, b"", mode="overwrite")
+        self.remove(key)
 
 
-def _named(address: str, text: str) -> tuple[str, str | None]:
-    """The container, and the host of the account where the address names one:
-    ``container@account.dfs.…``.
-    """
-    container, at, host = text.rpartition("@")
-    if not at:
-        return text, None
-    found = _ACCOUNTS(host.lower())
-    if found is None or not container:
-        raise UnsupportedCheckpoint(
-            "names no storage account of Azure",
-            path=address,
-            hint="write it as abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY",
-        )
-    return container, f"{found[1]}.blob.{found[2]}"
+_MARK = "ckptconv_upload"
+COPYING = 3600.0  # seconds for which a copy may go on
 
 
-def _unopened(error: BaseException, service: str, address: str) -> UnsupportedCheckpoint:
-    """Options that obstore does not take."""
-    who = _NAMES[service]
-    if service == "az" and "ccount" in str(error) and "pecified" in str(error):
-        return UnsupportedCheckpoint(
-            "needs the name of a storage account",
-            path=address,
-            hint="set AZURE_STORAGE_ACCOUNT_NAME, or write abfss://CONTAINER@ACCOUNT.dfs."
-            "core.windows.net/KEY",
-        )
-    what = f"needs credentials for {who}, and those that were found are not understood"
-    if "unknown variant" in str(error):
-        what = f"needs credentials for {who} of a service account or of a user, not of this kind"
-    return UnsupportedCheckpoint(what, path=address, hint=HELP)
+def _is_left(key: str, prefix: str) -> bool:
+    """Whether a hidden key was to become one that begins with `prefix`."""
+    meant = key_of_hidden(key)
+    return meant is not None and (meant.startswith(prefix) or key.startswith(prefix))
 
 
-def _is_beyond(error: BaseException) -> bool:
-    """Whether a server refuses a range because the object ends before it."""
+def _may_be_empty(error: BaseException) -> bool:
     text = str(error)
-    return any(words in text for words in ("code: 416", "only 0 bytes", "InvalidRange", "partial"))
-
-
-def _seen(meta: Any) -> Seen:
-    tag = meta.get("e_tag") or ""
-    is_pinned = bool(tag) and not tag.startswith("W/")
-    return Seen(meta["size"], tag or str(meta.get("last_modified", "")), is_pinned)
-
-
-_STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})|(\d{3}) [A-Z][a-z]+").search
-
-
-def store_error(error: BaseException, service: str) -> StoreError:
-    """What an error of obstore means, in words without an address (which may hold a signature)."""
-    name, text = type(error).__name__, str(error)
-    who = _NAMES[service]
-    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
-        is_bucket = "NoSuchBucket" in text or "ContainerNotFound" in text
-        what = f"there is no such {_BUCKETS[service]}" if is_bucket else "no such file"
-        return StoreError("missing", what, hint="check the address")
-    if isinstance(error, ValueError):
-        return StoreError("missing", "no object can have this name", hint="check the address")
-    if name == "PreconditionError":
-        return StoreError("changed", "was changed while it was read")
-    if name == "AlreadyExistsError":
-        return StoreError("exists", "exists")
-    if name in ("PermissionDeniedError", "UnauthenticatedError"):
-        return StoreError("denied", f"{who} does not allow it", hint=HELP)
-    if any(words in text for words in _TOKENS):
-        return StoreError("denied", f"no credentials for {who} were found that it takes", hint=HELP)
-    found = _STATUS(text)
-    status = int(next(filter(None, found.groups()))) if found else 0
-    if status == 404:
-        what = f"there is no such {_BUCKETS[service]}"
-        return StoreError("missing", what, hint="check the address")
-    if status and status not in (408, 409, 425, 429) and status < 500:
-        return StoreError("final", f"{who} answers with status {status}")
-    if status:
-        return StoreError("passing", f"{who} fails (status {status})")
-    is_unreached = any(words in text for words in _UNREACHED)
-    hint = "check the address and the network" if is_unreached else None
-    return StoreError(
-        "passing", f"{who} does not answer", hint=hint, tries=TRIES if is_unreached else None
-    )
-
-
-_TOKENS = ("token request", "TokenRequest", "managed identity", "Azure CLI")
-_UNREACHED = ("dns error", "tcp connect error", "Connection refused", "ConnectError")
+    return "416" in text or "non-partial" in text.lower() or "NotPartial" in text

@@ -1,9 +1,9 @@
 """Outputs in stores: uploads that become objects together, or not at all.
 
 An object appears as a whole when its upload is finished. A set appears by its index, which comes
-last; where one is replaced, the index that was there goes first, so that no index ever names a
-mixture. An output that is read back is made under hidden keys beside its place, and moved by the
-store.
+last; where shards that the earlier index names are replaced, that index goes first, so that no
+index ever names a mixture. An output that is read back is made under hidden keys beside its place,
+and moved by the store.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from ckptconv.io.destination import Destination, Draft
+from ckptconv.io.destination import Destination, Draft, output_errors
 from ckptconv.io.location import Location
+from ckptconv.io.remote.causes import Forbidden
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.place import RemotePlace
@@ -25,26 +26,30 @@ from ckptconv.io.remote.uploads import hidden_key
 from ckptconv.io.source import Source
 from ckptconv.io.staging import ShardNames
 from ckptconv.io.stream import OutputStream, Sink
-from ckptconv.support.errors import CheckpointError, OutputRefused
+from ckptconv.support.errors import CheckpointError, OutputRefused, printable
 from ckptconv.support.limits import in_force
 from ckptconv.support.signals import held_back
 
 T = TypeVar("T")
+
+_NOTHING_LEFT = "nothing was left behind"
 
 
 def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
     """Raise `OutputRefused` where an output may not be made at `place`."""
     named = _writable(place)
     if is_folder:
+        what = "is a folder that torch makes, on this machine only"
         hint = "write it to a folder here, and upload that"
-        raise OutputRefused("is a folder that torch makes, on this machine only", path=place.path,
-                            hint=hint)  # fmt: skip
+        raise OutputRefused(what, path=place.path, hint=hint)
     with _told(named):
-        kind = named.kind()
-        if kind == "folder" and named.key.endswith("/"):
+        if not named.key or named.key.endswith("/"):
             raise OutputRefused("is a folder", path=place.path, hint="name a file to write")
-        if kind == "file" and not force:
-            raise _exists(named)
+        if _is_there(named):
+            if not force:
+                raise _exists(named)
+        elif _is_folder(named):
+            raise OutputRefused("is a folder", path=place.path, hint="name a file to write")
 
 
 def _writable(place: Location) -> RemotePlace:
@@ -54,29 +59,62 @@ def _writable(place: Location) -> RemotePlace:
     return place
 
 
+def _is_there(place: RemotePlace) -> bool:
+    """Whether there is an object, asked now; where this user may not know, the store will tell when
+    it is written.
+    """
+    store = place.site.store
+    try:
+        asked(lambda: store.get(place.key, 0, 1, None))
+    except Forbidden:
+        return False
+    except StoreError as error:
+        if error.kind != "missing":
+            raise
+        return False
+    return True
+
+
+def _is_folder(place: RemotePlace) -> bool:
+    store = place.site.store
+    try:
+        return store.can_list and bool(asked(lambda: store.list(f"{place.key}/")))
+    except Forbidden:
+        return False
+
+
 def _exists(place: Location) -> OutputRefused:
     return OutputRefused(
         "exists", path=place.path, hint="add --force to replace it (force=True in code)"
     )
 
 
+def _exists_by_now(place: Location) -> OutputRefused:
+    return OutputRefused(
+        "exists now", path=place.path, hint="another process wrote it; add --force to replace it"
+    )
+
+
 @contextmanager
 def _told(place: Location) -> Iterator[None]:
-    """Errors of the store and of the network as `OutputRefused` of the output."""
+    """Errors of the store and of the system as `OutputRefused` of the output."""
     try:
-        yield
+        with output_errors(place.path):
+            yield
     except StoreError as error:
         if error.kind == "exists":
-            raise _exists(place) from None
+            raise _exists_by_now(place) from None
+        hints = (error.hint, _NOTHING_LEFT)
         raise OutputRefused(
             f"cannot be written: {error.what}",
             path=place.path,
-            hint=error.hint or "nothing was left behind",
+            hint="; ".join(hint for hint in hints if hint),
         ) from None
-    except OutputRefused:
-        raise
-    except OSError as error:
-        raise OutputRefused(f"cannot be written: {error.strerror}", path=place.path) from error
+
+
+def asked(request: Callable[[], T]) -> T:
+    """What a request gives, tried again, by a thread that does not hold up Ctrl-C."""
+    return fetched(partial(patiently, request, in_force().remote_seconds)).result()
 
 
 class _UploadSink(Sink):
@@ -114,9 +152,8 @@ class RemoteDraft(Draft):
 
     @property
     def place(self) -> Location:
-        if self._hidden is None:
-            raise ValueError(f"{self.target}: is not made to be read back")
-        return RemotePlace(self.target.site.anew(), self._hidden)
+        """Where it is read back; a draft that is not to be is nowhere before it is committed."""
+        return RemotePlace(self.target.site.anew(), self._hidden or self.target.key)
 
     def __enter__(self) -> RemoteDraft:
         assert self._upload is not None
@@ -135,25 +172,30 @@ class RemoteDraft(Draft):
                     self._upload.cancel()
                 self.stream.abandon()
                 self.discard()
+        if isinstance(error, (StoreError, OSError)):
+            with _told(self.target):
+                raise error
         return None
 
     def commit(self) -> None:
-        with _told(self.target):
-            self.stream.settle(fsync=True)
-            if self._hidden is not None:
-                assert self._upload is not None
-                self._upload.finish(create=True)
-                self._upload, self._is_staged = None, True
+        self.stream.settle(fsync=True)
+        if self._hidden is not None:
+            assert self._upload is not None
+            self._is_staged = True  # perhaps: an answer may be lost
+            self._upload.finish(create=True)
+            self._upload = None
         self.is_whole = True
 
     def put(self, *, create: bool) -> None:
         """Give it its name."""
-        if self._hidden is not None:
-            _asked(partial(self._store.move, self._hidden, self.target.key, create=create))
-            self._is_staged = False
-        elif self._upload is not None:
-            self._upload.finish(create=create)
-            self._upload = None
+        with _told(self.target):
+            if self._hidden is not None:
+                hidden = self._hidden
+                asked(lambda: self._store.move(hidden, self.target.key, create=create))
+                self._is_staged = False
+            elif self._upload is not None:
+                self._upload.finish(create=create)
+                self._upload = None
 
     def discard(self) -> None:
         self.is_whole = False
@@ -164,7 +206,8 @@ class RemoteDraft(Draft):
             if self._is_staged and self._hidden is not None:
                 self._is_staged = False
                 with contextlib.suppress(StoreError):
-                    _asked(partial(self._store.remove, self._hidden))
+                    hidden = self._hidden
+                    asked(lambda: self._store.remove(hidden))
 
 
 class RemoteOutput(Destination):
@@ -183,17 +226,26 @@ class RemoteOutput(Destination):
         with _told(self._place):
             if self._files is None:
                 check_remote(self._place, is_folder=False, force=self._force)
-            else:
-                self._check_set(self._files)
+            elif not self._force and (found := self._found(self._files)):
+                raise _exists(self._beside(found[0]))
         self._is_open = True
         return self
 
-    def _check_set(self, files: ShardNames) -> None:
-        names = [*files.claimed, *files.earlier(), *files.shards, *files.companions]
-        for name in dict.fromkeys([*names, *([files.index] if files.index else [])]):
-            place = self._beside(name)
-            if not self._force and place.is_file():
-                raise _exists(place)
+    def _found(self, files: ShardNames) -> Sequence[str]:
+        """The files that are there under names of the set, as its folder is listed now."""
+        place = self._place.parent
+        home, store = place.key, place.site.store
+        names = [*files.claimed, *files.shards, *files.companions, *([files.index or ""])]
+        folders = {"", *(name.rpartition("/")[0] for name in files.companions)}
+        found: list[str] = []
+        for folder in sorted(folders):
+            inside = "/".join(part for part in (home.rstrip("/"), folder) if part)
+            prefix = f"{inside}/" if inside else ""
+            listing = asked(partial(store.list, prefix))
+            known = {f"{folder}/{name}" if folder else name for name in listing.files}
+            written = {name: store.written(name) for name in names}
+            found += [name for name in names if written[name] in known or name in known]
+        return list(dict.fromkeys([*files.earlier(), *found]))
 
     def _beside(self, name: str) -> RemotePlace:
         return self._place.parent.child(name)
@@ -217,57 +269,93 @@ class RemoteOutput(Destination):
             raise ValueError(f"{self.path}: is not open")
         target = self._place if self._files is None else self._beside(name)
         hidden = hidden_key(target.key) if self._read_back else None
-        with _told(target):
-            draft = RemoteDraft(target, hidden, size, on_progress)
+        draft = RemoteDraft(target, hidden, size, on_progress)
         self._drafts.append(draft)
         return draft
+
+    # ---------------------------------------------------------------------------------- commit
 
     def commit(self, inputs: Iterable[Source] = ()) -> None:
         if not self._is_open:
             raise ValueError(f"{self.path}: is not open")
         if not all(draft.is_whole for draft in self._drafts):
             raise ValueError(f"{self.path}: not all drafts are whole")
-        index = None if self._files is None else self._files.index
-        ordered = sorted(self._drafts, key=lambda draft: draft.target.name == index)
-        leftover = self._leftover(ordered)
-        put: list[RemoteDraft] = []
         with held_back():
-            try:
-                if self._force and index is not None:
-                    self._remove([index])
-                for draft in ordered:
-                    with _told(draft.target):
-                        draft.put(create=not self._force)
-                    put.append(draft)
-            except BaseException:
-                if not self._force:  # where something was replaced it cannot be brought back
-                    self._remove([draft.target.name for draft in put])
-                raise
+            if self._files is None:
+                self._put_all(self._drafts)
+            else:
+                self._put_set(self._files)
             self._drafts = []
-            self._remove(leftover)
 
-    def _leftover(self, drafts: Sequence[RemoteDraft]) -> list[str]:
-        """Files of an earlier set that are not files of this one."""
-        if self._files is None or not self._force:
-            return []
+    def _put_all(self, drafts: Iterable[RemoteDraft]) -> None:
+        """Give all their names, or none: names that were free are free again."""
+        done: list[RemoteDraft] = []
+        try:
+            for draft in drafts:
+                draft.put(create=not self._force)
+                done.append(draft)
+        except BaseException as error:
+            if not self._force:
+                left = [draft.target for draft in done if not _is_removed(draft.target)]
+                if left and isinstance(error, OutputRefused):
+                    error.hint = f"{_names(left)} may be left behind; remove it"
+            elif done and isinstance(error, OutputRefused):
+                error.hint = f"{_names([draft.target for draft in done])} is replaced by now; "
+                error.hint += "run the command again"
+            raise
+
+    def _put_set(self, files: ShardNames) -> None:
+        """Shards, then the index, then companions that are replaced; then what is left of an
+        earlier set goes.
+        """
+        with _told(self._place):
+            earlier = self._earlier(files)
+        drafts = sorted(self._drafts, key=lambda draft: self._turn(draft, files, earlier))
+        if files.index in earlier and set(files.shards) & set(earlier):
+            with _told(self._place):
+                index = self._beside(files.index or "")
+                asked(lambda: index.site.store.remove(index.key))
+        self._put_all(drafts)
         names = {draft.target.name for draft in drafts}
-        return [name for name in self._files.earlier() if name not in names]
+        for name in earlier:
+            target = self._beside(name)
+            if target.name not in names and not _is_removed(target):
+                what = f"is in place, but {printable(name)} of the earlier one cannot be removed"
+                hint = "remove it: a program may take it for the checkpoint"
+                raise OutputRefused(what, path=self.path, hint=hint)
 
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            target = self._place if self._files is None else self._beside(name)
-            with contextlib.suppress(StoreError):
-                _asked(partial(target.site.store.remove, target.key))
+    def _earlier(self, files: ShardNames) -> Sequence[str]:
+        if self._force:
+            return files.earlier()
+        if found := self._found(files):
+            raise _exists_by_now(self._beside(found[0]))
+        return ()
+
+    def _turn(self, draft: RemoteDraft, files: ShardNames, earlier: Sequence[str]) -> int:
+        name = draft.target.name
+        if name == files.index:
+            return 1
+        is_companion = any(self._beside(item) == draft.target for item in files.companions)
+        return 2 if is_companion and self._force else 0
 
     def discard(self) -> None:
         self._is_open = False
         drafts, self._drafts = self._drafts, []
-        for draft in drafts:
-            draft.discard()
+        with held_back():
+            for draft in drafts:
+                draft.discard()
 
 
-def _asked(request: Callable[[], T]) -> T:
-    return fetched(partial(patiently, request, in_force().remote_seconds)).result()
+def _is_removed(place: RemotePlace) -> bool:
+    try:
+        asked(lambda: place.site.store.remove(place.key))
+    except StoreError:
+        return False
+    return True
+
+
+def _names(places: Iterable[RemotePlace]) -> str:
+    return ", ".join(printable(place.name) for place in places)
 
 
 def remote_output(

@@ -5,20 +5,28 @@ what others left unfinished.
 from __future__ import annotations
 
 import base64
+import secrets
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
 from ckptconv.io.crc import crc32
-from ckptconv.io.remote.credentials import endpoint_of, profile_session
+from ckptconv.io.remote.causes import CREDENTIALS, NAMES, Forbidden, meant
+from ckptconv.io.remote.credentials import (
+    endpoint_of,
+    is_anonymous,
+    profile_session,
+    region_of,
+)
 from ckptconv.io.remote.missing import needed
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
-from ckptconv.io.remote.store import TRIES, Failing, StoreError, Unfinished, Upload
+from ckptconv.io.remote.store import TRIES, StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
 
 T = TypeVar("T")
 
-_LARGEST_COPY = 5 << 30  # bytes that one request copies
+_COPIED = 1 << 30  # bytes that one request copies; S3 takes up to 5 GiB
+_MARK = "ckptconv-upload"
 
 
 def s3_store(address: str) -> tuple[S3Store, str]:
@@ -30,203 +38,257 @@ def s3_store(address: str) -> tuple[S3Store, str]:
 class S3Store(ObjectStoreOf):
     """The objects of one bucket of S3."""
 
-    can_write = True
-
     @cached_property
     def client(self) -> Any:
         """The client that writes."""
         needed("botocore", self.root)
+        import botocore
         from botocore.config import Config
 
         endpoint = endpoint_of("s3")
         config = Config(
+            signature_version=botocore.UNSIGNED if is_anonymous() else None,
             retries={"total_max_attempts": 1},
             connect_timeout=10,
             read_timeout=120,
             max_pool_connections=16,
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
+            user_agent_extra="ckptconv",
             s3={
                 "addressing_style": "path" if endpoint else "auto",
                 "payload_signing_enabled": False,
             },
         )
-        return profile_session().create_client("s3", endpoint_url=endpoint, config=config)
+        return profile_session().create_client(
+            "s3",
+            endpoint_url=endpoint,
+            config=config,
+            region_name=region_of(self.bucket, endpoint),
+        )
 
     def begin(self, key: str, size: int) -> Upload:
-        return _S3Upload(self.client, self.bucket, key, size)
+        return _S3Upload(self, key, size)
+
+    def asked(self, operation: str, **options: Any) -> Any:
+        """What the bucket answers to an operation of the client."""
+        return _answered(lambda: getattr(self.client, operation)(Bucket=self.bucket, **options))
+
+    def made(self, operation: str, key: str, mark: str, *, create: bool, **options: Any) -> None:
+        """Have an object appear at `key`, marked with `mark`; with `create` where there is none.
+
+        Not every server knows the condition, so it is asked for the object first. Where the answer
+        to an earlier try was lost, the object is there: with its mark.
+        """
+        if create:
+            if (found := self.mark_of(key)) is not None:
+                return _refuse_other(found, mark)
+            options["IfNoneMatch"] = "*"
+        try:
+            self.asked(operation, Key=key, **options)
+        except StoreError as error:
+            is_lost = operation == "complete_multipart_upload" and error.kind in (
+                "missing",
+                "final",
+            )
+            if error.kind != "changed" and not is_lost:
+                raise
+            if (found := self.mark_of(key)) is None:
+                raise
+            if is_lost and found != mark:
+                raise
+            _refuse_other(found, mark)
+
+    def mark_of(self, key: str) -> str | None:
+        """The mark of the object that is there, empty where it has none; None without an object, or
+        where this user may not know.
+        """
+        try:
+            return str(self.asked("head_object", Key=key).get("Metadata", {}).get(_MARK, ""))
+        except Forbidden:
+            return None
+        except StoreError as error:
+            if error.kind != "missing":
+                raise
+            return None
 
     def move(self, old: str, new: str, *, create: bool) -> None:
-        copy_source = {"Bucket": self.bucket, "Key": old}
-        size = self._asked(self.client.head_object, Key=old)["ContentLength"]
-        if create:
-            _refuse_existing(self.client, self.bucket, new)
-        condition = {"IfNoneMatch": "*"} if create else {}
-        if size <= _LARGEST_COPY:
-            self._asked(self.client.copy_object, Key=new, CopySource=copy_source, **condition)
+        found = self.asked("head_object", Key=old)
+        mark, size = found.get("Metadata", {}).get(_MARK, ""), found["ContentLength"]
+        source = {"Bucket": self.bucket, "Key": old}
+        if size <= _COPIED:
+            self.made("copy_object", new, mark, create=create, CopySource=source)
         else:
-            self._copy_parts(copy_source, new, size, condition)
+            self._copy_parts(source, new, size, mark, create=create)
         self.remove(old)
 
     def _copy_parts(
-        self, copy_source: dict[str, str], new: str, size: int, condition: dict[str, str]
+        self, source: dict[str, str], new: str, size: int, mark: str, *, create: bool
     ) -> None:
-        upload = self._asked(self.client.create_multipart_upload, Key=new)["UploadId"]
-        of = {"Key": new, "UploadId": upload}
+        begun = self.asked("create_multipart_upload", Key=new, Metadata={_MARK: mark})
+        of = {"UploadId": begun["UploadId"]}
         try:
             parts = []
-            for number, first in enumerate(range(0, size, _LARGEST_COPY), 1):
-                last = min(size, first + _LARGEST_COPY) - 1
-                done = self._asked(
-                    self.client.upload_part_copy,
+            for number, first in enumerate(range(0, size, _COPIED), 1):
+                done = self.asked(
+                    "upload_part_copy",
                     **of,
+                    Key=new,
                     PartNumber=number,
-                    CopySource=copy_source,
-                    CopySourceRange=f"bytes={first}-{last}",
+                    CopySource=source,
+                    CopySourceRange=f"bytes={first}-{min(size, first + _COPIED) - 1}",
                 )
                 parts.append({"PartNumber": number, "ETag": done["CopyPartResult"]["ETag"]})
-            complete = self.client.complete_multipart_upload
-            self._asked(complete, **of, MultipartUpload={"Parts": parts}, **condition)
+            complete = "complete_multipart_upload"
+            self.made(complete, new, mark, create=create, **of, MultipartUpload={"Parts": parts})
         except BaseException:
-            self._asked(self.client.abort_multipart_upload, **of)
+            self.asked("abort_multipart_upload", Key=new, **of)
             raise
 
     def remove(self, key: str) -> None:
-        self._asked(self.client.delete_object, Key=key)
+        self.asked("delete_object", Key=key)
+
+    # ------------------------------------------------------------------------- what others left
 
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:
-        pages = self.client.get_paginator("list_multipart_uploads")
         found = []
-        for page in _answered(lambda: list(pages.paginate(Bucket=self.bucket, Prefix=prefix))):
+        folder = prefix[: prefix.rfind("/") + 1]
+        for page in self._pages("list_multipart_uploads", Prefix=folder):
             for item in page.get("Uploads", []):
-                begun = item["Initiated"].isoformat() if "Initiated" in item else ""
-                size = self._size_of(item["Key"], item["UploadId"])
-                found.append(Unfinished(item["Key"], item["UploadId"], begun, size))
-        return [*found, *self._hidden(prefix)]
+                key, upload = item["Key"], item["UploadId"]
+                if key.startswith(prefix) or (key_of_hidden(key) or "").startswith(prefix):
+                    begun = item["Initiated"].isoformat() if "Initiated" in item else ""
+                    found.append(Unfinished(key, upload, begun, self._size_of(key, upload)))
+        return [*found, *super().unfinished(prefix)]
 
     def _size_of(self, key: str, upload: str) -> int | None:
-        pages = self.client.get_paginator("list_parts")
         try:
-            listed = list(pages.paginate(Bucket=self.bucket, Key=key, UploadId=upload))
-        except Exception:
+            listed = self._pages("list_parts", Key=key, UploadId=upload)
+        except StoreError:  # it is gone by now, or this user may not know
             return None
         return sum(int(part["Size"]) for page in listed for part in page.get("Parts", []))
 
-    def _hidden(self, prefix: str) -> list[Unfinished]:
-        pages = self.client.get_paginator("list_objects_v2")
-        return [
-            Unfinished(item["Key"], "", item["LastModified"].isoformat(), item["Size"])
-            for page in _answered(lambda: list(pages.paginate(Bucket=self.bucket, Prefix=prefix)))
-            for item in page.get("Contents", [])
-            if key_of_hidden(item["Key"]) is not None
-        ]
+    def _pages(self, operation: str, **options: Any) -> list[Any]:
+        pages = self.client.get_paginator(operation)
+        return _answered(lambda: list(pages.paginate(Bucket=self.bucket, **options)))
 
     def abort(self, left: Unfinished) -> None:
         if left.id:
-            self._asked(self.client.abort_multipart_upload, Key=left.key, UploadId=left.id)
+            self.asked("abort_multipart_upload", Key=left.key, UploadId=left.id)
         else:
             self.remove(left.key)
 
-    def _asked(self, operation: Callable[..., Any], **options: Any) -> Any:
-        return _answered(lambda: operation(Bucket=self.bucket, **options))
+
+def _refuse_other(found: str, mark: str) -> None:
+    """Raise `StoreError` for an object whose mark is not `mark`: somebody else put it there."""
+    if not mark or found != mark:
+        raise StoreError("exists", "exists")
 
 
 class _S3Upload(PartsUpload):
-    def __init__(self, client: Any, bucket: str, key: str, size: int) -> None:
+    def __init__(self, store: S3Store, key: str, size: int) -> None:
         super().__init__(size)
-        self._client = client
-        self._of: dict[str, Any] = {"Bucket": bucket, "Key": key}
+        self._store, self._key = store, key
+        self._mark = secrets.token_hex(8)
+        self._id = ""
 
     def _begin(self) -> None:
-        create = self._client.create_multipart_upload
-        found = _answered(lambda: create(**self._of, ChecksumAlgorithm="CRC32"))
-        self._of["UploadId"] = found["UploadId"]
+        begun = self._store.asked(
+            "create_multipart_upload",
+            Key=self._key,
+            ChecksumAlgorithm="CRC32",
+            Metadata={_MARK: self._mark},
+        )
+        self._id = begun["UploadId"]
 
     def _send(self, number: int, data: bytearray) -> dict[str, Any]:
         checksum = _checksum(data)
-        done = _answered(
-            lambda: self._client.upload_part(
-                **self._of, PartNumber=number, Body=data, ChecksumCRC32=checksum
-            )
+        done = self._store.asked(
+            "upload_part",
+            Key=self._key,
+            UploadId=self._id,
+            PartNumber=number,
+            Body=data,
+            ChecksumCRC32=checksum,
         )
         return {"PartNumber": number, "ETag": done["ETag"], "ChecksumCRC32": checksum}
 
     def _complete(self, parts: list[Any], *, create: bool) -> None:
-        if create:
-            _refuse_existing(self._client, self._of["Bucket"], self._of["Key"])
-        condition = {"IfNoneMatch": "*"} if create else {}
-        _answered(
-            lambda: self._client.complete_multipart_upload(
-                **self._of, MultipartUpload={"Parts": parts}, **condition
-            )
+        self._store.made(
+            "complete_multipart_upload",
+            self._key,
+            self._mark,
+            create=create,
+            UploadId=self._id,
+            MultipartUpload={"Parts": parts},
         )
 
     def _put(self, data: bytearray, *, create: bool) -> None:
-        if create:
-            _refuse_existing(self._client, self._of["Bucket"], self._of["Key"])
-        condition = {"IfNoneMatch": "*"} if create else {}
-        checksum = _checksum(data)
-        _answered(
-            lambda: self._client.put_object(
-                **self._of, Body=data, ChecksumCRC32=checksum, **condition
-            )
+        self._store.made(
+            "put_object",
+            self._key,
+            self._mark,
+            create=create,
+            Body=data,
+            ChecksumCRC32=_checksum(data),
+            Metadata={_MARK: self._mark},
         )
 
     def _drop(self) -> None:
-        _answered(lambda: self._client.abort_multipart_upload(**self._of))
+        try:
+            self._store.asked("abort_multipart_upload", Key=self._key, UploadId=self._id)
+        except StoreError as error:
+            if error.kind == "passing":
+                raise
 
 
 def _checksum(data: bytearray) -> str:
     return base64.b64encode(crc32(data).to_bytes(4, "big")).decode()
 
 
-def _refuse_existing(client: Any, bucket: str, key: str) -> None:
-    """Raise `StoreError` where there is an object: not every server knows the condition."""
-    try:
-        _answered(lambda: client.head_object(Bucket=bucket, Key=key))
-    except StoreError as error:
-        if error.kind != "missing":
-            raise
-        return
-    raise StoreError("exists", "exists")
-
-
-_KINDS: dict[str, Failing] = {
-    "NoSuchBucket": "missing", "NoSuchKey": "missing", "NoSuchUpload": "missing", "404": "missing",
-    "AccessDenied": "denied", "403": "denied", "InvalidAccessKeyId": "denied",
-    "SignatureDoesNotMatch": "denied", "ExpiredToken": "denied", "InvalidToken": "denied",
-    "PreconditionFailed": "exists", "ConditionalRequestConflict": "exists", "412": "exists",
-    "SlowDown": "passing", "RequestTimeout": "passing", "Throttling": "passing",
-    "BadDigest": "passing", "InternalError": "passing", "ServiceUnavailable": "passing",
-}  # fmt: skip
-
-
 def _answered(request: Callable[[], T]) -> T:
     """What a request gives; its errors as those of a store, in words without secrets."""
     import botocore.exceptions as errors
 
+    who = NAMES["s3"]
     try:
         return request()
     except errors.ClientError as error:
         raise _refused(error.response) from None
-    except (errors.NoCredentialsError, errors.PartialCredentialsError):
-        hint = "see: ckptconv help remote (credentials)"
-        raise StoreError("denied", "S3 needs credentials, and none were found", hint=hint) from None
+    except (
+        errors.NoCredentialsError,
+        errors.PartialCredentialsError,
+        errors.CredentialRetrievalError,
+    ):
+        what = f"{who} needs credentials, and none work"
+        raise StoreError("denied", what, hint=CREDENTIALS) from None
     except errors.EndpointConnectionError:
         hint = "check the address and the network"
-        raise StoreError("passing", "S3 does not answer", hint=hint, tries=TRIES) from None
-    except errors.HTTPClientError as error:
-        raise StoreError("passing", f"S3 does not answer ({type(error).__name__})") from None
+        raise StoreError("passing", f"{who} does not answer", hint=hint, tries=TRIES) from None
+    except errors.SSLError:
+        what = f"{who} has a certificate that this machine does not trust"
+        raise StoreError("final", what, hint="AWS_CA_BUNDLE names the file of yours") from None
+    except errors.HTTPClientError:
+        raise StoreError("passing", f"{who} does not answer") from None
     except errors.BotoCoreError as error:
-        raise StoreError("final", f"S3 cannot be asked ({type(error).__name__})") from None
+        raise StoreError("final", f"{who} cannot be asked ({type(error).__name__})") from None
 
 
 def _refused(response: Any) -> StoreError:
-    code = str(response.get("Error", {}).get("Code", ""))
-    about = response.get("ResponseMetadata", {})
-    status = int(about.get("HTTPStatusCode") or 0)
-    wait = about.get("HTTPHeaders", {}).get("retry-after", "")
-    kind = _KINDS.get(code) or ("passing" if status >= 500 or status in (408, 429) else "final")
-    said = f"S3 answers {code or f'with status {status}'}"
-    hint = "see: ckptconv help remote (credentials)" if kind == "denied" else None
-    return StoreError(kind, said, hint=hint, wait=float(wait) if wait.isdigit() else None)
+    error, about = response.get("Error", {}), response.get("ResponseMetadata", {})
+    headers = about.get("HTTPHeaders", {})
+    wait = headers.get("retry-after", "")
+    region = error.get("Region") or headers.get("x-amz-bucket-region")
+    return meant(
+        "s3",
+        _code(error),
+        int(about.get("HTTPStatusCode") or 0),
+        region=region,
+        wait=float(wait) if wait.isdigit() else None,
+    )
+
+
+def _code(error: Any) -> str:
+    """The code of an error; botocore makes one of the status where there is none."""
+    code = str(error.get("Code", ""))
+    return "" if code.isdigit() else code

@@ -30,9 +30,9 @@ def store_of(address: str) -> tuple[Store, str]:
 
         return s3_store(address)
     if scheme in OBJECTS:
-        from ckptconv.io.remote.clouds import cloud_store
+        from ckptconv.io.remote.objects import object_store
 
-        return cloud_store(address)
+        return object_store(address)
     from ckptconv.io.remote.filesystems import filesystem_store
 
     return filesystem_store(address)

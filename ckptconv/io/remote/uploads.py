@@ -25,8 +25,21 @@ PART = 8 << 20
 """The bytes of one part, at least; an object of S3 has at most 10,000."""
 
 _MOST_PARTS = 9_000
-_IN_FLIGHT = 4
+IN_FLIGHT = 4
+"""Parts at a time."""
+
+_ABORTING = 5.0  # seconds for which leaving nothing is tried
 _HIDDEN = ".ckptconv-part"
+
+
+def part_size(size: int) -> int:
+    """The bytes of one part of an object that will have about `size`.
+
+    >>> part_size(0) >> 20, part_size(40 << 30) >> 20, part_size(1 << 40) >> 20
+    (8, 8, 117)
+    """
+    mebibytes = -(-size // _MOST_PARTS >> 20)
+    return max(PART, mebibytes << 20)
 
 
 def hidden_key(key: str) -> str:
@@ -54,27 +67,59 @@ class Cancelled(StoreError):
         super().__init__("final", "was stopped")
 
 
-class PartsUpload(Upload):
-    """An object that is sent in parts. What fits into one is sent as a whole when it is finished.
+def waited(future: Future[T], is_cancelled: threading.Event) -> T:
+    """The result, unless it is not wanted any more meanwhile."""
+    while not future.done():
+        if is_cancelled.is_set():
+            raise Cancelled
+        with contextlib.suppress(FutureTimeout):
+            future.exception(timeout=0.2)
+    return future.result()
 
-    A kind of store has to begin, send a part, complete and drop.
+
+class _Held:
+    """How much of whole objects waits in memory until they are finished, in all uploads."""
+
+    def __init__(self, most: int) -> None:
+        self._left, self._lock = most, threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes more; they are held then."""
+        with self._lock:
+            is_room = nbytes <= self._left
+            self._left -= nbytes if is_room else 0
+        return is_room
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._left += nbytes
+
+
+HELD = _Held(64 << 20)
+
+
+class PartsUpload(Upload):
+    """An object that is sent in parts. What fits into one is sent as a whole when it is finished,
+    as long as not too much waits for that.
+
+    A kind of store has to begin, send a part, complete, put and drop.
     """
 
     def __init__(self, size: int) -> None:
-        self.size = 0
         self._seconds = in_force().remote_seconds
-        self._part = max(PART, -(-size // _MOST_PARTS >> 20) + 1 << 20 if size > PART else PART)
+        self._part = part_size(size)
         self._buffer = bytearray()
+        self._beginning: Future[None] | None = None
         self._sending: deque[Future[Any]] = deque()
         self._parts: list[Any] = []
-        self._is_begun = False
+        self._nheld = 0
         self._is_cancelled = threading.Event()
 
     # ------------------------------------------------------------------- what a store has to do
 
     @abstractmethod
     def _begin(self) -> None:
-        """Announce an object of several parts."""
+        """Announce an object of parts."""
 
     @abstractmethod
     def _send(self, number: int, data: bytearray) -> Any:
@@ -95,7 +140,6 @@ class PartsUpload(Upload):
     # ---------------------------------------------------------------------------- one for all
 
     def write(self, view: memoryview) -> None:
-        self.size += len(view)
         while view:
             room = self._part - len(self._buffer)
             self._buffer += view[:room]
@@ -104,65 +148,80 @@ class PartsUpload(Upload):
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        if not self._is_begun:
-            self._waited(fetched(partial(self._patiently, self._begin)))
-            self._is_begun = True
-        while len(self._sending) >= _IN_FLIGHT:
-            self._parts.append(self._waited(self._sending.popleft()))
+        """Have the part sent that is full, as soon as few others are on their way."""
+        if self._beginning is None:
+            self._beginning = fetched(partial(self._patiently, self._begin))
+            self._waited(self._beginning)
+        while len(self._sending) >= IN_FLIGHT:
+            self._wait_for_part()
         number = len(self._parts) + len(self._sending) + 1
         data, self._buffer = self._buffer, bytearray()
         self._sending.append(fetched(partial(self._sent, number, data)))
 
+    def _wait_for_part(self) -> None:
+        self._parts.append(self._waited(self._sending[0]))
+        self._sending.popleft()
+
     def _sent(self, number: int, data: bytearray) -> Any:
+        done = self._patiently(partial(self._send_wanted, number, data))
+        count(bytes_written=len(data))
+        if self._is_cancelled.is_set():  # it came after the others were dropped
+            self._drop()
+        return done
+
+    def _send_wanted(self, number: int, data: bytearray) -> Any:
         if self._is_cancelled.is_set():
             raise Cancelled
-        done = self._patiently(partial(self._send, number, data))
-        count(bytes_written=len(data))
-        return done
+        return self._send(number, data)
 
     def _patiently(self, request: Callable[[], T]) -> T:
         return patiently(request, self._seconds)
 
     def _waited(self, future: Future[T]) -> T:
-        """The result, unless the upload is cancelled meanwhile."""
-        while not future.done():
-            if self._is_cancelled.is_set():
-                raise Cancelled
-            with contextlib.suppress(FutureTimeout):
-                future.exception(timeout=0.2)
-        return future.result()
+        return waited(future, self._is_cancelled)
 
     def end(self) -> None:
-        if self._is_begun:
-            self._hand_over()
-            while self._sending:
-                self._parts.append(self._waited(self._sending.popleft()))
+        if self._beginning is None:
+            if HELD.take(len(self._buffer)):
+                self._nheld = len(self._buffer)
+                return
+        self._hand_over()
+        while self._sending:
+            self._wait_for_part()
 
     def finish(self, *, create: bool) -> None:
-        if self._is_begun:
+        if self._beginning is not None:
             self._asked(partial(self._complete, self._parts, create=create))
-            self._is_begun = False
+            self._beginning = None
         else:
             self._asked(partial(self._put, self._buffer, create=create))
             count(bytes_written=len(self._buffer))
-        self._buffer = bytearray()
+        self._let_go()
 
     def _asked(self, request: Callable[[], T]) -> T:
         return self._waited(fetched(partial(self._patiently, request)))
+
+    def _let_go(self) -> None:
+        self._buffer = bytearray()
+        HELD.give_back(self._nheld)
+        self._nheld = 0
 
     def cancel(self) -> None:
         self._is_cancelled.set()
 
     def abort(self) -> None:
         self.cancel()
-        self._buffer = bytearray()
+        self._let_go()
         for future in self._sending:
             future.cancel()
-        for future in self._sending:  # a part that arrives later would be kept by the store
-            with contextlib.suppress(Exception):
-                future.exception(timeout=30)
+        beginning, self._beginning = self._beginning, None
+        with contextlib.suppress(Exception):
+            if beginning is not None and not beginning.cancel():
+                beginning.result(timeout=_ABORTING)
+                for future in self._sending:  # those that are on their way, as far as it is quick
+                    if not future.cancelled():
+                        future.exception(timeout=1)
         self._sending.clear()
-        if self._is_begun:
-            self._is_begun = False
+        if beginning is not None and not beginning.cancelled():
             with contextlib.suppress(Exception):
-                fetched(self._drop).result(timeout=30)
+                fetched(lambda: patiently(self._drop, _ABORTING)).result(timeout=2 * _ABORTING)
