@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme browser servers pythons lowest trust families check lint bench fuzz samples clean
+.PHONY: demo test readme browser servers pythons lowest trust families check lint bench bench-remote fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -104,6 +104,10 @@ check: lint test
 
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
+
+# Over a network: rates against obstore on SeaweedFS on this machine, and requests.
+bench-remote: $(VENV)/ready $(SERVERS)/ready
+	$(BIN)/python bench/remote.py
 
 # What docs/trust.md promises and `make test` only samples, but for the long fuzz; the figures are
 # printed at the end. Crash safety needs strace, or STRACE= to skip it.

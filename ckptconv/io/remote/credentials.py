@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ckptconv.support import platforms
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 _HINT = "see: ckptconv help remote (credentials)"
@@ -100,10 +101,9 @@ def _has_plain_keys() -> bool:
 
 def _has_profile() -> bool:
     """Whether there are files of profiles."""
-    home = Path.home() / ".aws"
-    config = os.environ.get("AWS_CONFIG_FILE", home / "config")
-    shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")
-    return any(os.path.isfile(os.path.expanduser(path)) for path in (config, shared))
+    config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
+    shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    return any(Path(path).expanduser().is_file() for path in (config, shared))
 
 
 def _s3_options(endpoint: str | None, bucket: str) -> dict[str, Any]:
@@ -178,19 +178,20 @@ AWS = "https://s3.amazonaws.com"
 @lru_cache(maxsize=64)
 def _region_told(bucket: str) -> str | None:
     """The region that S3 names to whoever asks for a bucket, allowed or not."""
-    from ckptconv.io.remote.missing import needed
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     from ckptconv.io.remote.traffic import count
 
-    urllib3 = needed("urllib3", f"s3://{bucket}/")
     count(requests=1)
     try:
-        timeout = urllib3.Timeout(connect=3, read=5)
-        answer = urllib3.request(
-            "HEAD", f"{AWS}/{bucket}", retries=False, redirect=False, timeout=timeout
-        )
-    except Exception:
+        with urlopen(Request(f"{AWS}/{bucket}", method="HEAD"), timeout=5) as answer:
+            headers = answer.headers
+    except HTTPError as error:
+        headers = error.headers
+    except OSError:
         return None
-    told = answer.headers.get("x-amz-bucket-region")
+    told = headers.get("x-amz-bucket-region")
     return str(told) if told else None
 
 
@@ -209,7 +210,8 @@ def _endpoint_of_profile() -> str | None:
 
 def profile_session() -> Any:
     """botocore's view of this user: profiles, regions, credentials."""
-    named = [(name, value) for name, value in os.environ.items() if name.startswith("AWS_")]
+    about = ("AWS_", "HOME", "USERPROFILE")
+    named = [(name, value) for name, value in os.environ.items() if name.startswith(about)]
     return _session(tuple(sorted(named)))
 
 
@@ -237,8 +239,7 @@ def _google(endpoint: str | None) -> dict[str, Any]:
         return {"skip_signature": True}
     if _first(*_GOOGLE) is not None:
         return {}
-    file = _gcloud_folder() / "application_default_credentials.json"
-    if file.is_file():
+    if (file := _gcloud_file()).is_file():
         return {"application_credentials": str(file)}
     return {} if _on_gce() else {"skip_signature": True}
 
@@ -249,12 +250,11 @@ _GOOGLE = (
 )  # fmt: skip
 
 
-def _gcloud_folder() -> Path:
-    if named := os.environ.get("CLOUDSDK_CONFIG"):
-        return Path(named)
-    if os.name == "nt":
-        return Path(os.environ.get("APPDATA", ""), "gcloud")
-    return Path.home() / ".config" / "gcloud"
+def _gcloud_file() -> Path:
+    """Where gcloud keeps the credentials of programs."""
+    usual = "~/AppData/Roaming/gcloud" if platforms.ON_WINDOWS else "~/.config/gcloud"
+    folder = Path(os.environ.get("CLOUDSDK_CONFIG") or usual).expanduser()
+    return folder / "application_default_credentials.json"
 
 
 @lru_cache(maxsize=1)
@@ -281,8 +281,8 @@ _HOSTS = re.compile(
 
 
 def account_in(bucket: str) -> tuple[str, str | None]:
-    """Container and host of the account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; of a
-    container alone, the environment has the account.
+    """Container and host of the account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; where a
+    container is alone, the environment has the account.
 
     >>> account_in("models@mine.dfs.core.windows.net"), account_in("models")
     (('models', 'mine.blob.core.windows.net'), ('models', None))
@@ -307,7 +307,8 @@ def _azure(endpoint: str | None, host: str | None) -> dict[str, Any]:
     if name is None:
         raise UnsupportedCheckpoint(
             "names no account of Azure",
-            hint="set AZURE_STORAGE_ACCOUNT, or write abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/…",
+            hint="set AZURE_STORAGE_ACCOUNT, or write "
+            "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH",
         )
     key = _first("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY")
     key = key or connection.get("AccountKey")
@@ -329,7 +330,7 @@ def _azure(endpoint: str | None, host: str | None) -> dict[str, Any]:
         options["account_key"] = key
     elif sas is not None:
         options["sas_key"] = sas.removeprefix("?")
-    elif (Path.home() / ".azure").is_dir() and not _first(
+    elif Path("~/.azure").expanduser().is_dir() and not _first(
         "AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID", "AZURE_FEDERATED_TOKEN_FILE"
     ):
         options["use_azure_cli"] = True

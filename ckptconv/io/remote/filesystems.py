@@ -1,18 +1,17 @@
-"""Any other place that fsspec knows: sftp, hdfs, ftp, memory and many more.
+"""Any other place that fsspec knows: ``sftp://``, ``hdfs://``, ``smb://``, ``memory://`` and more.
 
-What is written lies under a hidden name beside its own until it is whole, and is renamed then. None
-of these systems renames on the condition that there is nothing yet: that is looked up just before,
-and of two writers at the very same moment the second may replace what the first one wrote.
+One request at a time, for many of its file systems are not made for threads. No request names a
+version, so a change is found when a file is looked at again. Outputs are written under a hidden
+name beside their own, and renamed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from datetime import datetime, timezone
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
 
 from ckptconv.io.remote.missing import needed
 from ckptconv.io.remote.store import (
@@ -29,289 +28,250 @@ from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import Cancelled, hidden_key, key_of_hidden
 from ckptconv.support.errors import UnsupportedCheckpoint
 
-T = TypeVar("T")
-
-_TAGS = ("ETag", "etag", "sha", "checksum", "mtime", "LastModified", "last_modified", "modified",
-         "modify", "created", "ino")  # fmt: skip
-"""What tells versions of a file apart, as the systems of fsspec call it."""
+_NOT_PLACES = frozenset((
+    "local", "asynclocal", "async_wrapper", "asyncwrapper", "blockcache", "cached", "filecache",
+    "simplecache", "data", "dir", "generic", "libarchive", "reference", "tar", "zip",
+))  # fmt: skip
+"""What fsspec knows that lies in another place, or on this machine."""
 
 
 def filesystem_store(address: str) -> tuple[Store, str]:
     """The file system of an address, and the path in it."""
     scheme, _, rest = address.partition("://")
-    host, _, path = rest.partition("/")
-    return FilesystemStore(scheme.lower(), host), path
+    scheme = scheme.lower()
+    if scheme in _NOT_PLACES or "::" in address:
+        raise UnsupportedCheckpoint(
+            "is not the address of a file in one place", path=_shown(address), hint="name the file"
+        )
+    fsspec = needed("fsspec", _shown(address))
+    if scheme == "memory":  # which has no hosts
+        return FileSystemStore(fsspec, "memory://", "memory://"), rest.lstrip("/")
+    host, _, key = rest.partition("/")
+    return FileSystemStore(fsspec, f"{scheme}://{host}/", _shown(f"{scheme}://{host}/")), key
 
 
-class FilesystemStore(Store):
-    """The files of one file system of fsspec. Few of them are for threads: each does one thing at
-    a time.
-    """
+def _shown(address: str) -> str:
+    """An address without the password that may stand in it."""
+    scheme, _, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    user, at, server = host.rpartition("@")
+    return f"{scheme}://{user.partition(':')[0]}{at}{server}{slash}{path}"
+
+
+class FileSystemStore(Store):
+    """The files of a file system of fsspec; `whole` is its root with a password, if it has one."""
 
     can_write = True
 
-    def __init__(self, scheme: str, host: str) -> None:
-        self.root = f"{scheme}://{host.rpartition('@')[2]}/"
-        self._whole = f"{scheme}://{host}/"  # with the password that may be in it
-        fsspec = needed("fsspec", self.root)
-        try:
-            self._kind: Any = fsspec.get_filesystem_class(scheme)
-        except ImportError as error:
-            raise UnsupportedCheckpoint(
-                f"needs another package: {_line(error)}", path=self.root, hint="install it with pip"
-            ) from None
-        except ValueError:
-            raise UnsupportedCheckpoint(
-                f"has the scheme {scheme}://, which neither ckptconv nor fsspec knows",
-                path=self.root,
-                hint="check the address",
-            ) from None
-        self._scheme = scheme
+    def __init__(self, fsspec: Any, whole: str, root: str) -> None:
+        self.root, self._whole = root, whole
         self._lock = threading.RLock()
-        self._made: Any = None
+        scheme = whole.partition("://")[0]
+        try:
+            kind = fsspec.get_filesystem_class(scheme)
+            self.system = kind(**kind._get_kwargs_from_urls(whole), skip_instance_cache=True,
+                               use_listings_cache=False)  # fmt: skip
+        except ImportError as error:
+            what = f"is not on this machine, and {scheme}:// needs another library"
+            hint = f"pip install {error.name}" if error.name else _advice(str(error))
+            raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
+        except ValueError:
+            what = f"is an address of a kind that is not known ({scheme}://)"
+            raise UnsupportedCheckpoint(what, path=root, hint="see: ckptconv help remote") from None
+        except Exception as error:  # its text may have the password
+            what = f"cannot be reached ({type(error).__name__})"
+            hint = "check the address and the network"
+            raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
 
-    @property
-    def identity(self) -> Hashable:
-        return self._whole
+    def path(self, key: str) -> str:
+        """How the file system calls what has a key."""
+        return str(self.system._strip_protocol(f"{self._whole}{key}"))
 
     def address(self, key: str) -> str:
         return self._whole + key
 
-    def path(self, key: str) -> str:
-        """A key as the file system names it."""
-        base = str(self._kind._strip_protocol(self._whole))
-        return f"{base}{'' if not base or base.endswith('/') else '/'}{key.rstrip('/')}"
+    @property
+    def identity(self) -> str:
+        return self._whole
 
-    def asked(self, request: Callable[[Any], T]) -> T:
-        """What the file system gives; its errors as those of a store, in words without secrets."""
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[Any]:
+        """The file system, for one thread at a time; its errors are those of a store."""
         with self._lock:
             try:
-                if self._made is None:
-                    options = self._kind._get_kwargs_from_urls(self._whole)
-                    self._made = self._kind(**options, skip_instance_cache=True)
-                return request(self._made)
+                yield self.system
             except StoreError:
                 raise
             except Exception as error:
-                raise _failed(error, self._scheme) from None
-
-    # ------------------------------------------------------------------------------- reading
+                raise _told(error) from None
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
         path = self.path(key)
-
-        def read(system: Any) -> Part:
-            known = pinned or _seen(system, path)
-            last = min(first + nbytes, known.size)
+        with self.asking() as system:
+            about = system.info(path)
+            if about.get("type") == "directory":
+                raise StoreError("missing", "no such file")
+            seen = _seen(about)
+            if pinned is not None and seen != pinned:
+                raise StoreError("changed", "was changed while it was read")
+            last = min(first + nbytes, seen.size)
             data = system.cat_file(path, start=first, end=last) if first < last else b""
-            # looked at after what was read, so that it tells of every change
-            return Part(data, known if pinned is None else _seen(system, path))
-
-        return self.asked(read)
+            return Part(bytes(data), seen)
 
     def list(self, prefix: str) -> Listing:
-        path = self.path(prefix)
-        try:
-            found = self.asked(lambda system: _listed(system, path))
-        except StoreError as error:
-            if error.kind != "missing":
-                raise
-            found = []
-        files, folders = {}, set()
-        for item in found:
-            name = item["name"].rstrip("/").rpartition("/")[2]
-            if item.get("type") == "directory":
+        files: dict[str, Seen] = {}
+        folders = set()
+        with self.asking() as system:
+            try:
+                found = system.ls(self.path(prefix), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return Listing({}, frozenset())
+        home = self.path(prefix).rstrip("/")
+        for about in found:
+            name = str(about["name"]).rstrip("/").rpartition("/")[2]
+            if str(about["name"]).rstrip("/") == home:
+                continue  # a file is listed as itself
+            if about.get("type") == "directory":
                 folders.add(name)
-            elif item["name"].rstrip("/") != path:
-                files[name] = Seen(int(item.get("size") or 0), _tag(item))
+            else:
+                files[name] = _seen(about)
         return Listing(files, frozenset(folders))
 
-    # ------------------------------------------------------------------------------- writing
-
     def begin(self, key: str, size: int) -> Upload:
-        return _FileUpload(self, key)
+        return _Written(self, key)
 
     def move(self, old: str, new: str, *, create: bool) -> None:
-        here, there = self.path(old), self.path(new)
-
-        def rename(system: Any) -> None:
-            _forget(system)
-            if create and system.exists(there):
+        source, target = self.path(old), self.path(new)
+        with self.asking() as system:
+            is_there = system.exists(target)
+            if create and is_there:
                 raise StoreError("exists", "exists")
             try:
-                _renamed(system, here, there)
-            except FileExistsError:
-                if create:
+                _rename(system, source, target)
+            except (OSError, NotImplementedError):  # it does not replace
+                if not is_there:
                     raise
-                system.rm_file(there)
-                _renamed(system, here, there)
-
-        self.asked(rename)
+                system.rm_file(target)
+                _rename(system, source, target)
 
     def remove(self, key: str) -> None:
-        path = self.path(key)
-        try:
-            self.asked(lambda system: system.rm_file(path))
-        except StoreError as error:
-            if error.kind != "missing":
-                raise
+        with self.asking() as system, contextlib.suppress(FileNotFoundError):
+            system.rm_file(self.path(key))
 
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:
-        folder = prefix.rpartition("/")[0]
-        base = len(self.path("x")) - 1
-        try:
-            found = self.asked(lambda system: system.find(self.path(folder), detail=True))
-        except StoreError as error:
-            if error.kind != "missing":
-                raise
-            return ()
-        keys = {path[base:]: item for path, item in found.items()}
+        folder = prefix[: prefix.rfind("/") + 1]
+        with self.asking() as system:
+            home = self.path(folder).rstrip("/")
+            found = system.find(home, detail=True)
+        keys = {folder + path[len(home) :].lstrip("/"): about for path, about in found.items()}
         return [
-            Unfinished(key, "", _time(item), item.get("size"))
-            for key, item in sorted(keys.items())
-            if key.startswith(prefix) and key_of_hidden(key) is not None
+            Unfinished(key, "", _begun(about), about.get("size"))
+            for key, about in sorted(keys.items())
+            if (meant := key_of_hidden(key)) is not None and meant.startswith(prefix)
         ]
 
     def abort(self, left: Unfinished) -> None:
         self.remove(left.key)
 
 
-class _FileUpload(Upload):
-    """A file under a hidden name, which is renamed at the end."""
+class _Written(Upload):
+    """A file under a hidden name, which is renamed when it is whole."""
 
-    def __init__(self, store: FilesystemStore, key: str) -> None:
+    def __init__(self, store: FileSystemStore, key: str) -> None:
         self._store, self._key = store, key
-        self._made = key if key_of_hidden(key) is not None else hidden_key(key)
+        self._hidden = key if key_of_hidden(key) else hidden_key(key)
         self._file: Any = None
-        self._is_there = False
-        self._is_cancelled = threading.Event()
+        self._is_made = False
+        self._is_cancelled = False
 
     def write(self, view: memoryview) -> None:
-        self._check()
-        data = bytes(view)
-        self._store.asked(lambda system: self._opened(system).write(data))
-        count(bytes_written=len(data))
-
-    def _check(self) -> None:
-        if self._is_cancelled.is_set():
+        if self._is_cancelled:
             raise Cancelled
-
-    def _opened(self, system: Any) -> Any:
-        if self._file is None:
-            path = self._store.path(self._made)
-            with contextlib.suppress(NotImplementedError, FileExistsError):
-                system.makedirs(system._parent(path), exist_ok=True)
-            self._is_there = True
-            self._file = system.open(path, "wb")
-        return self._file
+        with self._store.asking() as system:
+            if self._file is None:
+                self._is_made = True
+                self._file = system.open(self._store.path(self._hidden), "wb")
+            self._file.write(bytes(view))
+        count(requests=1, bytes_written=len(view))
 
     def end(self) -> None:
-        self._check()
-
-        def close(system: Any) -> None:
-            if self._file is not None or not self._is_there:
-                file, self._file = self._opened(system), None
-                file.close()
-
-        self._store.asked(close)
+        if self._file is None:
+            self.write(memoryview(b""))
+        with self._store.asking():
+            self._file.close()
+        self._file = None
 
     def finish(self, *, create: bool) -> None:
-        self.end()
-        if self._made != self._key:
-            self._store.move(self._made, self._key, create=create)
-        self._is_there = False
+        if self._hidden != self._key:
+            self._store.move(self._hidden, self._key, create=create)
+        self._is_made = False
 
     def cancel(self) -> None:
-        self._is_cancelled.set()
+        self._is_cancelled = True
 
     def abort(self) -> None:
         self.cancel()
         file, self._file = self._file, None
-        if not self._is_there:
+        if not self._is_made:
             return
-        self._is_there = False
-        if file is not None:
-            with contextlib.suppress(StoreError):
-                self._store.asked(lambda system: file.close())
+        self._is_made = False
         with contextlib.suppress(StoreError):
-            self._store.remove(self._made)
+            if file is not None:
+                with contextlib.suppress(StoreError), self._store.asking():
+                    file.close()
+            self._store.remove(self._hidden)
 
 
-def _seen(system: Any, path: str) -> Seen:
-    _forget(system)
-    info = system.info(path)
-    if info.get("type") == "directory":
-        raise StoreError("missing", "no such file", hint="check the address")
-    if (size := info.get("size")) is None:
-        raise StoreError("final", "is of a size that nobody tells")
-    return Seen(int(size), _tag(info))
+def _rename(system: Any, source: str, target: str) -> None:
+    if any(letter in source + target for letter in "*?["):  # which mv takes for a pattern
+        system.cp_file(source, target)
+        system.rm_file(source)
+    else:
+        system.mv(source, target)
 
 
-def _forget(system: Any) -> None:
-    """What is kept of listings is not asked."""
-    with contextlib.suppress(NotImplementedError):
-        system.invalidate_cache()
+_TAGS = ("ETag", "etag", "e_tag", "checksum", "md5", "mtime", "LastModified", "last_modified",
+         "modified", "updated", "time", "created", "ino")  # fmt: skip
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "time", "created")
 
 
-def _listed(system: Any, path: str) -> list[Any]:
-    _forget(system)
-    return list(system.ls(path, detail=True))
+def _seen(about: Mapping[str, Any]) -> Seen:
+    """What a file system tells of a file: of versions by names of its own."""
+    if about.get("size") is None:
+        raise StoreError("final", "is a file whose size nobody knows", hint="download it first")
+    told = [f"{name}={_plain(about[name])}" for name in _TAGS if about.get(name) is not None]
+    return Seen(int(about["size"]), " ".join(told))
 
 
-def _tag(info: Any) -> str:
-    return " ".join(f"{name}={info[name]}" for name in _TAGS if info.get(name) is not None)
+def _plain(value: object) -> str:
+    """A time is the same as an object and as a number of seconds."""
+    return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
-def _time(info: Any) -> str:
-    """When a file was changed, as far as the system tells."""
-    for name in ("mtime", "LastModified", "last_modified", "modified", "created"):
-        found = info.get(name)
-        if isinstance(found, datetime):
-            return found.isoformat()
-        if isinstance(found, (int, float)):
-            return datetime.fromtimestamp(found, timezone.utc).isoformat()
+def _begun(about: Mapping[str, Any]) -> str:
+    for name in _TIMES:
+        value = about.get(name)
+        if isinstance(value, datetime):
+            return value.isoformat()
+        if isinstance(value, (int, float)):
+            return datetime.fromtimestamp(value).astimezone().isoformat()
     return ""
 
 
-def _renamed(system: Any, old: str, new: str) -> None:
-    """Rename a file; `mv` of fsspec itself would take brackets in a name for a pattern."""
-    from fsspec import AbstractFileSystem
-
-    if hasattr(system, "mv_file"):
-        system.mv_file(old, new)
-    elif type(system).mv is not AbstractFileSystem.mv:
-        system.mv(old, new)
-    else:
-        system.cp_file(old, new)
-        system.rm_file(old)
+def _advice(text: str) -> str:
+    """What fsspec says of a library that it misses, which has no secret in it."""
+    return text[:200]
 
 
-def _failed(error: Exception, scheme: str) -> StoreError:
-    """What an error of a file system means. Only those of the operating system are told in their
-    own words: others may hold an address with a password.
-    """
-    name = type(error).__name__
-    if isinstance(error, ImportError):
-        return StoreError("final", f"needs another package: {_line(error)}")
-    if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)) or (
-        isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-    ):
+def _told(error: Exception) -> StoreError:
+    """What an error of a file system means; its text may have a password."""
+    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
         return StoreError("missing", "no such file", hint="check the address")
+    if isinstance(error, PermissionError):
+        return StoreError("denied", "this user may not do that")
     if isinstance(error, FileExistsError):
         return StoreError("exists", "exists")
-    if isinstance(error, PermissionError) or "Auth" in name:
-        return StoreError("denied", f"{scheme} does not allow it")
-    if isinstance(error, NotImplementedError):
-        return StoreError("final", f"{scheme} does not offer this")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return StoreError("final", error.strerror or name)
-    if isinstance(error, (OSError, EOFError)) or "SSH" in name:
-        told = getattr(error, "strerror", None) or name
-        return StoreError("passing", f"{scheme} fails ({told})", tries=TRIES)
-    if isinstance(error, ValueError):
-        return StoreError("missing", "no file can have this name", hint="check the address")
-    return StoreError("final", f"{scheme} fails ({name})")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    what = f"the file system fails ({type(error).__name__})"
+    if isinstance(error, (OSError, EOFError, TimeoutError)):
+        return StoreError("passing", what, tries=TRIES)
+    return StoreError("final", what)

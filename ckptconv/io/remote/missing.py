@@ -29,12 +29,9 @@ def needed(name: str, address: str) -> Any:
 
         return fsspec
     except ImportError:
-        if name == "fsspec":  # which no extra has
-            raise UnsupportedCheckpoint(
-                "is not on this machine, and reading it needs fsspec",
-                path=address,
-                hint="pip install fsspec",
-            ) from None
+        if name == "fsspec":
+            what = "is not on this machine, and reading it needs fsspec"
+            raise UnsupportedCheckpoint(what, path=address, hint="pip install fsspec") from None
         raise UnsupportedCheckpoint(
             "is not on this machine, and reading it needs ckptconv[remote]",
             path=address,

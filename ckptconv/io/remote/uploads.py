@@ -181,10 +181,9 @@ class PartsUpload(Upload):
         return waited(future, self._is_cancelled)
 
     def end(self) -> None:
-        if self._beginning is None:
-            if HELD.take(len(self._buffer)):
-                self._nheld = len(self._buffer)
-                return
+        if self._beginning is None and HELD.take(len(self._buffer)):
+            self._nheld = len(self._buffer)
+            return
         self._hand_over()
         while self._sending:
             self._wait_for_part()

@@ -1,0 +1,223 @@
+"""Credentials as each ecosystem has them, and none of them in what is told."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptconv.io.places import place_of
+from ckptconv.io.remote import credentials
+from ckptconv.io.remote.credentials import account_in, endpoint_of, options_of, region_of
+from ckptconv.io.remote.objects import ObjectStoreOf
+from ckptconv.support.errors import UnsupportedCheckpoint
+from helpers.program import run
+
+SECRET = "MARKED-secret"
+_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_", "GCE_", "CLOUDSDK_")
+
+
+@pytest.fixture(autouse=True)
+def _nobody(monkeypatch, tmp_path):
+    """Nobody is anybody, and no machine of a cloud answers."""
+    for name in list(os.environ):
+        if name.startswith(_PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(credentials, "_on_gce", lambda: False)
+    monkeypatch.setattr(credentials, "_region_told", lambda bucket: None)
+
+
+def profile(home: Path, text: str, name: str = "config") -> None:
+    (home / ".aws").mkdir(exist_ok=True)
+    (home / ".aws" / name).write_text(text)
+
+
+# ---------------------------------------------------------------------------------------------- S3
+
+
+def test_keys_of_the_environment_are_enough_and_botocore_is_not_imported(tmp_path):
+    told = (
+        "import sys\n"
+        "from ckptconv.io.remote.credentials import options_of\n"
+        "options = options_of('s3', 'b')\n"
+        "print(options['access_key_id'], options['region'], 'botocore' in sys.modules)\n"
+        "import os; os._exit(sys.stdout.flush() or 0)"
+    )
+    env = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "eu-west-1"}
+    done = run(cwd=tmp_path, env=env, before=told)
+    assert done.out == "k eu-west-1 False\n"
+
+
+def test_profiles(tmp_path, monkeypatch):
+    profile(tmp_path, "[profile work]\nregion = eu-central-1\nendpoint_url = http://store:9000\n")
+    text = f"[work]\naws_access_key_id = k\naws_secret_access_key = {SECRET}\n"
+    profile(tmp_path, text + "aws_session_token = t\n", "credentials")
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    options = options_of("s3", "bucket")
+    assert options["region"] == "eu-central-1"
+    assert (options["endpoint"], options["virtual_hosted_style_request"]) == (
+        "http://store:9000", False,
+    )  # fmt: skip
+    assert options["client_options"]["allow_http"]
+    given = options["credential_provider"]()
+    assert (given["access_key_id"], given["secret_access_key"], given["token"]) == (
+        "k",
+        SECRET,
+        "t",
+    )
+    assert given["expires_at"].tzinfo is not None
+
+
+def test_a_process_gives_credentials(tmp_path):
+    answer = {"Version": 1, "AccessKeyId": "from-process", "SecretAccessKey": SECRET}
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    profile(tmp_path, f"[default]\ncredential_process = cat {tmp_path / 'answer'}\n")
+    assert options_of("s3", "bucket")["credential_provider"]()["access_key_id"] == "from-process"
+
+
+def test_a_process_that_fails_is_told_without_its_words(tmp_path):
+    profile(tmp_path, f"[default]\ncredential_process = sh -c 'echo {SECRET} >&2; exit 1'\n")
+    with pytest.raises(UnsupportedCheckpoint, match="credentials of AWS fail") as raised:
+        place_of("s3://bucket/a.pt")
+    assert SECRET not in str(raised.value) and raised.value.path == "s3://bucket/"
+
+
+def test_a_profile_that_is_not_there_is_told(tmp_path, monkeypatch):
+    profile(tmp_path, "[default]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_PROFILE", "nosuch")
+    with pytest.raises(UnsupportedCheckpoint, match="ProfileNotFound"):
+        place_of("s3://bucket/a.pt")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_SKIP_SIGNATURE": "true"}],
+)
+def test_a_bucket_that_anybody_may_read_needs_nobody(changes, monkeypatch):
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    options = options_of("s3", "bucket")
+    assert options["skip_signature"] is True
+    assert "secret_access_key" not in options and "credential_provider" not in options
+
+
+def test_endpoints(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://all:1/")
+    assert endpoint_of("s3") == "https://all:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://own:1")
+    assert endpoint_of("s3") == "https://own:1"
+    assert "allow_http" not in options_of("s3", "b")["client_options"]
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    assert endpoint_of("s3") is None
+    assert options_of("s3", "bucket")["virtual_hosted_style_request"] is True
+    assert "virtual_hosted_style_request" not in options_of("s3", "a.bucket")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:4443")
+    assert endpoint_of("gs") == "http://localhost:4443"
+
+
+def test_the_region_is_asked_for_where_nobody_says_it(monkeypatch):
+    asked = []
+
+    def told(bucket: str) -> str:
+        asked.append(bucket)
+        return "ap-south-1"
+
+    monkeypatch.setattr(credentials, "_region_told", told)
+    assert region_of("bucket", None) == "ap-south-1"
+    assert region_of("bucket", "http://store:9000") == "us-east-1"
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-1")
+    assert region_of("bucket", None) == "eu-north-1"
+    assert asked == ["bucket"]
+
+
+def test_the_region_is_what_s3_names_in_its_answer(monkeypatch):
+    from helpers.scripted_server import Web
+
+    monkeypatch.undo()
+    with Web() as web:
+        web.ways["named"] = lambda asked: asked.say(403, x_amz_bucket_region="eu-west-3")
+        monkeypatch.setattr(credentials, "AWS", web.url.rstrip("/"))
+        assert credentials._region_told.__wrapped__("named") == "eu-west-3"
+        assert credentials._region_told.__wrapped__("unnamed") is None
+        monkeypatch.setattr(credentials, "AWS", "http://127.0.0.1:9")
+        assert credentials._region_told.__wrapped__("down") is None
+
+
+def test_a_file_of_certificates_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/nosuch.pem")
+    with pytest.raises(UnsupportedCheckpoint, match="AWS_CA_BUNDLE"):
+        place_of("s3://bucket/a.pt")
+
+
+# --------------------------------------------------------------------------- Google Cloud, Azure
+
+
+def test_google_signs_where_there_is_somebody(tmp_path, monkeypatch):
+    assert options_of("gs", "b")["config"] == {"skip_signature": True}
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "a.json")
+    assert "config" not in options_of("gs", "b")
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    folder = tmp_path / "gcloud"
+    folder.mkdir()
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(folder))
+    assert options_of("gs", "b")["config"] == {"skip_signature": True}
+    (folder / "application_default_credentials.json").write_text("{}")
+    assert "config" not in options_of("gs", "b")
+
+
+def test_the_names_that_the_tools_of_azure_know(monkeypatch):
+    with pytest.raises(UnsupportedCheckpoint, match="names no account of Azure") as raised:
+        place_of("az://container/a.pt")
+    assert raised.value.path == "az://container/"
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", SECRET)
+    options = options_of("az", "container")
+    assert (options["account_name"], options["account_key"]) == ("mine", SECRET)
+    assert options_of("az", "container", account="other")["account_name"] == "other"
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "?sig=x")
+    assert options_of("az", "container")["sas_key"] == "sig=x"
+
+
+def test_a_connection_string(monkeypatch):
+    text = f"DefaultEndpointsProtocol=http;AccountName=mine;AccountKey={SECRET}==;"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text + "BlobEndpoint=http://here:1/mine;")
+    options = options_of("az", "container")
+    assert (options["account_name"], options["account_key"]) == ("mine", f"{SECRET}==")
+    assert options["endpoint"] == "http://here:1/mine"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
+    assert options_of("az", "container")["account_name"] == "devstoreaccount1"
+
+
+def test_the_account_in_an_address(monkeypatch):
+    address = "abfss://models@mine.dfs.core.windows.net/run/a.pt"
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "bWFya2Vk")
+    place = place_of(address)
+    assert str(place) == address
+    store = place.site.store
+    assert isinstance(store, ObjectStoreOf) and store.bucket == "models"
+    assert account_in("models") == ("models", None)
+
+
+# ------------------------------------------------------------------------------- nothing is told
+
+
+def test_no_store_shows_what_it_was_opened_with(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", SECRET)
+    place = place_of("s3://bucket/a.pt")
+    for shown in (place, place.site, place.site.store, place.path, place.site.store.client):
+        assert SECRET not in f"{shown!r} {shown}"
+    with pytest.raises(
+        UnsupportedCheckpoint, match="cannot be opened with these settings"
+    ) as raised:
+        place_of("az://container/a.pt")  # its key is not base64
+    assert SECRET not in str(raised.value)
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
