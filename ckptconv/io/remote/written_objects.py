@@ -45,6 +45,9 @@ class Bucket(Protocol):
     def move(self, old: str, new: str, *, create: bool) -> None:
         """Give an object another key."""
 
+    def remove(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+
     def drop(self, key: str) -> None:
         """Leave nothing of what was begun under a hidden key."""
 
