@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.remote.patience import patiently
-from ckptconv.io.remote.store import Upload
+from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import (
     PART,
@@ -44,6 +44,9 @@ class Bucket(Protocol):
 
     def move(self, old: str, new: str, *, create: bool) -> None:
         """Give an object another key."""
+
+    def remove(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
 
     def drop(self, key: str) -> None:
         """Leave nothing of what was begun under a hidden key."""
@@ -109,6 +112,10 @@ class WrittenObject(Upload):
             count(bytes_written=len(self._held))
         elif self._hidden != self._key:
             self._asked(partial(self._store.move, self._hidden, self._key, create=create))
+            try:
+                self._asked(partial(self._store.remove, self._hidden))
+            except StoreError:
+                self.is_left = True
         self._hidden, self._held = None, bytearray()
 
     def _asked(self, request: Callable[[], T]) -> T:
