@@ -156,19 +156,6 @@ class ObjectStoreOf(Store):
         self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={MARK: mark})
 
     def move(self, old: str, new: str, *, create: bool) -> None:
-        if self._copied.get(old) != new:  # else the answer to the removal was lost
-            self.copy(old, new, create=create)
-            self._copied[old] = new
-        self.remove(old)
-        del self._copied[old]
-
-    @cached_property
-    def _copied(self) -> dict[str, str]:
-        """Keys of objects that are being moved, and where to."""
-        return {}
-
-    def copy(self, old: str, new: str, *, create: bool) -> None:
-        """Have the store copy an object."""
         mark = self.mark_of(old)
         if create and self.mark_of(new) not in (None, mark or ""):
             raise StoreError("exists", "exists")
