@@ -48,7 +48,17 @@ def filesystem_store(address: str) -> tuple[Store, str]:
     if scheme == "memory":  # which has no hosts
         return FileSystemStore(fsspec, "memory://", "memory://"), rest.lstrip("/")
     host, _, key = rest.partition("/")
-    return FileSystemStore(fsspec, f"{scheme}://{host}/", _shown(f"{scheme}://{host}/")), key
+    whole = f"{scheme}://{host}/"
+    root = _shown(whole)
+    if whole != root:
+        _WHOLE[root] = whole
+    return FileSystemStore(fsspec, _WHOLE.get(root, whole), root), key
+
+
+_WHOLE: dict[str, str] = {}
+"""Addresses with a password, by what is shown of them: plans and results only have that, and name
+the place by it again in this process.
+"""
 
 
 def _shown(address: str) -> str:
