@@ -117,6 +117,7 @@ def _opened(folder: Location, open_file: FileOpener, items: Items) -> Checkpoint
         fragments = _flat_fragments(metadata) if is_megatron else set()
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
+        items.open_all(dict.fromkeys(item.relative_path for item in metadata.items.values()))
         items.expect(_in_order(metadata, fragments, chunks=items.reads_chunks))
         root = _tree(
             metadata,

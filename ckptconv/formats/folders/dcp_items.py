@@ -54,10 +54,6 @@ class Items:
     def expect(self, coming: Iterable[Item]) -> None:
         """Note the items that will be opened, in this order; they need not be there."""
         self._coming, self._held = iter(coming), {}
-        if self._folder.is_far():
-            items = list(coming)
-            self._coming = iter(items)
-            self._open_all(dict.fromkeys(item.relative_path for item in items))
 
     def root_of(self, item: Item) -> Node:
         """What the stream at the place of an item holds."""
@@ -105,8 +101,12 @@ class Items:
             self.files[name] = self._in_front_of(name, file)
         return self._read[name]
 
-    def _open_all(self, names: Iterable[str]) -> None:
-        """Open the data files, so that the ends of items in all of them are fetched together."""
+    def open_all(self, names: Iterable[str]) -> None:
+        """Open the data files, where each costs a request over a network: all are asked for at
+        once, and then the ends of items in all of them.
+        """
+        if not self._folder.is_far():
+            return
         plain = [name for name in names if is_plain_path(str(PurePosixPath(name)))]
         self._folder.foresee([self._folder.child(name) for name in plain])
         for name in plain:

@@ -17,8 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ckptconv.io.local import LocalPlace
+from ckptconv.io.location import read_small
 from ckptconv.support import platforms
-from ckptconv.support.errors import UnsupportedCheckpoint
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 
 _HINT = "see: ckptconv help remote (credentials)"
 
@@ -79,11 +81,10 @@ def _is_set(name: str) -> bool:
 
 def _certificates(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
-    except OSError:
-        raise UnsupportedCheckpoint(
-            "cannot be read: the file of certificates that AWS_CA_BUNDLE names", hint="correct it"
-        ) from None
+        return read_small(LocalPlace(Path(path).expanduser()), "text_bytes")
+    except CheckpointError as error:
+        error.hint = "AWS_CA_BUNDLE names it, as the file of certificates"
+        raise
 
 
 # ---------------------------------------------------------------------------------------------- S3

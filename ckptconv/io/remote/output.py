@@ -9,7 +9,7 @@ and moved by the store.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -149,6 +149,7 @@ class RemoteDraft(Draft):
         self._store = target.site.store
         self._upload: Upload | None = self._store.begin(hidden or target.key, size)
         self._is_staged = False
+        self.is_still_hidden = False  # too, though it has its name
 
     @property
     def place(self) -> Location:
@@ -193,8 +194,14 @@ class RemoteDraft(Draft):
                 hidden = self._hidden
                 asked(lambda: self._store.move(hidden, self.target.key, create=create))
                 self._is_staged = False
+                if self._store.keeps_moved:
+                    try:
+                        asked(lambda: self._store.remove(hidden))
+                    except StoreError:
+                        self.is_still_hidden = True
             elif self._upload is not None:
                 self._upload.finish(create=create)
+                self.is_still_hidden = self._upload.is_left
                 self._upload = None
 
     def discard(self) -> None:
@@ -285,24 +292,35 @@ class RemoteOutput(Destination):
                 self._put_all(self._drafts)
             else:
                 self._put_set(self._files)
-            self._drafts = []
+            drafts, self._drafts = self._drafts, []
+        if any(draft.is_still_hidden for draft in drafts):
+            what = "is in place, but hidden objects beside it cannot be removed"
+            raise OutputRefused(what, path=self.path, hint="ckptconv cleanup finds them")
 
-    def _put_all(self, drafts: Iterable[RemoteDraft]) -> None:
-        """Give all their names, or none: names that were free are free again."""
+    def _put_all(self, drafts: Iterable[RemoteDraft], earlier: Collection[str] = ()) -> None:
+        """Give all their names, or none: names that were free are free again, unless a file of an
+        earlier set, one of `earlier`, is replaced by then.
+        """
         done: list[RemoteDraft] = []
         try:
             for draft in drafts:
                 draft.put(create=not self._force)
                 done.append(draft)
         except BaseException as error:
-            if not self._force:
-                left = [draft.target for draft in done if not _is_removed(draft.target)]
+            targets = [draft.target for draft in done]
+            if not any(target.name in earlier for target in targets):
+                fresh = [target for target in targets if not self._may_replace(target)]
+                left = [target for target in fresh if not _is_removed(target)]
                 if left and isinstance(error, OutputRefused):
                     error.hint = f"{_names(left)} may be left behind; remove it"
-            elif done and isinstance(error, OutputRefused):
-                error.hint = f"{_names([draft.target for draft in done])} is replaced by now; "
-                error.hint += "run the command again"
+            elif isinstance(error, OutputRefused):
+                error.hint = f"{_names(targets)} is replaced by now; run the command again"
             raise
+
+    def _may_replace(self, target: RemotePlace) -> bool:
+        """Whether there may have been something that nobody has looked for."""
+        companions = self._files.companions if self._files is not None else ()
+        return self._force and any(self._beside(name) == target for name in companions)
 
     def _put_set(self, files: ShardNames) -> None:
         """Shards, then the index, then companions that are replaced; then what is left of an
@@ -315,7 +333,7 @@ class RemoteOutput(Destination):
             with _told(self._place):
                 index = self._beside(files.index or "")
                 asked(lambda: index.site.store.remove(index.key))
-        self._put_all(drafts)
+        self._put_all(drafts, earlier)
         names = {draft.target.name for draft in drafts}
         for name in earlier:
             target = self._beside(name)

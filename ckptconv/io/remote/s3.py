@@ -112,7 +112,7 @@ class S3Store(ObjectStoreOf):
                 raise
             return None
 
-    def move(self, old: str, new: str, *, create: bool) -> None:
+    def copy(self, old: str, new: str, *, create: bool) -> None:
         found = self.asked("head_object", Key=old)
         mark, size = found.get("Metadata", {}).get(_MARK, ""), found["ContentLength"]
         source = {"Bucket": self.bucket, "Key": old}
@@ -120,7 +120,6 @@ class S3Store(ObjectStoreOf):
             self.made("copy_object", new, mark, create=create, CopySource=source)
         else:
             self._copy_parts(source, new, size, mark, create=create)
-        self.remove(old)
 
     def _copy_parts(
         self, source: dict[str, str], new: str, size: int, mark: str, *, create: bool

@@ -75,8 +75,11 @@ class Listing:
 class Upload(ABC):
     """A new object in the making, which nobody finds before `finish`.
 
-    `write` is called with views of any size, in order, by one thread.
+    `write` is called with views of any size, in order, by one thread. `is_left`: it is finished,
+    and what it was made of could not be removed.
     """
+
+    is_left = False
 
     @abstractmethod
     def write(self, view: memoryview) -> None:
@@ -121,6 +124,8 @@ class Store(ABC):
     root: str
     can_list: bool = True
     can_write: bool = False
+    keeps_moved: bool = False
+    """Whether `move` only copies, and the old object is to be removed by who asked for it."""
 
     @abstractmethod
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
@@ -143,7 +148,7 @@ class Store(ABC):
 
     def move(self, old: str, new: str, *, create: bool) -> None:
         """Give an object another key, without fetching it; with `create` only where there is none
-        (`StoreError` of the kind ``exists``).
+        (`StoreError` of the kind ``exists``). What `keeps_moved` has both keys afterwards.
         """
         raise StoreError("final", "cannot be written to")
 

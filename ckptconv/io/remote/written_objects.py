@@ -8,15 +8,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.remote.patience import patiently
-from ckptconv.io.remote.store import Upload
+from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import (
-    IN_FLIGHT,
     PART,
     Cancelled,
     hidden_key,
@@ -26,16 +25,37 @@ from ckptconv.io.remote.uploads import (
 )
 from ckptconv.support.limits import in_force
 
-if TYPE_CHECKING:
-    from ckptconv.io.remote.objects import ObjectStoreOf
-
 T = TypeVar("T")
+
+MARK = "ckptconv_upload"
+"""The attribute that tells an object of one upload from others under its key."""
+
+
+class Bucket(Protocol):
+    """What such an object is written to."""
+
+    service: str
+
+    def opened(self, key: str, mark: str, part: int) -> Any:
+        """A file of obstore under a key, sent in parts of `part` bytes."""
+
+    def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
+        """A whole object at once; `mark` goes with it."""
+
+    def move(self, old: str, new: str, *, create: bool) -> None:
+        """Give an object another key."""
+
+    def remove(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+
+    def drop(self, key: str) -> None:
+        """Leave nothing of what was begun under a hidden key."""
 
 
 class WrittenObject(Upload):
     """An object that is held until it is finished; a larger one is written under a hidden key."""
 
-    def __init__(self, store: ObjectStoreOf, key: str, size: int) -> None:
+    def __init__(self, store: Bucket, key: str, size: int) -> None:
         self._store, self._key, self._size = store, key, size
         self._seconds = in_force().remote_seconds
         self._mark = secrets.token_hex(8)
@@ -56,14 +76,9 @@ class WrittenObject(Upload):
         self._written(view)
 
     def _begin(self) -> None:
+        assert self._hidden is not None
         with _told(self._store.service):
-            self._writer = self._store._obstore.open_writer(
-                self._store.writing,
-                self._hidden,
-                attributes={"ckptconv_upload": self._mark},
-                buffer_size=part_size(self._size),
-                max_concurrency=IN_FLIGHT,
-            )
+            self._writer = self._store.opened(self._hidden, self._mark, part_size(self._size))
 
     def _written(self, view: memoryview | bytearray) -> None:
         data, writer = bytes(view), self._writer
@@ -97,6 +112,10 @@ class WrittenObject(Upload):
             count(bytes_written=len(self._held))
         elif self._hidden != self._key:
             self._asked(partial(self._store.move, self._hidden, self._key, create=create))
+            try:
+                self._asked(partial(self._store.remove, self._hidden))
+            except StoreError:
+                self.is_left = True
         self._hidden, self._held = None, bytearray()
 
     def _asked(self, request: Callable[[], T]) -> T:

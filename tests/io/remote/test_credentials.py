@@ -150,8 +150,9 @@ def test_the_region_is_what_s3_names_in_its_answer(monkeypatch):
 
 def test_a_file_of_certificates_that_is_not_there_is_told(monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nosuch.pem")
-    with pytest.raises(UnsupportedCheckpoint, match="AWS_CA_BUNDLE"):
+    with pytest.raises(UnsupportedCheckpoint, match="AWS_CA_BUNDLE") as raised:
         place_of("s3://bucket/a.pt")
+    assert raised.value.path == "/nosuch.pem"
 
 
 # --------------------------------------------------------------------------- Google Cloud, Azure
