@@ -77,6 +77,7 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
 def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
     """The address that keys follow, and what is unfinished."""
     from ckptconv.io.places import place_of
+    from ckptconv.io.remote.output import asked
     from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError
@@ -90,7 +91,7 @@ def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
     if not store.can_write:
         raise UnsupportedCheckpoint("is a place that is only read", path=place.path)
     try:
-        found = list(store.unfinished(place.key))
+        found = list(asked(lambda: store.unfinished(place.key)))
     except StoreError as error:
         raise told(error, place.path) from None
     if older_than is not None:
@@ -109,7 +110,10 @@ def _begun(item: Unfinished) -> datetime:
 
 
 def _abort(url: Any, found: list[Unfinished]) -> None:
+    from functools import partial
+
     from ckptconv.io.places import place_of
+    from ckptconv.io.remote.output import asked
     from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError
@@ -119,7 +123,7 @@ def _abort(url: Any, found: list[Unfinished]) -> None:
     failed: list[CheckpointError] = []
     for item in found:
         try:
-            place.site.store.abort(item)
+            asked(partial(place.site.store.abort, item))
         except StoreError as error:
             if error.kind != "missing":  # another process was quicker
                 failed.append(told(error, UrlPath(place.site.store.locate(item.key))))

@@ -32,7 +32,7 @@ _MEANINGS: dict[str, _Meaning] = {
     "AccountIsDisabled": ("final", "says that the account is disabled", None),
     "NoSuchKey": ("missing", "no such file", "check the address"),
     "BlobNotFound": ("missing", "no such file", "check the address"),
-    "NoSuchUpload": ("final", "does not know the upload any more: somebody aborted it", None),
+    "NoSuchUpload": ("missing", "the upload is not known any more: it was aborted", None),
     "InvalidAccessKeyId": _KEY,
     "SignatureDoesNotMatch": _SECRET,
     "AuthenticationFailed": _SECRET,
@@ -113,13 +113,16 @@ def _by_status(code: str, status: int) -> _Meaning:
 _CODE = re.compile(r"<Code>([A-Za-z][A-Za-z0-9]{2,60})</Code>").search
 _STATUS = re.compile(r"(?:status code: |status: )(\d{3})").search
 _WHERE = re.compile(r"<Region>([a-z0-9-]{2,40})</Region>").search
+_ADDRESS = re.compile(r"https?://\S+").sub
+_ASKING_WHO = re.compile(r"Generic \w+ error: Error performing token request").match
 _UNREACHED = ("kind: Connect", "dns error", "tcp connect error", "Connection refused")
 _UNTRUSTED = ("certificate", "CertificateError", "UnknownIssuer")
 
 
 def told_by_obstore(error: BaseException, service: str) -> StoreError:
     """What an error of obstore means. Its text has the address and the body of the answer."""
-    name, text, who = type(error).__name__, str(error), NAMES[service]
+    name, who = type(error).__name__, NAMES[service]
+    text = _ADDRESS("", str(error))  # whose words are the user's
     code, status, region = _CODE(text), _STATUS(text), _WHERE(text)
     if name == "AlreadyExistsError":
         return StoreError("exists", "exists")
@@ -127,7 +130,8 @@ def told_by_obstore(error: BaseException, service: str) -> StoreError:
         return StoreError("changed", "was changed while it was read")
     if "without LOCATION" in text:
         return meant(service, "PermanentRedirect", 301)
-    if "token request" in text or "credential" in text.lower()[:200]:
+    is_nobody = name == "UnauthenticatedError" and status is None
+    if is_nobody or _ASKING_WHO(text):
         return StoreError("denied", f"{who} needs credentials, and none work", hint=CREDENTIALS)
     if isinstance(error, FileNotFoundError) and status is None:
         return StoreError("missing", "no such file", hint="check the address")

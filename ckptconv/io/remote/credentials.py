@@ -8,7 +8,9 @@ read are read.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
@@ -24,11 +26,11 @@ _HINT = "see: ckptconv help remote (credentials)"
 
 
 def options_of(
-    service: str, bucket: str, *, account: str | None = None, tries: int = 0
+    service: str, bucket: str, *, host: str | None = None, tries: int = 0
 ) -> dict[str, Any]:
     """What a store of obstore is opened with, which tries again `tries` times by itself.
 
-    `account` is that of Azure, where the address names it.
+    `host` is that of Azure's account, where the address names it.
     """
     options: dict[str, Any] = {
         "retry_config": {
@@ -44,13 +46,13 @@ def options_of(
         if bundle := os.environ.get("AWS_CA_BUNDLE"):
             options["client_options"]["root_certificate"] = _certificates(bundle)
         return {**options, **_s3_options(endpoint, bucket)}
-    return {**options, **(_google(endpoint) if service == "gs" else _azure(endpoint, account))}
+    return {**options, **(_google(endpoint) if service == "gs" else _azure(endpoint, host))}
 
 
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("STORAGE_EMULATOR_HOST",),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT"),
 }
 
 
@@ -62,7 +64,7 @@ def endpoint_of(service: str) -> str | None:
     if service == "s3" and found is None and _has_profile():
         found = _endpoint_of_profile()
     if service == "az" and found is None:
-        found = _connection().get("BlobEndpoint")
+        found = _blob_endpoint(_connection())
     if found is not None and "://" not in found:
         found = f"http://{found}"
     return found.rstrip("/") if found else None
@@ -230,11 +232,17 @@ def _session(_: tuple[tuple[str, str], ...]) -> Any:
 
 
 def _google(endpoint: str | None) -> dict[str, Any]:
-    if endpoint is not None:
-        return {"config": {"base_url": endpoint, "skip_signature": True}}
-    if _is_set("GOOGLE_SKIP_SIGNATURE") or not _has_google_credentials():
-        return {"config": {"skip_signature": True}}
-    return {}
+    if endpoint is not None:  # an emulator, which asks nobody who they are
+        nobody = {"client_email": "", "private_key": "", "private_key_id": ""}
+        emulated = {"gcs_base_url": endpoint, "disable_oauth": True, **nobody}
+        return {"service_account_key": json.dumps(emulated)}
+    if _is_set("GOOGLE_SKIP_SIGNATURE"):
+        return {"skip_signature": True}
+    if _first(*_GOOGLE) is not None:
+        return {}
+    if (file := _gcloud_file()).is_file():
+        return {"application_credentials": str(file)}
+    return {} if _on_gce() else {"skip_signature": True}
 
 
 _GOOGLE = (
@@ -243,12 +251,11 @@ _GOOGLE = (
 )  # fmt: skip
 
 
-def _has_google_credentials() -> bool:
-    if _first(*_GOOGLE) is not None:
-        return True
+def _gcloud_file() -> Path:
+    """Where gcloud keeps the credentials of programs."""
     usual = "~/AppData/Roaming/gcloud" if platforms.ON_WINDOWS else "~/.config/gcloud"
     folder = Path(os.environ.get("CLOUDSDK_CONFIG") or usual).expanduser()
-    return (folder / "application_default_credentials.json").is_file() or _on_gce()
+    return folder / "application_default_credentials.json"
 
 
 @lru_cache(maxsize=1)
@@ -268,21 +275,36 @@ def _on_gce() -> bool:
 # ------------------------------------------------------------------------------------------- Azure
 
 
+_HOSTS = re.compile(
+    r"([a-z0-9]{3,24})\.(?:dfs|blob)\."
+    r"(core\.(?:windows\.net|chinacloudapi\.cn|usgovcloudapi\.net))"
+).fullmatch
+
+
 def account_in(bucket: str) -> tuple[str, str | None]:
-    """Container and account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; where a container is
-    alone, the environment has the account.
+    """Container and host of the account of ``CONTAINER@ACCOUNT.dfs.core.windows.net``; where a
+    container is alone, the environment has the account.
 
     >>> account_in("models@mine.dfs.core.windows.net"), account_in("models")
-    (('models', 'mine'), ('models', None))
+    (('models', 'mine.blob.core.windows.net'), ('models', None))
     """
-    container, at, host = bucket.partition("@")
-    return container, host.partition(".")[0] if at else None
+    container, at, host = bucket.rpartition("@")
+    if not at:
+        return bucket, None
+    found = _HOSTS(host.lower())
+    if found is None or not container:  # whose host it is would be told what only Azure may know
+        raise UnsupportedCheckpoint(
+            "names no account of Azure",
+            hint="write abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/…",
+        )
+    return container, f"{found[1]}.blob.{found[2]}"
 
 
-def _azure(endpoint: str | None, account: str | None) -> dict[str, Any]:
+def _azure(endpoint: str | None, host: str | None) -> dict[str, Any]:
     connection = _connection()
     named = _first("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
-    name = account or named or connection.get("AccountName")
+    named = named or connection.get("AccountName") or _account_at(endpoint)
+    name = host.partition(".")[0] if host else named
     if name is None:
         raise UnsupportedCheckpoint(
             "names no account of Azure",
@@ -293,6 +315,13 @@ def _azure(endpoint: str | None, account: str | None) -> dict[str, Any]:
     key = key or connection.get("AccountKey")
     sas = _first("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
     sas = sas or connection.get("SharedAccessSignature")
+    if host is not None and (endpoint is None or name != named):
+        if named is not None and name != named and (key or sas):
+            # a signature for one account is not for the eyes of another
+            raise UnsupportedCheckpoint(
+                f"is in the account {name}, and the credentials are those of {named}", hint=_HINT
+            )
+        endpoint = f"https://{host}"
     options: dict[str, Any] = {"account_name": name}
     if endpoint is not None:
         options["endpoint"] = endpoint
@@ -309,6 +338,12 @@ def _azure(endpoint: str | None, account: str | None) -> dict[str, Any]:
     return options
 
 
+def _account_at(endpoint: str | None) -> str | None:
+    """The account that the name of Azure's own host begins with."""
+    found = _HOSTS((endpoint or "").partition("://")[2].lower())
+    return found[1] if found else None
+
+
 _EMULATOR = {
     "AccountName": "devstoreaccount1",
     "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/"
@@ -316,6 +351,15 @@ _EMULATOR = {
     "BlobEndpoint": "http://127.0.0.1:10000/devstoreaccount1",
 }
 """What Azure's documentation says of the emulator."""
+
+
+def _blob_endpoint(parts: dict[str, str]) -> str | None:
+    """Where a connection string says that the blobs are."""
+    if found := parts.get("BlobEndpoint"):
+        return found
+    name, suffix = parts.get("AccountName"), parts.get("EndpointSuffix")
+    scheme = parts.get("DefaultEndpointsProtocol", "https")
+    return f"{scheme}://{name}.blob.{suffix}" if name and suffix else None
 
 
 def _connection() -> dict[str, str]:

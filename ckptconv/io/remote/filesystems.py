@@ -47,7 +47,17 @@ def filesystem_store(address: str) -> tuple[Store, str]:
     if scheme == "memory":  # which has no hosts
         return FileSystemStore(fsspec, "memory://", "memory://"), rest.lstrip("/")
     host, _, key = rest.partition("/")
-    return FileSystemStore(fsspec, f"{scheme}://{host}/", _shown(f"{scheme}://{host}/")), key
+    whole = f"{scheme}://{host}/"
+    root = _shown(whole)
+    if whole != root:
+        _WHOLE[root] = whole
+    return FileSystemStore(fsspec, _WHOLE.get(root, whole), root), key
+
+
+_WHOLE: dict[str, str] = {}
+"""Addresses with a password, by what is shown of them: plans and results only have that, and name
+the place by it again in this process.
+"""
 
 
 def _shown(address: str) -> str:
@@ -69,8 +79,9 @@ class FileSystemStore(Store):
         scheme = whole.partition("://")[0]
         try:
             kind = fsspec.get_filesystem_class(scheme)
-            self.system = kind(**kind._get_kwargs_from_urls(whole), skip_instance_cache=True,
-                               use_listings_cache=False)  # fmt: skip
+            if scheme in ("sftp", "ssh"):
+                kind = _known_only(kind)
+            self.system = kind(**kind._get_kwargs_from_urls(whole), skip_instance_cache=True)
         except ImportError as error:
             what = f"is not on this machine, and {scheme}:// needs another library"
             hint = f"pip install {error.name}" if error.name else _advice(str(error))
@@ -79,8 +90,7 @@ class FileSystemStore(Store):
             what = f"is an address of a kind that is not known ({scheme}://)"
             raise UnsupportedCheckpoint(what, path=root, hint="see: ckptconv help remote") from None
         except Exception as error:  # its text may have the password
-            what = f"cannot be reached ({type(error).__name__})"
-            hint = "check the address and the network"
+            what, hint = _unreached(error)
             raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
 
     def path(self, key: str) -> str:
@@ -99,6 +109,7 @@ class FileSystemStore(Store):
         """The file system, for one thread at a time; its errors are those of a store."""
         with self._lock:
             try:
+                self.system.invalidate_cache()  # of listings, which others may have changed
                 yield self.system
             except StoreError:
                 raise
@@ -148,8 +159,8 @@ class FileSystemStore(Store):
                 raise StoreError("exists", "exists")
             try:
                 _rename(system, source, target)
-            except (OSError, NotImplementedError):  # it does not replace
-                if not is_there:
+            except (OSError, NotImplementedError) as error:  # it may be one that does not replace
+                if not is_there or isinstance(error, (ConnectionError, TimeoutError)):
                     raise
                 system.rm_file(target)
                 _rename(system, source, target)
@@ -189,8 +200,11 @@ class _Written(Upload):
             raise Cancelled
         with self._store.asking() as system:
             if self._file is None:
+                path = self._store.path(self._hidden)
+                with contextlib.suppress(NotImplementedError, FileExistsError):
+                    system.makedirs(system._parent(path), exist_ok=True)
                 self._is_made = True
-                self._file = system.open(self._store.path(self._hidden), "wb")
+                self._file = system.open(path, "wb")
             self._file.write(bytes(view))
         count(requests=1, bytes_written=len(view))
 
@@ -222,8 +236,40 @@ class _Written(Upload):
             self._store.remove(self._hidden)
 
 
+def _known_only(kind: Any) -> Any:
+    """The kind of file system of SSH that only talks to hosts which the user's ssh knows: that of
+    fsspec would hand the password to any.
+    """
+    import paramiko  # type: ignore[import-untyped]
+
+    class KnownOnly(kind):  # type: ignore[misc]
+        def _connect(self) -> None:
+            self.client = paramiko.SSHClient()
+            self.client.load_system_host_keys()
+            self.client.set_missing_host_key_policy(paramiko.RejectPolicy())
+            self.client.connect(self.host, timeout=10, **self.ssh_kwargs)
+            self.ftp = self.client.open_sftp()
+            self.ftp.get_channel().settimeout(120)
+
+    return KnownOnly
+
+
+def _unreached(error: Exception) -> tuple[str, str]:
+    """Why a file system cannot be asked at all, and what to do."""
+    name = type(error).__name__
+    if name == "BadHostKeyException":
+        return "is another host than before, as its key says", "see: man ssh (known_hosts)"
+    if "not found in known_hosts" in str(error):
+        return "is a host that ssh does not know yet", "connect to it by ssh once"
+    if "Auth" in name or isinstance(error, PermissionError):
+        return "does not accept who asks", "check user, password and key"
+    return f"cannot be reached ({name})", "check the address and the network"
+
+
 def _rename(system: Any, source: str, target: str) -> None:
-    if any(letter in source + target for letter in "*?["):  # which mv takes for a pattern
+    from fsspec import AbstractFileSystem
+
+    if type(system).mv is AbstractFileSystem.mv:  # which takes brackets and stars for a pattern
         system.cp_file(source, target)
         system.rm_file(source)
     else:
@@ -231,8 +277,8 @@ def _rename(system: Any, source: str, target: str) -> None:
 
 
 _TAGS = ("ETag", "etag", "e_tag", "checksum", "md5", "mtime", "LastModified", "last_modified",
-         "modified", "updated", "time", "created", "ino")  # fmt: skip
-_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "time", "created")
+         "modified", "updated", "created", "ino")  # fmt: skip
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
 def _seen(about: Mapping[str, Any]) -> Seen:

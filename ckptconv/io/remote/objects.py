@@ -7,6 +7,7 @@ store when it is whole: neither service lets a large object appear on a conditio
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -57,16 +58,22 @@ class ObjectStoreOf(Store):
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
         self.service = service
-        self.bucket, self._account = account_in(bucket) if service == "az" else (bucket, None)
+        self.bucket, self._host = self._named(bucket)
         self._obstore = needed("obstore", self.root)
         self._store: ObjectStore = self._opened(tries=0)
+
+    def _named(self, bucket: str) -> tuple[str, str | None]:
+        try:
+            return account_in(bucket) if self.service == "az" else (bucket, None)
+        except CheckpointError as error:
+            raise error.at(path=self.root) from None
 
     def _opened(self, tries: int) -> Any:
         """The store of obstore, by which a request is tried again `tries` times."""
         kinds = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
         kind = getattr(self._obstore.store, kinds[self.service])
         try:
-            options = options_of(self.service, self.bucket, account=self._account, tries=tries)
+            options = options_of(self.service, self.bucket, host=self._host, tries=tries)
             return kind(self.bucket, **options)
         except CheckpointError as error:
             raise error.at(path=self.root) from None
@@ -149,23 +156,26 @@ class ObjectStoreOf(Store):
         self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={MARK: mark})
 
     def move(self, old: str, new: str, *, create: bool) -> None:
-        if self._copied.get(old) != new:  # else the answer to the removal was lost
-            self.copy(old, new, create=create)
-            self._copied[old] = new
-        self.remove(old)
-        del self._copied[old]
-
-    @cached_property
-    def _copied(self) -> dict[str, str]:
-        """Keys of objects that are being moved, and where to."""
-        return {}
-
-    def copy(self, old: str, new: str, *, create: bool) -> None:
-        """Have the store copy an object."""
         mark = self.mark_of(old)
         if create and self.mark_of(new) not in (None, mark or ""):
             raise StoreError("exists", "exists")
+        size = self._size(old)
         self._asked(new, mark, "copy", old, new, overwrite=not create)
+        self._await_copy(new, size)
+
+    def _size(self, key: str) -> int:
+        try:
+            return int(self._obstore.head(self._store, key)["size"])
+        except Exception as error:
+            raise told_by_obstore(error, self.service) from None
+
+    def _await_copy(self, key: str, size: int) -> None:
+        """Azure may copy after its answer; until then the copy is an object without bytes."""
+        begin = time.monotonic()
+        while self._size(key) != size:
+            if time.monotonic() - begin > COPYING:
+                raise StoreError("final", "the copy of it by the store does not come to an end")
+            time.sleep(0.5)
 
     def mark_of(self, key: str) -> str | None:
         """The mark of the object that is there, empty where it has none; None without an object."""
@@ -224,6 +234,9 @@ class ObjectStoreOf(Store):
             with contextlib.suppress(Exception):
                 self._obstore.put(self._store, key, b"", mode="overwrite")
         self.remove(key)
+
+
+COPYING = 3600.0  # seconds for which a copy may go on
 
 
 def _is_left(key: str, prefix: str) -> bool:

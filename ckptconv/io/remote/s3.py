@@ -112,7 +112,7 @@ class S3Store(ObjectStoreOf):
                 raise
             return None
 
-    def copy(self, old: str, new: str, *, create: bool) -> None:
+    def move(self, old: str, new: str, *, create: bool) -> None:
         found = self.asked("head_object", Key=old)
         mark, size = found.get("Metadata", {}).get(_MARK, ""), found["ContentLength"]
         source = {"Bucket": self.bucket, "Key": old}

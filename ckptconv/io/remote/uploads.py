@@ -26,7 +26,9 @@ PART = 8 << 20
 
 _MOST_PARTS = 9_000
 IN_FLIGHT = 4
-"""Parts at a time."""
+"""Parts at a time, at most."""
+
+_SENT = 64 << 20  # bytes of parts that are on their way, unless one has more
 
 _ABORTING = 5.0  # seconds for which leaving nothing is tried
 _HIDDEN = ".ckptconv-part"
@@ -108,6 +110,7 @@ class PartsUpload(Upload):
     def __init__(self, size: int) -> None:
         self._seconds = in_force().remote_seconds
         self._part = part_size(size)
+        self._in_flight = max(1, min(IN_FLIGHT, _SENT // self._part))
         self._buffer = bytearray()
         self._beginning: Future[None] | None = None
         self._sending: deque[Future[Any]] = deque()
@@ -152,7 +155,7 @@ class PartsUpload(Upload):
         if self._beginning is None:
             self._beginning = fetched(partial(self._patiently, self._begin))
             self._waited(self._beginning)
-        while len(self._sending) >= IN_FLIGHT:
+        while len(self._sending) >= self._in_flight:
             self._wait_for_part()
         number = len(self._parts) + len(self._sending) + 1
         data, self._buffer = self._buffer, bytearray()

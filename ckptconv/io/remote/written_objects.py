@@ -48,6 +48,9 @@ class Bucket(Protocol):
     def remove(self, key: str) -> None:
         """Remove an object."""
 
+    def remove(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+
     def drop(self, key: str) -> None:
         """Leave nothing of what was begun under a hidden key."""
 

@@ -159,16 +159,27 @@ def test_a_file_of_certificates_that_is_not_there_is_told(monkeypatch):
 
 
 def test_google_signs_where_there_is_somebody(tmp_path, monkeypatch):
-    assert options_of("gs", "b")["config"] == {"skip_signature": True}
+    assert options_of("gs", "b")["skip_signature"] is True
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "a.json")
-    assert "config" not in options_of("gs", "b")
+    assert "skip_signature" not in options_of("gs", "b")
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     folder = tmp_path / "gcloud"
     folder.mkdir()
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(folder))
-    assert options_of("gs", "b")["config"] == {"skip_signature": True}
-    (folder / "application_default_credentials.json").write_text("{}")
-    assert "config" not in options_of("gs", "b")
+    assert options_of("gs", "b")["skip_signature"] is True
+    file = folder / "application_default_credentials.json"
+    file.write_text("{}")  # which obstore would look for in its usual place only
+    options = options_of("gs", "b")
+    assert options["application_credentials"] == str(file) and "skip_signature" not in options
+
+
+def test_an_emulator_of_google_asks_for_no_token(monkeypatch):
+    """Where signatures are only left out, obstore asks the metadata server when it writes."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:4443")
+    options = options_of("gs", "b")
+    account = json.loads(options["service_account_key"])
+    assert account["gcs_base_url"] == "http://localhost:4443" and account["disable_oauth"] is True
+    assert options["client_options"]["allow_http"] is True
 
 
 def test_the_names_that_the_tools_of_azure_know(monkeypatch):
@@ -179,7 +190,6 @@ def test_the_names_that_the_tools_of_azure_know(monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_KEY", SECRET)
     options = options_of("az", "container")
     assert (options["account_name"], options["account_key"]) == ("mine", SECRET)
-    assert options_of("az", "container", account="other")["account_name"] == "other"
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "?sig=x")
     assert options_of("az", "container")["sas_key"] == "sig=x"
@@ -195,6 +205,12 @@ def test_a_connection_string(monkeypatch):
     assert options_of("az", "container")["account_name"] == "devstoreaccount1"
 
 
+def test_the_suffix_in_a_connection_string(monkeypatch):
+    text = f"AccountName=mine;AccountKey={SECRET};EndpointSuffix=core.chinacloudapi.cn"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    assert options_of("az", "c")["endpoint"] == "https://mine.blob.core.chinacloudapi.cn"
+
+
 def test_the_account_in_an_address(monkeypatch):
     address = "abfss://models@mine.dfs.core.windows.net/run/a.pt"
     monkeypatch.setenv("AZURE_STORAGE_KEY", "bWFya2Vk")
@@ -203,6 +219,37 @@ def test_the_account_in_an_address(monkeypatch):
     store = place.site.store
     assert isinstance(store, ObjectStoreOf) and store.bucket == "models"
     assert account_in("models") == ("models", None)
+    options = options_of("az", "models", host="mine.blob.core.chinacloudapi.cn")
+    assert options["endpoint"] == "https://mine.blob.core.chinacloudapi.cn"
+    assert options["account_name"] == "mine"
+
+
+@pytest.mark.parametrize("variable", ["AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"])
+def test_what_opens_one_account_is_not_shown_to_another(variable, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    monkeypatch.setenv(variable, SECRET)
+    with pytest.raises(UnsupportedCheckpoint, match="is in the account other, and") as raised:
+        place_of("abfss://models@other.dfs.core.windows.net/a.pt")
+    assert SECRET not in str(raised.value)
+    assert options_of("az", "models", host="mine.blob.core.windows.net")["account_name"] == "mine"
+
+
+def test_the_endpoint_of_one_account_is_not_that_of_another(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://here:1/mine")
+    mine = options_of("az", "models", host="mine.blob.core.windows.net")
+    assert mine["endpoint"] == "http://here:1/mine"
+    other = options_of("az", "models", host="other.blob.core.windows.net")
+    assert other["endpoint"] == "https://other.blob.core.windows.net"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "mine.dfs.core.windows.net.evil.example", "mine", "a@b"]
+)
+def test_a_host_that_is_not_azures_is_refused(host, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", SECRET)
+    with pytest.raises(UnsupportedCheckpoint, match="names no account of Azure"):
+        place_of(f"abfss://models@{host}/a.pt")
 
 
 # ------------------------------------------------------------------------------- nothing is told

@@ -19,7 +19,7 @@ from ckptconv.io.remote.output import remote_output
 from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.s3 import S3Store, s3_store
 from ckptconv.io.remote.site import Site
-from ckptconv.io.remote.store import StoreError
+from ckptconv.io.remote.store import StoreError, Unfinished
 from ckptconv.io.remote.uploads import key_of_hidden
 from ckptconv.io.source import Source
 from ckptconv.support.errors import OutputRefused, UnsupportedCheckpoint
@@ -33,7 +33,7 @@ from helpers.conformance import (
 )
 
 obstore = pytest.importorskip("obstore")
-from obstore.exceptions import GenericError, PermissionDeniedError  # noqa: E402
+from obstore.exceptions import GenericError, PermissionDeniedError, UnauthenticatedError  # noqa: E402
 from obstore.store import MemoryStore  # noqa: E402
 
 _numbers = itertools.count()
@@ -336,6 +336,24 @@ def test_an_object_that_is_there_is_not_replaced(is_blind, size, read_back):
     assert service.objects["run/a.pt"][0] == pattern(size) and len(service.objects) == 1
 
 
+def test_an_upload_that_somebody_aborts_is_not_there(tmp_path):
+    """`cleanup` takes that for done; a writer is told."""
+    service = Service()
+    with pytest.raises(StoreError) as raised:
+        service.abort(Unfinished("run/a.pt", "gone"))
+    assert raised.value.kind == "missing"
+    with (
+        pytest.raises(OutputRefused, match="it was aborted; nothing was left behind"),
+        remote_output(RemotePlace(Site(service), "run/a.pt"), force=False) as output,
+    ):
+        with output.draft("a.pt", 3 << 20) as draft:
+            draft.stream.write(pattern(3 << 20))
+            draft.commit()
+        service.uploads.clear()
+        output.commit()
+    assert service.objects == {}
+
+
 def test_a_copy_that_fails_leaves_the_object_that_was_there(monkeypatch):
     from ckptconv.io.remote import s3
 
@@ -390,8 +408,17 @@ def body(code: str, more: str = "") -> str:
         ("HTTP error: builder error", "final", "the address of the service is wrong"),
         ("invalid peer certificate: UnknownIssuer", "final", "a certificate that this machine"),
         ("Received non-partial response when range requested", "final", "with the whole file"),
-        ("Error performing token request: MARKED", "denied", "S3 needs credentials"),
-        ("External AWS credential provider: MARKED", "denied", "S3 needs credentials"),
+        (
+            "Generic GCS error: Error performing token request: Error performing GET MARKED: "
+            "status code: 403 Forbidden",
+            "denied",
+            "S3 needs credentials",
+        ),
+        (
+            "Generic S3 error: Error performing GET http://h/certificate/kind: Connect in 2ms",
+            "passing",
+            "S3 does not answer",
+        ),
     ],
 )  # fmt: skip
 def test_errors_say_what_to_do_and_nothing_secret(text, kind, what):
@@ -402,6 +429,10 @@ def test_errors_say_what_to_do_and_nothing_secret(text, kind, what):
 
 
 def test_other_errors_of_obstore():
+    told = told_by_obstore(UnauthenticatedError("External AWS credential provider: MARKED"), "s3")
+    assert (told.kind, told.what) == ("denied", "S3 needs credentials, and none work")
+    told = told_by_obstore(FileNotFoundError("credentials/token request.pt not found"), "s3")
+    assert told.kind == "missing"
     assert isinstance(told_by_obstore(PermissionDeniedError("MARKED"), "gs"), Forbidden)
     told = told_by_obstore(FileNotFoundError("MARKED"), "az")
     assert (told.kind, told.what) == ("missing", "no such file")
