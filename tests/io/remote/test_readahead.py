@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import PurePosixPath
 
 import pytest
@@ -227,3 +228,18 @@ def test_a_run_over_blocks_that_were_planned_far_apart_is_filled_as_a_whole():
     plan = Readahead([(source, 100, 100), *between, (source, 0, 100)])
     view = bytearray(200)
     assert plan.fill(source, 0, memoryview(view)) and view == source.bytes[:200]
+
+
+def test_who_waits_for_what_is_let_go_reads_it_himself(monkeypatch):
+    waiting: list[Future[memoryview]] = []
+
+    def never(task) -> Future[memoryview]:
+        waiting.append(Future())
+        return waiting[-1]
+
+    monkeypatch.setattr(readahead, "fetched", never)
+    source = Far()
+    plan = Readahead([(source, 0, 90)])
+    threading.Timer(0.1, plan.close).start()
+    assert not plan.fill(source, 0, memoryview(bytearray(90)))
+    assert [future.cancelled() for future in waiting] == [True]
