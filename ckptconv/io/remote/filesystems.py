@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from importlib import import_module
 from typing import Any
 
 from ckptconv.io.remote.missing import needed
@@ -48,7 +47,17 @@ def filesystem_store(address: str) -> tuple[Store, str]:
     if scheme == "memory":  # which has no hosts
         return FileSystemStore(fsspec, "memory://", "memory://"), rest.lstrip("/")
     host, _, key = rest.partition("/")
-    return FileSystemStore(fsspec, f"{scheme}://{host}/", _shown(f"{scheme}://{host}/")), key
+    whole = f"{scheme}://{host}/"
+    root = _shown(whole)
+    if whole != root:
+        _WHOLE[root] = whole
+    return FileSystemStore(fsspec, _WHOLE.get(root, whole), root), key
+
+
+_WHOLE: dict[str, str] = {}
+"""Addresses with a password, by what is shown of them: plans and results only have that, and name
+the place by it again in this process.
+"""
 
 
 def _shown(address: str) -> str:
@@ -231,7 +240,7 @@ def _known_only(kind: Any) -> Any:
     """The kind of file system of SSH that only talks to hosts which the user's ssh knows: that of
     fsspec would hand the password to any.
     """
-    paramiko: Any = import_module("paramiko")
+    import paramiko  # type: ignore[import-untyped]
 
     class KnownOnly(kind):  # type: ignore[misc]
         def _connect(self) -> None:
@@ -268,8 +277,8 @@ def _rename(system: Any, source: str, target: str) -> None:
 
 
 _TAGS = ("ETag", "etag", "e_tag", "checksum", "md5", "mtime", "LastModified", "last_modified",
-         "modified", "updated", "time", "created", "ino")  # fmt: skip
-_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "time", "created")
+         "modified", "updated", "created", "ino")  # fmt: skip
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
 def _seen(about: Mapping[str, Any]) -> Seen:
