@@ -27,10 +27,10 @@ TORCH_MODULES = {
 }  # fmt: skip
 FILE_MODULES = {
     "support.platforms", "io.staging", "io.in_place", "io.journals", "cli.help_pages",
-    "cli.terminal", "pages.assets", "io.remote.credentials",
+    "cli.terminal", "pages.assets",
 }  # fmt: skip
 """cli.help_pages: the documentation; pages.assets: the script of a page; cli.terminal: the file
-that is made before it is printed; io.remote.credentials: a bundle of certificates.
+that is made before it is printed.
 """
 
 
