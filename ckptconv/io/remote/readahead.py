@@ -8,7 +8,7 @@ import threading
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 from ckptconv.io.remote.fetchers import fetched
@@ -25,6 +25,7 @@ _GAP = 64 << 10
 twice.
 """
 _BEHIND = 64  # blocks that may stay unused behind the one that is read
+_MOST = 2  # windows that are held when some of it is let go
 
 
 class FarSource(Source):
@@ -103,7 +104,10 @@ class Readahead:
             return False
         for block, data in found:
             first, last = max(offset, block.first), min(offset + len(view), block.last)
-            got = data.result()
+            try:
+                got = data.result()
+            except CancelledError:  # another thread reads so far ahead that this was let go
+                return False
             copied(
                 got[first - block.first : last - block.first], view[first - offset : last - offset]
             )
@@ -138,17 +142,17 @@ class Readahead:
         with self._lock:
             if any(block.is_over for block in found):
                 return None
-            for block in found:
-                self._start(block)
-            self._drop_before(self._number[id(found[0])] - _BEHIND)
+            started = [(block, self._started(block)) for block in found]
+            self._drop_before(min(self._number[id(block)] for block in found))
             self._go_on()
-            return [(block, block.data) for block in found if block.data is not None]
+            return started
 
-    def _start(self, block: _Block) -> None:
+    def _started(self, block: _Block) -> Future[memoryview]:
         if block.data is None:
             self._held += block.last - block.first
             source, first, last = block.source, block.first, block.last
             block.data = fetched(lambda: source.fetch(first, last - first))
+        return block.data
 
     def _go_on(self) -> None:
         while self._next < len(self._blocks):
@@ -156,16 +160,20 @@ class Readahead:
             if not block.is_over and block.data is None:
                 if self._held and self._held + block.last - block.first > WINDOW:
                     return
-                self._start(block)
+                self._started(block)
             self._next += 1
 
     def _drop_before(self, number: int) -> None:
-        """Let go of blocks that were planned long before what is read now: nobody wants them."""
-        while self._oldest < number:
-            block = self._blocks[self._oldest]
-            if block.data is not None and not block.is_over:
-                self._end(block)
+        """Let go of blocks that were planned long before block `number`, which is read now: nobody
+        wants them. Of those that are planned once more, much later, few are held until then; the
+        others are fetched again.
+        """
+        while self._oldest < number - _BEHIND:
+            self._end(self._blocks[self._oldest])
             self._oldest += 1
+        for block in self._blocks[self._oldest : number] if self._held > _MOST * WINDOW else ():
+            if self._held > WINDOW:
+                self._let_go(block)
 
     def _used(self, block: _Block, nbytes: int) -> None:
         with self._lock:
@@ -177,10 +185,14 @@ class Readahead:
     def _end(self, block: _Block) -> None:
         if block.is_over:
             return
+        self._let_go(block)
+        block.is_over = True
+
+    def _let_go(self, block: _Block) -> None:
         if block.data is not None:
             block.data.cancel()
             self._held -= block.last - block.first
-        block.data, block.is_over = None, True
+            block.data = None
 
 
 def _blocks(runs: Sequence[Run]) -> list[_Block]:

@@ -43,7 +43,10 @@ class Bucket(Protocol):
         """A whole object at once; `mark` goes with it."""
 
     def move(self, old: str, new: str, *, create: bool) -> None:
-        """Give an object another key."""
+        """Give an object another key; the old one stays."""
+
+    def remove(self, key: str) -> None:
+        """Remove an object."""
 
     def remove(self, key: str) -> None:
         """Remove an object; nothing happens where there is none."""

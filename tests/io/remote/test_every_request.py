@@ -316,7 +316,7 @@ def test_ctrl_c_leaves_nothing(options, checkpoint, bucket, monkeypatch):  # noq
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_a_kill_leaves_what_is_found_and_nothing_else(options, checkpoint, bucket):  # noqa: F811
-    """The process is gone at each request in turn: nothing that it asks for after that is done."""
+    """The process is gone after each request in turn: nothing more that it asks for is done."""
     found = set()
     for number in itertools.count(1):
         bucket.objects.clear()
