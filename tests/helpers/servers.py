@@ -314,7 +314,11 @@ def azure_request(server: Server, method: str, path: str, **options: Any) -> Any
     key = base64.b64decode(_AZURITE_KEY)
     signature = base64.b64encode(hmac.new(key, text.encode(), hashlib.sha256).digest()).decode()
     headers["Authorization"] = f"SharedKey devstoreaccount1:{signature}"
-    return urllib3.request(method, url, headers=headers, body=body or None, retries=False)
+    # a connection that lay idle may be closed by then
+    retries = 2 if method == "GET" else False
+    return urllib3.request(
+        method, url, headers=headers, body=body or None, retries=retries, redirect=False
+    )
 
 
 KINDS = {

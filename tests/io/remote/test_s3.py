@@ -69,12 +69,18 @@ main()
 """
 
 
+def _hear_ctrl_c() -> None:
+    """Where the tests run in the background, it is ignored, and would be ignored here."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def stopped(server: Server, large: Path, url: str, number: int) -> tuple[int, str]:
     """A conversion that gets a signal while parts are on their way: its exit code and stderr."""
     env = environment(**server.environment)
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK, "convert", str(large), url],
         env=env, cwd=large.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=_hear_ctrl_c,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "stuck\n"
     process.send_signal(number)
