@@ -171,7 +171,7 @@ def portable_by_name(done: Finished) -> str:
     """What a command says; the file that it advises to write lies beside a file of this host, and
     in the working folder for an object.
     """
-    return re.sub(r"\S*/(\S+-portable\.)", r"\1", repr(told(done)))
+    return re.sub(r"\S*/(\S+-portable\S*\.)", r"\1", repr(told(done)))
 
 
 def test_the_secret_is_in_nothing_that_is_printed(server, home, url, large, tmp_path):
