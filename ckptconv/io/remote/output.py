@@ -33,6 +33,10 @@ from ckptconv.support.signals import held_back
 T = TypeVar("T")
 
 _NOTHING_LEFT = "nothing was left behind"
+_MAY_BE_LEFT = "look whether it is there, and let ckptconv cleanup find what was left behind"
+"""Where the store does not answer: neither whether the last request was done, nor to the removal of
+what was begun.
+"""
 
 
 def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
@@ -42,7 +46,7 @@ def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
         what = "is a folder that torch makes, on this machine only"
         hint = "write it to a folder here, and upload that"
         raise OutputRefused(what, path=place.path, hint=hint)
-    with _told(named):
+    with _told(named, is_begun=False):
         if not named.key or named.key.endswith("/"):
             raise OutputRefused("is a folder", path=place.path, hint="name a file to write")
         if _is_there(named):
@@ -96,7 +100,7 @@ def _exists_by_now(place: Location) -> OutputRefused:
 
 
 @contextmanager
-def _told(place: Location) -> Iterator[None]:
+def _told(place: Location, *, is_begun: bool = True) -> Iterator[None]:
     """Errors of the store and of the system as `OutputRefused` of the output."""
     try:
         with output_errors(place.path):
@@ -104,7 +108,8 @@ def _told(place: Location) -> Iterator[None]:
     except StoreError as error:
         if error.kind == "exists":
             raise _exists_by_now(place) from None
-        hints = (error.hint, _NOTHING_LEFT)
+        is_known = error.kind != "passing" or not is_begun
+        hints = (error.hint, _NOTHING_LEFT if is_known else _MAY_BE_LEFT)
         raise OutputRefused(
             f"cannot be written: {error.what}",
             path=place.path,
@@ -230,7 +235,7 @@ class RemoteOutput(Destination):
         self._is_open = False
 
     def __enter__(self) -> RemoteOutput:
-        with _told(self._place):
+        with _told(self._place, is_begun=False):
             if self._files is None:
                 check_remote(self._place, is_folder=False, force=self._force)
             elif not self._force and (found := self._found(self._files)):
