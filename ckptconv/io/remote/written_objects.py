@@ -46,9 +46,6 @@ class Bucket(Protocol):
         """Give an object another key; the old one stays."""
 
     def remove(self, key: str) -> None:
-        """Remove an object."""
-
-    def remove(self, key: str) -> None:
         """Remove an object; nothing happens where there is none."""
 
     def drop(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What a user does with checkpoints in a bucket, on a real server: from S3 to S3, without the disk."""
+"""What a user does with checkpoints in a bucket, on a real server: S3 to S3, without the disk."""
 
 from __future__ import annotations
 
@@ -164,7 +164,6 @@ def test_a_command_says_of_an_object_what_it_says_of_a_file(
     there = ckptconv(server, tmp_path, verb, f"{url}/{name}", *options)
     assert there.exit == here.exit
     said = [repr(told(here)), repr(told(there)).replace(url, str(tmp_path))]
-    assert [re.sub(r"\d+ requests?.*?\\n", "", " ".join(text.split())) for text in said][0]
     if options:
         assert said[0] == said[1]
 
