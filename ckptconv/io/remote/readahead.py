@@ -25,7 +25,7 @@ _GAP = 64 << 10
 twice.
 """
 _BEHIND = 64  # blocks that may stay unused behind the one that is read
-_MOST = 2  # windows that are held when some of it is let go
+_MOST = 3  # windows that are held when some of it is let go: each of many threads reads a block
 
 
 class FarSource(Source):

@@ -1,4 +1,4 @@
-"""What a user does with checkpoints in a bucket, on a real server: S3 to S3, without the disk."""
+"""What a user does with checkpoints in a bucket, on a real server; the disk is not needed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,9 +79,9 @@ def test_from_s3_to_s3(most, options, server, home, url, large, tmp_path):
     assert all(np.array_equal(found[key], value.numpy()) for key, value in expected.items())
     network = done.json()["network"]
     nbytes = large.stat().st_size
-    # what is verified is read once more
     assert nbytes * 0.99 < network["bytes_written"] < nbytes * 1.02
-    assert network["bytes_read"] < nbytes * (1.05 if not options else 2.1)
+    # to verify, both are read once more
+    assert network["bytes_read"] < nbytes * (1.05 if not options else 3.1)
     assert done.rss < 300 << 20
     assert open_uploads(server, home) == [] and list(tmp_path.iterdir()) == []
     again = ckptconv(server, tmp_path, *command)
@@ -101,8 +102,6 @@ def test_nothing_is_written_to_the_disk(server, home, url, large, tmp_path):
         log = tmp_path / "log"
         calls = "trace=openat,open,creat,mkdir,mkdirat,rename,renameat,renameat2,link,linkat"
         program = [strace, "-f", "-qq", "-e", calls, "-o", log, "ckptconv"]
-        import sys
-
         program = [*map(str, program[:-1]), sys.executable, "-m", "ckptconv"]
         done = run_process(
             *command, cwd=cwd, env={**server.environment, **places}, command=program, limit=120
@@ -163,9 +162,16 @@ def test_a_command_says_of_an_object_what_it_says_of_a_file(
     here = ckptconv(server, tmp_path, verb, tmp_path / name, *options)
     there = ckptconv(server, tmp_path, verb, f"{url}/{name}", *options)
     assert there.exit == here.exit
-    said = [repr(told(here)), repr(told(there)).replace(url, str(tmp_path))]
+    said = [portable_by_name(done).replace(url, str(tmp_path)) for done in (here, there)]
     if options:
         assert said[0] == said[1]
+
+
+def portable_by_name(done: Finished) -> str:
+    """What a command says; the file that it advises to write lies beside a file of this host, and
+    in the working folder for an object.
+    """
+    return re.sub(r"\S*/(\S+-portable\S*\.)", r"\1", repr(told(done)))
 
 
 def test_the_secret_is_in_nothing_that_is_printed(server, home, url, large, tmp_path):
@@ -218,8 +224,6 @@ try:
 except CheckpointError as error:
     print(error.what)
 """
-    import sys
-
     done = run_process(
         f"{url}/in.safetensors", f"{url}/out.pt", tmp_path / "1.safetensors",
         cwd=tmp_path, env=server.environment, command=[sys.executable, "-c", script],

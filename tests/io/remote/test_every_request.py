@@ -12,9 +12,11 @@ import pytest
 from safetensors.numpy import load, save_file
 
 from ckptconv import CheckpointError, convert_checkpoint
+from ckptconv.io.remote import uploads
 from ckptconv.io.remote.output import remote_output
 from ckptconv.io.remote.uploads import key_of_hidden
 from ckptconv.io.staging import ShardNames
+from ckptconv.support.limits import limits
 from helpers.conformance import DestinationConformance, pattern
 from helpers.memory_bucket import Bucket, S3InMemory, bucket, bucket_place  # noqa: F401
 
@@ -350,3 +352,37 @@ def test_a_kill_leaves_what_is_found_and_nothing_else(options, checkpoint, bucke
         if is_whole:
             break
     assert found
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_network_that_is_gone_leaves_no_mixture(options, force, checkpoint, bucket, monkeypatch):  # noqa: F811
+    """Each request in turn is the last one that is done, and its answer gets lost."""
+    monkeypatch.setattr(uploads, "_ABORTING", 0.01)
+    for number in itertools.count(1):
+        bucket.objects.clear()
+        bucket.begun.clear()
+        bucket.fault = lambda at, name, key: None
+        if force:
+            converted(checkpoint / "old.safetensors", **options)
+        bucket.asked.clear()
+
+        def fault(at, name, key, number=number):
+            return None if at < number else "lost" if at == number else "passing"
+
+        bucket.fault = fault
+        try:
+            with limits(remote_seconds=0.01):
+                converted(checkpoint / "new.safetensors", force=force, **options)
+        except CheckpointError:
+            pass
+        else:
+            break
+        whole = [None, bytes_of(TENSORS), *([bytes_of(OLD)] if force else [])]
+        assert tensors(bucket.content) in whole, (number, bucket.asked)
+        bucket.fault = lambda at, name, key: None
+        store = S3InMemory(bucket)
+        for left in store.unfinished("run/model"):
+            store.abort(left)
+        assert bucket.left == [] and unhidden(bucket.content) == bucket.content, bucket.asked
+    assert number > 5
