@@ -311,12 +311,12 @@ def test_cleanup_prints_what_the_page_says(room, monkeypatch):
     for words in ((), ("--older-than", "1"), ("--abort",)):
         done = CliRunner().invoke(cli, ["cleanup", str(room), *words, "--json"])
         assert done.exit_code == 0
-        found.append(strict(done.output))
+        found.append(strict(done.stdout))
     assert [len(item["uploads"]) for item in found] == [2, 1, 2], "nobody knows how old one is"
     assert aborted == ["a/model.pt", "a/b.pt"]
     found.append(document("cleanup", room, cwd=room, code=1))
     hold("cleanup", found)
-    text = CliRunner().invoke(cli, ["cleanup", str(room)]).output
+    text = CliRunner().invoke(cli, ["cleanup", str(room)]).stdout
     assert "2 unfinished uploads found; add --abort" in text and "a/model.pt, 10 B" in text
 
 
