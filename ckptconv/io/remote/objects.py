@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import IN_FLIGHT, key_of_hidden
 from ckptconv.io.remote.written_objects import MARK, WrittenObject
@@ -249,6 +250,7 @@ class ObjectStoreOf(Store):
         self.remove(key)
 
 
+REMOVING = 5.0  # seconds for which a copied object is tried to be removed
 COPYING = 3600.0  # seconds for which a copy may go on
 
 
