@@ -160,7 +160,8 @@ class ObjectStoreOf(Store):
         if self._copied.get(old) != new:  # else the answer to the removal was lost
             self.copy(old, new, create=create)
             self._copied[old] = new
-        self.remove(old)
+        with contextlib.suppress(StoreError):  # it is in place; what stays, `unfinished` finds
+            patiently(partial(self.remove, old), REMOVING)
         del self._copied[old]
 
     @cached_property
