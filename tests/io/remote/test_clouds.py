@@ -129,7 +129,8 @@ def ways(server: Server) -> dict[str, dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize("way", ["key", "token", "string"])
+# with a token azurite fails (500) to remove anything by batches, as obstore does: not tried here
+@pytest.mark.parametrize("way", ["key", "string"])
 @pytest.mark.parametrize(
     "root", ["az://bucket", "abfss://bucket@devstoreaccount1.dfs.core.windows.net"]
 )
@@ -137,10 +138,7 @@ def test_azure_is_asked_by_what_its_tools_know(way, root, azure, home, large):
     env, url = ways(azure)[way], f"{root}/{home}/out.safetensors"
     done = ckptconv(large.parent, env, "convert", large, url)
     assert done.exit == 0, done.err
-    keys = object_keys(azure, home)
-    assert f"{home}/out.safetensors" in keys
-    if way != "token":  # with which azurite fails to remove anything, by its batches
-        assert len(keys) == 1
+    assert object_keys(azure, home) == [f"{home}/out.safetensors"]
     assert ckptconv(large.parent, env, "diff", large, url).exit == 0
 
 
