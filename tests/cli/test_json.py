@@ -312,6 +312,7 @@ def test_cleanup_prints_what_the_page_says(room, monkeypatch):
         done = CliRunner().invoke(cli, ["cleanup", str(room), *words, "--json"])
         assert done.exit_code == 0
         found.append(strict(done.stdout))
+        assert found[-1].pop("network")["requests"] >= 1
     assert [len(item["uploads"]) for item in found] == [2, 1, 2], "nobody knows how old one is"
     assert aborted == ["a/model.pt", "a/b.pt"]
     found.append(document("cleanup", room, cwd=room, code=1))

@@ -236,6 +236,7 @@ class ObjectStoreOf(Store):
         self.remove(key)
 
 
+REMOVING = 5.0  # seconds for which a copied object is tried to be removed
 COPYING = 3600.0  # seconds for which a copy may go on
 
 
