@@ -20,7 +20,7 @@ import json
 import os
 import pkgutil
 import resource
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -68,7 +68,7 @@ def _serve(connection: socket.socket, ends: int) -> None:
     while asking or running:
         waiting = [run.deadline for run in running.values() if not run.killed]
         left = max(0.0, min(waiting) - time.monotonic()) if waiting else None
-        ready, _, _ = select.select([*asking, ends], [], [], left)
+        ready = _ready([ends, *asking], left)  # not select(2), which knows no number above 1023
         if ends in ready:
             os.read(ends, 1 << 12)
         if connection in ready:
@@ -82,6 +82,14 @@ def _serve(connection: socket.socket, ends: int) -> None:
             if run.deadline <= time.monotonic() and not run.killed:
                 os.kill(pid, signal.SIGKILL)
                 run.killed = True
+
+
+def _ready(files: list[Any], seconds: float | None) -> list[Any]:
+    """Those of `files` that can be read, when one can or the time is over."""
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]
 
 
 def _tell_ends(running: dict[int, _Running]) -> None:
