@@ -98,7 +98,7 @@ $(SERVERS)/ready: tests/data/servers.txt
 
 # The tests against real servers of objects on this host; of those, SeaweedFS and moto have to run.
 servers: $(VENV)/ready $(SERVERS)/ready
-	CKPTCONV_REQUIRE_SERVERS=1 $(BIN)/python -m pytest -q -m servers
+	CKPTCONV_REQUIRE_SERVERS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m servers
 
 check: lint test
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptconv.diff.checkpoints import compare
 from ckptconv.diff.difference import Difference
 from ckptconv.formats.registry import Named, open_certain
-from ckptconv.io.destination import check_output
-from ckptconv.io.outputs import FileOutput
+from ckptconv.io.location import Location
+from ckptconv.io.outputs import check_place_free, file_output
 from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import rules_of
 from ckptconv.pages.facts import PageFacts
@@ -124,24 +123,31 @@ def report_difference(
     return _written(facts, place, force=force), found.difference
 
 
-def _free_place(output: str | os.PathLike[str], force: bool, *sources: Named) -> Path:
-    """The output as a path that may be written, before anything is read."""
-    place = Path(output)
+def _free_place(output: str | os.PathLike[str], force: bool, *sources: Named) -> Location:
+    """The output as a place that may be written, before anything is read."""
+    place = place_of(output)
     for source in sources:
         paths = [source] if isinstance(source, (str, os.PathLike)) else source
         for path in paths:
-            read = place_of(path).local()
-            if read is not None and place.exists() and read.exists() and place.samefile(read):
+            if _is_same(place, place_of(path)):
                 raise OutputRefused(
                     "is the checkpoint that the page is about", path=place, hint="name another file"
                 )
-    check_output(place, force=force)
+    check_place_free(place, is_folder=False, force=force)
     return place
 
 
-def _written(facts: PageFacts, place: Path, *, force: bool) -> Page:
+def _is_same(place: Location, read: Location) -> bool:
+    """Whether two places are one file."""
+    here, there = place.local(), read.local()
+    if here is None or there is None:
+        return place == read
+    return here.exists() and there.exists() and here.samefile(there)
+
+
+def _written(facts: PageFacts, place: Location, *, force: bool) -> Page:
     raw = page_text(facts).encode()
-    with FileOutput(place, force=force, fsync=True, size=len(raw)) as output:
+    with file_output(place, force=force, fsync=True, size=len(raw)) as output:
         with output.draft(place.name, len(raw)) as draft:
             draft.stream.write(raw)
             draft.commit()

@@ -231,3 +231,30 @@ except CheckpointError as error:
     assert "was changed while it was read" in done.out, (done.out, done.err)
     assert object_keys(server, home) == [f"{home}/in.safetensors"]
     assert open_uploads(server, home) == []
+
+
+def test_whatever_names_a_file_may_name_an_object(server, home, url, tmp_path):
+    put(server, home, SAMPLES / "ddp_cuda3.pt")
+    put_object(server, f"{home}/meta.json", b'{"license": "mit"}')
+    source = f"{url}/ddp_cuda3.pt"
+    for words in (
+        ("convert", source, f"{url}/a.safetensors", "--save-mapping", f"{url}/map.json"),
+        ("convert", f"{url}/a.safetensors", f"{url}/b.pt", "--reverse", "--rules",
+         f"{url}/map.json"),
+        ("convert", source, f"{url}/c.safetensors", "--like", f"{url}/a.safetensors",
+         "--metadata-from", f"{url}/meta.json"),
+        ("report", source, "-o", f"{url}/page.html"),
+        ("diff", source, f"{url}/b.pt", "--html", f"{url}/diff.html"),
+        ("show", f"{url}/a.safetensors", "classifier.bias", "--npy", f"{url}/bias.npy"),
+        ("average", f"{url}/a.safetensors", f"{url}/c.safetensors", f"{url}/d.safetensors"),
+    ):  # fmt: skip
+        done = ckptconv(server, tmp_path, *words)
+        assert done.exit == 0, (words, done.err)
+    assert get_object(server, f"{home}/page.html").startswith(b"<!")
+    kept = load(get_object(server, f"{home}/c.safetensors"))
+    original = torch.load(SAMPLES / "ddp_cuda3.pt", map_location="cpu", weights_only=True)
+    assert np.array_equal(kept["classifier.bias"], original["module.classifier.bias"].numpy())
+    assert b'"license":"mit"' in get_object(server, f"{home}/c.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    refused = ckptconv(server, tmp_path, "report", source, "-o", source, "--force")
+    assert refused.exit == 1 and "is the checkpoint that the page is about" in refused.err
