@@ -185,6 +185,7 @@ def main() -> None:
 def upload(server: object) -> None:
     """2 GB in 300 tensors, under the key big.pt."""
     import torch
+
     from helpers.servers import s3_client
 
     client = s3_client(server)

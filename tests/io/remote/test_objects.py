@@ -442,7 +442,7 @@ def test_an_empty_object_is_opened_though_the_answer_that_says_so_is_lost_once(
         return real_head(store, key)
 
     def get(*_: Any, **__: Any) -> Any:
-        raise GenericError("416 Range Not Satisfiable")
+        raise GenericError("Server returned non-2xx status code: 416 Range Not Satisfiable: ")
 
     monkeypatch.setattr(obstore, "head", head)
     monkeypatch.setattr(obstore, "get", get)
