@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli.options import (
-    FILE,
     RuleCommand,
+    fitting_options,
     is_for_stdout,
     key_options,
     key_target_of,
@@ -62,23 +62,7 @@ Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.
 )
 @output_options
 @key_options("strip")
-@click.option(
-    "--like",
-    metavar="OTHER",
-    type=FILE,
-    help="Fit the keys to those of another checkpoint, an index, or a text file with one key per "
-    "line.",
-)
-@click.option(
-    "--model",
-    metavar="PACKAGE.MODULE:CALLABLE",
-    help="Fit the keys to the model that this callable builds. Imports code.",
-)
-@click.option(
-    "--drop-unexpected",
-    is_flag=True,
-    help="With --like or --model: leave out the keys that the target does not have.",
-)
+@fitting_options
 def convert(keys: str, **given: Any) -> None:
     """Convert checkpoint IN to OUT, in the format that the name of OUT says.
 

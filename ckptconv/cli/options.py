@@ -260,16 +260,46 @@ def LIMIT(command: F) -> F:
 
 
 def output_options(command: F) -> F:
-    """The arguments and options that every writing command has."""
-    return _with_options(command, [*_conversion_options(), *_run_options()])
-
-
-def _conversion_options() -> list[Callable[[F], F]]:
-    """From what is converted to what becomes of it."""
-    return [
+    """The arguments and options that every command has that writes one checkpoint."""
+    return _with_options(command, [
         # `refuse_missing` says what is missing
         click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
+        *_conversion_options(),
+        click.option("--save-mapping", metavar="FILE", type=NEW_FILE,
+                     help="Save which key became which, so that --rules FILE --reverse can undo "
+                          "it."),
+        *_run_options(),
+    ])  # fmt: skip
+
+
+def conversion_options(command: F) -> F:
+    """The options of what becomes of each checkpoint of many."""
+    return _with_options(command, _conversion_options())
+
+
+def run_options(command: F) -> F:
+    """The options of how outputs are made, and what is printed of them."""
+    return _with_options(command, _run_options())
+
+
+def fitting_options(command: F) -> F:
+    """The options of what the keys are fitted to."""
+    return _with_options(command, [
+        click.option("--like", metavar="OTHER", type=FILE,
+                     help="Fit the keys to those of another checkpoint, an index, or a text file "
+                          "with one key per line."),
+        click.option("--model", metavar="PACKAGE.MODULE:CALLABLE",
+                     help="Fit the keys to the model that this callable builds. Imports code."),
+        click.option("--drop-unexpected", is_flag=True,
+                     help="With --like or --model: leave out the keys that the target does not "
+                          "have."),
+    ])  # fmt: skip
+
+
+def _conversion_options() -> list[Callable[[F], F]]:
+    """What becomes of a checkpoint."""
+    return [
         click.option("--device", metavar="TAG", shell_complete=offer_devices,
                      help="The device tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
         click.option("--map-location", metavar="OLD=NEW", multiple=True,
@@ -306,9 +336,6 @@ def _conversion_options() -> list[Callable[[F], F]]:
         TAG,
         LIMIT,
         choice_options,
-        click.option("--save-mapping", metavar="FILE", type=_NewFileName(path_type=Path),
-                     help="Save which key became which, so that --rules FILE --reverse can undo "
-                          "it."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias",
             show_default=True,
                      help="If a tensor has several names, write it to safetensors once, or once "

@@ -1,0 +1,125 @@
+"""One job run by whoever runs it: in this process, in a worker, on another machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+from ckptconv.batch.identity import fingerprint, names_of, stamps
+from ckptconv.batch.own_code import code_version
+from ckptconv.batch.receipts import Failure, Receipt, Stamps, failed_by
+from ckptconv.convert.execute import ConversionResult
+from ckptconv.convert.job import Job
+from ckptconv.convert.whole import standing
+from ckptconv.io.places import place_of
+from ckptconv.support.errors import OutputRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A job that is to be run: its number in the batch, how often it was tried before.
+
+    `resumed`: it was begun before, and its output may be there. `hosts` are those that a web
+    server may redirect to. `code` is the version of the code that the driver has.
+    """
+
+    number: int
+    job: Job
+    tries: int = 0
+    resumed: bool = False
+    hosts: str = ""
+    code: str = ""
+
+
+def run_task(task: Task) -> Receipt:
+    """Run a job; whatever goes wrong with it stands in the receipt."""
+    begin = time.perf_counter()
+    is_known = task.code in ("", code_version())
+    receipt = _ran(task) if is_known else _other_code(task)
+    return replace(
+        receipt,
+        seconds=time.perf_counter() - begin,
+        tries=task.tries + 1,
+        worker=f"{platform.node()}:{os.getpid()}",
+    )
+
+
+def _ran(task: Task) -> Receipt:
+    from ckptconv.io.remote.hosts import allowing_hosts
+
+    job = task.job
+    known = ""
+    try:
+        with allowing_hosts(task.hosts):
+            known = fingerprint(job)
+            _make_folder(job)
+            return replace(_converted(job, resumed=task.resumed), fingerprint=known)
+    except Exception as error:  # whatever it is, the others go on
+        failure = failed_by(error)
+        return Receipt(names_of(job), str(job.output), "failed", fingerprint=known, error=failure)
+
+
+def _make_folder(job: Job) -> None:
+    """Make the folder that the output of a job stands in, on this host."""
+    if (path := place_of(job.output).local()) is None:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"its folder cannot be made: {error.strerror}"
+        raise OutputRefused(what, path=path) from error
+
+
+def _converted(job: Job, *, resumed: bool) -> Receipt:
+    if resumed:
+        found = standing(job)
+        if found.result is not None:
+            return replace(_receipt(job, found.result), found=True)
+        if found.kind == "part":  # all that is there is what will be there
+            job = replace(job, force=True)
+    return _receipt(job, job.run())
+
+
+def _receipt(job: Job, result: ConversionResult) -> Receipt:
+    plan = result.plan
+    written = [file.path for file in plan.files]
+    if plan.index is not None:
+        written.append(plan.index.path)
+    if plan.target.is_folder:
+        written = [plan.output]
+    return Receipt(
+        names_of(job),
+        str(job.output),
+        "done",
+        source_nbytes=plan.source_nbytes,
+        nbytes=result.nbytes,
+        tensors=sum(item.written for item in plan.state_dicts),
+        format=plan.source_format,
+        to=plan.to,
+        notes=plan.notes,
+        verified=result.verified,
+        made=made_of(written),
+    )
+
+
+def made_of(paths: Sequence[PurePath]) -> Stamps:
+    """What tells the files of an output from others."""
+    found = {}
+    for path in paths:
+        place = place_of(path)
+        found[str(place.absolute)] = stamps(place) or []
+    return found
+
+
+def _other_code(task: Task) -> Receipt:
+    here, host = code_version(), platform.node()
+    message = (
+        f"the worker on {host} has ckptconv {here}, but {task.code} began the batch; install the "
+        "same version on all machines"
+    )
+    error = Failure("OtherVersion", message, "install the same version on all machines")
+    return Receipt(names_of(task.job), str(task.job.output), "failed", error=error)
