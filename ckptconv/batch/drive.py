@@ -23,6 +23,7 @@ from ckptconv.batch.receipts import Failure, Receipt
 from ckptconv.batch.work import Task
 from ckptconv.convert.job import Job
 from ckptconv.io.places import place_of
+from ckptconv.io.remote.traffic import count
 from ckptconv.support.choices import refuse_no_flag, refuse_other, spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
 
@@ -221,6 +222,8 @@ class _Run:
         """The receipt of what ended, unless it is tried again."""
         task = self._running.pop(ended.number)
         receipt = ended.receipt or _lost(task, ended.lost)
+        if receipt.network and not receipt.worker.endswith(f":{os.getpid()}"):
+            count(**receipt.network)  # what went over the network elsewhere, as told here
         error = receipt.error
         if error is not None and error.passing and task.tries + 1 < self._wanted.tries:
             self._again(task, error)

@@ -39,7 +39,8 @@ class Receipt:
     `nbytes` are the sizes of what was read and written, in bytes; `format` is the source's and `to`
     the output's; `tensors` counts those written. `verified` counts the tensors that were read back
     (None: not asked for). `found`: the output was there already, byte for byte. `earlier`: it was
-    done in an earlier run. `error` is there when `state` is ``failed``.
+    done in an earlier run. `worker` is the host and the process that ran it, `network` what went
+    over the network for it (None: nothing). `error` is there when `state` is ``failed``.
     """
 
     source: tuple[str, ...]
@@ -57,6 +58,7 @@ class Receipt:
     verified: int | None = None
     found: bool = False
     worker: str = ""
+    network: Mapping[str, int] | None = None
     made: Stamps | None = None
     error: Failure | None = None
     earlier: bool = False

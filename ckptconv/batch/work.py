@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 
 from ckptconv.batch.identity import fingerprint, names_of, stamps
@@ -16,6 +16,7 @@ from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
 from ckptconv.convert.whole import standing
 from ckptconv.io.places import place_of
+from ckptconv.io.remote.traffic import traffic
 from ckptconv.support.errors import OutputRefused
 
 
@@ -37,7 +38,7 @@ class Task:
 
 def run_task(task: Task) -> Receipt:
     """Run a job; whatever goes wrong with it stands in the receipt."""
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), traffic()
     is_known = task.code in ("", code_version())
     receipt = _ran(task) if is_known else _other_code(task)
     return replace(
@@ -45,6 +46,7 @@ def run_task(task: Task) -> Receipt:
         seconds=time.perf_counter() - begin,
         tries=task.tries + 1,
         worker=f"{platform.node()}:{os.getpid()}",
+        network=asdict(told) if (told := traffic().since(before)) else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -235,7 +236,7 @@ def _show_jobs(jobs: list[Job], names: list[str], passed: list[Passed], *, as_js
     if as_json:
         print_json({
             "dry_run": True,
-            "jobs": [manifest_line(job) for job in jobs],
+            "jobs_planned": [json.dumps(manifest_line(job)) for job in jobs],
             "passed_over": [{"path": item.path, "reason": item.reason} for item in passed],
         })  # fmt: skip
         return
