@@ -350,7 +350,7 @@ def test_batch_prints_what_the_page_says(room, monkeypatch):
     (receipt,) = convert_many([Job(place, room / "far.safetensors")])
     totals = Totals(1)
     totals.add(replace(receipt, tries=2, notes=("a note",)))
-    found.append(strict(json_text({"reports": [], **totals_document(totals)})))
+    found.append(strict(json_text({"reports": [], **totals_document(totals)}) + "\n"))
     hold("batch", found)
 
 
