@@ -346,8 +346,8 @@ def test_batch_prints_what_the_page_says(room, monkeypatch):
     (room / "m.jsonl").write_text('{"source": "none.pt", "output": "x.pt"}\n')
     found.append(document("batch", "m.jsonl", cwd=room, code=2))
     assert len(found[4]["problems"]) == 1
-    place = RemotePlace(Site(FolderStore(room)), "in/tied.pt")
-    (receipt,) = convert_many([Job(place, room / "far.safetensors")])
+    with HttpServer({"/a.pt": (SAMPLES / "tied.pt").read_bytes()}) as server:
+        (receipt,) = convert_many([Job(f"{server.url}/a.pt", room / "far.safetensors")])
     totals = Totals(1)
     totals.add(replace(receipt, tries=2, notes=("a note",)))
     found.append(strict(json_text({"reports": [], **totals_document(totals)}) + "\n"))
