@@ -15,6 +15,7 @@ from ckptconv.batch.receipts import Failure, Receipt, Stamps, failed_by
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
 from ckptconv.convert.whole import standing
+from ckptconv.io.outputs import clear_leftovers
 from ckptconv.io.places import place_of
 from ckptconv.io.remote.traffic import traffic
 from ckptconv.support.errors import OutputRefused
@@ -80,6 +81,7 @@ def _converted(job: Job, *, resumed: bool) -> Receipt:
     if resumed:
         found = standing(job)
         if found.result is not None:
+            _clear(found.result)
             return replace(_receipt(job, found.result), found=True)
         if found.kind == "part":  # all that is there is what will be there
             job = replace(job, force=True)
@@ -88,11 +90,6 @@ def _converted(job: Job, *, resumed: bool) -> Receipt:
 
 def _receipt(job: Job, result: ConversionResult) -> Receipt:
     plan = result.plan
-    written = [file.path for file in plan.files]
-    if plan.index is not None:
-        written.append(plan.index.path)
-    if plan.target.is_folder:
-        written = [plan.output]
     return Receipt(
         names_of(job),
         str(job.output),
@@ -104,8 +101,23 @@ def _receipt(job: Job, result: ConversionResult) -> Receipt:
         to=plan.to,
         notes=plan.notes,
         verified=result.verified,
-        made=made_of(written),
+        made=made_of(_written(result)),
     )
+
+
+def _clear(result: ConversionResult) -> None:
+    """Remove what the process left beside an output that was killed when it had just been made."""
+    for path in _written(result):
+        clear_leftovers(place_of(path))
+
+
+def _written(result: ConversionResult) -> list[PurePath]:
+    """The files of an output; of a folder that torch makes, the folder."""
+    plan = result.plan
+    if plan.target.is_folder:
+        return [plan.output]
+    files = (*plan.files, *([plan.index] if plan.index is not None else []))
+    return [file.path for file in files]
 
 
 def made_of(paths: Sequence[PurePath]) -> Stamps:

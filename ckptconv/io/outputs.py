@@ -257,6 +257,14 @@ def folder_nbytes(folder: Path) -> int:
     return sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
 
 
+def clear_leftovers(place: Location) -> None:
+    """Remove what a killed process left of the output at `place`, whose files have their names."""
+    if (path := place.local()) is None:
+        return
+    for target in {path, followed(path), followed(path.parent)}:
+        remove_leftovers(target)
+
+
 def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
     """Raise `OutputRefused` where an output, a file or a folder, may not be made at `place`."""
     if (path := place.local()) is not None:
