@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptconv.batch.checks import BatchRefused as BatchRefused
     from ckptconv.batch.drive import convert_many as convert_many
     from ckptconv.batch.receipts import Receipt as Receipt
     from ckptconv.convert.combining import average as average
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from ckptconv.scan.files import Scan as Scan
     from ckptconv.scan.files import scan_checkpoint as scan_checkpoint
     from ckptconv.support.errors import AmbiguousStateDict as AmbiguousStateDict
+    from ckptconv.support.errors import BatchRefused as BatchRefused
     from ckptconv.support.errors import CheckpointError as CheckpointError
     from ckptconv.support.errors import DeviceUnavailable as DeviceUnavailable
     from ckptconv.support.errors import IncompleteCheckpoint as IncompleteCheckpoint
@@ -83,7 +83,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AmbiguousStateDict": "support.errors",
-    "BatchRefused": "batch.checks",
+    "BatchRefused": "support.errors",
     "Checkpoint": "tree.checkpoint",
     "CheckpointError": "support.errors",
     "CheckpointStatistics": "values.facts",

@@ -7,27 +7,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
-from ckptconv.batch.identity import key_of, places_of
+from ckptconv.batch.identity import places_of
 from ckptconv.convert.job import Job
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
-from ckptconv.support.errors import CheckpointError, OptionRefused, printable
-from ckptconv.support.text import count_text
+from ckptconv.support.errors import BatchRefused, CheckpointError
 
-_SHOWN = 3
 _AT_ONCE = 16
-
-
-class BatchRefused(OptionRefused):
-    """Jobs that cannot be run as they are; `problems` has a line for each that is wrong."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        more = len(problems) - _SHOWN
-        shown = [printable(problem, 1000) for problem in problems[:_SHOWN]]
-        also = [f"and {more:,} more"] * (more > 0)
-        what = f"{count_text(len(problems), 'problem')}: {'; '.join([*shown, *also])}"
-        super().__init__(what, hint="nothing was written")
 
 
 def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
@@ -109,6 +95,3 @@ def _absent(place: Location, name: str) -> str | None:
     except (CheckpointError, OSError) as error:
         return f"{name}: {error}"
     return f"{name}: its source is missing: {place}"
-
-
-__all__ = ["BatchRefused", "check_jobs", "key_of"]

@@ -97,7 +97,7 @@ def convert_many(
     check_jobs(listed)
     engine = engine_of(executor, workers)
     wanted = Wanted(retry_failed, on_error, tries, on_event)
-    return _receipts(listed, engine, wanted, None if report is None else Path(report))
+    return receipts_of(listed, engine, wanted, None if report is None else Path(report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,10 @@ class Wanted:
     on_event: OnEvent | None = None
 
 
-def _receipts(
+def receipts_of(
     jobs: Sequence[Job], engine: Engine, wanted: Wanted, report: Path | None
 ) -> Iterator[Receipt]:
+    """The receipts of jobs that were checked, as they end."""
     with ExitStack() as leaving:
         ledger = None
         if report is not None:

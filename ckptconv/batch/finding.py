@@ -7,15 +7,20 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import PurePath, PurePosixPath
 
-from ckptconv.batch.checks import BatchRefused
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
 from ckptconv.formats.folders.steps import is_training_state
 from ckptconv.formats.outputs import target_named
-from ckptconv.formats.registry import is_gathering, kind_of_head, open_file
+from ckptconv.formats.registry import (
+    is_gathering,
+    kind_of_head,
+    open_checkpoint,
+    open_file,
+)
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import (
+    BatchRefused,
     CheckpointError,
     OptionRefused,
     UnsupportedCheckpoint,
@@ -51,37 +56,90 @@ class Found:
 
 def find_checkpoints(root: Location, leave: Callable[[Location], bool] = lambda _: False) -> Found:
     """All checkpoints below a folder, in the order of their names; a folder that is one checkpoint
-    is one, and is not looked into. A `root` that is a file is the checkpoint.
+    of several files is one. A `root` that is a file is the checkpoint.
 
-    Hidden files and links are passed over, and what `leave` says, silently. The files that training
-    leaves beside weights (``optimizer.pt``) are passed over with a reason.
+    Hidden files are passed over, and what `leave` says, silently. Links to folders, what training
+    leaves beside weights (``optimizer.pt``), and checkpoints in the folder of another one are
+    passed over with a reason.
     """
-    found: list[tuple[Location, PurePosixPath]] = []
-    passed: list[Passed] = []
     if root.is_file():
         return Found(((root, PurePosixPath(root.name)),), ())
-    work = [(root, PurePosixPath())]
-    while work:
-        folder, below = work.pop()
-        if is_gathering(folder):
-            found.append((folder, below))
-            continue
-        inner: list[tuple[Location, PurePosixPath]] = []
-        for item in folder.list():
-            if item.name.startswith(".") or leave(item):
-                continue
-            path = below / item.name
-            if item.is_folder():
-                if item.local() is not None and item.local().is_symlink():  # type: ignore[union-attr]
-                    passed.append(Passed(str(item), "is a link to a folder"))
-                else:
-                    inner.append((item, path))
-            elif (reason := _why_not(item)) is None:
-                found.append((item, path))
-            elif reason:
-                passed.append(Passed(str(item), reason))
-        work.extend(reversed(inner))
-    return Found(tuple(found), tuple(passed))
+    search = _Search(leave)
+    search.below(root)
+    return Found(tuple(search.found), tuple(search.passed))
+
+
+class _Search:
+    """The way through the folders."""
+
+    def __init__(self, leave: Callable[[Location], bool]) -> None:
+        self.found: list[tuple[Location, PurePosixPath]] = []
+        self.passed: list[Passed] = []
+        self._leave = leave
+
+    def below(self, root: Location) -> None:
+        """Look at a folder and all folders in it."""
+        work = [(root, PurePosixPath())]
+        while work:
+            folder, below = work.pop()
+            read = _read_by(folder)
+            if read is not None:
+                self.found.append((folder, below))
+            inner = []
+            for item in folder.list():
+                path = str(item.path)
+                if item.name.startswith(".") or self._leave(item):
+                    continue
+                if not item.is_folder():
+                    self._file(item, below / item.name, read)
+                elif _is_link(item):
+                    self.passed.append(Passed(path, "is a link to a folder"))
+                elif read is None or not any(name.startswith(f"{path}/") for name in read):
+                    inner.append((item, below / item.name))
+            work.extend(reversed(inner))
+
+    def _file(self, file: Location, below: PurePosixPath, read: frozenset[str] | None) -> None:
+        """A file, which lies in a folder that is a checkpoint of the files `read`, or is none."""
+        if read is not None and str(file.path) in read:
+            return
+        reason = _why_not(file)
+        if reason is None and read is not None:
+            reason = "lies in the folder of a checkpoint that is not made of it"
+        if reason is None:
+            self.found.append((file, below))
+        elif reason:
+            self.passed.append(Passed(str(file), reason))
+
+
+def _is_link(folder: Location) -> bool:
+    path = folder.local()
+    return path is not None and path.is_symlink()
+
+
+def _read_by(folder: Location) -> frozenset[str] | None:
+    """The files of the checkpoint that a folder is; None where it is not one of several files.
+
+    What cannot be opened is one, to be told of.
+    """
+    if not is_gathering(folder):
+        return None
+    try:
+        with open_checkpoint(folder) as checkpoint:
+            read = frozenset(str(source.path) for source in checkpoint.sources)
+    except CheckpointError:
+        return frozenset(str(item.path) for item in folder.list() if not item.is_folder())
+    if len(read) == 1 and _opens_alone(folder.child(PurePosixPath(*read).name)):
+        return None
+    return read
+
+
+def _opens_alone(file: Location) -> bool:
+    """Whether a file is a checkpoint, whatever folder it is in."""
+    try:
+        open_checkpoint(file).close()
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def _why_not(file: Location) -> str | None:

@@ -10,11 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ckptconv.batch.checks import BatchRefused
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
 from ckptconv.io.appended import lines_of
-from ckptconv.support.errors import CheckpointError, MissingFile, printable
+from ckptconv.support.errors import BatchRefused, CheckpointError, MissingFile, printable
 
 _OWN = ("source", "output", "tag", "force", "verify", "no_fsync")
 _OPTIONS = tuple(item.name for item in fields(Options))

@@ -107,7 +107,7 @@ def _receipt(job: Job, result: ConversionResult) -> Receipt:
 
 def _clear(result: ConversionResult) -> None:
     """Remove what the process left beside an output that was killed when it had just been made."""
-    for path in _written(result):
+    for path in {*_written(result), result.plan.output}:
         clear_leftovers(place_of(path))
 
 

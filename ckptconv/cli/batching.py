@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -28,7 +28,7 @@ from ckptconv.cli.terminal import (
     print_lines,
     show_error,
 )
-from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.support.errors import BatchRefused, OptionRefused, printable
 from ckptconv.support.text import count_text
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     What is done is not done again: run the command once more after it was stopped or killed. What a
     line of a manifest does not say is as the options of the command say.
     """
+    from ckptconv.batch.checks import check_jobs
+
     as_json = given["as_json"]
     if not paths:
         raise click.UsageError("PATH is missing: name a folder of checkpoints, or a manifest")
@@ -104,18 +106,28 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     with errors_shown(as_json, code=2), problems_shown(as_json):
         listed = _listed(paths, given["out_dir"], common, passed)
         report = _report_of(paths, given, share)
-        jobs, names = _shared(listed, share)
-    if given["dry_run"]:
-        _show_jobs(jobs, names, passed, as_json=as_json)
-        return
+        if given["dry_run"]:
+            _show_jobs(_shared(listed, share), passed, _refused(listed), as_json=as_json)
+            return
+        check_jobs(listed.jobs, listed.names)
     _tell_passed(passed, silent=as_json or given["quiet"])
-    _run(jobs, names, report, given)
+    _run(_shared(listed, share), report, given)
+
+
+def _refused(listed: Listed) -> BatchRefused | None:
+    """Why jobs could not be run."""
+    from ckptconv.batch.checks import check_jobs
+
+    try:
+        check_jobs(listed.jobs, listed.names)
+    except BatchRefused as error:
+        return error
+    return None
 
 
 @contextmanager
 def problems_shown(as_json: bool) -> Iterator[None]:
     """Jobs that cannot be run as they are: a line on stderr for each that is wrong, exit code 2."""
-    from ckptconv.batch.checks import BatchRefused
     from ckptconv.convert.error_document import error_document
 
     try:
@@ -124,9 +136,14 @@ def problems_shown(as_json: bool) -> Iterator[None]:
         if as_json:
             problems = {"problems": list(error.problems)}
             print_json({**error_document(error, 2), **problems})
-        for problem in error.problems:
-            show_error(printable(problem, 2000))
-        fail(f"{count_text(len(error.problems), 'problem')}; nothing was written", 2)
+        _fail_with(error)
+
+
+def _fail_with(refused: BatchRefused) -> NoReturn:
+    """A line for each problem, and exit code 2."""
+    for problem in refused.problems:
+        show_error(printable(problem, 2000))
+    fail(f"{count_text(len(refused.problems), 'problem')}; nothing was written", 2)
 
 
 def _common(given: dict[str, Any], keys: str) -> Job:
@@ -198,13 +215,10 @@ def _listed(
     return Listed(tuple(jobs), tuple(str(job.source) for job in jobs))
 
 
-def _shared(listed: Listed, share: tuple[int, int] | None) -> tuple[list[Job], list[str]]:
-    """The share of the jobs, after all of them were checked."""
-    from ckptconv.batch.checks import check_jobs
-
-    check_jobs(listed.jobs, listed.names)
+def _shared(listed: Listed, share: tuple[int, int] | None) -> list[Job]:
+    """The share of the jobs."""
     begin, step = (0, 1) if share is None else (share[0] - 1, share[1])
-    return list(listed.jobs[begin::step]), list(listed.names[begin::step])
+    return list(listed.jobs[begin::step])
 
 
 def _report_of(
@@ -228,21 +242,29 @@ def _report_of(
     return folder / f"{_REPORT}{part}.jsonl"
 
 
-def _show_jobs(jobs: list[Job], names: list[str], passed: list[Passed], *, as_json: bool) -> None:
-    """What would be done."""
+def _show_jobs(
+    jobs: list[Job], passed: list[Passed], refused: BatchRefused | None, *, as_json: bool
+) -> None:
+    """What would be done; with exit code 2 where it could not be."""
     from ckptconv.batch.manifest import manifest_line
+    from ckptconv.convert.error_document import error_document
     from ckptconv.support.rows import Row
 
     if as_json:
-        print_json({
+        document: dict[str, Any] = {
             "dry_run": True,
             "jobs_planned": [json.dumps(manifest_line(job)) for job in jobs],
             "passed_over": [{"path": item.path, "reason": item.reason} for item in passed],
-        })  # fmt: skip
-        return
-    print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
-    print_lines((Row(printable(job.output), f"from {_sources(job)}") for job in jobs), err=True)
-    _tell_passed(passed, silent=False)
+        }
+        if refused is not None:
+            document |= {**error_document(refused, 2), "problems": list(refused.problems)}
+        print_json(document)
+    else:
+        print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
+        print_lines((Row(printable(job.output), f"from {_sources(job)}") for job in jobs), err=True)
+        _tell_passed(passed, silent=False)
+    if refused is not None:
+        _fail_with(refused)
 
 
 def _sources(job: Job) -> str:
@@ -266,23 +288,18 @@ def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
     print_lines(shown, err=True)
 
 
-def _run(jobs: list[Job], names: list[str], report: Path, given: dict[str, Any]) -> None:
-    from ckptconv.batch.drive import convert_many
+def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
+    from ckptconv.batch.choosing import engine_of
+    from ckptconv.batch.drive import Wanted, receipts_of
     from ckptconv.batch.totals import Totals
     from ckptconv.cli.batch_display import batch_shown
 
     totals = Totals(len(jobs))
     silent = given["quiet"] or given["as_json"]
     with errors_shown(given["as_json"]), batch_shown(totals, silent=silent) as display:
-        receipts = convert_many(
-            jobs,
-            executor=_engine(given, len(jobs)),
-            workers=given["jobs"],
-            report=report,
-            retry_failed=given["retry_failed"],
-            on_error=given["on_error"],
-            on_event=display.event,
-        )
+        engine = engine_of(_engine(given, len(jobs)), given["jobs"])
+        wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
+        receipts = receipts_of(jobs, engine, wanted, report)
         for receipt in receipts:
             totals.add(receipt)
             display.ended(receipt)

@@ -1217,8 +1217,20 @@ OPTIONS = [
 ]
 COMMANDS = {
     "batch": [
-        "--out-dir", "--jobs", "--engine", "--address", "--shard", "--report", "--retry-failed",
-        "--on-error", "--status", "--html", "--dtype", "--max-shard-size", "--verify", "--dry-run",
+        "--out-dir",
+        "--jobs",
+        "--engine",
+        "--address",
+        "--shard",
+        "--report",
+        "--retry-failed",
+        "--on-error",
+        "--status",
+        "--html",
+        "--dtype",
+        "--max-shard-size",
+        "--verify",
+        "--dry-run",
     ],
     "cleanup": ["--abort", "--older-than", "--allow-hosts", "--limit", "--json"],
     "convert": [
