@@ -27,25 +27,36 @@ _HELD = 2
 class OnRay(Engine):
     """Runs tasks on the Ray cluster that this process is connected to, or on a new one here.
 
-    `workers` bounds the tasks at a time; None: as many as the cluster has cores.
+    `workers` bounds the tasks that Ray has at a time; None: twice as many as the cluster has cores.
+    `address` is the cluster's where this process is connected to none (None: `RAY_ADDRESS`, else a
+    new one on this host). `runtime_env` is Ray's: variables with credentials, packages.
     """
 
     name = "ray"
 
-    def __init__(self, workers: int | None = None, address: str | None = None) -> None:
+    def __init__(
+        self,
+        workers: int | None = None,
+        address: str | None = None,
+        runtime_env: dict[str, Any] | None = None,
+    ) -> None:
         self._ray = _ray()
         if not self._ray.is_initialized():
             with _told():
-                self._ray.init(address=address, log_to_driver=False, include_dashboard=False)
-        self._owns = address is not None
-        self._cores = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
-        self.slots = workers or _HELD * self._cores
+                self._ray.init(address=address, log_to_driver=False)
+        cores = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+        self.slots = workers or _HELD * cores
         self._remote = self._ray.remote(run_task)
+        self._environment = runtime_env
         self._running: dict[Any, int] = {}
 
     def start(self, task: Task) -> None:
         asked = self._remote.options(
-            num_cpus=1, memory=memory_of(task), max_retries=0, name=f"ckptconv-{task.number}"
+            num_cpus=1,
+            memory=memory_of(task),
+            max_retries=0,
+            name=f"ckptconv-{task.number}",
+            runtime_env=self._environment,
         )
         self._running[asked.remote(task)] = task.number
 

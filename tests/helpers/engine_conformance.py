@@ -48,7 +48,8 @@ class SlowJob(Job):
     def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
         Path(f"{self.source}.begun").touch()
         try:
-            time.sleep(60)
+            for _ in range(600):  # what cancels may have to wait until Python does something
+                time.sleep(0.1)
         finally:
             Path(f"{self.source}.ended").touch()
         return Job.run(self, on_progress)
