@@ -177,7 +177,7 @@ class _Run:
                 yield found
                 continue
             chosen.append(found)
-            if len(chosen) == min(_AHEAD, 4 * self._engine.slots):
+            if len(chosen) == _AHEAD:
                 break
         if chosen and self._ledger is not None:
             self._ledger.started(key_of(task.job) for task in chosen)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -34,13 +35,18 @@ class _Worker:
 
 
 class Processes(Engine):
-    """Runs tasks in so many processes, each started with a fresh interpreter."""
+    """Runs tasks in so many processes, each started with a fresh interpreter.
+
+    As many tasks more wait here, so that a worker has its next one as soon as it asks for it.
+    """
 
     name = "processes"
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, workers: int) -> None:
+        self.slots = 2 * workers
+        self._most = workers
         self._workers: list[_Worker] = []
+        self._waiting: deque[Task] = deque()
         self._held: int | None = None
         self._ended: list[Ended] = []
 
@@ -48,20 +54,28 @@ class Processes(Engine):
         self._held = descriptor
 
     def start(self, task: Task) -> None:
-        worker = next((one for one in self._workers if one.number is None), None)
-        if worker is None:
-            worker = self._new_worker()
-        worker.number = task.number
-        try:
-            worker.pipe.send(task)
-        except OSError:  # it was lost while it had nothing to do
-            self._ended.append(self._lose(worker))
+        self._waiting.append(task)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give waiting tasks to workers that have nothing to do, or are yet to be started."""
+        while self._waiting:
+            worker = next((one for one in self._workers if one.number is None), None)
+            if worker is None and len(self._workers) == self._most:
+                return
+            worker = worker or self._new_worker()
+            task = self._waiting.popleft()
+            worker.number = task.number
+            try:
+                worker.pipe.send(task)
+            except OSError:  # it was lost while it had nothing to do
+                self._ended.append(self._lose(worker))
 
     def _new_worker(self) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         held = None if self._held is None else platforms.passed_on(self._held)
-        threads = max(1, platforms.cores() // self.slots)
+        threads = max(1, platforms.cores() // self._most)
         process = context.Process(
             target=_work, args=(theirs, held, threads), name="ckptconv-worker", daemon=True
         )
@@ -77,6 +91,7 @@ class Processes(Engine):
             for pipe in wait(list(busy), seconds):
                 assert isinstance(pipe, Connection)
                 self._ended.append(self._end(busy[pipe]))
+            self._hand_out()
         found, self._ended = self._ended, []
         return found
 
@@ -100,6 +115,7 @@ class Processes(Engine):
 
     def close(self) -> None:
         workers, self._workers = self._workers, []
+        self._waiting.clear()
         for worker in workers:
             if worker.number is not None:
                 worker.process.terminate()

@@ -63,7 +63,7 @@ class TestProcessPool(EngineConformance):
 def test_engines_have_names():
     assert isinstance(engine_of("serial", None), Serial)
     with engine_of("processes", 3) as found:
-        assert isinstance(found, Processes) and found.slots == 3
+        assert isinstance(found, Processes) and found.slots == 6
     with ThreadPoolExecutor(5) as executor:
         found = engine_of(executor, None)
         assert isinstance(found, OnExecutor) and found.slots == 5
