@@ -30,6 +30,11 @@ class Tally:
     overflowed: list[TensorRef] = field(default_factory=list)
     odd_bools: list[TensorRef] = field(default_factory=list)
 
+    def join(self, later: Tally) -> None:
+        """Add what was noted of a file behind."""
+        self.overflowed.extend(later.overflowed)
+        self.odd_bools.extend(later.odd_bools)
+
 
 def write_layout(
     layout: Layout,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.guarded import check_places
-from ckptconv.io.source import Source
+from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.signals import held_back
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import DType
@@ -29,7 +29,7 @@ THREADS = min(4, os.cpu_count() or 1)
 """So many threads cast; each takes a few MB."""
 
 _RANGE = 4 << 20  # bytes that a thread is given at a time
-_STEP = 1 << 19  # bytes of them that it reads, casts and writes: they stay in its cache
+_STEP = CHUNK  # bytes of them that it reads, casts and writes at a time
 
 WriteAt = Callable[[memoryview, int], None]
 
