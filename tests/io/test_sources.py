@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import random
+import sys
+import threading
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -306,3 +309,30 @@ def asked_for(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
         return node.comparators
     return []
+
+
+def test_small_reads_of_many_threads_do_not_mix(tmp_path):
+    raw = b"".join(number.to_bytes(4, "little") for number in range(200_000))
+    (tmp_path / "f").write_bytes(raw)
+    source = FileSource(tmp_path / "f")
+    wrong = []
+
+    def read(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(4000):
+            at = chance.randrange(len(raw) - 100)
+            if source.read(at, 100) != raw[at : at + 100]:
+                wrong.append(at)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+        source.close()
+    assert wrong == []
