@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import threading
+import time
 import tracemalloc
 from contextvars import ContextVar
 from functools import partial
@@ -201,12 +202,22 @@ def test_of_two_damaged_tensors_the_first_is_named(options, model, threaded):
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"max_shard_size": "100KB"}])
+def test_damage_in_a_storage_that_is_copied_in_part_is_found(options, model, threaded):
+    damaged(model, "b.part")
+    for threads in (1, THREADS):
+        threaded(threads)
+        with pytest.raises(MalformedCheckpoint, match="data/3: its bytes have the CRC-32"):
+            convert_checkpoint(model, model.parent / "o", to="safetensors", **options)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"max_shard_size": "100KB"}])
 def test_a_disk_that_fills_in_a_thread_leaves_nothing(options, model, threaded, monkeypatch):
     before, numbers = left(model.parent), count()
 
     def failing(*given):
         if next(numbers) == 5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(0.02)
         return write(*given)
 
     name = "write_at" if "dtype" in options else "create_file"
