@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
+from ckptconv.convert.lanes import Say, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.verify import verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
+from ckptconv.io.guarded import check_places
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_nbytes, folder_output, set_output
 from ckptconv.io.places import local_path, place_of
@@ -23,10 +27,17 @@ from ckptconv.io.staging import ShardNames
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
-from ckptconv.support.progress import Meter, OnProgress, Phase, Phases
+from ckptconv.support.progress import Counting, Meter, OnProgress, Phase, Phases
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import size_text
+from ckptconv.tensors.cast_ahead import THREADS
 from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.refs import TensorRef
+
+A = TypeVar("A")
+
+_WORTH_LANES = 32 << 20
+"""Bytes of an output of several files from which they are written side by side."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -180,29 +191,126 @@ def _make_files(
     """Draft all files of an output, each whole and checked; returns how many tensors were
     verified.
     """
-    tally, checksums, verified = Tally(), Checksums(), 0
+    tally, checksums = Tally(), Checksums()
     written, compared = (
         Meter("write", plan.nbytes, phases.tell),
         Meter("verify", plan.nbytes, phases.tell),
     )
     _copy_companions(plan, output, written, phases, verify=verify)
-    for file in (*plan.files, *([plan.index] if plan.index else [])):
-        draft = output.draft(file.path.name, file.layout.nbytes, _telling(written))
-        _make_file(file, draft, tally, checksums, fsync=fsync, phases=phases, written=written)
-        if file is plan.index:
-            continue
-        if verify or not isinstance(plan.output, UrlPath):
-            made = draft.place
-            if (path := made.local()) is not None:
-                plan.target.check_written(path, file.path, len(file.layout.items))
-            if verify:
-                with phases.timed("verify"):
-                    verified += verify_file(plan, file, made, compared)
+    lanes = min(THREADS, len(plan.files)) if _may_be_side_by_side(plan, output) else 1
+    make = partial(_make_shard, plan, output=output, fsync=fsync, verify=verify)
+    if lanes > 1:
+        verified = _make_side_by_side(
+            plan.files, make, lanes, tally, checksums, phases, written, compared
+        )
+    else:
+        verified = sum(
+            make(file, tally, checksums, phases, _telling(written), compared, THREADS)
+            for file in plan.files
+        )
+    if plan.index is not None:
+        told = _telling(written)
+        draft = output.draft(plan.index.path.name, plan.index.layout.nbytes, told)
+        _make_file(plan.index, draft, tally, checksums, fsync=fsync, phases=phases, told=told)
     if verify:
         compared.finish()
     checksums.finish()
     refuse_changed(plan.inputs)
     return tally, verified
+
+
+def _make_shard(
+    plan: ConversionPlan,
+    file: PlannedFile,
+    tally: Tally,
+    checksums: Checksums,
+    phases: Phases,
+    told: Callable[[int], None],
+    compared: Counting,
+    threads: int,
+    *,
+    output: Destination,
+    fsync: bool,
+    verify: bool,
+) -> int:
+    """Draft one file of tensors, whole and checked; returns how many of them were verified."""
+    draft = output.draft(file.path.name, file.layout.nbytes, told)
+    _make_file(
+        file, draft, tally, checksums, fsync=fsync, phases=phases, told=told, threads=threads
+    )
+    if not verify and isinstance(plan.output, UrlPath):
+        return 0
+    if (path := draft.place.local()) is not None:
+        plan.target.check_written(path, file.path, len(file.layout.items))
+    if not verify:
+        return 0
+    with phases.timed("verify"):
+        return verify_file(plan, file, draft.place, compared)
+
+
+def _may_be_side_by_side(plan: ConversionPlan, output: Destination) -> bool:
+    """Whether several files of an output may be written at once, and it is worth it."""
+    if plan.nbytes < _WORTH_LANES or not output.is_for_threads():
+        return False
+    values = (item.values for file in plan.files for item in file.layout.items)
+    sources = {
+        id(piece.storage.source): piece.storage.source
+        for ref in values
+        if isinstance(ref, TensorRef)
+        for piece in ref.pieces
+    }.values()
+    if not all(one.is_for_threads() and one.fetched_from(0) is None for one in sources):
+        return False
+    check_places(sources)
+    return True
+
+
+def _make_side_by_side(
+    files: Sequence[PlannedFile],
+    make: Callable[[PlannedFile, Tally, Checksums, Phases, _Told, Counting, int], int],
+    lanes: int,
+    tally: Tally,
+    checksums: Checksums,
+    phases: Phases,
+    written: Meter,
+    compared: Meter,
+) -> int:
+    """Draft files at the same time; all is told as if they were drafted in turn."""
+    before, places = written.done, [0] * len(files)
+
+    def written_to(number: int, place: int) -> None:
+        places[number] = place
+        written.at(before + sum(places))
+
+    def work(number: int, say: Say) -> tuple[int, Tally, Checksums, Phases]:
+        tell = None if phases.tell is None else _said(say, phases.tell)
+        own = Tally(), Checksums(_Said(say, lambda _: None)), Phases(tell)
+        told = _said(say, partial(written_to, number))
+        count = make(files[number], *own, told, _Said(say, compared.add), max(1, THREADS // lanes))
+        return count, *own
+
+    begin = time.perf_counter()
+    done = side_by_side([partial(work, number) for number in range(len(files))], lanes)
+    for _, own_tally, own_checksums, _ in done:
+        tally.join(own_tally)
+        checksums.join(own_checksums)
+    phases.share(time.perf_counter() - begin, [own for *_, own in done])
+    return sum(count for count, *_ in done)
+
+
+_Told = Callable[[int], None]
+
+
+class _Said:
+    """Counts bytes in the thread that waits for all files."""
+
+    def __init__(self, say: Say, add: Callable[[int], None]) -> None:
+        self.add = _said(say, add)
+
+
+def _said(say: Say, call: Callable[[A], object]) -> Callable[[A], None]:
+    """What has `call` made by the thread that waits."""
+    return lambda value: say(partial(call, value))
 
 
 def _copy_companions(
@@ -235,16 +343,16 @@ def _make_file(
     *,
     fsync: bool,
     phases: Phases,
-    written: Meter,
+    told: Callable[[int], None],
+    threads: int = THREADS,
 ) -> None:
     """Write one file of an output, and wait for the disk where that is wanted."""
-    before = written.done
     with draft:
         stream = draft.stream
         with phases.timed("write"):
-            write_layout(file.layout, stream, tally, checksums)
+            write_layout(file.layout, stream, tally, checksums, threads)
             stream.finish()
-        written.at(before + stream.position)
+        told(stream.position)
         with phases.waiting(stream.position, wanted=fsync):
             draft.commit()
 
@@ -300,10 +408,9 @@ def _write_folder(
         folder_output(place, force=force, fsync=fsync, size=nbytes) as output,
     ):
         written = Meter("write", nbytes, phases.tell)
-        plain = output.scratch(".plain.pt", plan.nbytes, _telling(written))
-        _make_file(
-            plan.files[0], plain, tally, checksums, fsync=False, phases=phases, written=written
-        )
+        told = _telling(written)
+        plain = output.scratch(".plain.pt", plan.nbytes, told)
+        _make_file(plan.files[0], plain, tally, checksums, fsync=False, phases=phases, told=told)
         checksums.finish()
         refuse_changed(plan.inputs)
         made = output.folder()

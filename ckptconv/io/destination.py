@@ -84,6 +84,10 @@ class Destination(ABC):
     ) -> Draft:
         """A new file of the output, called `name`, which will have about `size` bytes."""
 
+    def is_for_threads(self) -> bool:
+        """Whether several threads may each make a draft and write it at the same time."""
+        return False
+
     @abstractmethod
     def commit(self, inputs: Iterable[Source] = ()) -> None:
         """Put all drafts in their places, an index last, in the place of what was there only with

@@ -118,6 +118,9 @@ class _Staged(Destination):
         self._drafts.append(draft)
         return draft
 
+    def is_for_threads(self) -> bool:
+        return True
+
     def commit(self, inputs: Iterable[Source] = ()) -> None:
         made = self._folder()
         if not all(draft.is_whole for draft in self._drafts):

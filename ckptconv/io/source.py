@@ -128,7 +128,7 @@ class Source(ABC):
         return True
 
     def is_for_threads(self) -> bool:
-        """Whether `read_into` may be called by several threads at once."""
+        """Whether several threads may read at once."""
         return False
 
     def fetched_from(self, offset: int) -> tuple[Source, int] | None:

@@ -174,6 +174,15 @@ def read_at(fd: int, nbytes: int, offset: int) -> bytes:
         return os.read(fd, nbytes)
 
 
+CAN_WRITE_AT = hasattr(os, "pwrite")
+"""Whether several threads may write to one descriptor, each at a place of its own."""
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> int:
+    """Write `view` from `offset` on, as far as the system does in one go; where `CAN_WRITE_AT`."""
+    return int(_os.pwrite(fd, view, offset))
+
+
 _PLACES = tuple(threading.Lock() for _ in range(64))
 """Held while the place of a descriptor is used; several descriptors may share one."""
 
