@@ -17,9 +17,10 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 
 from ckptconv.formats.folders import dcp_metadata
+from ckptconv.formats.folders.dcp_alike import Wanted
 from ckptconv.formats.folders.dcp_foretold import ForetoldItems
-from ckptconv.formats.folders.dcp_items import Items, SourceOpener, inside, with_key
-from ckptconv.formats.folders.dcp_metadata import Item, Metadata, TensorEntry
+from ckptconv.formats.folders.dcp_items import Items, SourceOpener, inside
+from ckptconv.formats.folders.dcp_metadata import Item, Metadata, TensorEntry, with_key
 from ckptconv.formats.folders.lightning import META, with_meta
 from ckptconv.formats.kinds import NotForetold
 from ckptconv.io.location import Location, within
@@ -118,6 +119,7 @@ def _opened(folder: Location, open_file: FileOpener, items: Items) -> Checkpoint
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
         items.open_all(dict.fromkeys(item.relative_path for item in metadata.items.values()))
+        items.recognize(_chunks(metadata, fragments))
         items.expect(_in_order(metadata, fragments, chunks=items.reads_chunks))
         root = _tree(
             metadata,
@@ -225,6 +227,16 @@ def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterat
             continue
         starts = [None] if entry is None else [start for start, _ in entry.chunks] * chunks
         yield from (item for start in starts if (item := _item(metadata, key, start)) is not None)
+
+
+def _chunks(metadata: Metadata, left_out: set[str]) -> Iterator[Wanted]:
+    """The items that are chunks, with what is told of them."""
+    for key, entry in metadata.entries.items():
+        if entry is None or key in left_out:
+            continue
+        for start, shape in entry.chunks:
+            if (item := _item(metadata, key, start)) is not None:
+                yield Wanted(item, key, entry.dtype, shape)
 
 
 def _tensor(metadata: Metadata, key: str, entry: TensorEntry, items: Items) -> TensorRef:

@@ -44,6 +44,12 @@ class Item(NamedTuple):
     transforms: tuple[str, ...]
 
 
+def with_key(error: CheckpointError, key: str) -> CheckpointError:
+    """The error of an item, its key first; second, which record of which stream it was."""
+    error.where = key if error.where in (None, key) else f"{key} ({error.where})"
+    return error
+
+
 class TensorEntry(NamedTuple):
     """A tensor: its type, its shape and its chunks, each as its start and its shape."""
 
