@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from make_huge import write_dcp, write_hf  # noqa: E402
+from make_huge import write_dcp, write_hf
 
 WORK = {
     "inspect": ["inspect", "{in}"],

@@ -25,11 +25,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ckptconv.io.crc import combined_crc  # noqa: E402
+from ckptconv.io.crc import combined_crc
 
 COLUMNS = 1024
 ROW = 4 * COLUMNS  # bytes: all tensors are float32
@@ -110,7 +111,7 @@ def _boxes(shape: tuple[int, ...], chunks: int) -> list[tuple[tuple[int, ...], t
         return [((0,), shape)]
     rows = shape[0]
     cuts = [rows * number // chunks for number in range(chunks + 1)]
-    return [((a, 0), (b - a, shape[1])) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [((a, 0), (b - a, shape[1])) for a, b in pairwise(cuts)]
 
 
 class Item:

@@ -1,5 +1,5 @@
-"""Chunks that one writer made alike: of the many items of a DCP folder, one of a kind is opened, and
-the others are held against its bytes.
+"""Chunks that one writer made alike: of the many items of a DCP folder, one of a kind is opened,
+and the others are held against its bytes.
 
 Two archives that torch.save made of tensors of one dtype and shape differ in the values, in the
 CRC-32 of these, and in an id that is derived from it. What is told of an archive without reading
@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
 
 
 _Told = tuple[int, DType, Shape]
-"""What `.metadata` tells of items of one kind: their length, and the type and shape of the chunk."""
+"""What `.metadata` tells of items of one kind: their length, and type and shape of the chunk."""
 
 
 class Alike:
@@ -145,10 +145,7 @@ def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:
     begin = len(tail) - kind.behind
     if begin < 0 or not head.startswith(kind.head):
         return False
-    for start, stop, fixed in kind.fixed:
-        if tail[begin + start : begin + stop] != fixed:
-            return False
-    return True
+    return all([tail[begin + start : begin + stop] == fixed for start, stop, fixed in kind.fixed])
 
 
 def _tensor(kind: _Kind, source: Source, item: Item, tail: bytes) -> TensorRef:
@@ -161,9 +158,7 @@ def _tensor(kind: _Kind, source: Source, item: Item, tail: bytes) -> TensorRef:
     place = item.offset + len(kind.head)
     fields = (source, place, nbytes, location, name, typed, crc, big_endian, None)
     piece = (made(Storage, fields), offset, inner_shape, inner_stride, start)
-    return made(
-        TensorRef, (dtype, shape, stride, (made(Piece, piece),), requires_grad, conj, neg)
-    )
+    return made(TensorRef, (dtype, shape, stride, (made(Piece, piece),), requires_grad, conj, neg))
 
 
 def _kind_of(source: RangeSource, node: Node) -> _Kind | None:
