@@ -20,7 +20,8 @@ from ckptconv.formats.folders import dcp_metadata
 from ckptconv.formats.folders.dcp_alike import Wanted
 from ckptconv.formats.folders.dcp_foretold import ForetoldItems
 from ckptconv.formats.folders.dcp_items import Items, SourceOpener, inside
-from ckptconv.formats.folders.dcp_metadata import Item, Metadata, TensorEntry, with_key
+from ckptconv.formats.folders.dcp_metadata import Metadata, with_key
+from ckptconv.formats.folders.dcp_runs import Item, TensorEntry
 from ckptconv.formats.folders.lightning import META, with_meta
 from ckptconv.formats.kinds import NotForetold
 from ckptconv.io.location import Location, within

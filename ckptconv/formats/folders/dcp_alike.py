@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptconv.formats.folders.dcp_metadata import Item, with_key
+from ckptconv.formats.folders.dcp_metadata import with_key
+from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.formats.zip_archive import Record, open_archive
 from ckptconv.formats.zip_directory import central_places, check_end, has_one_end
 from ckptconv.io.guarded import GuardedSource

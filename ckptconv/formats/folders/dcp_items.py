@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 
 from ckptconv.formats.folders.dcp_alike import Alike, Wanted
-from ckptconv.formats.folders.dcp_metadata import Item
+from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.io.files import FilePool
 from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location, is_plain_path
