@@ -183,13 +183,16 @@ def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
     A file may be spelled in two ways. A link is a name of its own: caches link to one file from the
     names of all that have the same bytes.
     """
-    placed = sorted(
-        (str(PurePosixPath(item.relative_path)), item.offset, item.length, key)
-        for (key, _), item in metadata.items.items()
-    )
-    for (path, start, length, key), (other_path, at, _, other) in pairwise(placed):
-        if path == other_path and at < start + length:
-            raise _overlap(inside(folder, path).name, at, other, key)
+    names = {item.relative_path for item in metadata.items.values()}
+    spelled = {name: str(PurePosixPath(name)) for name in names}
+    placed: dict[str, list[tuple[int, int, str]]] = {}
+    for (key, _), item in metadata.items.items():
+        placed.setdefault(spelled[item.relative_path], []).append((item.offset, item.length, key))
+    for path, items in sorted(placed.items()):
+        items.sort()
+        for (start, length, key), (at, _, other) in pairwise(items):
+            if at < start + length:
+                raise _overlap(inside(folder, path).name, at, other, key)
 
 
 def _overlap(name: str, at: int, key: str, other: str) -> MalformedCheckpoint:
@@ -278,17 +281,22 @@ class _Nested:
     def __init__(self) -> None:
         self.root = Dict()
         self._inside: dict[int, dict[str | int, Node]] = {id(self.root): {}}
+        self._last: tuple[dcp_metadata.Path, Node] = (), self.root
         self._gaps = 0
         self._most_gaps = in_force().list_gaps
 
     def put(self, path: dcp_metadata.Path, value: Node) -> None:
         """Hang `value` at `path`; `MalformedCheckpoint` if something else is in the way."""
-        node: Node = self.root
-        for label, following in pairwise(path):
-            node = self._branch(node, label, list if type(following) is int else Dict)
-        if path[-1] in self._children(node, path[-1]):
+        around, last = path[:-1], path[-1]
+        known, node = self._last
+        if known != around or type(last) is int:
+            node = self.root
+            for label, following in pairwise(path):
+                node = self._branch(node, label, list if type(following) is int else Dict)
+            self._last = around, node
+        if last in self._children(node, last):
             raise MalformedCheckpoint("two keys have one place in the state dict")
-        self._hang(node, path[-1], value)
+        self._hang(node, last, value)
 
     def _branch(self, node: Node, label: str | int, kind: type) -> Node:
         known = self._children(node, label).get(label)

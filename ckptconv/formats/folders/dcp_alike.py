@@ -21,7 +21,7 @@ from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.formats.zip_archive import Record, open_archive
 from ckptconv.formats.zip_directory import central_places, check_end, has_one_end
 from ckptconv.io.guarded import GuardedSource
-from ckptconv.io.source import SMALL, Range, RangeSource, Source
+from ckptconv.io.source import CHUNK, SMALL, Range, RangeSource, Source
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.records import made
@@ -34,8 +34,7 @@ _ID = ".data/serialization_id"
 _DESCRIPTOR = b"PK\7\x08"
 _CRC = 4  # bytes
 _CRC_IN_LOCAL, _CRC_IN_CENTRAL, _CRC_IN_DESCRIPTOR = 14, 16, 4
-_SHORT = 2 * SMALL  # bytes of an item that is read whole
-_TOGETHER = 256  # items whose ends are read in one go
+_SHORT = SMALL + 22 + 0xFFFF  # bytes of an item that is read whole
 _MOST_KINDS = 1000
 
 
@@ -80,8 +79,7 @@ class Alike:
         there = [one for one in wanted if 0 < one.item.length <= file.size - one.item.offset]
         there.sort(key=_place)
         guarded = _with_ends_checked(file, [one for one in there if one.item.length > _SHORT])
-        for first in range(0, len(there), _TOGETHER):
-            together = there[first : first + _TOGETHER]
+        for together in _batches(there):
             for one, (head, tail) in zip(together, _ends(file, together), strict=True):
                 told = one.item.length, one.dtype, one.shape
                 known = self._kinds.get(told, ())
@@ -112,6 +110,21 @@ class Alike:
 
 def _place(one: Wanted) -> int:
     return one.item.offset
+
+
+def _batches(items: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """The items whose ends are read in one go."""
+    batch: list[Wanted] = []
+    nbytes = 0
+    for one in items:
+        length = one.item.length
+        nbytes += length if length <= _SHORT else 2 * SMALL
+        if nbytes > CHUNK and batch:
+            yield batch
+            batch, nbytes = [], length if length <= _SHORT else 2 * SMALL
+        batch.append(one)
+    if batch:
+        yield batch
 
 
 def _ends(file: Source, together: Sequence[Wanted]) -> Iterator[tuple[bytes, bytes]]:
@@ -146,7 +159,9 @@ def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:
     begin = len(tail) - kind.behind
     if begin < 0 or not head.startswith(kind.head):
         return False
-    return all([tail[begin + start : begin + stop] == fixed for start, stop, fixed in kind.fixed])
+    return not [
+        start for start, stop, fixed in kind.fixed if tail[begin + start : begin + stop] != fixed
+    ]
 
 
 def _tensor(kind: _Kind, source: Source, item: Item, tail: bytes) -> TensorRef:
