@@ -16,8 +16,9 @@ from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
-from ckptconv.formats.folders.dcp_items import Items, SourceOpener, with_key
-from ckptconv.formats.folders.dcp_metadata import Item
+from ckptconv.formats.folders.dcp_items import Items, SourceOpener
+from ckptconv.formats.folders.dcp_metadata import with_key
+from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.io.location import Location
 from ckptconv.io.source import MemorySource, Source, WrappedSource
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
