@@ -222,7 +222,7 @@ class _Run:
     def _ended(self, ended: Ended) -> Receipt | None:
         """The receipt of what ended, unless it is tried again."""
         task = self._running.pop(ended.number)
-        receipt = ended.receipt or _lost(task, ended.lost)
+        receipt: Receipt = ended.given or _lost(task, ended.lost)
         if receipt.network and not receipt.worker.endswith(f":{os.getpid()}"):
             count(**receipt.network)  # what went over the network elsewhere, as told here
         error = receipt.error

@@ -7,24 +7,41 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from ckptconv.batch.receipts import Receipt
-from ckptconv.batch.work import Task, run_task
+
+class Work(Protocol):
+    """What an engine runs: a value that can be pickled, with a number of its own."""
+
+    @property
+    def number(self) -> int:
+        """What tells it from the others."""
+
+    def run(self) -> Any:
+        """Do it, wherever this is; errors are part of what it gives."""
+
+    def memory(self) -> int:
+        """The bytes of memory that it takes, about."""
+
+
+def run_work(work: Work) -> Any:
+    """Do it: what is called in a worker."""
+    return work.run()
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A task that came to an end: its number, and the receipt, or why the worker was lost that had
-    it.
+    """A piece of work that came to an end: its number, and what it gave, or why the worker was lost
+    that had it.
     """
 
     number: int
-    receipt: Receipt | None
+    given: Any
     lost: str = ""
 
 
 class Engine(ABC):
-    """Runs tasks, at most `slots` at a time; each ends once, with a receipt or lost.
+    """Runs work, at most `slots` pieces at a time; each ends once, with what it gives or lost.
 
     It is used within a ``with`` block by one thread. Whoever leaves the block before all tasks have
     ended has the others cancelled: they leave nothing behind.
@@ -45,8 +62,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def start(self, task: Task) -> None:
-        """Begin a task; at most `slots` may have begun and not ended."""
+    def start(self, work: Work) -> None:
+        """Begin a piece of work; at most `slots` may have begun and not ended."""
 
     @abstractmethod
     def ended(self, seconds: float | None) -> Sequence[Ended]:
@@ -65,14 +82,14 @@ class Serial(Engine):
     name, slots = "serial", 1
 
     def __init__(self) -> None:
-        self._tasks: list[Task] = []
+        self._tasks: list[Work] = []
 
-    def start(self, task: Task) -> None:
-        self._tasks.append(task)
+    def start(self, work: Work) -> None:
+        self._tasks.append(work)
 
     def ended(self, seconds: float | None) -> Sequence[Ended]:
-        task = self._tasks.pop(0)
-        return [Ended(task.number, run_task(task))]
+        work = self._tasks.pop(0)
+        return [Ended(work.number, run_work(work))]
 
     def close(self) -> None:
         self._tasks.clear()
@@ -89,21 +106,21 @@ class OnExecutor(Engine):
     def __init__(self, executor: Executor, slots: int) -> None:
         self.slots = slots
         self._executor = executor
-        self._running: dict[Future[Receipt], int] = {}
+        self._running: dict[Future[Any], int] = {}
 
-    def start(self, task: Task) -> None:
+    def start(self, work: Work) -> None:
         try:
-            future = self._executor.submit(run_task, task)
+            future = self._executor.submit(run_work, work)
         except BrokenExecutor as error:  # it was lost with an earlier task
             future = Future()
             future.set_exception(error)
-        self._running[future] = task.number
+        self._running[future] = work.number
 
     def ended(self, seconds: float | None) -> Sequence[Ended]:
         done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
         return [self._end(future) for future in done]
 
-    def _end(self, future: Future[Receipt]) -> Ended:
+    def _end(self, future: Future[Any]) -> Ended:
         number = self._running.pop(future)
         error = future.exception()
         if error is None:

@@ -11,15 +11,9 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from ckptconv.batch.engines import Ended, Engine
-from ckptconv.batch.identity import places_of
-from ckptconv.batch.work import Task, run_task
+from ckptconv.batch.engines import Ended, Engine, Work, run_work
 from ckptconv.support.errors import CheckpointError, MissingDependency
 
-_LEAST, _MOST = 256 << 20, 2 << 30
-"""Bytes of memory that are asked for: a conversion streams, and holds the index of its source."""
-_INDEX_SHARE = 64
-"""The index of a checkpoint takes less than one byte of so many."""
 _HELD = 2
 """Tasks for each core of the cluster that are with Ray: more only wait there, out of our reach."""
 
@@ -46,19 +40,19 @@ class OnRay(Engine):
                 self._ray.init(address=address, log_to_driver=False)
         cores = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         self.slots = workers or _HELD * cores
-        self._remote = self._ray.remote(run_task)
+        self._remote = self._ray.remote(run_work)
         self._environment = runtime_env
         self._running: dict[Any, int] = {}
 
-    def start(self, task: Task) -> None:
+    def start(self, work: Work) -> None:
         asked = self._remote.options(
             num_cpus=1,
-            memory=memory_of(task),
+            memory=work.memory(),
             max_retries=0,
-            name=f"ckptconv-{task.number}",
+            name=f"ckptconv-{work.number}",
             runtime_env=self._environment,
         )
-        self._running[asked.remote(task)] = task.number
+        self._running[asked.remote(work)] = work.number
 
     def ended(self, seconds: float | None) -> Sequence[Ended]:
         done, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
@@ -80,18 +74,6 @@ class OnRay(Engine):
             with contextlib.suppress(Exception):
                 self._ray.wait(list(self._running), num_returns=len(self._running), timeout=10)
         self._running.clear()
-
-
-def memory_of(task: Task) -> int:
-    """The bytes of memory that a task asks for, by the size of its source."""
-    nbytes = 0
-    for place in places_of(task.job):
-        with contextlib.suppress(CheckpointError, OSError):
-            if place.is_file() and not place.is_far():
-                source = place.open()
-                nbytes += source.size
-                source.close()
-    return min(_MOST, max(_LEAST, nbytes // _INDEX_SHARE))
 
 
 def _ray() -> Any:

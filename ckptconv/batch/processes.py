@@ -18,8 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ckptconv.batch.engines import Ended, Engine
-from ckptconv.batch.work import Task, run_task
+from ckptconv.batch.engines import Ended, Engine, Work, run_work
 from ckptconv.support import platforms
 from ckptconv.support.signals import stop_in_good_order
 
@@ -46,15 +45,15 @@ class Processes(Engine):
         self.slots = 2 * workers
         self._most = workers
         self._workers: list[_Worker] = []
-        self._waiting: deque[Task] = deque()
+        self._waiting: deque[Work] = deque()
         self._held: int | None = None
         self._ended: list[Ended] = []
 
     def hold(self, descriptor: int) -> None:
         self._held = descriptor
 
-    def start(self, task: Task) -> None:
-        self._waiting.append(task)
+    def start(self, work: Work) -> None:
+        self._waiting.append(work)
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -64,10 +63,10 @@ class Processes(Engine):
             if worker is None and len(self._workers) == self._most:
                 return
             worker = worker or self._new_worker()
-            task = self._waiting.popleft()
-            worker.number = task.number
+            work = self._waiting.popleft()
+            worker.number = work.number
             try:
-                worker.pipe.send(task)
+                worker.pipe.send(work)
             except OSError:  # it was lost while it had nothing to do
                 self._ended.append(self._lose(worker))
 
@@ -98,12 +97,12 @@ class Processes(Engine):
     def _end(self, worker: _Worker) -> Ended:
         """What a worker says that has something to say, or is gone."""
         try:
-            receipt = worker.pipe.recv()
+            given = worker.pipe.recv()
         except (EOFError, OSError):
             return self._lose(worker)
         number, worker.number = worker.number, None
         assert number is not None
-        return Ended(number, receipt)
+        return Ended(number, given)
 
     def _lose(self, worker: _Worker) -> Ended:
         self._workers.remove(worker)
@@ -147,10 +146,10 @@ def _work(pipe: Connection, held: Any, threads: int) -> None:
     threading.Thread(target=_end_with_driver, name="ckptconv-watch", daemon=True).start()
     while True:
         try:
-            task = pipe.recv()
+            work = pipe.recv()
         except (EOFError, OSError):
             break
-        pipe.send(run_task(task))
+        pipe.send(run_work(work))
     if kept is not None:
         os.close(kept)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 
-from ckptconv.batch.identity import fingerprint, names_of, stamps
+from ckptconv.batch.identity import fingerprint, names_of, places_of, stamps
 from ckptconv.batch.own_code import code_version
 from ckptconv.batch.receipts import Failure, Receipt, Stamps, failed_by
 from ckptconv.convert.execute import ConversionResult
@@ -18,7 +19,7 @@ from ckptconv.convert.whole import standing
 from ckptconv.io.outputs import clear_leftovers
 from ckptconv.io.places import place_of
 from ckptconv.io.remote.traffic import traffic
-from ckptconv.support.errors import OutputRefused
+from ckptconv.support.errors import CheckpointError, OutputRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,29 @@ class Task:
     hosts: str = ""
     code: str = ""
 
+    def run(self) -> Receipt:
+        """Run the job; whatever goes wrong with it stands in the receipt."""
+        return run_task(self)
+
+    def memory(self) -> int:
+        """The bytes of memory that the job takes, about, by the size of its source."""
+        nbytes = 0
+        for place in places_of(self.job):
+            with contextlib.suppress(CheckpointError, OSError):
+                if place.is_file() and not place.is_far():
+                    with contextlib.closing(place.open()) as source:
+                        nbytes += source.size
+        return min(_MOST, max(_LEAST, nbytes // _INDEX_SHARE))
+
+
+_LEAST, _MOST = 256 << 20, 2 << 30
+"""A conversion streams, and holds the index of its source."""
+_INDEX_SHARE = 64
+"""The index of a checkpoint takes less than one byte of so many."""
+
 
 def run_task(task: Task) -> Receipt:
-    """Run a job; whatever goes wrong with it stands in the receipt."""
+    """As `Task.run`."""
     begin, before = time.perf_counter(), traffic()
     is_known = task.code in ("", code_version())
     receipt = _ran(task) if is_known else _other_code(task)

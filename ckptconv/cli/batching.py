@@ -16,6 +16,8 @@ from ckptconv.cli.options import (
     NEW_FILE,
     RuleCommand,
     conversion_options,
+    engine_of_words,
+    engine_options,
     fitting_options,
     key_options,
     run_options,
@@ -62,11 +64,7 @@ Exit code: 0 all done, 1 some failed, 2 wrong usage, or jobs that are in each ot
     type=NEW_FILE,
     help="Where the outputs go of what is found below folders, each at the same place below DIR.",
 )
-@click.option("--jobs", metavar="N", type=click.IntRange(min=1),
-              help="Conversions at a time (default: one for each core).")  # fmt: skip
-@click.option("--engine", type=click.Choice(["serial", "processes", "ray"]),
-              help="Who runs them (default: processes, or serial with --jobs 1).")  # fmt: skip
-@click.option("--address", metavar="ADDRESS", help="With --engine ray: the cluster; auto finds it.")
+@engine_options
 @click.option("--shard", metavar="I/N", help="Only the I-th of N shares of the jobs, from 1 on.")
 @click.option(
     "--report",
@@ -289,7 +287,6 @@ def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
 
 
 def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
-    from ckptconv.batch.choosing import engine_of
     from ckptconv.batch.drive import Wanted, receipts_of
     from ckptconv.batch.totals import Totals
     from ckptconv.cli.batch_display import batch_shown
@@ -297,26 +294,13 @@ def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
     totals = Totals(len(jobs))
     silent = given["quiet"] or given["as_json"]
     with errors_shown(given["as_json"]), batch_shown(totals, silent=silent) as display:
-        engine = engine_of(_engine(given, len(jobs)), given["jobs"])
+        engine = engine_of_words(given, len(jobs))
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
         receipts = receipts_of(jobs, engine, wanted, report)
         for receipt in receipts:
             totals.add(receipt)
             display.ended(receipt)
     _show_totals(totals, [report], given)
-
-
-def _engine(given: dict[str, Any], count: int) -> Any:
-    named = given["engine"]
-    if named is None:
-        named = "serial" if given["jobs"] == 1 or count < 2 else "processes"
-    if given["address"] is not None and named != "ray":
-        raise OptionRefused("--address needs --engine ray")
-    if named == "ray":
-        from ckptconv.batch.on_ray import OnRay
-
-        return OnRay(given["jobs"], given["address"])
-    return named
 
 
 def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:

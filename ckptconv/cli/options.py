@@ -297,6 +297,35 @@ def fitting_options(command: F) -> F:
     ])  # fmt: skip
 
 
+def engine_options(command: F) -> F:
+    """The options of who does the work."""
+    return _with_options(command, [
+        click.option("--jobs", metavar="N", type=click.IntRange(min=1),
+                     help="Workers at a time (default: one for each core)."),
+        click.option("--engine", type=click.Choice(["serial", "processes", "ray"]),
+                     help="Who works (default: processes, or serial with --jobs 1)."),
+        click.option("--address", metavar="ADDRESS",
+                     help="With --engine ray: the cluster; auto finds it."),
+    ])  # fmt: skip
+
+
+def engine_of_words(given: dict[str, Any], count: int) -> Any:
+    """The engine that the command line asks for, for so many pieces of work."""
+    from ckptconv.batch.choosing import engine_of
+    from ckptconv.support.errors import OptionRefused
+
+    named = given["engine"]
+    if named is None:
+        named = "serial" if given["jobs"] == 1 or count < 2 else "processes"
+    if given["address"] is not None and named != "ray":
+        raise OptionRefused("--address needs --engine ray")
+    if named == "ray":
+        from ckptconv.batch.on_ray import OnRay
+
+        return OnRay(given["jobs"], given["address"])
+    return engine_of(named, given["jobs"])
+
+
 def _conversion_options() -> list[Callable[[F], F]]:
     """What becomes of a checkpoint."""
     return [

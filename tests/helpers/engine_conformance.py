@@ -90,7 +90,7 @@ class EngineConformance:
             found = drained(engine, tasks)
         assert sorted(found) == list(expected)
         for number, ended in found.items():
-            receipt = ended.receipt
+            receipt = ended.given
             assert receipt is not None and ended.lost == ""
             assert (receipt.state, receipt.error, receipt.tensors) == ("done", None, 2)
             made = load_file(room / f"out/{number}.safetensors")
@@ -108,9 +108,9 @@ class EngineConformance:
         ]
         with self.engine() as engine:
             found = drained(engine, tasks)
-        states = {number: ended.receipt.state for number, ended in found.items() if ended.receipt}
+        states = {number: ended.given.state for number, ended in found.items() if ended.given}
         assert states == {1: "failed", 2: "done", 3: "failed"}
-        errors = {number: ended.receipt.error for number, ended in found.items() if ended.receipt}
+        errors = {number: ended.given.error for number, ended in found.items() if ended.given}
         assert errors[1].kind == "MalformedCheckpoint" and "bad.pt" in errors[1].message
         assert errors[3].kind == "AmbiguousStateDict" and not errors[3].passing
         assert not (room / "bad.safetensors").exists()
@@ -119,7 +119,7 @@ class EngineConformance:
         checkpoint(room / "a.pt")
         with self.engine() as engine:
             task = Task(0, Job(room / "a.pt", room / "a.safetensors"), code="0.0.1+of another")
-            receipt = drained(engine, [task])[0].receipt
+            receipt = drained(engine, [task])[0].given
         assert receipt is not None and receipt.error is not None
         assert receipt.error.kind == "OtherVersion" and "0.0.1+of another" in receipt.error.message
         assert not (room / "a.safetensors").exists()
@@ -152,10 +152,10 @@ class WorkerConformance(EngineConformance):
         tasks = [Task(number, job) for number, job in enumerate([poison, *good])]
         with self.engine() as engine:
             found = drained(engine, tasks)
-            assert found[0].receipt is None and found[0].lost
-            assert all(found[number].receipt.state == "done" for number in range(1, 5))
+            assert found[0].given is None and found[0].lost
+            assert all(found[number].given.state == "done" for number in range(1, 5))
             again = drained(engine, [Task(9, poison, tries=1, resumed=True)])
-        assert again[9].receipt is not None and again[9].receipt.state == "done"
+        assert again[9].given is not None and again[9].given.state == "done"
 
     def test_leaving_early_cancels_what_runs_and_leaves_nothing(self, room):
         checkpoint(room / "slow.pt")
