@@ -58,7 +58,8 @@ class _PackedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
-    """Tensors that can be pickled: the files that they lie in, their storages, and themselves.
+    """Tensors that can be pickled: the files that they lie in, their storages, themselves, and the
+    number of each in turn: one that has several names has one number.
 
     Storages that were one stay one.
     """
@@ -66,6 +67,7 @@ class PackedTensors:
     places: tuple[Reopening, ...]
     storages: tuple[_PackedStorage, ...]
     tensors: tuple[_PackedTensor, ...]
+    numbers: tuple[int, ...]
 
     def opened(self, open_place: Callable[[Reopening], Source]) -> list[TensorRef]:
         """The tensors again; each file is opened once."""
@@ -83,7 +85,7 @@ class PackedTensors:
                     item.big_endian, part_of,
                 )
             )  # fmt: skip
-        return [
+        refs = [
             TensorRef(
                 ref.dtype,
                 ref.shape,
@@ -93,11 +95,14 @@ class PackedTensors:
             )
             for ref in self.tensors
         ]
+        return [refs[number] for number in self.numbers]
 
 
 def packed(refs: Sequence[TensorRef]) -> PackedTensors:
     """Tensors for another process; `NotPacked` where one lies in what only this one can read."""
     packing = _Packing()
+    distinct = {id(ref): ref for ref in refs}
+    numbers = {key: number for number, key in enumerate(distinct)}
     tensors = tuple(
         _PackedTensor(
             ref.dtype,
@@ -106,9 +111,10 @@ def packed(refs: Sequence[TensorRef]) -> PackedTensors:
             tuple(_PackedPiece(packing.storage(piece.storage), *piece[1:]) for piece in ref.pieces),
             *ref[4:],
         )
-        for ref in refs
+        for ref in distinct.values()
     )
-    return PackedTensors(tuple(packing.places), tuple(packing.storages), tensors)
+    order = tuple(numbers[id(ref)] for ref in refs)
+    return PackedTensors(tuple(packing.places), tuple(packing.storages), tensors, order)
 
 
 class _Packing:
