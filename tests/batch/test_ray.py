@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ckptconv import Job, convert_many
+from ckptconv import (
+    Job,
+    Options,
+    convert_many,
+    execute_plan,
+    open_checkpoint,
+    plan_conversion,
+)
 from ckptconv.batch.engines import Engine
+from ckptconv.batch.on_ray import OnRay
+from ckptconv.batch.sharing import share_out_on
+from ckptconv.convert import shares
+from ckptconv.convert.shares import Share
 from helpers.engine_conformance import KillingJob, WorkerConformance, checkpoint
 
 pytestmark = pytest.mark.ray
@@ -56,8 +68,6 @@ def second(cluster):
 @pytest.mark.usefixtures("second")
 class TestRay(WorkerConformance):
     def engine(self) -> Engine:
-        from ckptconv.batch.on_ray import OnRay
-
         return OnRay()
 
 
@@ -66,6 +76,21 @@ def made_right(path: Path, expected: dict[str, torch.Tensor]) -> bool:
     return sorted(made) == sorted(expected) and all(
         torch.equal(made[name], tensor) for name, tensor in expected.items()
     )
+
+
+def killing(cluster, node, room: Path) -> threading.Event:
+    """Kill a node as soon as it is in the middle of something; the event is set then."""
+    killed = threading.Event()
+
+    def kill() -> None:
+        begun = time.monotonic()
+        while not list(room.glob(f"*.on.{node.node_id}")) and time.monotonic() - begun < 60:
+            time.sleep(0.05)
+        cluster.remove_node(node, allow_graceful=False)
+        killed.set()
+
+    threading.Thread(target=kill, daemon=True).start()
+    return killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +112,13 @@ def test_a_node_that_is_killed_in_the_middle_loses_nothing(cluster, second, tmp_
     ]
     events = []
     report = tmp_path / "r.jsonl"
-    receipts, is_alive = [], True
-    for receipt in convert_many(
-        jobs, executor="ray", report=report, on_event=lambda event: events.append(event.what)
-    ):
-        receipts.append(receipt)
-        ended = {Path(one.source[0]).name for one in receipts}
-        there = {path.name.partition(".on.")[0] for path in tmp_path.glob(f"*.on.{second.node_id}")}
-        if is_alive and there - ended:  # it is in the middle of one
-            cluster.remove_node(second, allow_graceful=False)
-            is_alive = False
-    assert not is_alive
+    killed = killing(cluster, second, tmp_path)
+    receipts = list(
+        convert_many(
+            jobs, executor="ray", report=report, on_event=lambda event: events.append(event.what)
+        )
+    )
+    assert killed.wait(1)
     assert [receipt.state for receipt in receipts] == ["done"] * 12
     assert all(
         made_right(tmp_path / f"out/{number}.safetensors", tensors)
@@ -137,8 +158,6 @@ def test_workers_read_from_a_store_and_write_to_it(cluster, servers, tmp_path, m
     base = f"s3://{server.bucket}/ray"
     ray_env = {"env_vars": dict(server.environment)}
     jobs = [Job(f"{base}/{number}.pt", f"{base}/{number}.safetensors") for number in expected]
-    from ckptconv.batch.on_ray import OnRay
-
     engine = OnRay(runtime_env=ray_env)
     receipts = list(convert_many(jobs, executor=engine, report=tmp_path / "r.jsonl"))
     assert [receipt.error for receipt in receipts] == [None] * 4
@@ -151,3 +170,42 @@ def test_workers_read_from_a_store_and_write_to_it(cluster, servers, tmp_path, m
         assert made_right(tmp_path / f"{number}.safetensors", tensors)
     again = list(convert_many(jobs, executor=OnRay(), report=tmp_path / "r.jsonl"))
     assert all(receipt.earlier for receipt in again)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LeisurelyShare(Share):
+    """A share that takes two seconds, and says on which node by the file `shown`.on.NODE."""
+
+    def make(self):
+        node = ray.get_runtime_context().get_node_id()
+        room = Path(self.shown).parent.parent
+        Path(room / f"{self.number}.on.{node}").touch()
+        time.sleep(2)
+        return Share.make(self)
+
+
+def leisurely(*given, **more):
+    share = shares.share_of(*given, **more)
+    return LeisurelyShare(*[getattr(share, name) for name in Share.__slots__])
+
+
+def test_a_node_that_is_killed_while_it_makes_files_of_one_checkpoint(
+    cluster, second, tmp_path, monkeypatch
+):
+    made = {f"w{number}": torch.randn(100, 50) for number in range(12)}
+    torch.save(made, tmp_path / "a.pt")
+    options = Options(max_shard_size=21_000, to="safetensors")
+    Job(tmp_path / "a.pt", tmp_path / "alone", options).run()
+    monkeypatch.setattr("ckptconv.convert.execute.share_of", leisurely)
+    killed = killing(cluster, second, tmp_path)
+    with open_checkpoint(tmp_path / "a.pt") as checkpoint:
+        plan = plan_conversion(checkpoint, tmp_path / "shared", options)
+        execute_plan(plan, share_out=share_out_on(OnRay()))
+    assert killed.wait(1)
+    there, alone = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("shared", "alone")
+    )
+    assert len(alone) == 13 and there == alone
+    nodes = {path.name.partition(".on.")[2] for path in tmp_path.glob("*.on.*")}
+    assert len(nodes) == 2
