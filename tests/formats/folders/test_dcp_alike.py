@@ -175,23 +175,23 @@ def with_second_end(folder: Path, key: str) -> None:
 
 def test_values_that_look_like_an_end_are_refused_at_once_in_a_short_item(saved):
     with_second_end(saved, "short3")
-    with pytest.raises(CheckpointError, match="short3 .*: holds two end records"):
+    with pytest.raises(CheckpointError, match=r"short3 .*: holds two end records"):
         open_certain(saved)
 
 
 def test_values_that_look_like_an_end_are_refused_before_they_are_read(saved, tmp_path):
     with_second_end(saved, "long3")
-    with pytest.raises(CheckpointError, match="long3 .*: holds two end records"):
+    with pytest.raises(CheckpointError, match=r"long3 .*: holds two end records"):
         convert_checkpoint(saved, tmp_path / "out.safetensors", fsync=False)
     assert not (tmp_path / "out.safetensors").exists()
     with open_certain(saved) as checkpoint:
         refs = dict(checkpoint.tensors())
         assert len(values(refs["long0"])) == 4 * LONG
-        with pytest.raises(CheckpointError, match="long3 .*: holds two end records"):
+        with pytest.raises(CheckpointError, match=r"long3 .*: holds two end records"):
             values(refs["long3"])
     with open_checkpoint(saved) as checkpoint:
         refs = dict(checkpoint.tensors())
-        with pytest.raises(CheckpointError, match="long3 .*: holds two end records"):
+        with pytest.raises(CheckpointError, match=r"long3 .*: holds two end records"):
             values(refs["long3"])
 
 

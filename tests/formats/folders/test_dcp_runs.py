@@ -239,16 +239,23 @@ def test_a_damaged_one_is_read_as_if_opcode_by_opcode(name):
 )
 def test_sizes_that_are_none_are_refused(size, what):
     """In the pickle, that is: torch.Size itself takes them."""
-    for change in (
-        lambda one: setattr(one.state_dict_metadata["layers.9.weight"].chunks[0], "sizes", bad),
-        lambda one: setattr(list(one.storage_data.values())[9], "offset", size),
-        lambda one: setattr(list(one.storage_data.values())[9], "length", size),
-    ):
+    for change in (_other_size, _other_place, _other_length):
         metadata = usual()
-        bad = Size([size, 1])
-        change(metadata)
+        change(metadata, size)
         with pytest.raises(CheckpointError, match=what):
             read(pickle.dumps(metadata))
+
+
+def _other_size(metadata: Metadata, size: int) -> None:
+    metadata.state_dict_metadata["layers.9.weight"].chunks[0].sizes = Size([size, 1])
+
+
+def _other_place(metadata: Metadata, size: int) -> None:
+    list(metadata.storage_data.values())[9].offset = size
+
+
+def _other_length(metadata: Metadata, size: int) -> None:
+    list(metadata.storage_data.values())[9].length = size
 
 
 def test_a_text_that_is_not_as_long_as_it_says_is_no_run():
