@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme browser servers pythons lowest trust families check lint bench bench-remote fuzz samples clean
+.PHONY: demo test readme browser servers pythons lowest trust families check lint bench bench-huge bench-remote fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -104,6 +104,10 @@ check: lint test
 
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
+
+# One huge checkpoint: a terabyte of holes in 1,000 files, up to a million tensors; 8 GB of disk.
+bench-huge: $(VENV)/ready
+	$(BIN)/python bench/huge.py
 
 # Over a network: rates against obstore on SeaweedFS on this machine, and requests.
 bench-remote: $(VENV)/ready $(SERVERS)/ready
