@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme browser servers ray pythons lowest trust families check lint bench bench-remote fuzz samples clean
+.PHONY: demo test readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -117,9 +117,17 @@ check: lint test
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
 
+# One huge checkpoint: a terabyte of holes in 1,000 files, up to a million tensors; 8 GB of disk.
+bench-huge: $(VENV)/ready
+	$(BIN)/python bench/huge.py
+
 # Over a network: rates against obstore on SeaweedFS on this machine, and requests.
 bench-remote: $(VENV)/ready $(SERVERS)/ready
 	$(BIN)/python bench/remote.py
+
+# Many small files, a finished batch, two processes against one.
+bench-batch: $(VENV)/ready
+	$(BIN)/python bench/batch.py
 
 # What docs/trust.md promises and `make test` only samples, but for the long fuzz; the figures are
 # printed at the end. Crash safety needs strace, or STRACE= to skip it.

@@ -30,8 +30,8 @@ WORK = {
 """What is measured; `plan` is a conversion to safetensors up to its first byte."""
 
 
-def measure(words: list[str], out: Path) -> tuple[float, float]:
-    """Seconds and megabytes of one child."""
+def measure(words: list[str], out: Path) -> tuple[float, float, float]:
+    """Seconds, seconds of processors and megabytes of one child."""
     program = [] if words[0] == "-c" else ["-m", "ckptconv"]
     command = [sys.executable, *program, *words]
     begin = time.perf_counter()
@@ -46,7 +46,7 @@ def measure(words: list[str], out: Path) -> tuple[float, float]:
     seconds = time.perf_counter() - begin
     if os.waitstatus_to_exitcode(status) not in (0, 1):
         sys.exit(f"{' '.join(command)} failed:\n{(out / 'said').read_text()[-2000:]}")
-    return seconds, usage.ru_maxrss / 1024
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def main() -> None:
@@ -63,7 +63,8 @@ def main() -> None:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="ckptconv-huge-"))
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
-    print("| input | tensors | work | s | peak MB | µs of a tensor |\n|---|---|---|---|---|---|")
+    heads = ("input", "tensors", "work", "s", "CPU s", "peak MB", "CPU µs of a tensor")
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for kind in given.kinds.split(","):
         for count in map(int, given.tensors.split(",")):
             path = folder / f"{kind}-{count}-{given.chunks}"
@@ -75,10 +76,9 @@ def main() -> None:
             for name in given.work.split(","):
                 names = {"{in}": str(path), "{out}": str(folder / "out")}
                 words = [names.get(word, word) for word in WORK[name]]
-                seconds, peak = measure(words, folder)
-                each = f"{seconds / count * 1e6:.0f}"
-                row = f"| {kind} | {count:,} | {name} | {seconds:.1f} | {peak:,.0f} | {each} |"
-                print(row, flush=True)
+                seconds, cpu, peak = measure(words, folder)
+                cells = (kind, f"{count:,}", name, f"{seconds:.1f}", f"{cpu:.1f}", f"{peak:,.0f}")
+                print(f"| {' | '.join(cells)} | {cpu / count * 1e6:.0f} |", flush=True)
             if not given.keep:
                 shutil.rmtree(path)
     if given.folder is None:

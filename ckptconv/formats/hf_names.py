@@ -81,7 +81,7 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
     room = -1
     alone: list[list[int]] = []
     for indices in members.values():
-        size = sum(sizes[index] for index in indices)
+        size = sizes[indices[0]] if len(indices) == 1 else sum([sizes[at] for at in indices])
         if size > limit:
             alone.append(indices)
         elif size <= room:

@@ -52,7 +52,7 @@ class SafetensorsFile(TargetFormat):
         taken = {"format", "device", *others}
         return {
             name: names[0]
-            for names in map(sorted, views.values())
+            for names in [sorted(names) for names in views.values() if len(names) > 1]
             for name in names[1:]
             if name not in taken
         }

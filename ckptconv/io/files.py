@@ -83,6 +83,11 @@ class FileSource(Source):
                 return window[:nbytes]
         return self._exactly(offset, nbytes)
 
+    def foresee(self, ranges: Sequence[Range]) -> None:
+        """Have the disk work on all of them, not on one after the other."""
+        if len(ranges) > 1:
+            platforms.will_need(self._fd, ranges)
+
     def _require(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes > self.size - offset:
             raise MalformedCheckpoint(
@@ -296,6 +301,10 @@ class PooledSource(FileSource):
     def read(self, offset: int, nbytes: int) -> bytes:
         self._wake()
         return super().read(offset, nbytes)
+
+    def foresee(self, ranges: Sequence[Range]) -> None:
+        self._wake()
+        super().foresee(ranges)
 
     def is_for_threads(self) -> bool:
         return False

@@ -29,7 +29,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -185,6 +185,16 @@ def write_at(fd: int, view: memoryview, offset: int) -> int:
 
 _PLACES = tuple(threading.Lock() for _ in range(64))
 """Held while the place of a descriptor is used; several descriptors may share one."""
+
+
+def will_need(fd: int, ranges: Iterable[tuple[int, int]]) -> None:
+    """Have the system fetch these runs of bytes (place and size) from the disk, all at once, where
+    it can be asked to; nothing is waited for.
+    """
+    if hasattr(os, "posix_fadvise"):
+        for offset, nbytes in ranges:
+            with contextlib.suppress(OSError, OverflowError):  # a place that no file has
+                _os.posix_fadvise(fd, offset, nbytes, _os.POSIX_FADV_WILLNEED)
 
 
 def next_data(fd: int, offset: int, size: int) -> int:

@@ -153,9 +153,10 @@ def view_identity(ref: TensorRef) -> Hashable:
     """What the names of one tensor have in common: tensors with the same have the same values. Of
     one put together from pieces, only itself has it.
     """
-    if not ref.is_view:
+    dtype, shape, stride, pieces, _, conj, neg = ref
+    if len(pieces) != 1:
         return id(ref)
-    return id(ref.storage), ref.storage_offset, ref.shape, ref.stride, ref.dtype, ref.conj, ref.neg
+    return id(pieces[0][0]), pieces[0][1], shape, stride, dtype, conj, neg
 
 
 def contiguous_stride(shape: Shape) -> Shape:

@@ -30,6 +30,7 @@ from ckptconv import (
 )
 from ckptconv.formats import registry
 from ckptconv.io.files import FileSource
+from ckptconv.support import platforms
 from ckptconv.tensors.stream import iter_chunks
 from helpers.reads import counted_reads
 
@@ -262,3 +263,19 @@ def test_a_foretold_file_tells_nothing_of_holes(tmp_path):
         source = dict(checkpoint.tensors())["w"].storage.source
         with patch.object(FileSource, "data_from", lambda self, offset: self.size):
             assert source.data_from(100) == 100
+
+
+def test_what_is_foreseen_of_a_file_is_asked_of_the_disk_at_once(tmp_path):
+    """Only asked: what is read is the same, whatever the places."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 256)
+    asked: list[tuple[int, int]] = []
+    with patch.object(platforms._os, "posix_fadvise", lambda _, *run: asked.append(run[:2])):
+        source = FileSource(path)
+        source.foresee([(256, 4)])
+        source.foresee([(256, 4), (512, 4)])
+    assert asked == [(256, 4), (512, 4)]
+    source.foresee([(1 << 70, 4), (-5, 4), (512, 4)])
+    assert source.read_many([(256, 2), (513, 2)]) == [b"\0\1", b"\1\2"]
+    source.close()
+    source.foresee([(256, 4), (512, 4)])

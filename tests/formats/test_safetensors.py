@@ -530,3 +530,12 @@ def test_live_state_dicts_are_saved_as_the_library_does(tmp_path):
         safetensors.torch.load_file(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs")
     )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_an_extra_state_with_tensors_is_listed_and_so_accounted_for(tmp_path):
+    tree = {"a.weight": torch.ones(3), "a._extra_state": {"scale": torch.ones(2)}}
+    torch.save(tree, tmp_path / "in.pt")
+    done = convert_checkpoint(
+        tmp_path / "in.pt", tmp_path / "out.safetensors", fsync=False, verify=True
+    )
+    assert [item.path for item in done.plan.skipped] == ["a._extra_state"]

@@ -135,6 +135,7 @@ def _ends(file: Source, together: Sequence[Wanted]) -> Iterator[tuple[bytes, byt
             ranges.append((offset, length))
         else:
             ranges += ((offset, SMALL), (offset + length - SMALL, SMALL))
+    file.foresee(ranges)
     found = iter(file.read_many(ranges))
     for (_, _, length, _), _, _, _ in together:
         head = next(found)
