@@ -13,6 +13,7 @@ from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
 from ckptconv.convert.lanes import SaidCount, Say, said, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
+from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
 from ckptconv.convert.verify import verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
@@ -88,21 +89,25 @@ def execute_plan(
     fsync: bool = True,
     verify: bool = False,
     on_progress: OnProgress | None = None,
+    share_out: ShareOut | None = None,
 ) -> ConversionResult:
     """Write the output of a plan as a stream, and put it in place when it is complete.
 
     `on_progress` is called with a `Progress` about once a MiB, in the phases write, verify and
     sync. `verify` counts what the source names without the reader, reads the output back before it
-    is renamed and compares every tensor with the source, bit for bit or after the cast. Raises
+    is renamed and compares every tensor with the source, bit for bit or after the cast. `share_out`
+    has the files of an output made somewhere else, as far as they can be. Raises
     `MalformedCheckpoint` when the source is damaged, `OutputRefused` when the output cannot be
     written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
-    write = _write_folder if plan.target.is_folder else _write_files
     phases = Phases(on_progress)
-    result = write(plan, force, fsync, verify, phases)
+    if plan.target.is_folder:
+        result = _write_folder(plan, force, fsync, verify, phases)
+    else:
+        result = _write_files(plan, force, fsync, verify, phases, share_out)
     return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
 
 
@@ -153,14 +158,19 @@ def _result(
 
 
 def _write_files(
-    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
+    plan: ConversionPlan,
+    force: bool,
+    fsync: bool,
+    verify: bool,
+    phases: Phases,
+    share_out: ShareOut | None,
 ) -> ConversionResult:
     """Write the one file of an output, or its shards and their index."""
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         _destination(plan, force=force, fsync=fsync, verify=verify) as output,
     ):
-        tally, verified = _make_files(plan, output, fsync=fsync, verify=verify, phases=phases)
+        tally, verified = _make_files(plan, output, fsync, verify, phases, share_out)
         result = _result(plan, tally, verified if verify else None, plan.nbytes)
         output.commit(plan.inputs)
         put_mapping()
@@ -199,7 +209,12 @@ class _Lane:
 
 
 def _make_files(
-    plan: ConversionPlan, output: Destination, *, fsync: bool, verify: bool, phases: Phases
+    plan: ConversionPlan,
+    output: Destination,
+    fsync: bool,
+    verify: bool,
+    phases: Phases,
+    share_out: ShareOut | None,
 ) -> tuple[Tally, int]:
     """Draft all files of an output, each whole and checked; returns how many tensors were
     verified.
@@ -211,10 +226,17 @@ def _make_files(
     _copy_companions(plan, output, written, phases, verify=verify)
     lane = _Lane(_telling(written), compared, phases, threads=THREADS)
     make = partial(_make_shard, plan, output, fsync=fsync, verify=verify)
-    if _may_be_side_by_side(plan, output):
-        verified = _make_side_by_side(plan.files, make, lane)
+    files, verified = plan.files, 0
+    if share_out is not None:
+        elsewhere = _Elsewhere(plan, output, lane.tally, phases, written, fsync=fsync)
+        files = elsewhere.make(share_out)
+        if verify:
+            with phases.timed("verify"):
+                verified += elsewhere.verify(compared)
+    if _may_be_side_by_side(files, output):
+        verified += _make_side_by_side(files, make, replace(lane, told=_telling(written)))
     else:
-        verified = sum(make(file, replace(lane, told=_telling(written))) for file in plan.files)
+        verified += sum(make(file, replace(lane, told=_telling(written))) for file in files)
     if (file := plan.index) is not None:
         lane = replace(lane, told=_telling(written))
         draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
@@ -224,6 +246,65 @@ def _make_files(
     lane.checksums.finish()
     refuse_changed(plan.inputs)
     return lane.tally, verified
+
+
+class _Elsewhere:
+    """The files of an output that others make, each as a share."""
+
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        output: Destination,
+        tally: Tally,
+        phases: Phases,
+        written: Meter,
+        *,
+        fsync: bool,
+    ) -> None:
+        self._plan, self._output, self._tally, self._fsync = plan, output, tally, fsync
+        self._phases, self._written = phases, written
+        self._made: list[tuple[PlannedFile, Draft]] = []
+
+    def make(self, share_out: ShareOut) -> tuple[PlannedFile, ...]:
+        """Have the files made; returns those that only this process can make."""
+        shares: list[Share] = []
+        left: list[PlannedFile] = []
+        for file in self._plan.files:
+            draft = self._output.draft(file.path.name, file.layout.nbytes)
+            path = draft.hand_out()
+            if path is None:
+                what = "is not on a disk of this machine, so workers cannot make its files"
+                hint = "leave --jobs and --engine out, or write to a disk that all share"
+                raise OutputRefused(what, path=self._plan.output, hint=hint)
+            share = share_of(len(shares), file, path, self._plan.to, fsync=self._fsync)
+            if share is None:
+                draft.discard()
+                self._output.forget(draft)
+                left.append(file)
+            else:
+                shares.append(share)
+                self._made.append((file, draft))
+        with self._phases.timed("write"):
+            for made in share_out(shares):
+                self._take(made)
+        return tuple(left)
+
+    def _take(self, made: MadeShare) -> None:
+        file, draft = self._made[made.number]
+        assert file.part is not None
+        draft.take_back(file.layout.nbytes)
+        refs = [ref for _, ref, _ in file.part.tensors]
+        self._tally.overflowed.extend(refs[number] for number in made.overflowed)
+        self._tally.odd_bools.extend(refs[number] for number in made.odd_bools)
+        path = local_path(draft.place, "")
+        self._plan.target.check_written(path, file.path, len(file.layout.items))
+        self._written.add(file.layout.nbytes)
+
+    def verify(self, compared: Meter) -> int:
+        """Read all of them back and compare them; returns how many tensors there are."""
+        return sum(
+            verify_file(self._plan, file, draft.place, compared) for file, draft in self._made
+        )
 
 
 def _make_shard(
@@ -249,12 +330,13 @@ def _make_shard(
         return verify_file(plan, file, made, lane.compared)
 
 
-def _may_be_side_by_side(plan: ConversionPlan, output: Destination) -> bool:
+def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> bool:
     """Whether several files of an output may be written at once, and it is worth it."""
-    is_worth = min(THREADS, len(plan.files)) > 1 and plan.nbytes >= _WORTH_LANES
+    nbytes = sum(file.layout.nbytes for file in files)
+    is_worth = min(THREADS, len(files)) > 1 and nbytes >= _WORTH_LANES
     if not (is_worth and output.is_for_threads()):
         return False
-    values = (item.values for file in plan.files for item in file.layout.items)
+    values = (item.values for file in files for item in file.layout.items)
     sources = {
         id(piece.storage.source): piece.storage.source
         for ref in values

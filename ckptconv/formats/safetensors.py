@@ -24,8 +24,9 @@ from ckptconv.io.source import Source
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
 from ckptconv.pickles.nodes import ORDERED_DICT, Call
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
+from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
-from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, refuse_dimensions, view_of
+from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions, whole_view
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY, Container
 
@@ -62,8 +63,8 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
     for key, entry in header.items():
         dtype, shape, begin, end = _entry(source, key, entry)
         spans.append((begin, end))
-        storage = Storage(source, start + begin, end - begin, location, key, dtype)
-        tensors[key] = view_of(storage, dtype, 0, shape, contiguous_stride(shape))
+        fields = (source, start + begin, end - begin, location, key, dtype, None, False, None)
+        tensors[key] = whole_view(made(Storage, fields), dtype, shape)
     _refuse_gaps(source, spans, source.size - start)
     tensors |= {alias: tensors[kept] for alias, kept in aliases_in(metadata, tensors).items()}
     root = Call(ORDERED_DICT, ())
@@ -133,27 +134,30 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
             if not shape or shape[-1] % 2
             else (dtype, [*shape[:-1], shape[-1] // 2])
         )
-    if prod(size for size in shape if size) >= 1 << 63:
+    numel = prod(shape)
+    if (not numel or numel >> 63) and prod(size for size in shape if size) >> 63:
         what = f"its shape {shape} overflows"
         raise MalformedCheckpoint(what, path=source.path, where=key, hint=_NOT_ACCOUNTED)
-    nbits = prod(shape) * dtype.bits
+    nbits = numel * dtype.bits
     if nbits % 8:
         raise malformed(
-            source, key, f"its {prod(shape)} elements of {dtype.bits} bits do not fill whole bytes"
+            source, key, f"its {numel} elements of {dtype.bits} bits do not fill whole bytes"
         )
     if nbits // 8 != end - begin:
         raise malformed(
             source, key, f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
         )
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        raise malformed(source, key, "its name holds half a character (a lone surrogate)") from None
+    if not key.isascii():
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            what = "its name holds half a character (a lone surrogate)"
+            raise malformed(source, key, what) from None
     return dtype, tuple(shape), begin, end
 
 
 def _are_sizes(values: Sequence[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    return {*map(type, values)} == {int} and min(values) >= 0 and not max(values) >> 63
 
 
 def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -> None:

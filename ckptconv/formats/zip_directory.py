@@ -14,6 +14,7 @@ from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, 
 
 MAX32 = 0xFFFFFFFF
 END = struct.Struct("<4s4H2IH")
+_END_SIGNATURE = b"PK\5\6"
 END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")
 CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -42,8 +43,7 @@ def find_directory(source: Source) -> tuple[int, int, int, bytes]:
     """Offset, number of records, size and bytes of the central directory, which must end where the
     end records begin.
     """
-    tail_at = max(0, source.size - (END.size + 0xFFFF))
-    tail = source.read(tail_at, source.size - tail_at)
+    tail_at, tail = _tail(source)
     at = tail_at + _end_record(source, tail)
     _, disk, start_disk, here, count, size, start, _ = END.unpack_from(tail, at - tail_at)
 
@@ -72,14 +72,44 @@ def find_directory(source: Source) -> tuple[int, int, int, bytes]:
     return start, count, size, raw
 
 
+def check_end(source: Source) -> None:
+    """Raise `MalformedCheckpoint` unless an archive has one end record, which ends it."""
+    _end_record(source, _tail(source)[1])
+
+
+def has_one_end(raw: bytes) -> bool:
+    """Whether a short archive has one end record, and nothing else that may be one."""
+    return raw.count(_END_SIGNATURE) == 1
+
+
+def central_places(source: Source) -> dict[str, int]:
+    """Where in an archive the entry of each record in its directory stands."""
+    start, count, _, raw = find_directory(source)
+    places, at = {}, 0
+    for _ in range(count):
+        _, _, _, _, _, _, name_size, extra_size, comment_size, _, _ = CENTRAL_USED.unpack_from(
+            raw, at
+        )
+        name_at = at + CENTRAL.size
+        places[raw[name_at : name_at + name_size].decode()] = start + at
+        at = name_at + name_size + extra_size + comment_size
+    return places
+
+
+def _tail(source: Source) -> tuple[int, bytes]:
+    """The bytes in which the end record must be, and where they begin."""
+    tail_at = max(0, source.size - (END.size + 0xFFFF))
+    return tail_at, source.read(tail_at, source.size - tail_at)
+
+
 def _end_record(source: Source, tail: bytes) -> int:
     """The place in `tail` of the one end record whose comment ends with the file."""
     found: list[int] = []
-    at = tail.rfind(b"PK\5\6")
+    at = tail.rfind(_END_SIGNATURE)
     while at >= 0:
         if at + END.size <= len(tail) and at + END.size + END.unpack_from(tail, at)[7] == len(tail):
             found.append(at)
-        at = tail.rfind(b"PK\5\6", 0, at)
+        at = tail.rfind(_END_SIGNATURE, 0, at)
     if not found:
         raise MalformedCheckpoint(
             "the archive has no end record at its end",

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
 
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Reopening, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
@@ -126,6 +126,9 @@ class FileSource(Source):
 
     def is_file(self) -> bool:
         return True
+
+    def reopening(self) -> Reopening | None:
+        return Reopening(str(self.path.absolute()), self._stamp)
 
     def is_for_threads(self) -> bool:
         return True

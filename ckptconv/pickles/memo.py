@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckptconv.pickles.nodes import Call, Node
 from ckptconv.pickles.tensor_runs import MEMO_KEYS, TENSOR_RUN, int_run, integer
@@ -12,8 +13,11 @@ from ckptconv.support.errors import MalformedCheckpoint
 
 _REMEMBERED = 1 << 16
 """Entries of MEMOIZE that are kept, fetched or not: more than small pickles have."""
+_SEARCHED = 1 << 20  # bytes in which fetches are looked for together
 _LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
 _FORGOTTEN: Node = object()
+UNMADE: Node = object()
+"""Stands for a value that the opcodes of a run put and nobody is expected to fetch."""
 _PUTS = (5, 9, 12, 14, 17, 18)
 """The groups of a run that are the indexes of what it puts."""
 
@@ -23,13 +27,19 @@ def _put_twice() -> MalformedCheckpoint:
     return MalformedCheckpoint("the pickle puts two values into one memo entry", hint=hint)
 
 
+class FetchedUnmade(Exception):
+    """Something fetches what a run put without making it: the stream is to be read without runs."""
+
+
 class Memo(dict[bytes, Node]):
     """The memo, by the index as LONG_BINPUT has it (which saves decoding it).
 
     A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs`
     are the places of the runs. What MEMOIZE puts, whose index is the number of entries, goes to the
     list `memoized` as long as nothing else is put: an entry takes 8 bytes there, and 130 in the
-    dict. Those of them that were `fetched` are in the dict too.
+    dict. Those of them that were `fetched` are in the dict too, if they are among the first. The
+    list begins with the entry `base`; the first entries, and those before it that can be fetched,
+    are kept elsewhere.
     """
 
     def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
@@ -37,8 +47,11 @@ class Memo(dict[bytes, Node]):
         self.runs: list[int] = []
         self.memoized: list[Node] = []
         self.fetched = 0
-        self._kept_until = _REMEMBERED
-        self._fetchable: list[int] | None = None
+        self.base = 0
+        self._first: list[Node] = []
+        self._kept: dict[int, Node] = {}
+        self._by_runs = 0
+        self._fetchable: array[int] | None = None
         self._stream = stream
         self._persistent = persistent
         self._indexed = 0
@@ -48,7 +61,17 @@ class Memo(dict[bytes, Node]):
 
     def count(self) -> int:
         """The entries, a run counted as one."""
-        return len(self) + len(self.runs) + len(self.memoized) - max(0, self.fetched)
+        memoized = self.base + len(self.memoized) - self._by_runs
+        return len(self) + len(self.runs) + memoized - max(0, self.fetched)
+
+    def put_by_run(self, values: Sequence[Node]) -> None:
+        """Put what the opcodes of a run put by MEMOIZE, which counts for nothing by itself."""
+        self.memoized += values
+        self._by_runs += len(values)
+
+    def fetched_by(self, get: bytes) -> Node:
+        """What a BINGET or LONG_BINGET opcode fetches."""
+        return self[MEMO_KEYS[get[1]] if len(get) == 2 else get[1:]]
 
     def forget(self) -> None:
         """Let go of the many entries of MEMOIZE that no LONG_BINGET in the stream can fetch.
@@ -56,24 +79,23 @@ class Memo(dict[bytes, Node]):
         pickle puts nearly all of them for nothing. Whatever bytes look like that opcode count as
         one. BINGET reaches only the first entries, which all stay.
         """
-        if len(self.memoized) <= _REMEMBERED:
+        first, end = self.base, self.base + len(self.memoized)
+        if end <= _REMEMBERED:
             return
         if self._fetchable is None:
-            indexes = {int.from_bytes(index, "little") for index in _LONG_BINGETS(self._stream)}
-            self._fetchable = sorted(indexes)
-        first, end = self._kept_until, len(self.memoized)
-        may_be = self._fetchable[
-            bisect_left(self._fetchable, first) : bisect_left(self._fetchable, end)
-        ]
-        kept = [(index, self.memoized[index]) for index in may_be]
-        self.memoized[first:end] = [_FORGOTTEN] * (end - first)
-        for index, value in kept:
-            self.memoized[index] = value
-        self._kept_until = end
+            self._fetchable = _fetchable(self._stream)
+        if not first:
+            self._first = self.memoized[:_REMEMBERED]
+        start = max(first, _REMEMBERED)
+        indexes = self._fetchable
+        for at in range(bisect_left(indexes, start), bisect_left(indexes, end)):
+            self._kept[indexes[at]] = self.memoized[indexes[at] - first]
+        self.memoized.clear()
+        self.base = end
 
     def memoize(self, value: Node) -> None:
         """MEMOIZE where other opcodes put entries too: they all go to the dict from now on."""
-        if self._kept_until > _REMEMBERED:
+        if self.base:
             hint = "no program writes that; the file is damaged or forged"
             raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)
         for index, earlier in enumerate(self.memoized):
@@ -83,12 +105,8 @@ class Memo(dict[bytes, Node]):
         self[len(self).to_bytes(4, "little")] = value
 
     def __missing__(self, key: bytes) -> Node:
-        if (index := int.from_bytes(key, "little")) < len(self.memoized):
-            if (value := self.memoized[index]) is _FORGOTTEN:
-                raise KeyError(key)
-            self.fetched += 1
-            self[key] = value
-            return value
+        if (index := int.from_bytes(key, "little")) < self.base + len(self.memoized):
+            return self._memoized(index, key)
         for start in self.runs[self._indexed :]:
             self._run_of.update((put, start) for put in self._puts(start))
         self._indexed = len(self.runs)
@@ -98,9 +116,26 @@ class Memo(dict[bytes, Node]):
             self[put] = self._made[put] = value
         return self[key]
 
+    def _memoized(self, index: int, key: bytes) -> Node:
+        """The entry of that number, of those that MEMOIZE put."""
+        if index >= self.base:
+            value = self.memoized[index - self.base]
+        elif index < len(self._first):
+            value = self._first[index]
+        else:
+            value = self._kept.get(index, _FORGOTTEN)
+        if value is _FORGOTTEN:
+            raise KeyError(key)
+        if value is UNMADE:
+            raise FetchedUnmade
+        if index < _REMEMBERED:
+            self.fetched += 1
+            self[key] = value
+        return value
+
     def is_ordered(self) -> bool:
         """Whether the order of what was put matters: MEMOIZE counts, or a text fetched some."""
-        return self.is_fetched or bool(self.memoized) or self.fetched < 0
+        return self.is_fetched or bool(self.base or self.memoized) or self.fetched < 0
 
     def check_runs(self) -> None:
         """Raise `MalformedCheckpoint` where what a run puts goes to an entry that something else
@@ -117,7 +152,7 @@ class Memo(dict[bytes, Node]):
         ]
         if not puts:
             return
-        numbered_apart = bool(self.memoized) or self.fetched < 0
+        numbered_apart = bool(self.base or self.memoized) or self.fetched < 0
         if numbered_apart or len(set(puts)) != len(puts):
             raise _put_twice()
         for put in puts:
@@ -159,3 +194,11 @@ class Memo(dict[bytes, Node]):
         }
         # ckptconv itself puts none of them
         return {put: value for put, value in puts.items() if put is not None}
+
+
+def _fetchable(stream: bytes) -> array[int]:
+    """The numbers of all entries that a LONG_BINGET in a stream can fetch, ascending."""
+    found: set[bytes] = set()
+    for start in range(0, len(stream), _SEARCHED):
+        found.update(_LONG_BINGETS(stream, start, start + _SEARCHED + 4))
+    return array("L", sorted([int.from_bytes(index, "little") for index in found]))

@@ -11,11 +11,11 @@ from __future__ import annotations
 import codecs
 import struct
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from ckptconv.pickles.making import NodeMaker, Reducer
 from ckptconv.pickles.mapping_calls import MappingCalls
-from ckptconv.pickles.memo import Memo
+from ckptconv.pickles.memo import FetchedUnmade, Memo
 from ckptconv.pickles.nodes import (
     BYTEARRAY,
     BYTES,
@@ -39,24 +39,36 @@ _UINT64 = struct.Struct("<Q").unpack_from
 _DOUBLE = struct.Struct(">d").unpack_from
 
 
+Run: TypeAlias = Callable[[bytes, int, int, Memo], tuple[int, list[Node]]]
+"""Does at once what the opcodes of objects of one class do one by one: of a stream, from behind the
+class of the first object and the EMPTY_TUPLE up to an end. Gives the place behind what it read and
+what that leaves on the stack in the place of the class: nothing where the opcodes are others.
+"""
+
+
 def read_pickle(
     stream: bytes,
     *,
     reducers: Mapping[str, Reducer] | None = None,
     persistent: Callable[[Node], Node] = PersistentId,
     states: Mapping[str, Callable[[Node], Node]] | None = None,
+    runs: Mapping[str, Run] | None = None,
 ) -> Node:
     """The root node of the pickle in `stream`.
 
     `reducers` maps the dotted name of a function to what makes a leaf of its arguments; every other
     call becomes a `Call`. `persistent` makes a leaf of a persistent id. `states` maps the dotted
     name of a class to what makes a smaller node of the states of its objects, where there are very
-    many. Bytes behind the end of the pickle are not allowed. Raises `MalformedCheckpoint` (with the
-    byte) or `LimitExceeded`.
+    many; `runs` maps it to what reads such objects at once. Bytes behind the end of the pickle are
+    not allowed. Raises `MalformedCheckpoint` (with the byte) or `LimitExceeded`.
     """
     known = {**BYTES_REDUCERS, **MappingCalls().reducers(), **(reducers or {})}
-    reader = PickleReader(stream, known, persistent, states)
-    root = reader.read()
+    reader = PickleReader(stream, known, persistent, states, runs)
+    try:
+        root = reader.read()
+    except FetchedUnmade:
+        reader = PickleReader(stream, known, persistent, states)
+        root = reader.read()
     if reader.position != len(stream):
         what = f"{len(stream) - reader.position} bytes follow the end of the pickle"
         raise MalformedCheckpoint(
@@ -81,8 +93,10 @@ class PickleReader(NodeMaker):
         reducers: Mapping[str, Reducer],
         persistent: Callable[[Node], Node],
         states: Mapping[str, Callable[[Node], Node]] | None = None,
+        runs: Mapping[str, Run] | None = None,
     ) -> None:
         super().__init__(reducers, states)
+        self._runs = runs or {}
         self._stream = stream
         self._persistent = persistent
 
@@ -125,6 +139,7 @@ class PickleReader(NodeMaker):
         persistent = self._persistent
         runs = RunReader(memo, memo.runs, persistent, known)
         run_starts = memo.runs
+        object_runs = self._runs
         is_fetched = False  # a memo entry that a run may have put
         most = in_force()
         deepest, widest = most.depth, most.stack
@@ -244,6 +259,20 @@ class PickleReader(NodeMaker):
                         and pos + 4 <= look
                         and len(memo) == memo.fetched
                     ):
+                        if (
+                            object_runs
+                            and type(stack[-1]) is Global
+                            and (object_run := object_runs.get(stack[-1].path)) is not None
+                        ):
+                            behind, values = object_run(data, pos, look, memo)
+                            if values:
+                                stack[-1:] = values
+                                nodes += len(values) + (behind - pos >> _NODE_IN_RUN)
+                                unread += behind - pos - _LONGEST_OPCODE * len(values)
+                                pos = behind
+                                if len(stack) > widest:
+                                    raise _too_wide(widest)
+                                continue
                         stack[-1] = Call(stack[-1], (), new=True)
                         state = Dict()
                         memoized += (stack[-1], state)
@@ -471,6 +500,7 @@ class PickleReader(NodeMaker):
 
 _LOOK = 1 << 18
 """Bytes of a stream between two looks at what was made of it: at most some 60 MB of nodes."""
+_NODE_IN_RUN = 7  # a run counts as a node for each 128 bytes of it
 _LONGEST_OPCODE = 16  # bytes, with its argument but for bytes and text
 
 

@@ -29,6 +29,10 @@ def assembled(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, TensorRef
     A part that is the whole tensor is given back as it is. Raises `MalformedCheckpoint` when the
     parts are of another type, leave a gap or overlap.
     """
+    if len(parts) == 1 and parts[0][1].shape == shape and not any(parts[0][0]):
+        ref = parts[0][1]
+        if ref.dtype is dtype and len(parts[0][0]) == len(shape):  # nearly all of many
+            return ref._replace(requires_grad=False) if ref.requires_grad else ref
     check_cover(shape, [(start, ref.shape) for start, ref in parts])
     if (other := next((ref for _, ref in parts if ref.dtype is not dtype), None)) is not None:
         raise MalformedCheckpoint(f"is {dtype.name}, but one of its chunks is {other.dtype.name}")

@@ -245,6 +245,13 @@ def view_of(
     return made(TensorRef, (dtype, shape, stride, (piece,), requires_grad, False, False))
 
 
+def whole_view(storage: Storage, dtype: DType, shape: Shape) -> TensorRef:
+    """All of a storage in C order; `shape` was checked to take just its bytes."""
+    stride = contiguous_stride(shape)
+    piece = made(Piece, (storage, 0, shape, stride, _ORIGINS[len(shape)]))
+    return made(TensorRef, (dtype, shape, stride, (piece,), False, False, False))
+
+
 def refuse_packed(named: Iterable[tuple[str, TensorRef]], hint: str) -> None:
     """Raise `RefusedObject` for a tensor of a type that torch does not have, naming its place."""
     for place, ref in named:

@@ -129,7 +129,7 @@ class Survey(NamedTuple):
 def survey(root: Node) -> Survey:
     """Look through a tree for its candidates."""
     look = _Look()
-    for place, node in walk(root, look.aside):
+    for place, node in walk(root, look.aside, leaves=False):
         look.at(place, node)
     look.finish()
     return Survey(tuple(look.found()), tuple(look.holders))
@@ -157,7 +157,7 @@ class _Look:
         self._outside: dict[int, Place] = {}
 
     def at(self, place: Place, node: Node) -> None:
-        """Take note of a node."""
+        """Take note of a node. Of a dict of nothing but tensors, these need not come too."""
         if tensor_of(node) is not None:
             self._fill(place)
         if type(node) not in CONTAINERS:

@@ -138,7 +138,7 @@ def _is_extra_state(key: str) -> bool:
 
 def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
     more = ", an extra state that holds tensors" if holds_more else ""
-    return Skipped(key, f"not a tensor but {_kind(value)}{more}")
+    return Skipped(key, f"not a tensor but {_kind(value)}{more}", value)
 
 
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:

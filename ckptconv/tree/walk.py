@@ -12,7 +12,16 @@ from typing import TypeAlias
 
 from ckptconv.objects.plain import is_array
 from ckptconv.objects.torch_read import is_tensor_call
-from ckptconv.pickles.nodes import Call, Dict, Node, PersistentId, children, spoken
+from ckptconv.pickles.nodes import (
+    ABSENT,
+    Call,
+    Dict,
+    Node,
+    PersistentId,
+    children,
+    mapping_pairs,
+    spoken,
+)
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import TensorObject, TensorRef
@@ -72,14 +81,16 @@ def walk(
     cycles: list[Place] | None = None,
     *,
     depth: int | None = None,
+    leaves: bool = True,
 ) -> Iterator[tuple[Place, Node]]:
     """Every node that is not a plain value, with its first place, each once, parents before
     children.
 
     Shared and cyclic structures are entered once; where a container holds one that it is in, the
     place goes to `cycles`. The overlay may grow while walking: what stands in for a node just
-    yielded is entered in its place. `LimitExceeded` when containers nest more than `depth` deep
-    (None: the limit in force when the walk begins).
+    yielded is entered in its place. Without `leaves`, the tensors in a dict of nothing but tensors
+    are left out: there may be a million. `LimitExceeded` when containers nest more than `depth`
+    deep (None: the limit in force when the walk begins).
     """
     most = in_force().depth if depth is None else depth
     over = {} if overlay is None else overlay
@@ -89,6 +100,8 @@ def walk(
     seen = {id(root)}
     yield None, root
     root = over.get(id(root), root)
+    if not leaves and holds_only_tensors(root):
+        return
     work: list[tuple[Place, Node, Iterator[tuple[Node, Node]]]] = [(None, root, inner(root))]
     entered = {id(root)}
     while work:
@@ -118,6 +131,8 @@ def walk(
                     and PLAIN.issuperset(map(type, child))
                 ):
                     continue  # nothing in it, and there may be a million of it
+                if not leaves and len(work) < most and holds_only_tensors(child):
+                    continue
                 work.append((here, child, inner(child)))
                 entered.add(id(child))
                 if len(work) > most:
@@ -128,6 +143,17 @@ def walk(
                 break
         else:
             entered.discard(id(work.pop()[1]))
+
+
+def holds_only_tensors(node: Node) -> bool:
+    """Whether a node is a dict of plain tensors under texts, with nothing else about it."""
+    pairs = mapping_pairs(node)
+    return (
+        bool(pairs)
+        and (type(node) is Dict or node.state is ABSENT)
+        and {type(value) for _, value in pairs or ()} == {TensorRef}
+        and {type(key) for key, _ in pairs or ()} == {str}
+    )
 
 
 CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))

@@ -17,9 +17,11 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 
 from ckptconv.formats.folders import dcp_metadata
+from ckptconv.formats.folders.dcp_alike import Wanted
 from ckptconv.formats.folders.dcp_foretold import ForetoldItems
-from ckptconv.formats.folders.dcp_items import Items, SourceOpener, inside, with_key
-from ckptconv.formats.folders.dcp_metadata import Item, Metadata, TensorEntry
+from ckptconv.formats.folders.dcp_items import Items, SourceOpener, inside
+from ckptconv.formats.folders.dcp_metadata import Metadata, with_key
+from ckptconv.formats.folders.dcp_runs import Item, TensorEntry
 from ckptconv.formats.folders.lightning import META, with_meta
 from ckptconv.formats.kinds import NotForetold
 from ckptconv.io.location import Location, within
@@ -118,6 +120,7 @@ def _opened(folder: Location, open_file: FileOpener, items: Items) -> Checkpoint
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
         items.open_all(dict.fromkeys(item.relative_path for item in metadata.items.values()))
+        items.recognize(_chunks(metadata, fragments))
         items.expect(_in_order(metadata, fragments, chunks=items.reads_chunks))
         root = _tree(
             metadata,
@@ -180,13 +183,16 @@ def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
     A file may be spelled in two ways. A link is a name of its own: caches link to one file from the
     names of all that have the same bytes.
     """
-    placed = sorted(
-        (str(PurePosixPath(item.relative_path)), item.offset, item.length, key)
-        for (key, _), item in metadata.items.items()
-    )
-    for (path, start, length, key), (other_path, at, _, other) in pairwise(placed):
-        if path == other_path and at < start + length:
-            raise _overlap(inside(folder, path).name, at, other, key)
+    names = {item.relative_path for item in metadata.items.values()}
+    spelled = {name: str(PurePosixPath(name)) for name in names}
+    placed: dict[str, list[tuple[int, int, str]]] = {}
+    for (key, _), item in metadata.items.items():
+        placed.setdefault(spelled[item.relative_path], []).append((item.offset, item.length, key))
+    for path, items in sorted(placed.items()):
+        items.sort()
+        for (start, length, key), (at, _, other) in pairwise(items):
+            if at < start + length:
+                raise _overlap(inside(folder, path).name, at, other, key)
 
 
 def _overlap(name: str, at: int, key: str, other: str) -> MalformedCheckpoint:
@@ -227,6 +233,16 @@ def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterat
         yield from (item for start in starts if (item := _item(metadata, key, start)) is not None)
 
 
+def _chunks(metadata: Metadata, left_out: set[str]) -> Iterator[Wanted]:
+    """The items that are chunks, with what is told of them."""
+    for key, entry in metadata.entries.items():
+        if entry is None or key in left_out:
+            continue
+        for start, shape in entry.chunks:
+            if (item := _item(metadata, key, start)) is not None:
+                yield Wanted(item, key, entry.dtype, shape)
+
+
 def _tensor(metadata: Metadata, key: str, entry: TensorEntry, items: Items) -> TensorRef:
     if len(entry.chunks) > _MANY:
         check_cover(entry.shape, entry.chunks)
@@ -265,17 +281,22 @@ class _Nested:
     def __init__(self) -> None:
         self.root = Dict()
         self._inside: dict[int, dict[str | int, Node]] = {id(self.root): {}}
+        self._last: tuple[dcp_metadata.Path, Node] = (), self.root
         self._gaps = 0
         self._most_gaps = in_force().list_gaps
 
     def put(self, path: dcp_metadata.Path, value: Node) -> None:
         """Hang `value` at `path`; `MalformedCheckpoint` if something else is in the way."""
-        node: Node = self.root
-        for label, following in pairwise(path):
-            node = self._branch(node, label, list if type(following) is int else Dict)
-        if path[-1] in self._children(node, path[-1]):
+        around, last = path[:-1], path[-1]
+        known, node = self._last
+        if known != around or type(last) is int:
+            node = self.root
+            for label, following in pairwise(path):
+                node = self._branch(node, label, list if type(following) is int else Dict)
+            self._last = around, node
+        if last in self._children(node, last):
             raise MalformedCheckpoint("two keys have one place in the state dict")
-        self._hang(node, path[-1], value)
+        self._hang(node, last, value)
 
     def _branch(self, node: Node, label: str | int, kind: type) -> Node:
         known = self._children(node, label).get(label)

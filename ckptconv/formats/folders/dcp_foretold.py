@@ -16,8 +16,9 @@ from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
-from ckptconv.formats.folders.dcp_items import Items, SourceOpener, with_key
-from ckptconv.formats.folders.dcp_metadata import Item
+from ckptconv.formats.folders.dcp_items import Items, SourceOpener
+from ckptconv.formats.folders.dcp_metadata import with_key
+from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.io.location import Location
 from ckptconv.io.source import MemorySource, Source, WrappedSource
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
@@ -138,6 +139,10 @@ class ForetoldSource(WrappedSource):
     def read_into(self, offset: int, view: memoryview) -> None:
         source, at = self._place(offset)
         source.read_into(at, view)
+
+    def comes_from(self, offset: int) -> tuple[Source, int]:
+        source, at = self._place(offset)
+        return source.comes_from(at)
 
     def data_from(self, offset: int) -> int:
         """`offset`: where a chunk is expected tells nothing of the holes of `inner`."""

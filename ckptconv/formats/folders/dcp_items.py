@@ -8,7 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 
-from ckptconv.formats.folders.dcp_metadata import Item
+from ckptconv.formats.folders.dcp_alike import Alike, Wanted
+from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.io.files import FilePool
 from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location, is_plain_path
@@ -50,6 +51,23 @@ class Items:
         self._read: dict[str, _ReadAhead] = {}
         self._coming: Iterator[Item] = iter(())
         self._held: dict[Item, list[tuple[int, bytes]]] = {}
+        self._known: dict[Item, Node] = {}
+
+    def recognize(self, wanted: Iterable[Wanted]) -> None:
+        """Take note of those of the coming chunks that are known by others of their kind.
+
+        They are looked at file by file. Over a network the order in which they are needed decides.
+        """
+        if self._folder.is_far() or not self.reads_chunks:
+            return
+        by_file: dict[str, list[Wanted]] = {}
+        for one in wanted:
+            if not one.item.transforms:
+                by_file.setdefault(one.item.relative_path, []).append(one)
+        alike = Alike(self._opened)
+        for name, items in by_file.items():
+            with contextlib.suppress(CheckpointError):  # said when the very item is opened
+                self._known.update(alike.recognized(self._file(name), items))
 
     def expect(self, coming: Iterable[Item]) -> None:
         """Note the items that will be opened, in this order; they need not be there."""
@@ -63,16 +81,21 @@ class Items:
                 f"was written through {names}, which ckptconv does not undo",
                 hint="save it without extensions, or dcp.load it",
             )
+        if (known := self._known.pop(item, None)) is not None:
+            return known
         file = self._file(item.relative_path)
-        source = RangeSource(file, item.offset, item.length)
         if item not in self._held:
             self._read_ahead(item)
         file.held = self._held.pop(item, ())
         try:
-            checkpoint = self._open_source(source)
-            check_places(checkpoint.sources)
+            return self._opened(item)
         finally:
             file.held = ()
+
+    def _opened(self, item: Item) -> Node:
+        source = RangeSource(self._file(item.relative_path), item.offset, item.length)
+        checkpoint = self._open_source(source)
+        check_places(checkpoint.sources)
         self.sources += [source for source in checkpoint.sources if source.needs_closing()]
         return checkpoint.root
 
@@ -190,12 +213,6 @@ class _ReadAhead(WrappedSource):
         if self.held:
             return super().read_many(ranges)
         return self.inner.read_many(ranges)
-
-
-def with_key(error: CheckpointError, key: str) -> CheckpointError:
-    """The error of an item, its key first; second, which record of which stream it was."""
-    error.where = key if error.where in (None, key) else f"{key} ({error.where})"
-    return error
 
 
 def inside(folder: Location, name: str) -> Location:

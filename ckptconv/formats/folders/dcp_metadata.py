@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptconv.formats.folders.dcp_runs import LARGEST, Indexed, Item, TensorEntry, runs
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.pickles.reader import read_pickle
@@ -31,25 +32,13 @@ from ckptconv.tensors.refs import Shape, refuse_dimensions
 Path = tuple["str | int", ...]
 """Where a value hangs in the nested state dict: keys of dicts, indices of lists."""
 
-_LARGEST = 1 << 60
 _SIZE = Global("torch", "Size")
 
 
-class Item(NamedTuple):
-    """Where an item lies: `length` bytes at `offset` of `relative_path`, after the `transforms`."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...]
-
-
-class TensorEntry(NamedTuple):
-    """A tensor: its type, its shape and its chunks, each as its start and its shape."""
-
-    dtype: DType
-    shape: Shape
-    chunks: tuple[tuple[Shape, Shape], ...]
+def with_key(error: CheckpointError, key: str) -> CheckpointError:
+    """The error of an item, its key first; second, which record of which stream it was."""
+    error.where = key if error.where in (None, key) else f"{key} ({error.where})"
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +67,10 @@ def read_metadata(source: Source) -> Metadata:
     try:
         return _metadata(
             read_pickle(
-                source.read(0, source.size), reducers={"torch.Size": _plain_size}, states=_STATES
+                source.read(0, source.size),
+                reducers={"torch.Size": _plain_size},
+                states=_STATES,
+                runs=runs(),
             )
         )
     except CheckpointError as error:
@@ -163,8 +155,8 @@ class _Index(NamedTuple):
     """The state of a `MetadataIndex`."""
 
     fqn: Node
-    offset: Node
     index: Node
+    offset: Node
 
 
 class _Place(NamedTuple):
@@ -216,6 +208,8 @@ def _pairs(node: Node, field: str) -> Iterator[tuple[str, Node]]:
 
 
 def _entry(node: Node, key: str) -> TensorEntry | None:
+    if type(node) is TensorEntry:
+        return node
     if type(node) is Call and node.name.endswith(".BytesStorageMetadata"):
         return None
     fields = _fields(node, "TensorStorageMetadata", key)
@@ -264,7 +258,7 @@ def _size(node: Node, key: str) -> Shape:
     if type(node) not in (tuple, list):
         raise _malformed("a size or offset is not a tuple of sizes", key)
     for size in node:
-        if type(size) is not int or not 0 <= size < _LARGEST:
+        if type(size) is not int or not 0 <= size < LARGEST:
             raise _malformed("a size or offset is not a tuple of sizes", key)
     refuse_dimensions(len(node), key)
     return tuple(node)
@@ -286,8 +280,11 @@ def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
     if pairs is None:
         raise _malformed("its storage_data is not a dict", None)
     for index, info in pairs:
+        if type(index) is Indexed:
+            yield index, info if type(info) is Item else _item(info, index.key)
+            continue
         if type(index) is Call and type(index.state) is _Index:
-            key, offset, _ = index.state
+            key, _, offset = index.state
         else:
             name = _fields(index, "MetadataIndex", None)
             key, offset = name.get("fqn"), name.get("offset")
@@ -297,6 +294,8 @@ def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
 
 
 def _item(node: Node, key: str) -> Item:
+    if type(node) is Item:
+        return node
     if type(node) is Call and type(node.state) is _Place:
         path, start, size, transforms = node.state
     else:

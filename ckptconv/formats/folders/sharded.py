@@ -265,8 +265,10 @@ def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     weight_map = found.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _malformed(index, "weight_map", "is missing or names no keys")
+    texts = {name for name in weight_map.values() if type(name) is str}
+    plain = {name for name in texts if is_plain_path(name)}
     for key, name in weight_map.items():
-        if type(name) is not str or not is_plain_path(name):
+        if type(name) is not str or name not in plain:
             what = f"its shard {printable(str(name))} is not a plain file name"
             raise MalformedCheckpoint(
                 what,

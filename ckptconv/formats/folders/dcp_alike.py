@@ -1,0 +1,245 @@
+"""Chunks that one writer made alike: of the many items of a DCP folder, one of a kind is opened,
+and the others are held against its bytes.
+
+Two archives that torch.save made of tensors of one dtype and shape differ in the values, in the
+CRC-32 of these, and in an id that is derived from it. What is told of an archive without reading
+its values depends on all its other bytes. So an item with the same other bytes is the same tensor
+with another checksum. An item that differs anywhere else is opened by itself.
+
+One look at the values is put off. Readers look for the end record of an archive from its end
+backwards, past what may be a comment of 64 KB, and values there may look like a second one. They
+are looked through when values of the item are first read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptconv.formats.folders.dcp_metadata import with_key
+from ckptconv.formats.folders.dcp_runs import Item
+from ckptconv.formats.zip_archive import Record, open_archive
+from ckptconv.formats.zip_directory import central_places, check_end, has_one_end
+from ckptconv.io.guarded import GuardedSource
+from ckptconv.io.source import CHUNK, SMALL, Range, RangeSource, Source
+from ckptconv.pickles.nodes import Node
+from ckptconv.support.errors import CheckpointError
+from ckptconv.support.records import made
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef
+
+_RECORDS = ("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", "data/0")
+_ID = ".data/serialization_id"
+"""The records of a tensor; of the last, nothing is read."""
+_DESCRIPTOR = b"PK\7\x08"
+_CRC = 4  # bytes
+_CRC_IN_LOCAL, _CRC_IN_CENTRAL, _CRC_IN_DESCRIPTOR = 14, 16, 4
+_SHORT = SMALL + 22 + 0xFFFF  # bytes of an item that is read whole
+_MOST_KINDS = 1000
+
+
+class Wanted(NamedTuple):
+    """An item that is said to be a chunk of the tensor `key`, of this type and shape."""
+
+    item: Item
+    key: str
+    dtype: DType
+    shape: Shape
+
+
+class _Kind(NamedTuple):
+    """The bytes of an item around its values: `head` before them, and of the `behind` bytes behind
+    them those that are `fixed`, each run with its place. The checksum is at `crc_at` there.
+    """
+
+    ref: TensorRef
+    head: bytes
+    behind: int
+    fixed: tuple[tuple[int, int, bytes], ...]
+    crc_at: int
+
+
+_Told = tuple[int, DType, Shape]
+"""What `.metadata` tells of items of one kind: their length, and type and shape of the chunk."""
+
+
+class Alike:
+    """The kinds of items of one folder; `opened` opens one item."""
+
+    def __init__(self, opened: Callable[[Item], Node]) -> None:
+        self._opened = opened
+        self._kinds: dict[_Told, list[_Kind]] = {}
+        self._count = 0
+
+    def recognized(self, file: Source, wanted: Sequence[Wanted]) -> Iterator[tuple[Item, Node]]:
+        """The items of `file` that are known now, with what they hold.
+
+        What is wrong with one is left for whoever opens it.
+        """
+        there = [one for one in wanted if 0 < one.item.length <= file.size - one.item.offset]
+        there.sort(key=_place)
+        guarded = _with_ends_checked(file, [one for one in there if one.item.length > _SHORT])
+        for together in _batches(there):
+            for one, (head, tail) in zip(together, _ends(file, together), strict=True):
+                told = one.item.length, one.dtype, one.shape
+                known = self._kinds.get(told, ())
+                kind = next((kind for kind in known if _is_of(kind, head, tail)), None)
+                if kind is None:
+                    node = self._learned(file, one.item, told)
+                elif head is not tail:
+                    node = _tensor(kind, guarded, one.item, tail)
+                else:
+                    node = _tensor(kind, file, one.item, tail) if has_one_end(tail) else None
+                if node is not None:
+                    yield one.item, node
+
+    def _learned(self, file: Source, item: Item, told: _Told) -> Node | None:
+        """What an item holds that is opened to know others by it; None where that is not done."""
+        if self._count >= _MOST_KINDS:
+            return None
+        self._count += 1
+        try:
+            node = self._opened(item)
+            kind = _kind_of(RangeSource(file, item.offset, item.length), node)
+        except CheckpointError:
+            return None
+        if kind is not None:
+            self._kinds.setdefault(told, []).append(kind)
+        return node
+
+
+def _place(one: Wanted) -> int:
+    return one.item.offset
+
+
+def _batches(items: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """The items whose ends are read in one go."""
+    batch: list[Wanted] = []
+    nbytes = 0
+    for one in items:
+        length = one.item.length
+        nbytes += length if length <= _SHORT else 2 * SMALL
+        if nbytes > CHUNK and batch:
+            yield batch
+            batch, nbytes = [], length if length <= _SHORT else 2 * SMALL
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _ends(file: Source, together: Sequence[Wanted]) -> Iterator[tuple[bytes, bytes]]:
+    """The first and the last bytes of each item; of a short one all, twice."""
+    ranges: list[Range] = []
+    for (_, offset, length, _), _, _, _ in together:
+        if length <= _SHORT:
+            ranges.append((offset, length))
+        else:
+            ranges += ((offset, SMALL), (offset + length - SMALL, SMALL))
+    found = iter(file.read_many(ranges))
+    for (_, _, length, _), _, _, _ in together:
+        head = next(found)
+        yield head, head if length <= _SHORT else next(found)
+
+
+def _with_ends_checked(file: Source, items: Sequence[Wanted]) -> GuardedSource:
+    """`file`, of which each of these items is seen to have one end only before it is read."""
+
+    def check(first: int, stop: int) -> Mapping[int, int]:
+        for item, key, _, _ in items[first:stop]:
+            try:
+                check_end(RangeSource(file, item.offset, item.length))
+            except CheckpointError as error:
+                raise with_key(error, key) from None
+        return {}
+
+    return GuardedSource(file, [one.item.offset for one in items], check)
+
+
+def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:
+    begin = len(tail) - kind.behind
+    if begin < 0 or not head.startswith(kind.head):
+        return False
+    return not [
+        start for start, stop, fixed in kind.fixed if tail[begin + start : begin + stop] != fixed
+    ]
+
+
+def _tensor(kind: _Kind, source: Source, item: Item, tail: bytes) -> TensorRef:
+    """The tensor of an item of a kind."""
+    dtype, shape, stride, pieces, requires_grad, conj, neg = kind.ref
+    storage, offset, inner_shape, inner_stride, start = pieces[0]
+    _, _, nbytes, location, name, typed, _, big_endian, _ = storage
+    at = len(tail) - kind.behind + kind.crc_at
+    crc = int.from_bytes(tail[at : at + _CRC], "little") or None
+    place = item.offset + len(kind.head)
+    fields = (source, place, nbytes, location, name, typed, crc, big_endian, None)
+    piece = (made(Storage, fields), offset, inner_shape, inner_stride, start)
+    return made(TensorRef, (dtype, shape, stride, (made(Piece, piece),), requires_grad, conj, neg))
+
+
+def _kind_of(source: RangeSource, node: Node) -> _Kind | None:
+    """The kind of an item that holds a tensor; None where others cannot be known by it."""
+    if type(node) is not TensorRef or not node.is_view:
+        return None
+    guarded, records = open_archive(source)
+    storage = node.storage
+    values, identity = _named(records, storage.name)
+    if values is None or storage.offset != values.offset or storage.nbytes != values.size:
+        return None
+    guarded.check_all()
+    begin, end = values.offset, values.offset + values.size
+    behind = source.size - end
+    is_plain = all(
+        not record.deflated and guarded.place(record.offset) == record.offset
+        for record in records.values()
+    )
+    if not (is_plain and values.size and begin <= SMALL and behind <= SMALL):
+        return None
+    head, tail = source.read(0, begin), source.read(end, behind)
+    free = _free(head, tail, end, source, [values, *([] if identity is None else [identity])])
+    if free is None:
+        return None
+    crc_at = free[-1][0]
+    return _Kind(node, head, behind, tuple(_fixed(tail, sorted(free))), crc_at)
+
+
+def _named(records: Mapping[str, Record], name: str) -> tuple[Record | None, Record | None]:
+    """The record of the values, and that of the id, of an archive with the records of torch."""
+    root = name.partition("/")[0]
+    usual = {f"{root}/{record}" for record in (*_RECORDS, _ID)}
+    if name != f"{root}/data/0" or not usual.issuperset(records):
+        return None, None
+    return records.get(name), records.get(f"{root}/{_ID}")
+
+
+def _free(
+    head: bytes, tail: bytes, end: int, source: Source, records: Sequence[Record]
+) -> list[tuple[int, int]] | None:
+    """The runs of `tail` (which begins at byte `end`) that may differ: of two records the checksums
+    and of the second the contents. The last run is the checksum of the first in the directory.
+
+    None where a checksum stands before the payload too, or is none.
+    """
+    places = central_places(source)
+    found: list[tuple[int, int]] = []
+    for number, record in reversed([*enumerate(records)]):
+        local = record.header + _CRC_IN_LOCAL
+        raw = head[local : local + _CRC] if number == 0 else tail[local - end :][:_CRC]
+        if raw != bytes(_CRC) or not record.crc32 or (number and record.header < end):
+            return None
+        after = record.offset + record.stored - end
+        if number:
+            found.append((after - record.stored, after))
+        if tail[after : after + len(_DESCRIPTOR)] == _DESCRIPTOR:
+            found.append((after + _CRC_IN_DESCRIPTOR, after + _CRC_IN_DESCRIPTOR + _CRC))
+        at = places[record.name] + _CRC_IN_CENTRAL - end
+        found.append((at, at + _CRC))
+    return found
+
+
+def _fixed(tail: bytes, free: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, bytes]]:
+    at = 0
+    for start, stop in (*free, (len(tail), len(tail))):
+        if start > at:
+            yield at, start, tail[at:start]
+        at = stop
