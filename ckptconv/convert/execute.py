@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
-from ckptconv.convert.lanes import Say, side_by_side
+from ckptconv.convert.lanes import SaidCount, Say, said, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
 from ckptconv.convert.verify import verify_file, verify_folder
@@ -34,8 +33,6 @@ from ckptconv.support.text import size_text
 from ckptconv.tensors.cast_ahead import THREADS
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.refs import TensorRef
-
-A = TypeVar("A")
 
 _WORTH_LANES = 32 << 20
 """Bytes of an output of several files from which they are written side by side."""
@@ -195,6 +192,22 @@ def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What one thread notes and tells while it makes files.
+
+    `told` gets the place in the file, `compared` counts the bytes that were verified. So many
+    `threads` cast for it.
+    """
+
+    told: Callable[[int], None]
+    compared: Counting
+    phases: Phases
+    tally: Tally = field(default_factory=Tally)
+    checksums: Checksums = field(default_factory=Checksums)
+    threads: int = 1
+
+
 def _make_files(
     plan: ConversionPlan,
     output: Destination,
@@ -206,39 +219,33 @@ def _make_files(
     """Draft all files of an output, each whole and checked; returns how many tensors were
     verified.
     """
-    tally, checksums = Tally(), Checksums()
     written, compared = (
         Meter("write", plan.nbytes, phases.tell),
         Meter("verify", plan.nbytes, phases.tell),
     )
     _copy_companions(plan, output, written, phases, verify=verify)
+    lane = _Lane(_telling(written), compared, phases, threads=THREADS)
+    make = partial(_make_shard, plan, output, fsync=fsync, verify=verify)
     files, verified = plan.files, 0
     if share_out is not None:
-        elsewhere = _Elsewhere(plan, output, tally, phases, written, fsync=fsync)
+        elsewhere = _Elsewhere(plan, output, lane.tally, phases, written, fsync=fsync)
         files = elsewhere.make(share_out)
         if verify:
             with phases.timed("verify"):
                 verified += elsewhere.verify(compared)
-    lanes = min(THREADS, len(files)) if _may_be_side_by_side(plan, output) else 1
-    make = partial(_make_shard, plan, output=output, fsync=fsync, verify=verify)
-    if lanes > 1:
-        verified += _make_side_by_side(
-            files, make, lanes, tally, checksums, phases, written, compared
-        )
+    if _may_be_side_by_side(files, output):
+        verified += _make_side_by_side(files, make, replace(lane, told=_telling(written)))
     else:
-        verified += sum(
-            make(file, tally, checksums, phases, _telling(written), compared, THREADS)
-            for file in files
-        )
-    if plan.index is not None:
-        told = _telling(written)
-        draft = output.draft(plan.index.path.name, plan.index.layout.nbytes, told)
-        _make_file(plan.index, draft, tally, checksums, fsync=fsync, phases=phases, told=told)
+        verified += sum(make(file, replace(lane, told=_telling(written))) for file in files)
+    if (file := plan.index) is not None:
+        lane = replace(lane, told=_telling(written))
+        draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
+        _make_file(file, draft, lane, fsync=fsync)
     if verify:
         compared.finish()
-    checksums.finish()
+    lane.checksums.finish()
     refuse_changed(plan.inputs)
-    return tally, verified
+    return lane.tally, verified
 
 
 class _Elsewhere:
@@ -302,96 +309,77 @@ class _Elsewhere:
 
 def _make_shard(
     plan: ConversionPlan,
-    file: PlannedFile,
-    tally: Tally,
-    checksums: Checksums,
-    phases: Phases,
-    told: Callable[[int], None],
-    compared: Counting,
-    threads: int,
-    *,
     output: Destination,
+    file: PlannedFile,
+    lane: _Lane,
+    *,
     fsync: bool,
     verify: bool,
 ) -> int:
     """Draft one file of tensors, whole and checked; returns how many of them were verified."""
-    draft = output.draft(file.path.name, file.layout.nbytes, told)
-    _make_file(
-        file, draft, tally, checksums, fsync=fsync, phases=phases, told=told, threads=threads
-    )
+    draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
+    _make_file(file, draft, lane, fsync=fsync)
     if not verify and isinstance(plan.output, UrlPath):
         return 0
-    if (path := draft.place.local()) is not None:
+    made = draft.place
+    if (path := made.local()) is not None:
         plan.target.check_written(path, file.path, len(file.layout.items))
     if not verify:
         return 0
-    with phases.timed("verify"):
-        return verify_file(plan, file, draft.place, compared)
+    with lane.phases.timed("verify"):
+        return verify_file(plan, file, made, lane.compared)
 
 
-def _may_be_side_by_side(plan: ConversionPlan, output: Destination) -> bool:
+def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> bool:
     """Whether several files of an output may be written at once, and it is worth it."""
-    if plan.nbytes < _WORTH_LANES or not output.is_for_threads():
+    nbytes = sum(file.layout.nbytes for file in files)
+    is_worth = min(THREADS, len(files)) > 1 and nbytes >= _WORTH_LANES
+    if not (is_worth and output.is_for_threads()):
         return False
-    values = (item.values for file in plan.files for item in file.layout.items)
+    values = (item.values for file in files for item in file.layout.items)
     sources = {
         id(piece.storage.source): piece.storage.source
         for ref in values
         if isinstance(ref, TensorRef)
         for piece in ref.pieces
     }.values()
-    if not all(one.is_for_threads() and one.fetched_from(0) is None for one in sources):
+    if not all(source.is_for_threads() and source.fetched_from(0) is None for source in sources):
         return False
     check_places(sources)
     return True
 
 
 def _make_side_by_side(
-    files: Sequence[PlannedFile],
-    make: Callable[[PlannedFile, Tally, Checksums, Phases, _Told, Counting, int], int],
-    lanes: int,
-    tally: Tally,
-    checksums: Checksums,
-    phases: Phases,
-    written: Meter,
-    compared: Meter,
+    files: Sequence[PlannedFile], make: Callable[[PlannedFile, _Lane], int], lane: _Lane
 ) -> int:
-    """Draft files at the same time; all is told as if they were drafted in turn."""
-    before, places = written.done, [0] * len(files)
+    """Draft files at the same time; `lane` notes and tells what it would if they were drafted in
+    turn.
+    """
+    lanes = min(lane.threads, len(files))
+    places = [0] * len(files)
 
     def written_to(number: int, place: int) -> None:
         places[number] = place
-        written.at(before + sum(places))
+        lane.told(sum(places))
 
-    def work(number: int, say: Say) -> tuple[int, Tally, Checksums, Phases]:
-        tell = None if phases.tell is None else _said(say, phases.tell)
-        own = Tally(), Checksums(_Said(say, lambda _: None)), Phases(tell)
-        told = _said(say, partial(written_to, number))
-        count = make(files[number], *own, told, _Said(say, compared.add), max(1, THREADS // lanes))
-        return count, *own
+    def work(number: int, say: Say) -> tuple[int, _Lane]:
+        tell = lane.phases.tell
+        own = _Lane(
+            said(say, partial(written_to, number)),
+            SaidCount(say, lane.compared.add),
+            Phases(None if tell is None else said(say, tell)),
+            checksums=Checksums(SaidCount(say)),
+            threads=max(1, lane.threads // lanes),
+        )
+        return make(files[number], own), own
 
     begin = time.perf_counter()
     done = side_by_side([partial(work, number) for number in range(len(files))], lanes)
-    for _, own_tally, own_checksums, _ in done:
-        tally.join(own_tally)
-        checksums.join(own_checksums)
-    phases.share(time.perf_counter() - begin, [own for *_, own in done])
-    return sum(count for count, *_ in done)
-
-
-_Told = Callable[[int], None]
-
-
-class _Said:
-    """Counts bytes in the thread that waits for all files."""
-
-    def __init__(self, say: Say, add: Callable[[int], None]) -> None:
-        self.add = _said(say, add)
-
-
-def _said(say: Say, call: Callable[[A], object]) -> Callable[[A], None]:
-    """What has `call` made by the thread that waits."""
-    return lambda value: say(partial(call, value))
+    for _, own in done:
+        lane.tally.join(own.tally)
+        lane.checksums.join(own.checksums)
+    lane.phases.share(time.perf_counter() - begin, [own.phases for _, own in done])
+    return sum(count for count, _ in done)
 
 
 def _copy_companions(
@@ -416,25 +404,15 @@ def _telling(written: Meter) -> Callable[[int], None]:
     return lambda position: written.at(before + position)
 
 
-def _make_file(
-    file: PlannedFile,
-    draft: Draft,
-    tally: Tally,
-    checksums: Checksums,
-    *,
-    fsync: bool,
-    phases: Phases,
-    told: Callable[[int], None],
-    threads: int = THREADS,
-) -> None:
+def _make_file(file: PlannedFile, draft: Draft, lane: _Lane, *, fsync: bool) -> None:
     """Write one file of an output, and wait for the disk where that is wanted."""
     with draft:
         stream = draft.stream
-        with phases.timed("write"):
-            write_layout(file.layout, stream, tally, checksums, threads)
+        with lane.phases.timed("write"):
+            write_layout(file.layout, stream, lane.tally, lane.checksums, lane.threads)
             stream.finish()
-        told(stream.position)
-        with phases.waiting(stream.position, wanted=fsync):
+        lane.told(stream.position)
+        with lane.phases.waiting(stream.position, wanted=fsync):
             draft.commit()
 
 
@@ -482,17 +460,16 @@ def _write_folder(
     plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
 ) -> ConversionResult:
     """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
-    tally, checksums = Tally(), Checksums()
     place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         folder_output(place, force=force, fsync=fsync, size=nbytes) as output,
     ):
         written = Meter("write", nbytes, phases.tell)
-        told = _telling(written)
-        plain = output.scratch(".plain.pt", plan.nbytes, told)
-        _make_file(plan.files[0], plain, tally, checksums, fsync=False, phases=phases, told=told)
-        checksums.finish()
+        lane = _Lane(_telling(written), written, phases, threads=THREADS)
+        plain = output.scratch(".plain.pt", plan.nbytes, lane.told)
+        _make_file(plan.files[0], plain, lane, fsync=False)
+        lane.checksums.finish()
         refuse_changed(plan.inputs)
         made = output.folder()
         with phases.timed("write"):
@@ -501,7 +478,7 @@ def _write_folder(
         written.finish()
         plain.discard()
         verified = verify_folder(plan, LocalPlace(made), phases) if verify else None
-        result = _result(plan, tally, verified, folder_nbytes(made))
+        result = _result(plan, lane.tally, verified, folder_nbytes(made))
         with phases.waiting(plan.nbytes, wanted=fsync):
             output.commit(plan.inputs)
         put_mapping()

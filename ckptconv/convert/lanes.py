@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeAlias, TypeVar
 
 from ckptconv.support.signals import held_back
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 Say: TypeAlias = "Callable[[Callable[[], object]], None]"
@@ -18,6 +20,18 @@ Say: TypeAlias = "Callable[[Callable[[], object]], None]"
 wanted any more.
 """
 Work: TypeAlias = Callable[[Say], T]
+
+
+def said(say: Say, call: Callable[[A], object]) -> Callable[[A], None]:
+    """What has `call` made with a value by the thread that waits."""
+    return lambda value: say(partial(call, value))
+
+
+class SaidCount:
+    """Counts bytes in the thread that waits; by itself it only hears whether to stop."""
+
+    def __init__(self, say: Say, add: Callable[[int], object] = int) -> None:
+        self.add = said(say, add)
 
 
 class Unwanted(Exception):
@@ -70,11 +84,11 @@ class _Lanes(Generic[T]):
     def _results(self) -> list[T]:
         met: dict[int, _Outcome[T]] = {}
         while any(number not in met for number in range(self._wanted)):
-            while not isinstance(said := self._said.get(), _Outcome):
-                said()
-            met[said.number] = said
-            if said.error is not None:
-                self._wanted = min(self._wanted, said.number)
+            while not isinstance(heard := self._said.get(), _Outcome):
+                heard()
+            met[heard.number] = heard
+            if heard.error is not None:
+                self._wanted = min(self._wanted, heard.number)
         if self._wanted < len(self._works) and (error := met[self._wanted].error) is not None:
             raise error
         return [result for number in sorted(met) for result in met[number].results]

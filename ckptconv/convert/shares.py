@@ -82,7 +82,7 @@ class Share:
                 raise CheckpointError("is laid out in another way here", path=self.shown)
             try:
                 with new_file(made, Path(self.shown), size=layout.nbytes) as stream:
-                    write_layout(layout, stream, tally, checksums)
+                    write_layout(layout, stream, tally, checksums, threads=1)  # of many workers
                     checksums.finish()
                     stream.settle(fsync=self.fsync)
                 for source in opened:
