@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,7 +29,7 @@ _GRACE = 10.0
 @dataclass(slots=True, eq=False)
 class _Worker:
     process: BaseProcess
-    pipe: Connection
+    pipe: Any  # a connection, whose class is another one on Windows
     number: int | None = None
 
 
@@ -88,7 +88,6 @@ class Processes(Engine):
         if not self._ended:
             busy = {worker.pipe: worker for worker in self._workers if worker.number is not None}
             for pipe in wait(list(busy), seconds):
-                assert isinstance(pipe, Connection)
                 self._ended.append(self._end(busy[pipe]))
             self._hand_out()
         found, self._ended = self._ended, []
@@ -136,7 +135,7 @@ def _ending(code: int | None) -> str:
     return f"it ended with exit code {code}"
 
 
-def _work(pipe: Connection, held: Any, threads: int) -> None:
+def _work(pipe: Any, held: Any, threads: int) -> None:
     """What a worker does: task after task, until there is nobody to give it one."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))

@@ -123,7 +123,8 @@ class _Packing:
     def __init__(self) -> None:
         self.places: dict[Reopening, int] = {}
         self.storages: list[_PackedStorage] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of storages, by their identity
+        self._known: dict[int, int] = {}  # of files, by that of their sources
 
     def storage(self, storage: Storage) -> int:
         """The number of a storage."""
@@ -147,10 +148,14 @@ class _Packing:
         source, offset = storage.source.comes_from(storage.offset)
         if source.is_in_memory():
             return -1, 0, source.read(offset, storage.nbytes)
-        reopening = source.reopening()
-        if reopening is None:
-            raise NotPacked
-        return self.places.setdefault(reopening, len(self.places)), offset, b""
+        number = self._known.get(id(source))
+        if number is None:
+            reopening = source.reopening()
+            if reopening is None:
+                raise NotPacked
+            number = self.places.setdefault(reopening, len(self.places))
+            self._known[id(source)] = number
+        return number, offset, b""
 
 
 def check_same(source: Source, wanted: Reopening) -> Source:
