@@ -50,6 +50,11 @@ class Engine(ABC):
     name: str
     slots: int
 
+    @property
+    def workers(self) -> int:
+        """How many pieces of work go on at the same time; the others wait in turn."""
+        return self.slots
+
     def __enter__(self) -> Engine:
         return self
 

@@ -40,9 +40,14 @@ class OnRay(Engine):
                 self._ray.init(address=address, log_to_driver=False)
         cores = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         self.slots = workers or _HELD * cores
+        self._cores = cores
         self._remote = self._ray.remote(run_work)
         self._environment = runtime_env
         self._running: dict[Any, int] = {}
+
+    @property
+    def workers(self) -> int:
+        return min(self.slots, self._cores)
 
     def start(self, work: Work) -> None:
         asked = self._remote.options(

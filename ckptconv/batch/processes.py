@@ -49,6 +49,10 @@ class Processes(Engine):
         self._held: int | None = None
         self._ended: list[Ended] = []
 
+    @property
+    def workers(self) -> int:
+        return self._most
+
     def hold(self, descriptor: int) -> None:
         self._held = descriptor
 

@@ -34,6 +34,7 @@ class Display:
     def __init__(self, totals: Totals) -> None:
         self.totals = totals
         self.running: dict[str, float] = {}
+        self.workers = 1
         self.again = 0
 
     def event(self, event: Event) -> None:
@@ -70,7 +71,8 @@ class Display:
             told.append(f"{totals.failed:,} failed")
         seconds, ended = totals.passed(), totals.ended - totals.earlier
         if seconds >= _SURE_AFTER and ended:
-            told.append(f"{size_text(totals.nbytes / seconds)}/s")
+            if totals.nbytes:
+                told.append(f"{size_text(totals.nbytes / seconds)}/s")
             if totals.left:
                 told.append(f"{seconds_text(max(1, round(totals.left * seconds / ended)))} left")
         return ", ".join(told)
@@ -112,12 +114,12 @@ class _Drawn(Display):
         while not self.over.wait(_EVERY):
             now = time.monotonic()
             width = self.console.width
-            listed = list(self.running.items())[:_SHOWN]
+            listed = list(self.running.items())[: min(_SHOWN, self.workers)]
             lines = [
                 Text(_fitting(printable(name), f"  {seconds_text(now - since)}", width))
                 for name, since in listed
             ]
-            if (more := len(self.running) - len(listed)) > 0:
+            if (more := min(len(self.running), self.workers) - len(listed)) > 0:
                 lines.append(Text(f"  and {more} more"))
             lines.append(Text(self.total(), style="bold"))
             self.live.update(Group(*lines), refresh=True)

@@ -295,6 +295,7 @@ def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
     silent = given["quiet"] or given["as_json"]
     with errors_shown(given["as_json"]), batch_shown(totals, silent=silent) as display:
         engine = engine_of_words(given, len(jobs))
+        display.workers = engine.workers
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
         receipts = receipts_of(jobs, engine, wanted, report)
         for receipt in receipts:
