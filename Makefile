@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme browser servers pythons lowest trust families check lint bench bench-huge bench-remote fuzz samples clean
+.PHONY: demo test readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -88,6 +88,7 @@ browser: $(BROWSER)/ready
 	    $(BIN)/python -m pytest -q -m browser tests/pages
 
 SERVERS := .venv-servers
+RAY := .venv-ray
 
 # azurite is of npm; where it cannot be installed, its tests skip and say so.
 $(SERVERS)/ready: tests/data/servers.txt
@@ -99,6 +100,17 @@ $(SERVERS)/ready: tests/data/servers.txt
 # The tests against real servers of objects on this host; of those, SeaweedFS and moto have to run.
 servers: $(VENV)/ready $(SERVERS)/ready
 	CKPTCONV_REQUIRE_SERVERS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m servers
+
+# A Ray cluster of two nodes on this machine, in an environment of its own.
+$(RAY)/ready: pyproject.toml constraints.txt tests/data/ray.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable '.[remote,ray]' --requirement tests/data/ray.txt
+	@touch $@
+
+ray: $(RAY)/ready $(SERVERS)/ready
+	RAY_USAGE_STATS_ENABLED=0 CKPTCONV_REQUIRE_RAY=1 $(RAY)/bin/python -m pytest -q -m ray tests/batch
 
 check: lint test
 
@@ -112,6 +124,10 @@ bench-huge: $(VENV)/ready
 # Over a network: rates against obstore on SeaweedFS on this machine, and requests.
 bench-remote: $(VENV)/ready $(SERVERS)/ready
 	$(BIN)/python bench/remote.py
+
+# Many small files, a finished batch, two processes against one.
+bench-batch: $(VENV)/ready
+	$(BIN)/python bench/batch.py
 
 # What docs/trust.md promises and `make test` only samples, but for the long fuzz; the figures are
 # printed at the end. Crash safety needs strace, or STRACE= to skip it.
@@ -130,5 +146,5 @@ samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(FAMILIES) $(BROWSER) $(SERVERS) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
+	rm -rf $(VENV) $(FAMILIES) $(BROWSER) $(SERVERS) $(RAY) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
 	    .mypy_cache .ruff_cache .hypothesis fuzz-finds

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptconv.batch.drive import convert_many as convert_many
+    from ckptconv.batch.receipts import Receipt as Receipt
     from ckptconv.convert.combining import average as average
     from ckptconv.convert.combining import merge as merge
     from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ckptconv.convert.edit import edit as edit
     from ckptconv.convert.execute import ConversionResult as ConversionResult
     from ckptconv.convert.execute import execute_plan as execute_plan
+    from ckptconv.convert.job import Job as Job
     from ckptconv.convert.options import Options as Options
     from ckptconv.convert.plan import ConversionPlan as ConversionPlan
     from ckptconv.convert.planner import plan_conversion as plan_conversion
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from ckptconv.scan.files import Scan as Scan
     from ckptconv.scan.files import scan_checkpoint as scan_checkpoint
     from ckptconv.support.errors import AmbiguousStateDict as AmbiguousStateDict
+    from ckptconv.support.errors import BatchRefused as BatchRefused
     from ckptconv.support.errors import CheckpointError as CheckpointError
     from ckptconv.support.errors import DeviceUnavailable as DeviceUnavailable
     from ckptconv.support.errors import IncompleteCheckpoint as IncompleteCheckpoint
@@ -79,6 +83,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AmbiguousStateDict": "support.errors",
+    "BatchRefused": "support.errors",
     "Checkpoint": "tree.checkpoint",
     "CheckpointError": "support.errors",
     "CheckpointStatistics": "values.facts",
@@ -93,6 +98,7 @@ _HOMES = {
     "IncompleteCheckpoint": "support.errors",
     "Inspection": "inspect.inspection",
     "IsFolder": "support.errors",
+    "Job": "convert.job",
     "KeyConflict": "support.errors",
     "KeyMismatch": "support.errors",
     "KeyRules": "keys.key_map",
@@ -107,6 +113,7 @@ _HOMES = {
     "OutputRefused": "support.errors",
     "Page": "pages.make",
     "Progress": "support.progress",
+    "Receipt": "batch.receipts",
     "RefusedObject": "support.errors",
     "RemoteFailure": "support.errors",
     "Scan": "scan.files",
@@ -123,6 +130,7 @@ _HOMES = {
     "average": "convert.combining",
     "best_device": "devices.host",
     "convert_checkpoint": "convert.convert_checkpoint",
+    "convert_many": "batch.drive",
     "diagnose": "doctor.diagnose",
     "diff_checkpoints": "diff.checkpoints",
     "edit": "convert.edit",
@@ -145,6 +153,7 @@ _HOMES = {
 
 __all__ = [
     "AmbiguousStateDict",
+    "BatchRefused",
     "Checkpoint",
     "CheckpointError",
     "CheckpointStatistics",
@@ -159,6 +168,7 @@ __all__ = [
     "IncompleteCheckpoint",
     "Inspection",
     "IsFolder",
+    "Job",
     "KeyConflict",
     "KeyMismatch",
     "KeyRules",
@@ -173,6 +183,7 @@ __all__ = [
     "OutputRefused",
     "Page",
     "Progress",
+    "Receipt",
     "RefusedObject",
     "RemoteFailure",
     "Scan",
@@ -190,6 +201,7 @@ __all__ = [
     "average",
     "best_device",
     "convert_checkpoint",
+    "convert_many",
     "diagnose",
     "diff_checkpoints",
     "edit",

@@ -26,11 +26,11 @@ TORCH_MODULES = {
     "formats.dcp_output", "convert.named_models",
 }  # fmt: skip
 FILE_MODULES = {
-    "support.platforms", "io.staging", "io.in_place", "io.journals", "cli.help_pages",
-    "cli.terminal", "pages.assets",
+    "support.platforms", "io.appended", "io.staging", "io.in_place", "io.journals",
+    "batch.own_code", "cli.help_pages", "cli.terminal", "pages.assets",
 }  # fmt: skip
-"""cli.help_pages: the documentation; pages.assets: the script of a page; cli.terminal: the file
-that is made before it is printed.
+"""batch.own_code: the package itself; cli.help_pages: the documentation; pages.assets: the script
+of a page; cli.terminal: the file that is made before it is printed.
 """
 
 

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "average": (DDP, DDP, "out.pt"),
     "edit": (DDP, "--metadata", "license=mit"),
     "cleanup": (DDP,),
+    "batch": (DDP, "--out-dir", "out", "--to", "torch", "--dry-run"),
     "devices": ("--export", "--json"),
     "help": ("keys",),
 }

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli.options import (
-    FILE,
     RuleCommand,
+    engine_of_words,
+    engine_options,
+    fitting_options,
     is_for_stdout,
     key_options,
     key_target_of,
@@ -55,6 +57,7 @@ Examples:
   ckptconv convert in.pt out.safetensors --model my_package.models:build
   ckptconv convert rank0.pt rank1.pt out.safetensors
   ckptconv convert in.pt dcp_folder --to dcp
+  ckptconv convert dcp_1TB hf --max-shard-size 5GB --engine ray
   ckptconv convert in.pt - --to safetensors | ssh host 'cat > out.safetensors'
   ckptconv convert in.pt in.pt --force --verify
 
@@ -62,23 +65,8 @@ Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.
 )
 @output_options
 @key_options("strip")
-@click.option(
-    "--like",
-    metavar="OTHER",
-    type=FILE,
-    help="Fit the keys to those of another checkpoint, an index, or a text file with one key per "
-    "line.",
-)
-@click.option(
-    "--model",
-    metavar="PACKAGE.MODULE:CALLABLE",
-    help="Fit the keys to the model that this callable builds. Imports code.",
-)
-@click.option(
-    "--drop-unexpected",
-    is_flag=True,
-    help="With --like or --model: leave out the keys that the target does not have.",
-)
+@fitting_options
+@engine_options
 def convert(keys: str, **given: Any) -> None:
     """Convert checkpoint IN to OUT, in the format that the name of OUT says.
 
@@ -90,7 +78,14 @@ def convert(keys: str, **given: Any) -> None:
         raise click.UsageError("--like and --model are both given, but the keys can fit only one")
     if given["drop_unexpected"] and not (given["like"] or given["model"]):
         raise click.UsageError("--drop-unexpected needs --like or --model")
-    _convert(given, keys)
+    is_shared = given["jobs"] is not None or given["engine"] is not None
+    if is_shared and given["max_shard_size"] is None:
+        raise click.UsageError(
+            "--jobs and --engine share out the files of an output: add --max-shard-size"
+        )
+    if given["address"] is not None and given["engine"] != "ray":
+        raise click.UsageError("--address needs --engine ray")
+    _convert(given, keys, is_shared=is_shared)
 
 
 @click.command(
@@ -132,7 +127,7 @@ def add_module(**given: Any) -> None:
     _convert(given, "add-module")
 
 
-def _convert(given: dict[str, Any], wrappers: str) -> None:
+def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -> None:
     from ckptconv.convert.job import Job
     from ckptconv.support.choices import refuse_no_path
 
@@ -157,7 +152,7 @@ def _convert(given: dict[str, Any], wrappers: str) -> None:
             raise refused
         with job.planned(options) as plan:
             if not given["dry_run"]:
-                execute(plan, given)
+                execute(plan, given, is_shared=is_shared)
                 return
     show_plan(plan, given, refused)
 
@@ -186,16 +181,22 @@ def show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefuse
         fail(str(refused), 1)
 
 
-def execute(plan: ConversionPlan, given: dict[str, Any]) -> None:
+def execute(plan: ConversionPlan, given: dict[str, Any], *, is_shared: bool = False) -> None:
+    """Carry a plan out, and say what was done; `is_shared`: by workers, a file each."""
     from ckptconv.convert import report
     from ckptconv.convert.execute import execute_plan, hand_over_plan
 
+    share_out = None
+    if is_shared:
+        from ckptconv.batch.sharing import share_out_on
+
+        share_out = share_out_on(engine_of_words(given, len(plan.files)))
     wanted = {"force": given["force"], "fsync": not given["no_fsync"], "verify": given["verify"]}
     with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
         if is_for_stdout(given):
             result = hand_over_plan(plan, copy_to_stdout, **wanted, on_progress=on_progress)
         else:
-            result = execute_plan(plan, **wanted, on_progress=on_progress)
+            result = execute_plan(plan, **wanted, on_progress=on_progress, share_out=share_out)
     if given["as_json"]:
         print_json({"dry_run": False, **report.result_document(result)})
     elif not given["quiet"]:

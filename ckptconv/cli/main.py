@@ -48,6 +48,7 @@ COMMANDS = {
     "average": "combining",
     "edit": "editing",
     "cleanup": "cleaning",
+    "batch": "batching",
 }
 """The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
 

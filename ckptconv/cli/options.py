@@ -260,16 +260,75 @@ def LIMIT(command: F) -> F:
 
 
 def output_options(command: F) -> F:
-    """The arguments and options that every writing command has."""
-    return _with_options(command, [*_conversion_options(), *_run_options()])
-
-
-def _conversion_options() -> list[Callable[[F], F]]:
-    """From what is converted to what becomes of it."""
-    return [
+    """The arguments and options that every command has that writes one checkpoint."""
+    return _with_options(command, [
         # `refuse_missing` says what is missing
         click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
+        *_conversion_options(),
+        click.option("--save-mapping", metavar="FILE", type=NEW_FILE,
+                     help="Save which key became which, so that --rules FILE --reverse can undo "
+                          "it."),
+        *_run_options(),
+    ])  # fmt: skip
+
+
+def conversion_options(command: F) -> F:
+    """The options of what becomes of each checkpoint of many."""
+    return _with_options(command, _conversion_options())
+
+
+def run_options(command: F) -> F:
+    """The options of how outputs are made, and what is printed of them."""
+    return _with_options(command, _run_options())
+
+
+def fitting_options(command: F) -> F:
+    """The options of what the keys are fitted to."""
+    return _with_options(command, [
+        click.option("--like", metavar="OTHER", type=FILE,
+                     help="Fit the keys to those of another checkpoint, an index, or a text file "
+                          "with one key per line."),
+        click.option("--model", metavar="PACKAGE.MODULE:CALLABLE",
+                     help="Fit the keys to the model that this callable builds. Imports code."),
+        click.option("--drop-unexpected", is_flag=True,
+                     help="With --like or --model: leave out the keys that the target does not "
+                          "have."),
+    ])  # fmt: skip
+
+
+def engine_options(command: F) -> F:
+    """The options of who does the work."""
+    return _with_options(command, [
+        click.option("--jobs", metavar="N", type=click.IntRange(min=1),
+                     help="Workers at a time (default: one for each core)."),
+        click.option("--engine", type=click.Choice(["serial", "processes", "ray"]),
+                     help="Who works (default: processes, or serial with --jobs 1)."),
+        click.option("--address", metavar="ADDRESS",
+                     help="With --engine ray: the cluster; auto finds it."),
+    ])  # fmt: skip
+
+
+def engine_of_words(given: dict[str, Any], count: int) -> Any:
+    """The engine that the command line asks for, for so many pieces of work."""
+    from ckptconv.batch.choosing import engine_of
+    from ckptconv.support.errors import OptionRefused
+
+    named = given["engine"]
+    if named is None:
+        named = "serial" if given["jobs"] == 1 or count < 2 else "processes"
+    if given["address"] is not None and named != "ray":
+        raise OptionRefused("--address needs --engine ray")
+    if named == "ray":
+        from ckptconv.batch.on_ray import OnRay
+
+        return OnRay(given["jobs"], given["address"])
+    return engine_of(named, given["jobs"])
+
+
+def _conversion_options() -> list[Callable[[F], F]]:
+    """What becomes of a checkpoint."""
+    return [
         click.option("--device", metavar="TAG", shell_complete=offer_devices,
                      help="The device tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
         click.option("--map-location", metavar="OLD=NEW", multiple=True,
@@ -306,9 +365,6 @@ def _conversion_options() -> list[Callable[[F], F]]:
         TAG,
         LIMIT,
         choice_options,
-        click.option("--save-mapping", metavar="FILE", type=_NewFileName(path_type=Path),
-                     help="Save which key became which, so that --rules FILE --reverse can undo "
-                          "it."),
         click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias",
             show_default=True,
                      help="If a tensor has several names, write it to safetensors once, or once "

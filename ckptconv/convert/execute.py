@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
+from ckptconv.convert.lanes import SaidCount, Say, said, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
+from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
 from ckptconv.convert.verify import verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
+from ckptconv.io.guarded import check_places
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_nbytes, folder_output, set_output
 from ckptconv.io.places import local_path, place_of
@@ -23,10 +27,15 @@ from ckptconv.io.staging import ShardNames
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
-from ckptconv.support.progress import Meter, OnProgress, Phase, Phases
+from ckptconv.support.progress import Counting, Meter, OnProgress, Phase, Phases
 from ckptconv.support.showing import html_table, short_repr
 from ckptconv.support.text import size_text
+from ckptconv.tensors.cast_ahead import THREADS
 from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.refs import TensorRef
+
+_WORTH_LANES = 32 << 20
+"""Bytes of an output of several files from which they are written side by side."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -80,21 +89,25 @@ def execute_plan(
     fsync: bool = True,
     verify: bool = False,
     on_progress: OnProgress | None = None,
+    share_out: ShareOut | None = None,
 ) -> ConversionResult:
     """Write the output of a plan as a stream, and put it in place when it is complete.
 
     `on_progress` is called with a `Progress` about once a MiB, in the phases write, verify and
     sync. `verify` counts what the source names without the reader, reads the output back before it
-    is renamed and compares every tensor with the source, bit for bit or after the cast. Raises
+    is renamed and compares every tensor with the source, bit for bit or after the cast. `share_out`
+    has the files of an output made somewhere else, as far as they can be. Raises
     `MalformedCheckpoint` when the source is damaged, `OutputRefused` when the output cannot be
     written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
-    write = _write_folder if plan.target.is_folder else _write_files
     phases = Phases(on_progress)
-    result = write(plan, force, fsync, verify, phases)
+    if plan.target.is_folder:
+        result = _write_folder(plan, force, fsync, verify, phases)
+    else:
+        result = _write_files(plan, force, fsync, verify, phases, share_out)
     return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
 
 
@@ -145,14 +158,19 @@ def _result(
 
 
 def _write_files(
-    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
+    plan: ConversionPlan,
+    force: bool,
+    fsync: bool,
+    verify: bool,
+    phases: Phases,
+    share_out: ShareOut | None,
 ) -> ConversionResult:
     """Write the one file of an output, or its shards and their index."""
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         _destination(plan, force=force, fsync=fsync, verify=verify) as output,
     ):
-        tally, verified = _make_files(plan, output, fsync=fsync, verify=verify, phases=phases)
+        tally, verified = _make_files(plan, output, fsync, verify, phases, share_out)
         result = _result(plan, tally, verified if verify else None, plan.nbytes)
         output.commit(plan.inputs)
         put_mapping()
@@ -174,35 +192,194 @@ def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What one thread notes and tells while it makes files.
+
+    `told` gets the place in the file, `compared` counts the bytes that were verified. So many
+    `threads` cast for it.
+    """
+
+    told: Callable[[int], None]
+    compared: Counting
+    phases: Phases
+    tally: Tally = field(default_factory=Tally)
+    checksums: Checksums = field(default_factory=Checksums)
+    threads: int = 1
+
+
 def _make_files(
-    plan: ConversionPlan, output: Destination, *, fsync: bool, verify: bool, phases: Phases
+    plan: ConversionPlan,
+    output: Destination,
+    fsync: bool,
+    verify: bool,
+    phases: Phases,
+    share_out: ShareOut | None,
 ) -> tuple[Tally, int]:
     """Draft all files of an output, each whole and checked; returns how many tensors were
     verified.
     """
-    tally, checksums, verified = Tally(), Checksums(), 0
     written, compared = (
         Meter("write", plan.nbytes, phases.tell),
         Meter("verify", plan.nbytes, phases.tell),
     )
     _copy_companions(plan, output, written, phases, verify=verify)
-    for file in (*plan.files, *([plan.index] if plan.index else [])):
-        draft = output.draft(file.path.name, file.layout.nbytes, _telling(written))
-        _make_file(file, draft, tally, checksums, fsync=fsync, phases=phases, written=written)
-        if file is plan.index:
-            continue
-        if verify or not isinstance(plan.output, UrlPath):
-            made = draft.place
-            if (path := made.local()) is not None:
-                plan.target.check_written(path, file.path, len(file.layout.items))
-            if verify:
-                with phases.timed("verify"):
-                    verified += verify_file(plan, file, made, compared)
+    lane = _Lane(_telling(written), compared, phases, threads=THREADS)
+    make = partial(_make_shard, plan, output, fsync=fsync, verify=verify)
+    files, verified = plan.files, 0
+    if share_out is not None:
+        elsewhere = _Elsewhere(plan, output, lane.tally, phases, written, fsync=fsync)
+        files = elsewhere.make(share_out)
+        if verify:
+            with phases.timed("verify"):
+                verified += elsewhere.verify(compared)
+    if _may_be_side_by_side(files, output):
+        verified += _make_side_by_side(files, make, replace(lane, told=_telling(written)))
+    else:
+        verified += sum(make(file, replace(lane, told=_telling(written))) for file in files)
+    if (file := plan.index) is not None:
+        lane = replace(lane, told=_telling(written))
+        draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
+        _make_file(file, draft, lane, fsync=fsync)
     if verify:
         compared.finish()
-    checksums.finish()
+    lane.checksums.finish()
     refuse_changed(plan.inputs)
-    return tally, verified
+    return lane.tally, verified
+
+
+class _Elsewhere:
+    """The files of an output that others make, each as a share."""
+
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        output: Destination,
+        tally: Tally,
+        phases: Phases,
+        written: Meter,
+        *,
+        fsync: bool,
+    ) -> None:
+        self._plan, self._output, self._tally, self._fsync = plan, output, tally, fsync
+        self._phases, self._written = phases, written
+        self._made: list[tuple[PlannedFile, Draft]] = []
+
+    def make(self, share_out: ShareOut) -> tuple[PlannedFile, ...]:
+        """Have the files made; returns those that only this process can make."""
+        shares: list[Share] = []
+        left: list[PlannedFile] = []
+        for file in self._plan.files:
+            draft = self._output.draft(file.path.name, file.layout.nbytes)
+            path = draft.hand_out()
+            if path is None:
+                what = "is not on a disk of this machine, so workers cannot make its files"
+                hint = "leave --jobs and --engine out, or write to a disk that all share"
+                raise OutputRefused(what, path=self._plan.output, hint=hint)
+            share = share_of(len(shares), file, path, self._plan.to, fsync=self._fsync)
+            if share is None:
+                draft.discard()
+                self._output.forget(draft)
+                left.append(file)
+            else:
+                shares.append(share)
+                self._made.append((file, draft))
+        with self._phases.timed("write"):
+            for made in share_out(shares):
+                self._take(made)
+        return tuple(left)
+
+    def _take(self, made: MadeShare) -> None:
+        file, draft = self._made[made.number]
+        assert file.part is not None
+        draft.take_back(file.layout.nbytes)
+        refs = [ref for _, ref, _ in file.part.tensors]
+        self._tally.overflowed.extend(refs[number] for number in made.overflowed)
+        self._tally.odd_bools.extend(refs[number] for number in made.odd_bools)
+        path = local_path(draft.place, "")
+        self._plan.target.check_written(path, file.path, len(file.layout.items))
+        self._written.add(file.layout.nbytes)
+
+    def verify(self, compared: Meter) -> int:
+        """Read all of them back and compare them; returns how many tensors there are."""
+        return sum(
+            verify_file(self._plan, file, draft.place, compared) for file, draft in self._made
+        )
+
+
+def _make_shard(
+    plan: ConversionPlan,
+    output: Destination,
+    file: PlannedFile,
+    lane: _Lane,
+    *,
+    fsync: bool,
+    verify: bool,
+) -> int:
+    """Draft one file of tensors, whole and checked; returns how many of them were verified."""
+    draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
+    _make_file(file, draft, lane, fsync=fsync)
+    if not verify and isinstance(plan.output, UrlPath):
+        return 0
+    made = draft.place
+    if (path := made.local()) is not None:
+        plan.target.check_written(path, file.path, len(file.layout.items))
+    if not verify:
+        return 0
+    with lane.phases.timed("verify"):
+        return verify_file(plan, file, made, lane.compared)
+
+
+def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> bool:
+    """Whether several files of an output may be written at once, and it is worth it."""
+    nbytes = sum(file.layout.nbytes for file in files)
+    is_worth = min(THREADS, len(files)) > 1 and nbytes >= _WORTH_LANES
+    if not (is_worth and output.is_for_threads()):
+        return False
+    values = (item.values for file in files for item in file.layout.items)
+    sources = {
+        id(piece.storage.source): piece.storage.source
+        for ref in values
+        if isinstance(ref, TensorRef)
+        for piece in ref.pieces
+    }.values()
+    if not all(source.is_for_threads() and source.fetched_from(0) is None for source in sources):
+        return False
+    check_places(sources)
+    return True
+
+
+def _make_side_by_side(
+    files: Sequence[PlannedFile], make: Callable[[PlannedFile, _Lane], int], lane: _Lane
+) -> int:
+    """Draft files at the same time; `lane` notes and tells what it would if they were drafted in
+    turn.
+    """
+    lanes = min(lane.threads, len(files))
+    places = [0] * len(files)
+
+    def written_to(number: int, place: int) -> None:
+        places[number] = place
+        lane.told(sum(places))
+
+    def work(number: int, say: Say) -> tuple[int, _Lane]:
+        tell = lane.phases.tell
+        own = _Lane(
+            said(say, partial(written_to, number)),
+            SaidCount(say, lane.compared.add),
+            Phases(None if tell is None else said(say, tell)),
+            checksums=Checksums(SaidCount(say)),
+            threads=max(1, lane.threads // lanes),
+        )
+        return make(files[number], own), own
+
+    begin = time.perf_counter()
+    done = side_by_side([partial(work, number) for number in range(len(files))], lanes)
+    for _, own in done:
+        lane.tally.join(own.tally)
+        lane.checksums.join(own.checksums)
+    lane.phases.share(time.perf_counter() - begin, [own.phases for _, own in done])
+    return sum(count for count, _ in done)
 
 
 def _copy_companions(
@@ -227,25 +404,15 @@ def _telling(written: Meter) -> Callable[[int], None]:
     return lambda position: written.at(before + position)
 
 
-def _make_file(
-    file: PlannedFile,
-    draft: Draft,
-    tally: Tally,
-    checksums: Checksums,
-    *,
-    fsync: bool,
-    phases: Phases,
-    written: Meter,
-) -> None:
+def _make_file(file: PlannedFile, draft: Draft, lane: _Lane, *, fsync: bool) -> None:
     """Write one file of an output, and wait for the disk where that is wanted."""
-    before = written.done
     with draft:
         stream = draft.stream
-        with phases.timed("write"):
-            write_layout(file.layout, stream, tally, checksums)
+        with lane.phases.timed("write"):
+            write_layout(file.layout, stream, lane.tally, lane.checksums, lane.threads)
             stream.finish()
-        written.at(before + stream.position)
-        with phases.waiting(stream.position, wanted=fsync):
+        lane.told(stream.position)
+        with lane.phases.waiting(stream.position, wanted=fsync):
             draft.commit()
 
 
@@ -293,18 +460,16 @@ def _write_folder(
     plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
 ) -> ConversionResult:
     """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
-    tally, checksums = Tally(), Checksums()
     place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         folder_output(place, force=force, fsync=fsync, size=nbytes) as output,
     ):
         written = Meter("write", nbytes, phases.tell)
-        plain = output.scratch(".plain.pt", plan.nbytes, _telling(written))
-        _make_file(
-            plan.files[0], plain, tally, checksums, fsync=False, phases=phases, written=written
-        )
-        checksums.finish()
+        lane = _Lane(_telling(written), written, phases, threads=THREADS)
+        plain = output.scratch(".plain.pt", plan.nbytes, lane.told)
+        _make_file(plan.files[0], plain, lane, fsync=False)
+        lane.checksums.finish()
         refuse_changed(plan.inputs)
         made = output.folder()
         with phases.timed("write"):
@@ -313,7 +478,7 @@ def _write_folder(
         written.finish()
         plain.discard()
         verified = verify_folder(plan, LocalPlace(made), phases) if verify else None
-        result = _result(plan, tally, verified, folder_nbytes(made))
+        result = _result(plan, lane.tally, verified, folder_nbytes(made))
         with phases.waiting(plan.nbytes, wanted=fsync):
             output.commit(plan.inputs)
         put_mapping()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -15,9 +16,9 @@ from ckptconv.convert.notes import (
     text_notes,
 )
 from ckptconv.convert.options import Request
-from ckptconv.convert.plan import ConversionPlan, PlannedFile
+from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
-from ckptconv.formats.layout import Layout, one_item
+from ckptconv.formats.layout import one_item
 from ckptconv.formats.target_format import NamedTensor, TargetFormat
 from ckptconv.keys.key_map import KeyMap, refuse_idle
 from ckptconv.objects.encodings import recipes_text
@@ -71,9 +72,9 @@ def plan_flat(
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     metadata = _metadata(checkpoint, to, options, flattened, tied)
     group = _same_storage if to.shares_storages else view_identity
-    lay_out = lambda part: _lay_out(to, part, metadata, tied, options)  # noqa: E731
+    plan_file = partial(_planned, to, metadata, tied, options)
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
-    files, index = _split(output, kept, lay_out, options.shard_bytes, group, of_index)
+    files, index = _split(output, kept, plan_file, options.shard_bytes, group, of_index)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -158,26 +159,29 @@ def _metadata(
     }
 
 
-def _lay_out(
+def _planned(
     to: TargetFormat,
-    part: Sequence[NamedTensor],
     metadata: Mapping[str, str],
     tied: Mapping[str, str],
     options: Request,
-) -> Layout:
+    path: PurePath,
+    tensors: Sequence[NamedTensor],
+) -> PlannedFile:
     """One file of a flat output; of the aliases it gets those of its own tensors."""
     if tied:
-        keys = {key for key, _, _ in part}
+        keys = {key for key, _, _ in tensors}
         metadata = {
             name: value for name, value in metadata.items() if name not in tied or value in keys
         }
-    return to.lay_out(part, metadata, options.tags)
+    part = FilePart(tensors, metadata, options.tags)
+    layout = to.lay_out(tensors, metadata, options.tags)
+    return PlannedFile(path, layout, lambda: iter([(key, ref) for key, ref, _ in tensors]), part)
 
 
 def _split(
     output: PurePath,
     kept: Sequence[NamedTensor],
-    lay_out: Callable[[Sequence[NamedTensor]], Layout],
+    plan_file: Callable[[PurePath, Sequence[NamedTensor]], PlannedFile],
     limit: int | None,
     group: Callable[[TensorRef], Hashable],
     metadata: Mapping[str, Any],
@@ -188,12 +192,12 @@ def _split(
     Tensors of which `group` says the same stay together.
     """
     if limit is None:
-        return (_planned(output, kept, lay_out),), None
+        return (plan_file(output, kept),), None
     sizes = [ref.numel * dtype.bits >> 3 for _, ref, dtype in kept]
     groups = [group(ref) for _, ref, _ in kept]
     parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
     paths = shard_paths(output, len(parts))
-    files = tuple(_planned(path, part, lay_out) for path, part in zip(paths, parts, strict=True))
+    files = tuple(map(plan_file, paths, parts))
     if len(files) == 1:
         return files, None
     where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
@@ -219,12 +223,6 @@ def _same_storage(ref: TensorRef) -> Hashable:
     Of one put together from pieces, only itself has them.
     """
     return id(ref.storage) if ref.is_view else id(ref)
-
-
-def _planned(
-    path: PurePath, part: Sequence[NamedTensor], lay_out: Callable[[Sequence[NamedTensor]], Layout]
-) -> PlannedFile:
-    return PlannedFile(path, lay_out(part), lambda: iter([(key, ref) for key, ref, _ in part]))
 
 
 def _cast_named(flattened: Flattened, options: Request) -> CastRule:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
 from ckptconv.convert.beside import Beside
+from ckptconv.devices.mapping import TagMap
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.outputs import target_named
-from ckptconv.formats.target_format import Target, TargetFormat
+from ckptconv.formats.target_format import NamedTensor, Target, TargetFormat
 from ckptconv.io.source import Source
 from ckptconv.objects.composites import Check
 from ckptconv.pickles.nodes import Node
@@ -26,12 +27,25 @@ from ckptconv.tree.settling import Rewritten, Skipped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FilePart:
+    """What a file of named tensors is laid out of."""
+
+    tensors: Sequence[NamedTensor]
+    metadata: Mapping[str, str]
+    tags: TagMap
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedFile:
-    """One file of an output: its path, its bytes, its tensors by the paths that they will have."""
+    """One file of an output: its path, its bytes, its tensors by the paths that they will have.
+
+    `part` is what it is laid out of, where that is named tensors.
+    """
 
     path: PurePath
     layout: Layout
     tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
+    part: FilePart | None = None
 
 
 def _gone(*_: object) -> Any:

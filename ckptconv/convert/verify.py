@@ -11,7 +11,7 @@ from ckptconv.io.location import Location
 from ckptconv.objects.encodings import flat
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
-from ckptconv.support.progress import Meter, Phases
+from ckptconv.support.progress import Counting, Meter, Phases
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef
@@ -29,7 +29,7 @@ def verify_folder(plan: ConversionPlan, made: Location, phases: Phases) -> int:
     return count
 
 
-def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, meter: Meter) -> int:
+def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, meter: Counting) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
     target = plan.target
@@ -71,7 +71,7 @@ def _flat_tensors(found: StateDict, plan: ConversionPlan) -> dict[str, TensorRef
     return {name: ref for item in made if item is not None for name, ref in item.tensors}
 
 
-def _equal(ref: TensorRef, other: TensorRef, dtype: DType, meter: Meter) -> bool:
+def _equal(ref: TensorRef, other: TensorRef, dtype: DType, meter: Counting) -> bool:
     if other.dtype is not dtype or other.shape != ref.shape:
         return False
     expected, found = b"", b""

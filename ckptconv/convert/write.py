@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptconv.convert.plan import ConversionPlan
@@ -11,11 +12,15 @@ from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.io.source import SMALL
 from ckptconv.io.stream import OutputStream
 from ckptconv.tensors.ahead import read_soon
+from ckptconv.tensors.cast_ahead import THREADS, Cut, ToCast, cast_ahead, may_be_threaded
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.checksums import Checksums, refuse_crc
 from ckptconv.tensors.fold import OddBools, fold
 from ckptconv.tensors.refs import Storage, TensorRef
-from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks, verbatim_range, verbatim_runs
+from ckptconv.tensors.stream import iter_cast_chunks, verbatim_range, verbatim_runs
+
+_WORTH_THREADS = 8 << 20
+"""Bytes of values to be cast from which threads are started for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +30,78 @@ class Tally:
     overflowed: list[TensorRef] = field(default_factory=list)
     odd_bools: list[TensorRef] = field(default_factory=list)
 
+    def join(self, later: Tally) -> None:
+        """Add what was noted of a file behind."""
+        self.overflowed.extend(later.overflowed)
+        self.odd_bools.extend(later.odd_bools)
 
-def write_layout(layout: Layout, stream: OutputStream, tally: Tally, checksums: Checksums) -> None:
-    """Write all bytes of a file; `tally` and `checksums` note what is found on the way."""
+
+def write_layout(
+    layout: Layout,
+    stream: OutputStream,
+    tally: Tally,
+    checksums: Checksums,
+    threads: int = THREADS,
+) -> None:
+    """Write all bytes of a file; `tally` and `checksums` note what is found on the way.
+
+    Where there is much to cast, it is cast by so many threads.
+    """
     crcs: list[int] = []
     between = b""
     write, trail = stream.write, layout.trail
     values = [item.values for item in layout.items]
-    with read_soon([item for item in values if isinstance(item, TensorRef)]):
+    with (
+        read_soon([item for item in values if isinstance(item, TensorRef)]),
+        _cast_ahead(layout.items, stream, threads) as cuts_of,
+    ):
         for index, item in enumerate(layout.items):
             write(between + item.lead)
-            crc = _write_values(item, stream, checksums, tally)
+            if (cuts := cuts_of(index)) is not None:
+                crc = _write_cast(item, cuts, checksums, tally)
+            else:
+                crc = _write_values(item, stream, checksums, tally)
             crcs.append(crc)
             between = trail(index, crc)
     write(between)
     write(layout.ending(crcs))
+
+
+@contextmanager
+def _cast_ahead(
+    items: Sequence[WriteItem], stream: OutputStream, threads: int
+) -> Iterator[Callable[[int], Iterator[Cut] | None]]:
+    """What gives the cuts of an item that threads cast and write, to be asked for each in turn;
+    None for the others.
+    """
+    wanted = dict(_for_threads(items)) if threads > 1 and stream.is_for_threads() else {}
+    if sum(items[index].nbytes for index in wanted) < _WORTH_THREADS:
+        yield lambda _: None
+        return
+    with cast_ahead(list(wanted.values()), stream.write_at, threads) as cuts:
+        yield lambda index: _left_out(next(cuts), stream) if index in wanted else None
+
+
+def _for_threads(items: Sequence[WriteItem]) -> Iterator[tuple[int, ToCast]]:
+    """The items that several threads may cast."""
+    for index, item in enumerate(items):
+        values = item.values
+        if (
+            isinstance(values, TensorRef)
+            and item.nbytes > SMALL
+            and item.dtype is not values.dtype
+            and item.dtype.is_floating
+            and (runs := verbatim_runs(values)) is not None
+            and may_be_threaded(runs)
+        ):
+            yield index, ToCast(runs, values.dtype, item.dtype, item.offset)
+
+
+def _left_out(cuts: Iterable[Cut], stream: OutputStream) -> Iterator[Cut]:
+    """Cuts that threads have written."""
+    for cut in cuts:
+        stream.leave_out(cut.nbytes)
+        yield cut
 
 
 def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, tally: Tally) -> int:
@@ -50,15 +112,15 @@ def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, t
         return crc32(values)
     if item.dtype.kind == "bool":
         return _write_bools(values, stream, checksums, tally)
-    is_cast = item.dtype is not values.dtype
+    if item.dtype is not values.dtype:
+        if (runs := verbatim_runs(values)) is not None:
+            return _write_cast(item, _cast_here(item, runs, stream), checksums, tally)
+        return _write_gathered(item, values, stream, checksums, tally)
     if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
         storage, _ = verbatim
-        nbytes = values.nbytes if is_cast else item.nbytes
-        if nbytes == storage.nbytes and storage.part_of is None:
-            if is_cast:
-                return _cast_whole(item, values, storage, stream, tally)
+        if item.nbytes == storage.nbytes and storage.part_of is None:
             return _copy_whole(storage, stream)
-    if not is_cast and (runs := verbatim_runs(values)) is not None:
+    if (runs := verbatim_runs(values)) is not None:
         return _write_runs(runs, stream, checksums)
     return _write_gathered(item, values, stream, checksums, tally)
 
@@ -130,20 +192,36 @@ def _copy_whole(storage: Storage, stream: OutputStream) -> int:
     return crc
 
 
-def _cast_whole(
-    item: WriteItem, values: TensorRef, storage: Storage, stream: OutputStream, tally: Tally
-) -> int:
-    """Cast a whole storage, checking its CRC-32 in the same pass."""
-    crc = source_crc = overflowed = 0
-    for chunk in iter_chunks(values):
-        source_crc = crc32(chunk, source_crc)
-        result = cast(chunk, values.dtype, item.dtype)
-        overflowed += result.overflowed
-        stream.write(result.data)
-        crc = crc32(result.data, crc)
-    refuse_crc(storage, source_crc)
+def _cast_here(
+    item: WriteItem, runs: Sequence[tuple[Storage, int, int]], stream: OutputStream
+) -> Iterator[Cut]:
+    """Cast and write runs of bytes one after the other."""
+    assert isinstance(item.values, TensorRef)
+    for storage, first, nbytes in runs:
+        for chunk in storage.source.stream([(storage.offset + first, nbytes)]):
+            nread, read_crc = len(chunk), crc32(chunk)
+            result = cast(chunk, item.values.dtype, item.dtype)
+            stream.write(result.data)
+            yield Cut(nread, read_crc, len(result.data), crc32(result.data), result.overflowed)
+
+
+def _write_cast(item: WriteItem, cuts: Iterator[Cut], checksums: Checksums, tally: Tally) -> int:
+    """Tell of values while they are cast, cut by cut, and return the CRC-32 of the results; the
+    source's own CRCs are checked.
+    """
+    assert isinstance(item.values, TensorRef)
+    crc = overflowed = 0
+    for storage, first, nbytes in verbatim_runs(item.values) or ():
+        read_crc = nread = 0
+        while nread < nbytes:
+            cut = next(cuts)
+            nread += cut.nread
+            read_crc = combined_crc(read_crc, cut.read_crc, cut.nread)
+            crc = combined_crc(crc, cut.crc, cut.nbytes)
+            overflowed += cut.overflowed
+        checksums.copied(storage, first, nbytes, read_crc)
     if overflowed:
-        tally.overflowed.append(values)
+        tally.overflowed.append(item.values)
     return crc
 
 

@@ -398,6 +398,22 @@ def open_source(source: Source, depth: int = 0) -> Checkpoint:
     raise stranger(source, head)
 
 
+def kind_of_head(head: bytes) -> bool | None:
+    """Whether the first bytes of a file are those of a checkpoint; None where that cannot be told
+    without opening it: pickles and archives hold other things too.
+    """
+    if not any(candidate.matches(head) for candidate in FORMATS):
+        return False
+    if is_safetensors(head) or is_torch_legacy(head):
+        return True
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip(head) else b""
+    return True if first.endswith(_FIRST_RECORDS) else None
+
+
+_FIRST_RECORDS = (b"/data.pkl", b".npy")
+"""How the first record of an archive is called that torch or numpy wrote."""
+
+
 def is_gathering(path: Location) -> bool:
     """Whether a place is a folder that is a checkpoint of many files.
 

@@ -15,6 +15,8 @@ def combined_crc(first: int, second: int, nbytes: int) -> int:
     Appending a zero byte is a linear map of the 32 bits; its powers are squared. The method is that
     of zlib's crc32_combine.
     """
+    if not first:
+        return second
     for bit in range(nbytes.bit_length()):
         if bit == len(_ZEROS):
             _ZEROS.append(tuple(_applied(_ZEROS[-1], row) for row in _ZEROS[-1]))

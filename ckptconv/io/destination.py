@@ -56,6 +56,18 @@ class Draft(ABC):
     def discard(self) -> None:
         """Nothing of it is to remain, and its destination is not to be committed."""
 
+    def hand_out(self) -> Path | None:
+        """The path of a new file at which another process may make it, instead of this one within
+        a ``with`` block; None where only this one can.
+        """
+        return None
+
+    def take_back(self, nbytes: int) -> None:
+        """Commit what another process made, of so many bytes; `OutputRefused` where it is not
+        there.
+        """
+        raise NotImplementedError
+
 
 class Destination(ABC):
     """An output of one file or of many: what is drafted within a ``with`` block is put in its place
@@ -83,6 +95,14 @@ class Destination(ABC):
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None
     ) -> Draft:
         """A new file of the output, called `name`, which will have about `size` bytes."""
+
+    def is_for_threads(self) -> bool:
+        """Whether several threads may each make a draft and write it at the same time."""
+        return False
+
+    def forget(self, draft: Draft) -> None:
+        """A draft that was discarded is not one of its files; another of its name may follow."""
+        raise NotImplementedError
 
     @abstractmethod
     def commit(self, inputs: Iterable[Source] = ()) -> None:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
 
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Source
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Reopening, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
@@ -44,8 +44,8 @@ class FileSource(Source):
         self._stamp = stamp(found)
         if (note := _NOTING.get()) is not None:
             note(found)
-        # the last bytes fetched for a small read: small records lie side by side
-        self._window, self._window_at = b"", 0
+        # the last bytes fetched for a small read, and their place: small records lie side by side
+        self._window = b"", 0
 
     def __reduce__(self) -> NoReturn:
         """What is open here is not open in another process, and the number of its descriptor is
@@ -71,14 +71,16 @@ class FileSource(Source):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)
-        start = offset - self._window_at
-        if start >= 0 and start + nbytes <= len(self._window):
-            return self._window[start : start + nbytes]
+        window, at = self._window  # in one go: another thread may put another one there
+        start = offset - at
+        if start >= 0 and start + nbytes <= len(window):
+            return window[start : start + nbytes]
         if nbytes <= SMALL:
             with self._read_errors():
-                self._window, self._window_at = platforms.read_at(self._fd, _WINDOW, offset), offset
-            if len(self._window) >= nbytes:
-                return self._window[:nbytes]
+                window = platforms.read_at(self._fd, _WINDOW, offset)
+            self._window = window, offset
+            if len(window) >= nbytes:
+                return window[:nbytes]
         return self._exactly(offset, nbytes)
 
     def foresee(self, ranges: Sequence[Range]) -> None:
@@ -130,6 +132,9 @@ class FileSource(Source):
     def is_file(self) -> bool:
         return True
 
+    def reopening(self) -> Reopening | None:
+        return Reopening(str(self.path.absolute()), self._stamp)
+
     def is_for_threads(self) -> bool:
         return True
 
@@ -167,7 +172,7 @@ class FileSource(Source):
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
-        self._window = b""
+        self._window = b"", 0
         if fd >= 0:
             with contextlib.suppress(OSError):  # nothing was written to it that could be lost
                 os.close(fd)

@@ -74,6 +74,9 @@ class GuardedSource(WrappedSource):
             return None
         return self.inner.fetched_from(self.place(offset))
 
+    def comes_from(self, offset: int) -> tuple[Source, int]:
+        return self.inner.comes_from(self.place(offset))
+
     def data_from(self, offset: int) -> int:
         """`offset`: where a payload is expected tells nothing of the holes of `inner`."""
         return offset

@@ -109,8 +109,10 @@ def remove_leftovers(target: Path, kind: str = TEMPORARY, *, own: bool = False) 
     """
     is_ours = re.compile(rf"\.{re.escape(visible_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
     with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
-        for item in target.parent.iterdir():
-            if is_ours(item.name) and (not own or platforms.is_own(item)):
+        # many outputs may lie in one folder: most names are told by their ends
+        hidden = [name for name in os.listdir(target.parent) if name.endswith(kind)]  # noqa: PTH208
+        for item in (target.parent / name for name in hidden if is_ours(name)):
+            if not own or platforms.is_own(item):
                 _remove_unheld(item)
 
 

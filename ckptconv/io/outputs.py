@@ -31,6 +31,7 @@ from ckptconv.io.places import local_path
 from ckptconv.io.source import Source
 from ckptconv.io.staging import ShardNames, ShardSet, put_file, put_folder, put_new_folder, put_set
 from ckptconv.support import platforms
+from ckptconv.support.errors import OutputRefused
 from ckptconv.support.signals import held_back
 
 
@@ -47,7 +48,7 @@ class LocalDraft(Draft):
         fsync: bool,
     ) -> None:
         self.is_whole = False
-        self._made, self._fsync = made, fsync
+        self._made, self._named, self._fsync = made, path, fsync
         self._writing = new_file(made, path, size=size, on_progress=on_progress)
 
     @property
@@ -72,6 +73,20 @@ class LocalDraft(Draft):
 
     def commit(self) -> None:
         self.stream.settle(fsync=self._fsync)
+        self.is_whole = True
+
+    def hand_out(self) -> Path | None:
+        return self._made
+
+    def take_back(self, nbytes: int) -> None:
+        try:
+            size = self._made.stat().st_size
+        except FileNotFoundError:
+            size = -1
+        if size != nbytes:
+            what = "was made by a worker on a disk that this machine does not see"
+            hint = "write to a disk that all machines share, or leave --engine out"
+            raise OutputRefused(what, path=self._named, hint=hint)
         self.is_whole = True
 
     def discard(self) -> None:
@@ -117,6 +132,12 @@ class _Staged(Destination):
         draft = LocalDraft(made, self._named(name), size, on_progress, fsync=self._fsync)
         self._drafts.append(draft)
         return draft
+
+    def is_for_threads(self) -> bool:
+        return True
+
+    def forget(self, draft: Draft) -> None:
+        self._drafts = [one for one in self._drafts if one is not draft]
 
     def commit(self, inputs: Iterable[Source] = ()) -> None:
         made = self._folder()
@@ -255,6 +276,14 @@ class FolderOutput(_Staged):
 def folder_nbytes(folder: Path) -> int:
     """The size of all files in a folder, in bytes."""
     return sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
+
+
+def clear_leftovers(place: Location) -> None:
+    """Remove what a killed process left of the output at `place`, whose files have their names."""
+    if (path := place.local()) is None:
+        return
+    for target in {path, followed(path), followed(path.parent)}:
+        remove_leftovers(target)
 
 
 def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptconv.io.crc import crc32
@@ -29,6 +30,16 @@ class Pending:
 
 Fingerprint = tuple[Hashable, ...]
 """What differs when the bytes may differ: equal ones stand for equal bytes. It can be pickled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reopening:
+    """What another process needs to open a source again: the name of its place, and what tells its
+    bytes from others.
+    """
+
+    name: str
+    fingerprint: Fingerprint
 
 
 class Source(ABC):
@@ -117,13 +128,23 @@ class Source(ABC):
         return True
 
     def is_for_threads(self) -> bool:
-        """Whether `read_into` may be called by several threads at once."""
+        """Whether several threads may read at once."""
         return False
 
     def fetched_from(self, offset: int) -> tuple[Source, int] | None:
         """The source over a network that the byte at `offset` comes from, and its place there: what
         pays to be read ahead. None for one that is at hand.
         """
+        return None
+
+    def comes_from(self, offset: int) -> tuple[Source, int]:
+        """The source that the byte at `offset` is read from in the end, and its place there: what
+        stands between was asked, and has nothing against it.
+        """
+        return self, offset
+
+    def reopening(self) -> Reopening | None:
+        """How another process opens it again; None for one that cannot be."""
         return None
 
     # ----------------------------------------------------------------------- what became of it
@@ -193,6 +214,9 @@ class WrappedSource(Source):
     def fetched_from(self, offset: int) -> tuple[Source, int] | None:
         return self.inner.fetched_from(offset)
 
+    def comes_from(self, offset: int) -> tuple[Source, int]:
+        return self.inner.comes_from(offset)
+
     def let_go(self, replaced: Sequence[str]) -> None:
         self.inner.let_go(replaced)
 
@@ -260,6 +284,9 @@ class RangeSource(Source):
 
     def fetched_from(self, offset: int) -> tuple[Source, int] | None:
         return self._parent.fetched_from(self._start + offset)
+
+    def comes_from(self, offset: int) -> tuple[Source, int]:
+        return self._parent.comes_from(self._start + offset)
 
     def check_unchanged(self) -> None:
         self._parent.check_unchanged()

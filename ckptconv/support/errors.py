@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 _LONGEST_NAME = 200
@@ -246,6 +246,21 @@ class OptionRefused(CheckpointError, ValueError):
 
 class UnknownOption(OptionRefused, TypeError):
     """A name that is not an option; the message suggests the nearest one."""
+
+
+class BatchRefused(OptionRefused):
+    """Jobs that cannot be run as they are; `problems` has a line for each that is wrong."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        count, shown = len(problems), [printable(line, 1000) for line in problems[:_FEW]]
+        if count > _FEW:
+            shown.append(f"and {count - _FEW:,} more")
+        what = f"{count:,} problem{'s' * (count != 1)}: {'; '.join(shown)}"
+        super().__init__(what, hint="nothing was written")
+
+
+_FEW = 3  # problems in one line
 
 
 class MissingDependency(CheckpointError, ImportError):

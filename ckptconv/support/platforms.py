@@ -84,6 +84,11 @@ def create_file(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | _CLOEXEC, 0o666)
 
 
+def open_to_append(path: Path) -> int:
+    """A descriptor of a file that may be new, in binary mode; what is written goes to its end."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY | _CLOEXEC, 0o666)
+
+
 def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
     """A new temporary file to write, and a second descriptor that reads it.
 
@@ -167,6 +172,15 @@ def read_at(fd: int, nbytes: int, offset: int) -> bytes:
     with _PLACES[fd % len(_PLACES)]:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, nbytes)
+
+
+CAN_WRITE_AT = hasattr(os, "pwrite")
+"""Whether several threads may write to one descriptor, each at a place of its own."""
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> int:
+    """Write `view` from `offset` on, as far as the system does in one go; where `CAN_WRITE_AT`."""
+    return int(_os.pwrite(fd, view, offset))
 
 
 _PLACES = tuple(threading.Lock() for _ in range(64))
@@ -392,6 +406,26 @@ def folder_lock(folder: Path, *, follow: bool = False) -> FolderLock:
     return FolderLock(os.open(folder, _FOLDER | (0 if follow else _os.O_NOFOLLOW)), folder)
 
 
+def lock_file(fd: int) -> None:
+    """Lock an open file until every descriptor that came of this one is closed.
+
+    `BlockingIOError` when another process has it; another `OSError` where locks are unknown.
+
+    Windows: a byte far behind its end is locked, for what is locked cannot be read by others.
+    """
+    if ON_WINDOWS:
+        import msvcrt
+
+        calls: Any = msvcrt
+        os.lseek(fd, 1 << 40, os.SEEK_SET)
+        try:
+            calls.locking(fd, calls.LK_NBLCK, 1)
+        except PermissionError as error:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
+        return
+    _flock(fd, wait=False)
+
+
 def _flock(fd: int, wait: bool) -> None:
     if _fcntl is None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -466,6 +500,25 @@ def reserve(fd: int, size: int) -> None:
         and _errno_of_libc() in NO_SPACE
     ):
         raise OSError(_errno_of_libc(), os.strerror(_errno_of_libc()))
+
+
+def cores() -> int:
+    """The cores that this process may use; of the whole host where that is not known."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def passed_on(fd: int) -> Any:
+    """An open file for a process that `multiprocessing` is about to start, which gets its own
+    descriptor by ``detach()``; None on Windows.
+    """
+    if ON_WINDOWS:
+        return None
+    from multiprocessing import reduction
+
+    maker: Any = reduction
+    return maker.DupFd(fd)
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -96,6 +96,13 @@ class Phases:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def share(self, seconds: float, others: Iterable[Phases]) -> None:
+        """Add `seconds` in which `others` ran side by side: to each phase its share of them."""
+        spent = [item for other in others for item in other.seconds.items()]
+        total = sum(each for _, each in spent)
+        for phase, each in spent:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds * each / total
 
     @contextmanager
     def waiting(self, nbytes: int, *, wanted: bool = True) -> Iterator[None]:

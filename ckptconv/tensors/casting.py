@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 # second-level cache.
 _STEP = 1 << 15
 
+# Where a step is one loop, it is long: threads hand the lock of the interpreter on with each.
+_LONG_STEP = 1 << 17
+
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _SINGLE_NAN_TYPES = frozenset({"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
@@ -100,9 +103,10 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
     codes = np.empty(items.size, f"<u{target.itemsize}")
     overflowed = 0
     with np.errstate(all="ignore"):
-        step = _step(source, target, min(items.size, _STEP))
-        for start in range(0, items.size, _STEP):
-            overflowed += step(items[start : start + _STEP], codes[start : start + _STEP])
+        count = _LONG_STEP if _is_one_loop(source, target) else _STEP
+        step = _step(source, target, min(items.size, count))
+        for start in range(0, items.size, count):
+            overflowed += step(items[start : start + count], codes[start : start + count])
     return Cast(codes.view(np.uint8).data, overflowed)
 
 
@@ -116,6 +120,8 @@ def _step(source: DType, target: DType, size: int) -> Callable[[Bits, Bits], int
         return partial(_look_up, *_table(source, target))
     if target.itemsize >= 4:
         return _convert
+    if target.name == "bfloat16":
+        return _to_bfloat16
     return partial(_narrow, _NARROWINGS[target.name], np.empty((3, size), np.uint32))
 
 
@@ -126,6 +132,24 @@ def _convert(items: Bits, codes: Bits) -> int:
     numbers, results = items.view(f"<f{items.itemsize}"), codes.view(f"<f{codes.itemsize}")
     np.copyto(results, numbers, casting="same_kind")
     return int(np.count_nonzero(np.isfinite(numbers)) - np.count_nonzero(np.isfinite(results)))
+
+
+def _is_one_loop(source: DType, target: DType) -> bool:
+    return source.itemsize >= 4 and (target.itemsize >= 4 or target.name == "bfloat16")
+
+
+def _to_bfloat16(items: Bits, codes: Bits) -> int:
+    """From float32 or float64: one loop of ml_dtypes, whose NaNs have a sign."""
+    import ml_dtypes
+    import numpy as np
+
+    numbers = items.view(f"<f{items.itemsize}")
+    codes[:] = numbers.astype(np.float32, copy=False).astype(ml_dtypes.bfloat16).view(np.uint16)
+    if not _reaches(codes, _INFINITY >> 16):
+        return 0
+    special = np.flatnonzero((codes & (_MAGNITUDE >> 16)) >= _INFINITY >> 16)
+    codes[special[np.isnan(numbers[special])]] = 0x7FC0
+    return int(np.count_nonzero(np.isfinite(numbers[special])))
 
 
 def _narrow(narrowing: _Narrowing, scratch: Bits, items: Bits, codes: Bits) -> int:
@@ -156,21 +180,6 @@ def _special_codes(narrowing: _Narrowing, bits: Bits) -> Bits:
     over, nan = (np.array(pair, np.uint32)[sign] for pair in (narrowing.over, narrowing.nan))
     codes: Bits = np.where(magnitude > _INFINITY, nan | payload, over)
     return codes
-
-
-def _round_as_integer(_: _Narrowing, bits: Bits, scratch: Bits, codes: Bits) -> None:
-    """bfloat16: the upper half of the float32, rounded; its exponents are the same, so a carry goes
-    where it should.
-    """
-    import numpy as np
-
-    total = scratch[0]
-    np.right_shift(bits, 16, out=total)
-    np.bitwise_and(total, 1, out=total)
-    np.add(total, bits, out=total)
-    np.add(total, 0x7FFF, out=total)
-    np.right_shift(total, 16, out=total)
-    codes[:] = total
 
 
 def _round_to_exponent(_: _Narrowing, bits: Bits, _scratch: Bits, codes: Bits) -> None:
@@ -218,9 +227,6 @@ def _round_to_positive_zero(narrowing: _Narrowing, bits: Bits, scratch: Bits, co
 _NARROWINGS = {
     "float16": _Narrowing(
         _round_by_adding, 10, -14, 65520.0, (0x7C00, 0xFC00), (0x7E00, 0xFE00), payload=0x1FF
-    ),
-    "bfloat16": _Narrowing(
-        _round_as_integer, 7, -126, (2 - 2**-8) * 2.0**127, (0x7F80, 0xFF80), (0x7FC0, 0x7FC0)
     ),
     "float8_e4m3fn": _Narrowing(
         _round_by_adding, 3, -6, 464.0, (0x7E, 0xFE), (0x7F, 0xFF), saturates=True

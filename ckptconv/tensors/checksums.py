@@ -48,6 +48,12 @@ class Checksums:
             _, runs = self._copied.setdefault(id(whole), (whole, []))
             runs.append((storage.offset + first - whole.offset, nbytes, crc))
 
+    def join(self, later: Checksums) -> None:
+        """Take over what another one knows, which is not to be used any more."""
+        self._settled |= later._settled
+        for key, (whole, runs) in later._copied.items():
+            self._copied.setdefault(key, (whole, []))[1].extend(runs)
+
     def finish(self, others: Iterable[Storage] = ()) -> None:
         """Check the storages of which parts were copied; of these, what was not copied is read.
 

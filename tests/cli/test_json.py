@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from ckptconv import Job, convert_many
+from ckptconv.batch.totals import Totals, totals_document
 from ckptconv.cli.main import cli
 from ckptconv.devices.gpu_choice import GpuChoice
 from ckptconv.devices.host import Gpu, Host
@@ -319,6 +322,36 @@ def test_cleanup_prints_what_the_page_says(room, monkeypatch):
     hold("cleanup", found)
     text = CliRunner().invoke(cli, ["cleanup", str(room)]).stdout
     assert "2 unfinished uploads found; add --abort" in text and "a/model.pt, 10 B" in text
+
+
+def test_batch_prints_what_the_page_says(room, monkeypatch):
+    (room / "in").mkdir()
+    for name in ("tied.pt", "ddp_cuda3.pt"):
+        shutil.copy(SAMPLES / name, room / "in" / name)
+    (room / "in/bad.pt").write_bytes(b"PK\x03\x04" + bytes(99))
+    (room / "in/table.bin").write_bytes(b"nothing known" * 9)
+    words = ("batch", room / "in", "--out-dir", room / "out", "--to", "safetensors", "--jobs", 1)
+    found = [document(*words, "--dtype", "bf16", "--rename", "a=b", "--dry-run", cwd=room)]
+    assert len(found[0]["jobs_planned"]) == 3 and len(found[0]["passed_over"]) == 1
+    found.append(document(*words, cwd=room, code=1))
+    assert (found[1]["done"], found[1]["failed"], found[1]["left"]) == (2, 1, 0)
+    report = room / "out/ckptconv-batch.jsonl"
+    kept = [line for line in report.read_text().splitlines() if "tied" not in line]
+    report.write_text("\n".join([*kept, '{"state": "started", "key": "KEY"}', ""]).replace(
+        "KEY", str(room / "out/tied.safetensors")))  # fmt: skip
+    found.append(document("batch", "--status", report, cwd=room, code=1))
+    assert len(found[2]["running"]) == 1
+    found.append(document(*words, "--retry-failed", "--verify", cwd=room, code=1))
+    assert found[3]["receipts"][-1]["found"] or found[3]["receipts"][1]["found"]
+    (room / "m.jsonl").write_text('{"source": "none.pt", "output": "x.pt"}\n')
+    found.append(document("batch", "m.jsonl", cwd=room, code=2))
+    assert len(found[4]["problems"]) == 1
+    with HttpServer({"/a.pt": (SAMPLES / "tied.pt").read_bytes()}) as server:
+        (receipt,) = convert_many([Job(f"{server.url}/a.pt", room / "far.safetensors")])
+    totals = Totals(1)
+    totals.add(replace(receipt, tries=2, notes=("a note",)))
+    found.append(strict(json_text({"reports": [], **totals_document(totals)}) + "\n"))
+    hold("batch", found)
 
 
 def test_edit_prints_what_the_page_says(room):

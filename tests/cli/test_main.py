@@ -1216,6 +1216,22 @@ OPTIONS = [
     *("--force", "--dry-run", "--verify", "--no-fsync", "--json", "--quiet"),
 ]
 COMMANDS = {
+    "batch": [
+        "--out-dir",
+        "--jobs",
+        "--engine",
+        "--address",
+        "--shard",
+        "--report",
+        "--retry-failed",
+        "--on-error",
+        "--status",
+        "--html",
+        "--dtype",
+        "--max-shard-size",
+        "--verify",
+        "--dry-run",
+    ],
     "cleanup": ["--abort", "--older-than", "--allow-hosts", "--limit", "--json"],
     "convert": [
         *OPTIONS,

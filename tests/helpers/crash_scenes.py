@@ -280,10 +280,12 @@ def numbers(count: int) -> Callable[[Path], None]:
 
 
 def numbers_at(name: str) -> Callable[[Path], Tensors | None]:
-    """A reader of what `numbers` becomes: the new tensors if it is whole."""
+    """A reader of what `numbers` becomes, in a file or in shards that an index names: the new
+    tensors if it is whole.
+    """
 
     def read(room: Path) -> Tensors | None:
-        found = file_at(name)(room)
+        found = (set_at if name.endswith(".json") else file_at)(name)(room)
         whole = found is None or [set(tensor.unique().tolist()) for tensor in found.values()] == [
             {float(n)} for n in range(5)
         ]

@@ -193,18 +193,27 @@ BIG = Scene(
     convert("--dtype", "bf16", output="out.safetensors"),
     numbers_at("out.safetensors"),
 )
-"""A conversion that takes its time: casts, a thread that writes."""
+"""A conversion that takes its time: several threads cast, and write what they cast."""
+
+WIDE = Scene(
+    numbers(3_000_000),
+    convert("--max-shard-size", "12MB", output="out"),
+    numbers_at("out/model.safetensors.index.json"),
+)
+"""Files that several threads write side by side."""
 
 
-def test_a_stop_at_any_moment_leaves_nothing(tmp_path):
-    stops_at_random(BIG, tmp_path / "room", 5)
+@pytest.mark.parametrize("scene", [BIG, WIDE], ids=["casts", "side by side"])
+def test_a_stop_at_any_moment_leaves_nothing(scene, tmp_path):
+    stops_at_random(scene, tmp_path / "room", 5)
 
 
 @pytest.mark.trust
 @pytest.mark.parametrize(
-    ("name", "count"), [("big", 80), ("shards of the same names", 60), ("dcp", 20)]
+    ("name", "count"),
+    [("big", 80), ("wide", 60), ("shards of the same names", 60), ("dcp", 20)],
 )
 def test_many_stops_at_any_moment_leave_nothing(name, count, tmp_path, figure):
-    ends = stops_at_random({**SCENES, "big": BIG}[name], tmp_path / "room", count)
+    ends = stops_at_random({**SCENES, "big": BIG, "wide": WIDE}[name], tmp_path / "room", count)
     figure("runs stopped at a random moment", count)
     assert len(ends) > 1

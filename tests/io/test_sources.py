@@ -306,3 +306,23 @@ def asked_for(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
         return node.comparators
     return []
+
+
+def test_a_small_read_is_right_whatever_another_thread_reads_meanwhile(tmp_path, monkeypatch):
+    raw = b"".join(number.to_bytes(4, "little") for number in range(100_000))
+    (tmp_path / "f").write_bytes(raw)
+    plain, between = platforms.read_at, [300_000, 200_000]
+
+    class Window(bytes):
+        """Bytes at whose measuring the other thread comes in between."""
+
+        def __len__(self) -> int:
+            if between:
+                source.read(between.pop(), 8)
+            return super().__len__()
+
+    monkeypatch.setattr(platforms, "read_at", lambda *given: Window(plain(*given)))
+    with closing(FileSource(tmp_path / "f")) as source:
+        for offset in (1000, 0, 4):
+            assert source.read(offset, 8) == raw[offset : offset + 8]
+    assert between == []

@@ -306,6 +306,7 @@ def made_errors() -> list[CheckpointError]:
         errors.MissingFile: errors.not_opened(errno.ENOENT, "a.pt"),
         errors.UnreadableFile: errors.not_opened(errno.EACCES, "a.pt"),
         errors.IsFolder: errors.not_opened(errno.EISDIR, "a.pt"),
+        errors.BatchRefused: errors.BatchRefused(["job 1: is odd", "job 2: is odd too"]),
     }
     kinds = sorted(all_kinds(CheckpointError), key=lambda kind: kind.__name__)
     return [

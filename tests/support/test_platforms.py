@@ -32,7 +32,7 @@ USERS_OF_PLATFORMS = {
     "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination",
     "io.staging", "io.in_place", "io.journals", "io.hidden_folders", "io.location", "io.outputs",
     "cli.terminal", "cli.options", "io.standard_input", "io.remote.fetchers",
-    "io.remote.credentials",
+    "io.remote.credentials", "io.appended", "batch.choosing", "batch.processes",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",

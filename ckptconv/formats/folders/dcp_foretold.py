@@ -140,6 +140,10 @@ class ForetoldSource(WrappedSource):
         source, at = self._place(offset)
         source.read_into(at, view)
 
+    def comes_from(self, offset: int) -> tuple[Source, int]:
+        source, at = self._place(offset)
+        return source.comes_from(at)
+
     def data_from(self, offset: int) -> int:
         """`offset`: where a chunk is expected tells nothing of the holes of `inner`."""
         return offset

@@ -66,6 +66,11 @@ _SUFFIXES = (
 )
 
 
+def is_training_state(name: str) -> bool:
+    """Whether a file is called as what training leaves beside the weights: ``optimizer.pt``."""
+    return _BESIDE(name) is not None
+
+
 def points(folder: Location) -> bool:
     """Whether a file of `folder` says which of the folders in it is meant."""
     return any(folder.child(pointer.file).is_file() for pointer in POINTERS)

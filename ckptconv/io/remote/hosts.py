@@ -80,6 +80,11 @@ class AllowedHosts:
         return not self._names.isdisjoint((*written, *parents))
 
 
+def hosts_given() -> str:
+    """What the environment and the caller allow, as text for `allowing_hosts` elsewhere."""
+    return ",".join(filter(None, (os.environ.get(VARIABLE, ""), _given.get())))
+
+
 def allowed_hosts() -> AllowedHosts:
     """What the environment and the caller allow."""
     return AllowedHosts(",".join((os.environ.get(VARIABLE, ""), _given.get())))

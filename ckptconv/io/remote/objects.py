@@ -108,10 +108,16 @@ class ObjectStoreOf(Store):
             raise told from None
 
     def _empty(self, key: str) -> Part | None:
-        """An object without bytes, of which no range can be asked for."""
+        """An object without bytes, of which no range can be asked for.
+
+        A passing error is raised: the next try asks for all of it again.
+        """
         try:
             seen = self._seen(self._obstore.head(self._store, key))
-        except Exception:
+        except Exception as error:
+            told = told_by_obstore(error, self.service)
+            if told.kind == "passing":
+                raise told from None
             return None
         return Part(b"", seen) if seen.size == 0 else None
 

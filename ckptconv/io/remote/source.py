@@ -12,7 +12,7 @@ from typing import NoReturn
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range, Reopening
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 
 HEAD = 128 << 10
@@ -229,6 +229,13 @@ class RemoteSource(FarSource):
 
     def fingerprint(self) -> Fingerprint:
         return (str(self.path), self._seen.size, self._seen.tag)
+
+    def reopening(self) -> Reopening | None:
+        """None for an address of the web, which may hold a secret that is not to be passed on."""
+        name = str(self.path)
+        if name.startswith(("http:", "https:")):
+            return None
+        return Reopening(name, self.fingerprint())
 
     def is_file(self) -> bool:
         return True

@@ -428,6 +428,29 @@ def test_errors_say_what_to_do_and_nothing_secret(text, kind, what):
     assert "MARKED" not in line and "\n" not in line
 
 
+def test_an_empty_object_is_opened_though_the_answer_that_says_so_is_lost_once(
+    tmp_path, monkeypatch
+):
+    store_of(tmp_path).put_object("a", b"")
+    asked: list[str] = []
+    real_head = obstore.head
+
+    def head(store: Any, key: str) -> Any:
+        asked.append(key)
+        if len(asked) == 1:
+            raise GenericError("error sending request: connection reset")
+        return real_head(store, key)
+
+    def get(*_: Any, **__: Any) -> Any:
+        raise GenericError("Server returned non-2xx status code: 416 Range Not Satisfiable: ")
+
+    monkeypatch.setattr(obstore, "head", head)
+    monkeypatch.setattr(obstore, "get", get)
+    source = place_in(tmp_path, "a").open()
+    assert source.size == 0 and len(asked) == 2
+    source.close()
+
+
 def test_other_errors_of_obstore():
     told = told_by_obstore(UnauthenticatedError("External AWS credential provider: MARKED"), "s3")
     assert (told.kind, told.what) == ("denied", "S3 needs credentials, and none work")

@@ -1,0 +1,289 @@
+"""Runs jobs on an engine: what is done is not done again, what may pass is tried again."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptconv.batch.checks import check_jobs
+from ckptconv.batch.choosing import EngineNamed, engine_of
+from ckptconv.batch.engines import Ended, Engine, wait_for
+from ckptconv.batch.identity import fingerprint, key_of, names_of, stamps
+from ckptconv.batch.ledger import Known, Ledger
+from ckptconv.batch.own_code import code_version
+from ckptconv.batch.receipts import Failure, Receipt
+from ckptconv.batch.work import Task
+from ckptconv.convert.job import Job
+from ckptconv.io.places import place_of
+from ckptconv.io.remote.traffic import count
+from ckptconv.support.choices import refuse_no_flag, refuse_other, spelling_checked
+from ckptconv.support.errors import CheckpointError, OptionRefused
+
+OnError = Literal["continue", "stop"]
+What = Literal["started", "again"]
+
+FIRST, LONGEST = 0.5, 30.0
+"""Seconds before the second try of a job, and at most before any other; drawn between half and
+all."""
+_AHEAD = 64
+"""Jobs of which the report says at once that they begin: each such line waits for the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened to a job that has no receipt yet: it ``started``, or will be tried ``again``.
+
+    `why` says what went wrong before another try, which comes after `wait` seconds.
+    """
+
+    what: What
+    number: int
+    job: Job
+    why: str = ""
+    wait: float = 0.0
+
+
+OnEvent = Callable[[Event], None]
+
+
+@spelling_checked
+def convert_many(
+    jobs: Iterable[Job],
+    *,
+    executor: EngineNamed = "serial",
+    workers: int | None = None,
+    report: str | os.PathLike[str] | None = None,
+    retry_failed: bool = False,
+    on_error: OnError = "continue",
+    tries: int = 3,
+    on_event: OnEvent | None = None,
+) -> Iterator[Receipt]:
+    """Run conversions, and give a `Receipt` for each as it ends.
+
+    `executor` says who runs them: ``serial`` (here, one after the other), ``processes`` (as many
+    as `workers` on this host; None: one for each core), ``ray`` (on the cluster that this process
+    is connected to), or any `concurrent.futures.Executor`, which stays its owner's. With a
+    `report`, a local file of JSON lines, a job that an earlier run finished is not run again, and
+    gives its receipt with ``earlier=True``; one that failed is run again with `retry_failed` only,
+    or when its source or its options have changed. Errors of the network, and jobs whose worker was
+    lost, are tried `tries` times in all. `on_error` = ``stop`` begins nothing after a failure. A
+    job that fails is a receipt, not an exception. `on_event` is called with an `Event`. Leaving the
+    iterator early cancels what runs.
+
+    Raises `CheckpointError` before anything is written when two jobs have one output, an output is
+    in a source, a source is missing, or another process has the report.
+
+    >>> for receipt in convert_many(
+    ...     [Job("a.pt", "a.safetensors"), Job("b.pt", "b.safetensors")], executor="processes"
+    ... ):  # doctest: +SKIP
+    ...     print(receipt)
+    """
+    refuse_other("on_error", on_error, ("continue", "stop"))
+    refuse_no_flag(retry_failed=retry_failed)
+    if type(tries) is not int or tries < 1:
+        raise OptionRefused(f"tries={tries!r:.100} is not a number of tries", hint="give 1 or more")
+    listed = list(jobs)
+    for job in listed:
+        if not isinstance(job, Job):
+            raise OptionRefused(f"{job!r:.100} is not a Job", hint="give ckptconv.Job(...)")
+    check_jobs(listed)
+    engine = engine_of(executor, workers)
+    wanted = Wanted(retry_failed, on_error, tries, on_event)
+    return receipts_of(listed, engine, wanted, None if report is None else Path(report))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a batch is to be run; see `convert_many`."""
+
+    retry_failed: bool = False
+    on_error: OnError = "continue"
+    tries: int = 3
+    on_event: OnEvent | None = None
+
+
+def receipts_of(
+    jobs: Sequence[Job], engine: Engine, wanted: Wanted, report: Path | None
+) -> Iterator[Receipt]:
+    """The receipts of jobs that were checked, as they end."""
+    with ExitStack() as leaving:
+        ledger = None
+        if report is not None:
+            ledger = leaving.enter_context(closing(Ledger(report)))
+            ledger.begin({"jobs": len(jobs), "ckptconv": code_version(), "engine": engine.name})
+            engine.hold(ledger.descriptor())
+        leaving.enter_context(engine)
+        yield from _Run(jobs, engine, wanted, ledger).receipts()
+
+
+class _Run:
+    """One run of a batch."""
+
+    def __init__(
+        self, jobs: Sequence[Job], engine: Engine, wanted: Wanted, ledger: Ledger | None
+    ) -> None:
+        self._jobs, self._engine, self._wanted, self._ledger = jobs, engine, wanted, ledger
+        self._known = Known() if ledger is None else ledger.known
+        self._todo = iter(range(len(jobs)))
+        self._ready: deque[Task] = deque()
+        self._later: list[tuple[float, int, Task]] = []
+        self._running: dict[int, Task] = {}
+        self._is_over = False
+        self._hosts = _allowed_hosts()
+
+    def receipts(self) -> Iterator[Receipt]:
+        while True:
+            yield from self._fill()
+            if self._running:
+                for ended in self._engine.ended(self._until_next()):
+                    if (receipt := self._ended(ended)) is not None:
+                        yield receipt
+            elif self._later and not self._is_over:
+                wait_for(max(0.0, self._later[0][0] - time.monotonic()))
+            elif self._is_over or not self._ready:
+                return
+
+    # ------------------------------------------------------------------------------- what begins
+
+    def _fill(self) -> Iterator[Receipt]:
+        """Begin what there are slots for; gives the receipts of what need not be run."""
+        self._wake()
+        if not self._ready and not self._is_over:
+            yield from self._choose()
+        while self._ready and len(self._running) < self._engine.slots and not self._is_over:
+            self._begin(self._ready.popleft())
+            if not self._ready:
+                yield from self._choose()
+
+    def _wake(self) -> None:
+        """What has waited long enough is ready."""
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._ready.appendleft(heapq.heappop(self._later)[2])
+
+    def _choose(self) -> Iterator[Receipt]:
+        """Some more jobs become ready, and the report says so first."""
+        chosen: list[Task] = []
+        for number in self._todo:
+            found = self._looked_at(number)
+            if isinstance(found, Receipt):
+                yield found
+                continue
+            chosen.append(found)
+            if len(chosen) == _AHEAD:
+                break
+        if chosen and self._ledger is not None:
+            self._ledger.started(key_of(task.job) for task in chosen)
+        self._ready.extend(chosen)
+
+    def _looked_at(self, number: int) -> Task | Receipt:
+        """The task that a job is, or the receipt of an earlier run that still holds."""
+        job = self._jobs[number]
+        task = Task(number, job, hosts=self._hosts, code=code_version())
+        if self._ledger is None:
+            return task
+        key = key_of(job)
+        if key in self._known.started:
+            return replace(task, resumed=True)
+        if (known := self._known.receipts.get(key)) is None:
+            return task
+        is_same = _still(job, known)
+        if known.state == "failed":
+            if is_same and not self._wanted.retry_failed:
+                return replace(known, earlier=True)
+            return replace(task, resumed=True)
+        is_there = known.made is not None and _made_now(known.made) == known.made
+        if not is_same:  # made anew, in the place of what was made of the other
+            return replace(task, job=replace(job, force=True)) if is_there else task
+        if is_there and not (job.verify and known.verified is None and not known.found):
+            return replace(known, earlier=True)
+        return replace(task, resumed=True)
+
+    def _begin(self, task: Task) -> None:
+        self._running[task.number] = task
+        self._tell(Event("started", task.number, task.job))
+        self._engine.start(task)
+
+    # ------------------------------------------------------------------------------- what ended
+
+    def _until_next(self) -> float | None:
+        """Seconds until a job is to be tried again; None where none waits."""
+        if not self._later or self._is_over:
+            return None
+        return max(0.0, self._later[0][0] - time.monotonic())
+
+    def _ended(self, ended: Ended) -> Receipt | None:
+        """The receipt of what ended, unless it is tried again."""
+        task = self._running.pop(ended.number)
+        receipt: Receipt = ended.given or _lost(task, ended.lost)
+        if receipt.network and not receipt.worker.endswith(f":{os.getpid()}"):
+            count(**receipt.network)  # what went over the network elsewhere, as told here
+        error = receipt.error
+        if error is not None and error.passing and task.tries + 1 < self._wanted.tries:
+            self._again(task, error)
+            return None
+        if self._ledger is not None:
+            self._ledger.ended(key_of(task.job), receipt)
+        if error is not None and self._wanted.on_error == "stop":
+            self._is_over = True
+        return receipt
+
+    def _again(self, task: Task, error: Failure) -> None:
+        wait = min(LONGEST, FIRST * 2**task.tries) * random.uniform(0.5, 1.0)
+        later = replace(task, tries=task.tries + 1, resumed=True)
+        heapq.heappush(self._later, (time.monotonic() + wait, task.number, later))
+        self._tell(Event("again", task.number, task.job, error.message, wait))
+
+    def _tell(self, event: Event) -> None:
+        if self._wanted.on_event is not None:
+            self._wanted.on_event(event)
+
+
+def _still(job: Job, known: Receipt) -> bool:
+    """Whether a job is what it was."""
+    return known.fingerprint != "" and _known_as(job) == known.fingerprint
+
+
+def _known_as(job: Job) -> str:
+    """The fingerprint of a job; empty where its source cannot be asked."""
+    try:
+        return fingerprint(job)
+    except (CheckpointError, OSError):
+        return ""
+
+
+def _made_now(made: Any) -> dict[str, Any]:
+    """What files of an output are by now."""
+    found = {}
+    for name in made:
+        try:
+            found[name] = stamps(place_of(name)) or []
+        except (CheckpointError, OSError):
+            found[name] = []
+    return found
+
+
+def _lost(task: Task, why: str) -> Receipt:
+    message = f"the worker was lost that had it ({why}), {task.tries + 1} times"
+    hint = "it may need more memory than there is, or be a file that crashes what reads it"
+    return Receipt(
+        names_of(task.job),
+        str(task.job.output),
+        "failed",
+        fingerprint=_known_as(task.job),
+        tries=task.tries + 1,
+        error=Failure("WorkerLost", f"{message}; {hint}", hint, passing=True),
+    )
+
+
+def _allowed_hosts() -> str:
+    from ckptconv.io.remote.hosts import hosts_given
+
+    return hosts_given()

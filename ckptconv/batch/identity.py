@@ -1,0 +1,114 @@
+"""What tells a job from the same one after its source, its options or the rules changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from ckptconv.convert.job import Job
+from ckptconv.convert.options import Options
+from ckptconv.io.location import Location
+from ckptconv.io.places import place_of
+
+RULES = 1
+"""The version of what conversions make of a source: a higher one has all of them made again."""
+
+_FILES_NAMED = ("rules", "like", "metadata_from")
+"""The options that may name files, which are part of what a job is."""
+
+
+def places_of(job: Job) -> list[Location]:
+    """The places that a job reads."""
+    named = job.source
+    return (
+        [place_of(named)] if isinstance(named, (str, os.PathLike)) else list(map(place_of, named))
+    )
+
+
+def names_of(job: Job) -> tuple[str, ...]:
+    """The names of what a job reads, as the user gave them."""
+    return tuple(map(str, places_of(job)))
+
+
+def key_of(job: Job) -> str:
+    """The output of a job, by which it is known: no two jobs may have one."""
+    return str(place_of(job.output).absolute)
+
+
+def stamps(place: Location) -> list[list[Any]] | None:
+    """What tells the bytes at a place from others: of each file its name, and its size, time of
+    change and inode, or what a store calls its version. None where nothing is.
+
+    The device is left out: one disk has several numbers on the machines that share it.
+    """
+    kind = place.kind()
+    if kind == "nothing":
+        return None
+    if kind != "folder":
+        return [["", *_stamp(place)]]
+    return sorted([name, *_stamp(file)] for name, file in _files_in(place, ""))
+
+
+def _stamp(place: Location) -> list[Any]:
+    told: Any = place.fingerprint()
+    if told is None:
+        return []
+    return list(told[1:]) if place.local() is not None else list(told)
+
+
+def _files_in(folder: Location, before: str) -> Iterator[tuple[str, Location]]:
+    for item in folder.list():
+        if item.name.startswith(".") and item.name.endswith(("-tmp", "-part", "-edit", "-old")):
+            continue
+        if item.is_folder():
+            yield from _files_in(item, f"{before}{item.name}/")
+        else:
+            yield before + item.name, item
+
+
+def fingerprint(job: Job) -> str:
+    """A short text that is another one when the source, an option or a file that an option names,
+    or the rules of conversion are others. Nothing is read but what lists and describes files.
+    """
+    told = {
+        "rules": RULES,
+        "source": [[str(place.absolute), stamps(place)] for place in places_of(job)],
+        "tag": job.tag,
+        "options": _options_told(job.options) if isinstance(job.options, Options) else None,
+        "files": [[str(place), stamps(place)] for place in _places_named(job)],
+    }
+    raw = json.dumps(told, sort_keys=True, default=str).encode()
+    return hashlib.sha256(raw).hexdigest()[:32]
+
+
+def _options_told(options: Options) -> dict[str, Any]:
+    return {
+        item.name: _plain(value)
+        for item in fields(options)
+        if (value := getattr(options, item.name)) != item.default
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value if isinstance(value, (bool, int, float)) or value is None else str(value)
+
+
+def _places_named(job: Job) -> Iterator[Location]:
+    if not isinstance(job.options, Options):
+        return
+    for name in _FILES_NAMED:
+        for value in _listed(getattr(job.options, name)):
+            if isinstance(value, (str, os.PathLike)):
+                yield place_of(value)
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)

@@ -1,0 +1,145 @@
+"""The report of a batch: one JSON object a line, appended as jobs begin and end.
+
+| line | what it says |
+|---|---|
+| ``{"batch": 1, "jobs": N, ...}`` | a run began |
+| ``{"state": "started", "output": ...}`` | a job was begun: its output may be there from now on |
+| ``{"state": "done", ...}`` | a receipt |
+| ``{"state": "failed", ...}`` | a receipt |
+
+Of an output, the last line counts. A line that is not whole was cut off by a crash, and is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptconv.batch.receipts import Receipt, receipt_of
+from ckptconv.io.appended import AppendedLines, lines_of
+from ckptconv.support.errors import MalformedCheckpoint
+
+VERSION = 1
+_SYNC_EVERY = 0.25
+"""Seconds after which what became of jobs is on the disk; what is lost is found out again."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What a report tells: of each output the last receipt, and the outputs that were begun since.
+
+    `runs` counts the runs; `torn` the lines that were cut off; `jobs` is the number of jobs of the
+    last run (None: not said), `begun` and `last` the times of the first and the last line, in
+    seconds since 1970.
+    """
+
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+    started: set[str] = field(default_factory=set)
+    runs: int = 0
+    torn: int = 0
+    jobs: int | None = None
+    begun: float | None = None
+    last: float | None = None
+
+
+def read_report(path: Path) -> Known:
+    """What a report tells; nothing where there is none.
+
+    Raises `MalformedCheckpoint` for a file that is something else, which is thus never appended to.
+    """
+    known = Known()
+    first = True
+    for raw in lines_of(path):
+        line = _line(raw)
+        if line is None:
+            if first and raw.strip():
+                raise MalformedCheckpoint(
+                    "is not the report of a batch", path=path, hint="name another file"
+                )
+            known.torn += bool(raw.strip())
+            continue
+        first = False
+        _take(known, line)
+    return known
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and ("batch" in found or "state" in found) else None
+
+
+def _take(known: Known, line: dict[str, Any]) -> None:
+    if isinstance(at := line.get("time"), (int, float)):
+        known.last = float(at)
+        known.begun = known.last if known.begun is None else known.begun
+    if "batch" in line:
+        known.runs += 1
+        known.jobs = jobs if type(jobs := line.get("jobs")) is int else None
+        return
+    output = line.get("key", line.get("output"))
+    if type(output) is not str:
+        return
+    if line["state"] == "started":
+        known.started.add(output)
+        return
+    try:
+        known.receipts[output] = receipt_of(line)
+        known.started.discard(output)
+    except (TypeError, ValueError):  # of another version, or forged
+        known.torn += 1
+
+
+class Ledger:
+    """The report of a run that goes on; other processes are kept from it until it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        read_report(path)  # something else is refused before it is locked
+        self._file = AppendedLines(path)
+        self.known = read_report(path)
+        self._pending = 0
+        self._synced = time.monotonic()
+
+    def begin(self, told: Mapping[str, Any]) -> None:
+        """A run begins."""
+        self._append([{"batch": VERSION, **told, "time": time.time()}], sync=True)
+
+    def started(self, keys: Iterable[str]) -> None:
+        """Jobs are about to begin, and the disk knows it."""
+        now = time.time()
+        lines = [{"state": "started", "key": key, "time": now} for key in keys]
+        self._append(lines, sync=True)
+
+    def ended(self, key: str, receipt: Receipt) -> None:
+        """What became of a job. It is with the system at once, on the disk a little later."""
+        line = {"key": key, **receipt.line(), "time": time.time()}
+        late = time.monotonic() - self._synced >= _SYNC_EVERY
+        self._append([line], sync=late)
+
+    def _append(self, lines: Iterable[Mapping[str, Any]], *, sync: bool) -> None:
+        self._file.append((json.dumps(line) for line in lines), sync=sync)
+        self._pending = 0 if sync else self._pending + 1
+        if sync:
+            self._synced = time.monotonic()
+
+    def descriptor(self) -> int:
+        """The number by which it is open: workers that have it keep others from it."""
+        return self._file.descriptor()
+
+    def close(self) -> None:
+        """All of it is on the disk, and others may have it; once or more often."""
+        if self._file.descriptor() >= 0:
+            if self._pending:
+                self._append([], sync=True)
+            self._file.close()
+
+
+def iter_receipts(known: Known) -> Iterator[Receipt]:
+    """The receipts of a report, in the order in which their outputs were first told of."""
+    yield from known.receipts.values()

@@ -1,0 +1,161 @@
+"""Runs jobs in processes of this host, which are started once and used again.
+
+A worker has one job at a time, so it is known which job a lost worker had. A worker whose driver is
+gone ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from ckptconv.batch.engines import Ended, Engine, Work, run_work
+from ckptconv.support import platforms
+from ckptconv.support.signals import stop_in_good_order
+
+_GRACE = 10.0
+"""Seconds in which a worker that is told to end may clean up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: BaseProcess
+    pipe: Any  # a connection, whose class is another one on Windows
+    number: int | None = None
+
+
+class Processes(Engine):
+    """Runs tasks in so many processes, each started with a fresh interpreter.
+
+    As many tasks more wait here, so that a worker has its next one as soon as it asks for it.
+    """
+
+    name = "processes"
+
+    def __init__(self, workers: int) -> None:
+        self.slots = 2 * workers
+        self._most = workers
+        self._workers: list[_Worker] = []
+        self._waiting: deque[Work] = deque()
+        self._held: int | None = None
+        self._ended: list[Ended] = []
+
+    def hold(self, descriptor: int) -> None:
+        self._held = descriptor
+
+    def start(self, work: Work) -> None:
+        self._waiting.append(work)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give waiting tasks to workers that have nothing to do, or are yet to be started."""
+        while self._waiting:
+            worker = next((one for one in self._workers if one.number is None), None)
+            if worker is None and len(self._workers) == self._most:
+                return
+            worker = worker or self._new_worker()
+            work = self._waiting.popleft()
+            worker.number = work.number
+            try:
+                worker.pipe.send(work)
+            except OSError:  # it was lost while it had nothing to do
+                self._ended.append(self._lose(worker))
+
+    def _new_worker(self) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        held = None if self._held is None else platforms.passed_on(self._held)
+        threads = max(1, platforms.cores() // self._most)
+        process = context.Process(
+            target=_work, args=(theirs, held, threads), name="ckptconv-worker", daemon=True
+        )
+        process.start()
+        theirs.close()
+        worker = _Worker(process, ours)
+        self._workers.append(worker)
+        return worker
+
+    def ended(self, seconds: float | None) -> Sequence[Ended]:
+        if not self._ended:
+            busy = {worker.pipe: worker for worker in self._workers if worker.number is not None}
+            for pipe in wait(list(busy), seconds):
+                self._ended.append(self._end(busy[pipe]))
+            self._hand_out()
+        found, self._ended = self._ended, []
+        return found
+
+    def _end(self, worker: _Worker) -> Ended:
+        """What a worker says that has something to say, or is gone."""
+        try:
+            given = worker.pipe.recv()
+        except (EOFError, OSError):
+            return self._lose(worker)
+        number, worker.number = worker.number, None
+        assert number is not None
+        return Ended(number, given)
+
+    def _lose(self, worker: _Worker) -> Ended:
+        self._workers.remove(worker)
+        worker.pipe.close()
+        worker.process.join(_GRACE)
+        number, code = worker.number, worker.process.exitcode
+        assert number is not None
+        return Ended(number, None, _ending(code))
+
+    def close(self) -> None:
+        workers, self._workers = self._workers, []
+        self._waiting.clear()
+        for worker in workers:
+            if worker.number is not None:
+                worker.process.terminate()
+            worker.pipe.close()
+        for worker in workers:
+            worker.process.join(_GRACE)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+
+def _ending(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None:
+        return "it does not answer"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"it was ended by {signal.Signals(-code).name}"
+    return f"it ended with exit code {code}"
+
+
+def _work(pipe: Any, held: Any, threads: int) -> None:
+    """What a worker does: task after task, until there is nobody to give it one."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, str(threads))
+    stop_in_good_order()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver has heard it, and says what to do
+    kept = None if held is None else held.detach()
+    threading.Thread(target=_end_with_driver, name="ckptconv-watch", daemon=True).start()
+    while True:
+        try:
+            work = pipe.recv()
+        except (EOFError, OSError):
+            break
+        pipe.send(run_work(work))
+    if kept is not None:
+        os.close(kept)
+
+
+def _end_with_driver() -> None:
+    """End as soon as the driver has: nobody would hear of what is made here."""
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        wait([driver.sentinel])
+        os._exit(1)

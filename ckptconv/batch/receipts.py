@@ -1,0 +1,124 @@
+"""What became of one job, as a value and as a line of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from ckptconv.support.errors import CheckpointError, RemoteFailure, printable
+from ckptconv.support.showing import short_repr
+from ckptconv.support.text import size_text
+
+State = Literal["done", "failed"]
+
+Stamps = Mapping[str, list[Any]]
+"""Files by their names, each with what tells it from others and from what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a job failed: the class of the error, its line and hint.
+
+    `passing`: another try, later, may succeed.
+    """
+
+    kind: str
+    message: str
+    hint: str | None = None
+    passing: bool = False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Receipt:
+    """What became of one job.
+
+    `source` are the names that were given, `output` the one that was to be written. `fingerprint`
+    stands for the source's identity, the options and the rules of conversion; `made` for the files
+    that were written. `seconds` are those of the last try, `tries` counts them. `source_nbytes` and
+    `nbytes` are the sizes of what was read and written, in bytes; `format` is the source's and `to`
+    the output's; `tensors` counts those written. `verified` counts the tensors that were read back
+    (None: not asked for). `found`: the output was there already, byte for byte. `earlier`: it was
+    done in an earlier run. `worker` is the host and the process that ran it, `network` what went
+    over the network for it (None: nothing). `error` is there when `state` is ``failed``.
+    """
+
+    source: tuple[str, ...]
+    output: str
+    state: State
+    fingerprint: str = ""
+    seconds: float = 0.0
+    tries: int = 1
+    source_nbytes: int = 0
+    nbytes: int = 0
+    tensors: int = 0
+    format: str = ""
+    to: str = ""
+    notes: tuple[str, ...] = ()
+    verified: int | None = None
+    found: bool = False
+    worker: str = ""
+    network: Mapping[str, int] | None = None
+    made: Stamps | None = None
+    error: Failure | None = None
+    earlier: bool = False
+
+    def __repr__(self) -> str:
+        told = "done" if self.error is None else f"failed: {self.error.message}"
+        size = size_text(self.nbytes) if self.nbytes else None
+        return short_repr("Receipt", f"{', '.join(self.source)} → {self.output}", told, size)
+
+    def line(self) -> dict[str, Any]:
+        """The receipt as JSON values, without what is as usual."""
+        found = {
+            item.name: value
+            for item in fields(self)
+            if (value := getattr(self, item.name)) != item.default and item.name not in _UNTOLD
+        }
+        found["source"] = list(self.source)
+        found["seconds"] = round(self.seconds, 6)
+        if self.error is not None:
+            found["error"] = asdict(self.error)
+        return found
+
+
+_UNTOLD = ("earlier",)
+
+
+def receipt_of(line: Mapping[str, Any]) -> Receipt:
+    """The receipt that a line of a report tells of; `ValueError` for what is not one."""
+    known = {item.name for item in fields(Receipt)} - set(_UNTOLD)
+    told = {name: value for name, value in line.items() if name in known}
+    source, notes = told.get("source"), told.get("notes", [])
+    if not (
+        isinstance(source, list)
+        and all(type(name) is str for name in source)
+        and type(told.get("output")) is str
+        and told.get("state") in ("done", "failed")
+        and isinstance(notes, list)
+    ):
+        raise ValueError("not a receipt")
+    if (error := told.get("error")) is not None:
+        if not isinstance(error, dict):
+            raise ValueError("not a receipt")
+        told["error"] = failure_of(error)
+    return Receipt(**{**told, "source": tuple(source), "notes": tuple(map(str, notes))})
+
+
+def failure_of(told: Mapping[str, Any]) -> Failure:
+    """A failure out of JSON values."""
+    hint = told.get("hint")
+    return Failure(
+        str(told.get("kind", "")),
+        str(told.get("message", "")),
+        None if hint is None else str(hint),
+        told.get("passing") is True,
+    )
+
+
+def failed_by(error: BaseException) -> Failure:
+    """The failure that an error is; of one that is not ours, its class and its text."""
+    if isinstance(error, CheckpointError):
+        passing = isinstance(error, RemoteFailure) and error.passing
+        return Failure(type(error).__name__, str(error), error.hint, passing)
+    return Failure(type(error).__name__, printable(f"{type(error).__name__}: {error}", 2000))

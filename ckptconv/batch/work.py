@@ -1,0 +1,160 @@
+"""One job run by whoever runs it: in this process, in a worker, on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePath
+
+from ckptconv.batch.identity import fingerprint, names_of, places_of, stamps
+from ckptconv.batch.own_code import code_version
+from ckptconv.batch.receipts import Failure, Receipt, Stamps, failed_by
+from ckptconv.convert.execute import ConversionResult
+from ckptconv.convert.job import Job
+from ckptconv.convert.whole import standing
+from ckptconv.io.outputs import clear_leftovers
+from ckptconv.io.places import place_of
+from ckptconv.io.remote.traffic import traffic
+from ckptconv.support.errors import CheckpointError, OutputRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A job that is to be run: its number in the batch, how often it was tried before.
+
+    `resumed`: it was begun before, and its output may be there. `hosts` are those that a web
+    server may redirect to. `code` is the version of the code that the driver has.
+    """
+
+    number: int
+    job: Job
+    tries: int = 0
+    resumed: bool = False
+    hosts: str = ""
+    code: str = ""
+
+    def run(self) -> Receipt:
+        """Run the job; whatever goes wrong with it stands in the receipt."""
+        return run_task(self)
+
+    def memory(self) -> int:
+        """The bytes of memory that the job takes, about, by the size of its source."""
+        nbytes = 0
+        for place in places_of(self.job):
+            with contextlib.suppress(CheckpointError, OSError):
+                if place.is_file() and not place.is_far():
+                    with contextlib.closing(place.open()) as source:
+                        nbytes += source.size
+        return min(_MOST, max(_LEAST, nbytes // _INDEX_SHARE))
+
+
+_LEAST, _MOST = 256 << 20, 2 << 30
+"""A conversion streams, and holds the index of its source."""
+_INDEX_SHARE = 64
+"""The index of a checkpoint takes less than one byte of so many."""
+
+
+def run_task(task: Task) -> Receipt:
+    """As `Task.run`."""
+    begin, before = time.perf_counter(), traffic()
+    is_known = task.code in ("", code_version())
+    receipt = _ran(task) if is_known else _other_code(task)
+    return replace(
+        receipt,
+        seconds=time.perf_counter() - begin,
+        tries=task.tries + 1,
+        worker=f"{platform.node()}:{os.getpid()}",
+        network=asdict(told) if (told := traffic().since(before)) else None,
+    )
+
+
+def _ran(task: Task) -> Receipt:
+    from ckptconv.io.remote.hosts import allowing_hosts
+
+    job = task.job
+    known = ""
+    try:
+        with allowing_hosts(task.hosts):
+            known = fingerprint(job)
+            _make_folder(job)
+            return replace(_converted(job, resumed=task.resumed), fingerprint=known)
+    except Exception as error:  # whatever it is, the others go on
+        failure = failed_by(error)
+        return Receipt(names_of(job), str(job.output), "failed", fingerprint=known, error=failure)
+
+
+def _make_folder(job: Job) -> None:
+    """Make the folder that the output of a job stands in, on this host."""
+    if (path := place_of(job.output).local()) is None:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"its folder cannot be made: {error.strerror}"
+        raise OutputRefused(what, path=path) from error
+
+
+def _converted(job: Job, *, resumed: bool) -> Receipt:
+    if resumed:
+        found = standing(job)
+        if found.result is not None:
+            _clear(found.result)
+            return replace(_receipt(job, found.result), found=True)
+        if found.kind == "part":  # all that is there is what will be there
+            job = replace(job, force=True)
+    return _receipt(job, job.run())
+
+
+def _receipt(job: Job, result: ConversionResult) -> Receipt:
+    plan = result.plan
+    return Receipt(
+        names_of(job),
+        str(job.output),
+        "done",
+        source_nbytes=plan.source_nbytes,
+        nbytes=result.nbytes,
+        tensors=sum(item.written for item in plan.state_dicts),
+        format=plan.source_format,
+        to=plan.to,
+        notes=plan.notes,
+        verified=result.verified,
+        made=made_of(_written(result)),
+    )
+
+
+def _clear(result: ConversionResult) -> None:
+    """Remove what the process left beside an output that was killed when it had just been made."""
+    for path in {*_written(result), result.plan.output}:
+        clear_leftovers(place_of(path))
+
+
+def _written(result: ConversionResult) -> list[PurePath]:
+    """The files of an output; of a folder that torch makes, the folder."""
+    plan = result.plan
+    if plan.target.is_folder:
+        return [plan.output]
+    files = (*plan.files, *([plan.index] if plan.index is not None else []))
+    return [file.path for file in files]
+
+
+def made_of(paths: Sequence[PurePath]) -> Stamps:
+    """What tells the files of an output from others."""
+    found = {}
+    for path in paths:
+        place = place_of(path)
+        found[str(place.absolute)] = stamps(place) or []
+    return found
+
+
+def _other_code(task: Task) -> Receipt:
+    here, host = code_version(), platform.node()
+    message = (
+        f"the worker on {host} has ckptconv {here}, but {task.code} began the batch; install the "
+        "same version on all machines"
+    )
+    error = Failure("OtherVersion", message, "install the same version on all machines")
+    return Receipt(names_of(task.job), str(task.job.output), "failed", error=error)

@@ -1,0 +1,339 @@
+"""The command for many conversions: batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from ckptconv.cli.options import (
+    FILE,
+    NEW_FILE,
+    RuleCommand,
+    conversion_options,
+    engine_of_words,
+    engine_options,
+    fitting_options,
+    key_options,
+    run_options,
+)
+from ckptconv.cli.terminal import (
+    errors_shown,
+    fail,
+    print_headline,
+    print_json,
+    print_lines,
+    show_error,
+)
+from ckptconv.support.errors import BatchRefused, OptionRefused, printable
+from ckptconv.support.text import count_text
+
+if TYPE_CHECKING:
+    from ckptconv.batch.finding import Passed
+    from ckptconv.batch.manifest import Listed
+    from ckptconv.convert.job import Job
+    from ckptconv.convert.options import Options
+
+_REPORT = "ckptconv-batch"
+
+
+@click.command(
+    cls=RuleCommand,
+    short_help="Convert many checkpoints, and go on where that was stopped.",
+    epilog="""\b
+Examples:
+  ckptconv batch runs/ --out-dir portable/ --to safetensors --dtype bf16
+  ckptconv batch manifest.jsonl --jobs 8 --report report.jsonl
+  ckptconv batch manifest.jsonl --shard 3/16
+  ckptconv batch manifest.jsonl --retry-failed
+  ckptconv batch --status report.jsonl
+
+A line of a manifest: {"source": "a.pt", "output": "a.safetensors", "dtype": "bf16"}
+
+Exit code: 0 all done, 1 some failed, 2 wrong usage, or jobs that are in each other's way.""",
+)
+@click.argument("paths", metavar="PATH...", type=FILE, nargs=-1)
+@click.option(
+    "--out-dir",
+    metavar="DIR",
+    type=NEW_FILE,
+    help="Where the outputs go of what is found below folders, each at the same place below DIR.",
+)
+@engine_options
+@click.option("--shard", metavar="I/N", help="Only the I-th of N shares of the jobs, from 1 on.")
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=NEW_FILE,
+    help="The file that tells what is done; a batch that is run again goes on by it.",
+)
+@click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
+@click.option("--on-error", type=click.Choice(["continue", "stop"]), default="continue",
+              show_default=True, help="After a failure, go on or begin nothing more.")  # fmt: skip
+@click.option("--status", is_flag=True, help="PATHs are reports: say how far they are.")
+@click.option("--html", metavar="FILE", type=NEW_FILE,
+              help="Write a page about what became of each.")  # fmt: skip
+@conversion_options
+@key_options("strip")
+@fitting_options
+@run_options
+def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
+    """Convert every checkpoint below folders, or the jobs of a manifest (.jsonl).
+
+    What is done is not done again: run the command once more after it was stopped or killed. What a
+    line of a manifest does not say is as the options of the command say.
+    """
+    from ckptconv.batch.checks import check_jobs
+
+    as_json = given["as_json"]
+    if not paths:
+        raise click.UsageError("PATH is missing: name a folder of checkpoints, or a manifest")
+    if given["status"]:
+        with errors_shown(as_json):
+            _show_status(paths, given)
+        return
+    with errors_shown(as_json, usage=True):
+        common = _common(given, keys)
+        share = _share(given["shard"])
+    passed: list[Passed] = []
+    with errors_shown(as_json, code=2), problems_shown(as_json):
+        listed = _listed(paths, given["out_dir"], common, passed)
+        report = _report_of(paths, given, share)
+        if given["dry_run"]:
+            _show_jobs(_shared(listed, share), passed, _refused(listed), as_json=as_json)
+            return
+        check_jobs(listed.jobs, listed.names)
+    _tell_passed(passed, silent=as_json or given["quiet"])
+    _run(_shared(listed, share), report, given)
+
+
+def _refused(listed: Listed) -> BatchRefused | None:
+    """Why jobs could not be run."""
+    from ckptconv.batch.checks import check_jobs
+
+    try:
+        check_jobs(listed.jobs, listed.names)
+    except BatchRefused as error:
+        return error
+    return None
+
+
+@contextmanager
+def problems_shown(as_json: bool) -> Iterator[None]:
+    """Jobs that cannot be run as they are: a line on stderr for each that is wrong, exit code 2."""
+    from ckptconv.convert.error_document import error_document
+
+    try:
+        yield
+    except BatchRefused as error:
+        if as_json:
+            problems = {"problems": list(error.problems)}
+            print_json({**error_document(error, 2), **problems})
+        _fail_with(error)
+
+
+def _fail_with(refused: BatchRefused) -> NoReturn:
+    """A line for each problem, and exit code 2."""
+    for problem in refused.problems:
+        show_error(printable(problem, 2000))
+    fail(f"{count_text(len(refused.problems), 'problem')}; nothing was written", 2)
+
+
+def _common(given: dict[str, Any], keys: str) -> Job:
+    """A job with what is common to all; its source and output are to be filled in."""
+    from ckptconv.convert.job import Job
+
+    options = _options(given, keys)
+    return Job(
+        "in", "out", options, tag=given["tag"], force=given["force"],
+        fsync=not given["no_fsync"], verify=given["verify"],
+    )  # fmt: skip
+
+
+def _options(given: dict[str, Any], keys: str) -> Options:
+    """The options of the command line, in the words of the library."""
+    from ckptconv.convert.options import Options
+
+    rules = [
+        str(text) if word == "rules" else (word, text)
+        for word, text in click.get_current_context().meta.get("ckptconv.rules", [])
+    ]
+    taken = ("to", "like", "model", "drop_unexpected", "device", "dtype", "keep_dtype", "cast",
+             "drop", "metadata", "metadata_from", "only", "tied", "unknown", "max_shard_size",
+             "with_files", "reverse")  # fmt: skip
+    words = {name: given[name] for name in taken}
+    for name in ("like", "metadata_from"):
+        words[name] = None if words[name] is None else str(words[name])
+    old_new = (text.partition("=") for text in given["map_location"])
+    words["map_location"] = {old: new for old, _, new in old_new} or None
+    return Options(keys=keys, rules=tuple(rules), **words)  # type: ignore[arg-type]
+
+
+def _share(text: str | None) -> tuple[int, int] | None:
+    """The share that ``I/N`` says."""
+    if text is None:
+        return None
+    number, _, of = text.partition("/")
+    if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
+        return int(number), int(of)
+    raise OptionRefused(f"--shard {printable(text)} is not I/N", hint="write it as 3/16, from 1 on")
+
+
+def _listed(
+    paths: tuple[Any, ...], out_dir: Path | None, common: Job, passed: list[Passed]
+) -> Listed:
+    """The jobs that the paths say: lines of manifests, or what lies below folders."""
+    from ckptconv.batch.finding import jobs_below
+    from ckptconv.batch.manifest import Listed, read_manifest
+    from ckptconv.io.places import place_of
+
+    manifests = [path for path in paths if str(path).endswith(".jsonl")]
+    if manifests and len(manifests) < len(paths):
+        raise OptionRefused("some PATHs are manifests and some are not", hint="name one kind")
+    if manifests:
+        if out_dir is not None:
+            what = "--out-dir is given, but a manifest says where each output goes"
+            raise OptionRefused(what, hint="leave it out")
+        read = [read_manifest(Path(path), common) for path in manifests]
+        return Listed(
+            tuple(job for one in read for job in one.jobs),
+            tuple(name for one in read for name in one.names),
+        )
+    if out_dir is None:
+        raise OptionRefused(
+            "--out-dir is missing", hint="say where the outputs go: --out-dir portable/"
+        )
+    roots = [place_of(path) for path in paths]
+    jobs = jobs_below(roots, place_of(out_dir), common, passed)
+    return Listed(tuple(jobs), tuple(str(job.source) for job in jobs))
+
+
+def _shared(listed: Listed, share: tuple[int, int] | None) -> list[Job]:
+    """The share of the jobs."""
+    begin, step = (0, 1) if share is None else (share[0] - 1, share[1])
+    return list(listed.jobs[begin::step])
+
+
+def _report_of(
+    paths: tuple[Any, ...], given: dict[str, Any], share: tuple[int, int] | None
+) -> Path:
+    """The report: the one that is named, else one beside the outputs or the manifest."""
+    from ckptconv.io.places import local_path, place_of
+
+    part = "" if share is None else f".{share[0]}-of-{share[1]}"
+    if given["report"] is not None:
+        return local_path(place_of(given["report"]), "a report is a file of this machine")
+    if given["out_dir"] is None:
+        first = Path(paths[0])
+        return first.with_name(f"{first.name.removesuffix('.jsonl')}{part}.report.jsonl")
+    folder = local_path(
+        place_of(given["out_dir"]), "the report has no place here: name one with --report"
+    )
+    if not given["dry_run"]:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{_REPORT}{part}.jsonl"
+
+
+def _show_jobs(
+    jobs: list[Job], passed: list[Passed], refused: BatchRefused | None, *, as_json: bool
+) -> None:
+    """What would be done; with exit code 2 where it could not be."""
+    from ckptconv.batch.manifest import manifest_line
+    from ckptconv.convert.error_document import error_document
+    from ckptconv.support.rows import Row
+
+    if as_json:
+        document: dict[str, Any] = {
+            "dry_run": True,
+            "jobs_planned": [json.dumps(manifest_line(job)) for job in jobs],
+            "passed_over": [{"path": item.path, "reason": item.reason} for item in passed],
+        }
+        if refused is not None:
+            document |= {**error_document(refused, 2), "problems": list(refused.problems)}
+        print_json(document)
+    else:
+        print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
+        print_lines((Row(printable(job.output), f"from {_sources(job)}") for job in jobs), err=True)
+        _tell_passed(passed, silent=False)
+    if refused is not None:
+        _fail_with(refused)
+
+
+def _sources(job: Job) -> str:
+    from ckptconv.batch.identity import names_of
+
+    return ", ".join(map(printable, names_of(job)))
+
+
+_PASSED_SHOWN = 10
+
+
+def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
+    from ckptconv.support.rows import Row
+
+    if silent or not passed:
+        return
+    print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
+    shown = [Row(printable(item.path), item.reason) for item in passed[:_PASSED_SHOWN]]
+    if (more := len(passed) - _PASSED_SHOWN) > 0:
+        shown.append(Row("…", f"and {more:,} more; --dry-run --json names all"))
+    print_lines(shown, err=True)
+
+
+def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
+    from ckptconv.batch.drive import Wanted, receipts_of
+    from ckptconv.batch.totals import Totals
+    from ckptconv.cli.batch_display import batch_shown
+
+    totals = Totals(len(jobs))
+    silent = given["quiet"] or given["as_json"]
+    with errors_shown(given["as_json"]), batch_shown(totals, silent=silent) as display:
+        engine = engine_of_words(given, len(jobs))
+        wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
+        receipts = receipts_of(jobs, engine, wanted, report)
+        for receipt in receipts:
+            totals.add(receipt)
+            display.ended(receipt)
+    _show_totals(totals, [report], given)
+
+
+def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """What reports say."""
+    from ckptconv.batch.totals import totals_of
+    from ckptconv.io.places import local_path, place_of
+    from ckptconv.support.errors import MissingFile
+
+    reports = [local_path(place_of(path), "a report is a file of this machine") for path in paths]
+    for path in reports:
+        if not path.exists():
+            raise MissingFile("no such file", path=path, hint="check the path")
+    totals = totals_of(reports)
+    _show_totals(totals, reports, given)
+
+
+def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> None:
+    """The end of a batch, or how far it is: a table, a page, the exit code."""
+    from ckptconv.batch.totals import totals_document, totals_headline, totals_lines
+
+    if given["html"] is not None:
+        with errors_shown(given["as_json"]):
+            _write_page(totals, given["html"], force=given["force"])
+    if given["as_json"]:
+        print_json({"reports": list(map(str, reports)), **totals_document(totals)})
+    elif not given["quiet"] or totals.failed:
+        print_headline(totals_headline(totals), err=not given["status"])
+        print_lines(totals_lines(totals, reports), err=not given["status"])
+    if totals.failed:
+        sys.exit(1)
+
+
+def _write_page(totals: Any, path: Path, *, force: bool) -> None:
+    from ckptconv.pages.batch_page import write_batch_page
+
+    write_batch_page(totals, path, force=force)

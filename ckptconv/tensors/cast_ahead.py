@@ -1,0 +1,151 @@
+"""Casts by several threads, each of which reads a range of values, casts it, and writes it to its
+place.
+
+What must be told in the order of the output (checksums, counts, errors) is told in that order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptconv.io.crc import crc32
+from ckptconv.io.guarded import check_places
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.support.signals import held_back
+from ckptconv.tensors.casting import cast
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import Storage
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+THREADS = min(4, os.cpu_count() or 1)
+"""So many threads cast; each takes a few MB."""
+
+_RANGE = 4 << 20  # bytes that a thread is given at a time
+_STEP = CHUNK  # bytes of them that it reads, casts and writes at a time
+
+WriteAt = Callable[[memoryview, int], None]
+
+
+class ToCast(NamedTuple):
+    """Values whose bytes lie in `runs`, as `verbatim_runs` gives them, and where in the output the
+    first of them goes when they are cast.
+    """
+
+    runs: Sequence[tuple[Storage, int, int]]
+    source: DType
+    target: DType
+    position: int
+
+
+class Cut(NamedTuple):
+    """What was cast: `nread` bytes of a run, and `nbytes` bytes that were made of them, with the
+    CRC-32 of both; so many finite values became infinite or NaN.
+    """
+
+    nread: int
+    read_crc: int
+    nbytes: int
+    crc: int
+    overflowed: int
+
+
+def may_be_threaded(runs: Iterable[tuple[Storage, int, int]]) -> bool:
+    """Whether several threads may read the runs, of files of this host."""
+    return all(
+        storage.source.is_for_threads() and storage.source.fetched_from(0) is None
+        for storage, _, _ in runs
+    )
+
+
+@contextmanager
+def cast_ahead(
+    wanted: Sequence[ToCast], write_at: WriteAt, threads: int
+) -> Iterator[Iterator[Iterator[Cut]]]:
+    """Within the block, so many threads cast all of `wanted`, in about that order.
+
+    What is yielded gives the cuts of each of `wanted` in turn, each when it is written; an error is
+    raised in its place. No thread runs when the block is left.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    check_places({id(one): one for each in wanted for one in _sources(each)}.values())
+    work = _Work(write_at)
+    tasks = (task for each in wanted for task in _tasks(each))
+    waiting: deque[Future[Cut]] = deque()
+    with _stopped(ThreadPoolExecutor(threads, "ckptconv-caster")) as pool:
+
+        def cuts(count: int) -> Iterator[Cut]:
+            for _ in range(count):
+                room = 2 * threads + 1 - len(waiting)
+                waiting.extend(pool.submit(work, *task) for task in islice(tasks, room))
+                yield waiting.popleft().result()
+
+        yield (cuts(sum(1 for _ in _tasks(each))) for each in wanted)
+
+
+@contextmanager
+def _stopped(pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
+    """The threads come to their end before anything else happens: then their file is closed."""
+    try:
+        yield pool
+    finally:
+        with held_back():
+            pool.shutdown(cancel_futures=True)
+
+
+def _sources(each: ToCast) -> Iterator[Source]:
+    return (storage.source for storage, _, _ in each.runs)
+
+
+Task = tuple[Storage, int, int, DType, DType, int]
+"""A part of a run, the types before and after, and the place of what is made of it."""
+
+
+def _tasks(each: ToCast) -> Iterator[Task]:
+    """The runs, cut."""
+    position = each.position
+    for storage, first, nbytes in each.runs:
+        for start in range(0, nbytes, _RANGE):
+            count = min(_RANGE, nbytes - start)
+            yield storage, first + start, count, each.source, each.target, position
+            position += count // each.source.itemsize * each.target.itemsize
+
+
+class _Work:
+    """What each thread does with a task, in a buffer of its own."""
+
+    def __init__(self, write_at: WriteAt) -> None:
+        self._write_at = write_at
+        self._own = threading.local()
+
+    def __call__(
+        self,
+        storage: Storage,
+        first: int,
+        nbytes: int,
+        source: DType,
+        target: DType,
+        position: int,
+    ) -> Cut:
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = memoryview(bytearray(_STEP))
+        read_crc = crc = overflowed = 0
+        at = position
+        for start in range(0, nbytes, _STEP):
+            view = self._own.buffer[: min(_STEP, nbytes - start)]
+            storage.source.read_into(storage.offset + first + start, view)
+            read_crc = crc32(view, read_crc)
+            result = cast(view, source, target)
+            crc = crc32(result.data, crc)
+            overflowed += result.overflowed
+            self._write_at(result.data, at)
+            at += len(result.data)
+        return Cut(nbytes, read_crc, at - position, crc, overflowed)

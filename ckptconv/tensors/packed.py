@@ -1,0 +1,174 @@
+"""References to tensors as another process can take them: what they are, and how the files are
+opened again that they lie in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import NamedTuple
+
+from ckptconv.io.source import MemorySource, Reopening, Source
+from ckptconv.support.errors import CheckpointError
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef
+
+_IN_MEMORY = PurePath("memory")
+
+
+class NotPacked(Exception):
+    """A source that only this process can read."""
+
+
+class _PackedStorage(NamedTuple):
+    """A storage: `place` is the number of its file, -1 where `raw` are its bytes; `part_of` the
+    number of another storage, -1 where there is none.
+    """
+
+    place: int
+    offset: int
+    nbytes: int
+    location: str
+    name: str
+    dtype: DType | None
+    crc32: int | None
+    big_endian: bool
+    part_of: int
+    raw: bytes
+
+
+class _PackedPiece(NamedTuple):
+    storage: int
+    offset: int
+    shape: Shape
+    stride: Shape
+    start: Shape
+
+
+class _PackedTensor(NamedTuple):
+    dtype: DType
+    shape: Shape
+    stride: Shape
+    pieces: tuple[_PackedPiece, ...]
+    requires_grad: bool
+    conj: bool
+    neg: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensors:
+    """Tensors that can be pickled: the files that they lie in, their storages, themselves, and the
+    number of each in turn: one that has several names has one number.
+
+    Storages that were one stay one.
+    """
+
+    places: tuple[Reopening, ...]
+    storages: tuple[_PackedStorage, ...]
+    tensors: tuple[_PackedTensor, ...]
+    numbers: tuple[int, ...]
+
+    def opened(self, open_place: Callable[[Reopening], Source]) -> list[TensorRef]:
+        """The tensors again; each file is opened once."""
+        sources = [open_place(place) for place in self.places]
+        storages: list[Storage] = []
+        for item in self.storages:
+            if item.place >= 0:
+                source, offset = sources[item.place], item.offset
+            else:
+                source, offset = MemorySource(item.raw, _IN_MEMORY), 0
+            part_of = storages[item.part_of] if item.part_of >= 0 else None
+            storages.append(
+                Storage(
+                    source, offset, item.nbytes, item.location, item.name, item.dtype, item.crc32,
+                    item.big_endian, part_of,
+                )
+            )  # fmt: skip
+        refs = [
+            TensorRef(
+                ref.dtype,
+                ref.shape,
+                ref.stride,
+                tuple(Piece(storages[piece.storage], *piece[1:]) for piece in ref.pieces),
+                *ref[4:],
+            )
+            for ref in self.tensors
+        ]
+        return [refs[number] for number in self.numbers]
+
+
+def packed(refs: Sequence[TensorRef]) -> PackedTensors:
+    """Tensors for another process; `NotPacked` where one lies in what only this one can read."""
+    packing = _Packing()
+    distinct = {id(ref): ref for ref in refs}
+    numbers = {key: number for number, key in enumerate(distinct)}
+    tensors = tuple(
+        _PackedTensor(
+            ref.dtype,
+            ref.shape,
+            ref.stride,
+            tuple(_PackedPiece(packing.storage(piece.storage), *piece[1:]) for piece in ref.pieces),
+            *ref[4:],
+        )
+        for ref in distinct.values()
+    )
+    order = tuple(numbers[id(ref)] for ref in refs)
+    return PackedTensors(tuple(packing.places), tuple(packing.storages), tensors, order)
+
+
+class _Packing:
+    """The files and storages of tensors, each with its number."""
+
+    def __init__(self) -> None:
+        self.places: dict[Reopening, int] = {}
+        self.storages: list[_PackedStorage] = []
+        self._numbers: dict[int, int] = {}  # of storages, by their identity
+        self._known: dict[int, int] = {}  # of files, by that of their sources
+
+    def storage(self, storage: Storage) -> int:
+        """The number of a storage."""
+        if (known := self._numbers.get(id(storage))) is not None:
+            return known
+        part_of = -1 if storage.part_of is None else self.storage(storage.part_of)
+        place, offset, raw = self._place(storage)
+        self.storages.append(
+            _PackedStorage(
+                place, offset, storage.nbytes, storage.location, storage.name, storage.dtype,
+                storage.crc32, storage.big_endian, part_of, raw,
+            )
+        )  # fmt: skip
+        self._numbers[id(storage)] = number = len(self.storages) - 1
+        return number
+
+    def _place(self, storage: Storage) -> tuple[int, int, bytes]:
+        """The number of a storage's file, and where it lies in it; or its bytes."""
+        if not storage.nbytes:
+            return -1, 0, b""
+        source, offset = storage.source.comes_from(storage.offset)
+        if source.is_in_memory():
+            return -1, 0, source.read(offset, storage.nbytes)
+        number = self._known.get(id(source))
+        if number is None:
+            reopening = source.reopening()
+            if reopening is None:
+                raise NotPacked
+            number = self.places.setdefault(reopening, len(self.places))
+            self._known[id(source)] = number
+        return number, offset, b""
+
+
+def check_same(source: Source, wanted: Reopening) -> Source:
+    """A source that was opened again, if it has the bytes that it had.
+
+    The number of the disk is left out: it is another one on each machine that shares it.
+    """
+    found, known = source.fingerprint(), wanted.fingerprint
+    if found[1:] != known[1:]:
+        source.close()
+        raise CheckpointError(
+            "is not the file that the conversion was planned for",
+            path=source.path,
+            hint="it was changed, or this machine has another one under this name; start again",
+        )
+    return source

@@ -1,0 +1,358 @@
+"""Batches: what is done is not done again, what failed says why, what passes is tried again."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckptconv import BatchRefused, Job, OptionRefused, Options, OutputRefused, convert_many
+from ckptconv.batch import drive
+from ckptconv.convert.execute import ConversionResult
+from ckptconv.support.errors import RemoteFailure
+from ckptconv.support.progress import OnProgress
+from helpers.engine_conformance import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(drive, "FIRST", 0.001)
+
+
+@pytest.fixture
+def room(tmp_path):
+    for number in range(4):
+        checkpoint(tmp_path / f"{number}.pt", number)
+    return tmp_path
+
+
+def jobs_in(room: Path, count: int = 4, **options: object) -> list[Job]:
+    return [
+        Job(room / f"{number}.pt", room / f"out/{number}.safetensors", Options(**options))
+        for number in range(count)
+    ]
+
+
+def ran(jobs: list[Job], **given: object) -> list[tuple[str, bool]]:
+    """What became of jobs, in their order: state, and whether in an earlier run."""
+    found = {receipt.output: receipt for receipt in convert_many(jobs, **given)}
+    return [(found[str(job.output)].state, found[str(job.output)].earlier) for job in jobs]
+
+
+def made(room: Path) -> dict[str, tuple[int, int]]:
+    """The outputs, by what changes when they are written again."""
+    stats = {path.name: path.stat() for path in sorted((room / "out").glob("*.safetensors"))}
+    return {name: (found.st_ino, found.st_mtime_ns) for name, found in stats.items()}
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+DONE, EARLIER = ("done", False), ("done", True)
+
+
+# ------------------------------------------------------------------------------------------- resume
+
+
+def test_what_is_done_is_not_done_again(room):
+    report = room / "r.jsonl"
+    assert ran(jobs_in(room), report=report) == [DONE] * 4
+    before = made(room)
+    assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+    assert made(room) == before
+    assert ran(jobs_in(room)) == [("failed", False)] * 4  # without a report, they are in the way
+    assert made(room) == before
+
+
+def test_a_report_tells_each_step(room):
+    report = room / "r.jsonl"
+    ran(jobs_in(room, 2), report=report)
+    told = lines(report)
+    assert (told[0]["batch"], told[0]["jobs"], told[0]["engine"]) == (1, 2, "serial")
+    assert [line.get("state") for line in told[1:]] == ["started", "started", "done", "done"]
+    assert told[3]["source"] == [str(room / "0.pt")] and told[3]["tensors"] == 2
+    assert told[3]["nbytes"] == (room / "out/0.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("what", ["source", "options", "output", "gone", "rules"])
+def test_what_has_changed_is_done_again(what, room):
+    report, options = room / "r.jsonl", {}
+    (room / "rules.toml").write_text('[[rules]]\nrename = {"a." = "c."}\n')
+    if what == "rules":
+        options = {"rules": str(room / "rules.toml")}
+    assert ran(jobs_in(room, **options), report=report) == [DONE] * 4
+    if what == "source":
+        checkpoint(room / "1.pt", 99)
+    elif what == "rules":
+        (room / "rules.toml").write_text('[[rules]]\nrename = {"a." = "dd."}\n')
+    elif what == "output":
+        os.utime(room / "out/1.safetensors")
+    elif what == "gone":
+        (room / "out/1.safetensors").unlink()
+    else:
+        options = {"dtype": "bf16"}
+    before = made(room)
+    found = ran(jobs_in(room, **options), report=report)
+    after = made(room)
+    written = {name for name in after if before.get(name) != after[name]}
+    if what in ("options", "rules"):
+        assert found == [DONE] * 4 and written == {*after}
+    else:
+        assert found == [EARLIER, DONE, EARLIER, EARLIER]
+        assert written == (set() if what == "output" else {"1.safetensors"})
+    if what == "source":
+        expected = torch.load(room / "1.pt")
+        assert torch.equal(
+            load_file(room / "out/1.safetensors")["a.weight"], expected["module.a.weight"]
+        )
+
+
+def test_an_output_that_somebody_else_made_is_not_replaced(room):
+    report = room / "r.jsonl"
+    ran(jobs_in(room), report=report)
+    theirs = b"something else"
+    (room / "out/2.safetensors").write_bytes(theirs)
+    receipts = list(convert_many(jobs_in(room, dtype="bf16"), report=report))
+    assert [receipt.state for receipt in receipts] == ["done", "done", "failed", "done"]
+    assert receipts[2].error.kind == "OutputRefused" and "exists" in receipts[2].error.message
+    assert (room / "out/2.safetensors").read_bytes() == theirs
+    again = [replace(job, force=True) for job in jobs_in(room, dtype="bf16")]
+    assert ran(again, report=report, retry_failed=True) == [EARLIER, EARLIER, DONE, EARLIER]
+
+
+def test_what_was_begun_and_is_whole_is_found_so(room):
+    """The driver was killed when the output had its name and the report did not say so yet."""
+    report = room / "r.jsonl"
+    ran(jobs_in(room), report=report)
+    before = made(room)
+    kept = [line for line in report.read_text().splitlines() if '"done"' not in line]
+    report.write_text("\n".join([*kept, '{"key": "/torn', ""]))
+    receipts = list(convert_many(jobs_in(room), report=report))
+    assert [(one.state, one.earlier, one.found) for one in receipts] == [("done", False, True)] * 4
+    assert made(room) == before
+    assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+
+
+def test_what_was_begun_and_is_something_else_is_not_replaced(room):
+    report = room / "r.jsonl"
+    ran(jobs_in(room), report=report)
+    kept = [line for line in report.read_text().splitlines() if '"done"' not in line]
+    report.write_text("\n".join([*kept, ""]))
+    raw = bytearray((room / "out/3.safetensors").read_bytes())
+    raw[-1] ^= 1  # one bit of the last tensor
+    (room / "out/3.safetensors").write_bytes(raw)
+    receipts = list(convert_many(jobs_in(room), report=report))
+    assert [one.state for one in receipts] == ["done", "done", "done", "failed"]
+    assert (room / "out/3.safetensors").read_bytes() == raw
+
+
+def test_a_set_of_which_only_shards_have_their_names_is_made_whole(room):
+    tensors = {f"w{number}": torch.randn(100, 100) for number in range(6)}
+    torch.save(tensors, room / "big.pt")
+    job = Job(room / "big.pt", room / "out/model.safetensors", Options(max_shard_size=90_000))
+    report = room / "r.jsonl"
+    (whole,) = convert_many([job], report=report)
+    assert len(whole.made) == 4  # three shards and the index
+    expected = {path.name: path.read_bytes() for path in (room / "out").iterdir()}
+    for name in ("model.safetensors.index.json", "model-00002-of-00003.safetensors"):
+        (room / "out" / name).unlink()
+    report.write_text("\n".join(report.read_text().splitlines()[:2]) + "\n")
+    (again,) = convert_many([job], report=report)
+    assert (again.state, again.error) == ("done", None)
+    assert {path.name: path.read_bytes() for path in (room / "out").iterdir()} == expected
+
+
+def test_verify_is_asked_of_what_was_not_verified(room):
+    report = room / "r.jsonl"
+    ran(jobs_in(room), report=report)
+    before = made(room)
+    verified = [replace(job, verify=True) for job in jobs_in(room)]
+    receipts = list(convert_many(verified, report=report))
+    assert [(one.earlier, one.found, one.verified) for one in receipts] == [(False, True, 2)] * 4
+    assert made(room) == before
+    assert ran(verified, report=report) == [EARLIER] * 4
+
+
+# ---------------------------------------------------------------------------------------- failures
+
+
+def test_what_failed_is_told_again_and_tried_again_only_when_asked(room):
+    report = room / "r.jsonl"
+    (room / "1.pt").write_bytes(b"nothing")
+    expected = [DONE, ("failed", False), DONE, DONE]
+    assert ran(jobs_in(room), report=report) == expected
+    assert ran(jobs_in(room), report=report) == [EARLIER, ("failed", True), EARLIER, EARLIER]
+    (first,) = [one for one in convert_many(jobs_in(room), report=report) if one.error]
+    assert first.error.kind == "UnsupportedCheckpoint" and "1.pt" in first.error.message
+    again = ran(jobs_in(room), report=report, retry_failed=True)
+    assert again == [EARLIER, ("failed", False), EARLIER, EARLIER]
+    checkpoint(room / "1.pt", 1)  # now it is another one
+    assert ran(jobs_in(room), report=report) == [EARLIER, DONE, EARLIER, EARLIER]
+
+
+def test_a_batch_stops_at_a_failure_where_that_is_asked(room):
+    report = room / "r.jsonl"
+    (room / "1.pt").write_bytes(b"nothing")
+    receipts = list(convert_many(jobs_in(room), report=report, on_error="stop"))
+    assert [one.state for one in receipts] == ["done", "failed"]
+    assert list(made(room)) == ["0.safetensors"]
+    assert ran(jobs_in(room), report=report) == [EARLIER, ("failed", True), DONE, DONE]
+
+
+@dataclass(frozen=True, slots=True)
+class FlakyJob(Job):
+    """A job that fails, in passing, until the files `source`.1 … `source`.N are there."""
+
+    times: int = 2
+
+    def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
+        for number in range(1, self.times + 1):
+            if not (tried := Path(f"{self.source}.{number}")).exists():
+                tried.touch()
+                raise RemoteFailure("the server is busy", passing=True, path=self.source)
+        return Job.run(self, on_progress)
+
+
+@pytest.mark.parametrize(("times", "state"), [(2, "done"), (3, "failed")])
+def test_what_may_pass_is_tried_again(times, state, room):
+    told = []
+    job = FlakyJob(room / "0.pt", room / "out/0.safetensors", times=times)
+    (receipt,) = convert_many([job], on_event=lambda event: told.append(event.what))
+    assert (receipt.state, receipt.tries) == (state, 3)
+    assert told == ["started", "again"] * 2 + ["started"]
+    assert (receipt.error is not None) is (state == "failed")
+
+
+def test_a_poison_file_fails_alone(room):
+    jobs = jobs_in(room)
+    jobs[1] = AlwaysKillingJob(room / "1.pt", room / "out/1.safetensors")
+    report = room / "r.jsonl"
+    found = {
+        receipt.output: receipt
+        for receipt in convert_many(jobs, executor="processes", workers=2, report=report)
+    }
+    states = [found[str(job.output)].state for job in jobs]
+    assert states == ["done", "failed", "done", "done"]
+    error = found[str(jobs[1].output)].error
+    assert error.kind == "WorkerLost" and "SIGKILL" in error.message and "3 times" in error.message
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysKillingJob(Job):
+    """A job that ends its worker whenever it is tried."""
+
+    def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
+        os.kill(os.getpid(), 9)
+        raise AssertionError
+
+
+# ------------------------------------------------------------------------------ what is found first
+
+
+def test_jobs_in_each_others_way_are_all_told_before_anything_is_written(room):
+    folder = room / "shards"
+    folder.mkdir()
+    checkpoint(folder / "a.pt")
+    jobs = [
+        Job(room / "0.pt", room / "out/0.safetensors"),
+        Job(room / "1.pt", room / "out" / ".." / "out" / "0.safetensors"),
+        Job(folder, room / "out/f.safetensors"),
+        Job(room / "2.pt", folder / "b.safetensors"),
+        Job(room / "3.pt", room / "0.pt"),
+        Job(room / "missing.pt", room / "out/m.safetensors"),
+        Job(room / "2.pt", room / "2.pt"),
+        Job(room / "3.pt", room / "3.pt", force=True),
+    ]
+    with pytest.raises(BatchRefused) as raised:
+        convert_many(jobs, report=room / "r.jsonl")
+    problems = raised.value.problems
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "job 2", "job 4", "job 5", "job 7", "job 6",
+    ]  # fmt: skip
+    for problem, words in zip(
+        problems,
+        [
+            "has the output of job 1",
+            "lies in the source of job 3",
+            "is the source of job 1",
+            "its output is its source",
+            "its source is missing",
+        ],
+        strict=True,
+    ):
+        assert words in problem
+    assert "5 problems" in str(raised.value) and "and 2 more" in str(raised.value)
+    assert not (room / "out").exists() and not (room / "r.jsonl").exists()
+
+
+def test_what_is_not_a_job_is_refused(room):
+    for jobs in (["a.pt"], [("a.pt", "b.pt")]):
+        with pytest.raises(OptionRefused, match="is not a Job"):
+            convert_many(jobs)  # type: ignore[arg-type]
+    with pytest.raises(OptionRefused, match="tries=0"):
+        convert_many([], tries=0)
+    with pytest.raises(OptionRefused, match="continue or stop"):
+        convert_many([], on_error="go on")  # type: ignore[arg-type]
+    assert list(convert_many([])) == []
+
+
+# --------------------------------------------------------------------------------------- the report
+
+
+def test_of_two_drivers_with_one_report_the_second_is_told(room, monkeypatch):
+    monkeypatch.setattr("ckptconv.io.appended._PATIENCE", 0.1)
+    report = room / "r.jsonl"
+    first = convert_many(jobs_in(room), report=report)
+    next(first)
+    with pytest.raises(OutputRefused, match="a batch that runs now"):
+        next(convert_many(jobs_in(room), report=report))
+    first.close()
+    assert ran(jobs_in(room), report=report)[0] == EARLIER
+
+
+def test_a_driver_that_was_killed_keeps_the_next_from_its_report_only_while_its_workers_live(room):
+    report = room / "r.jsonl"
+    first = convert_many(jobs_in(room), executor="processes", workers=1, report=report)
+    next(first)
+    done = threading.Event()
+
+    def later() -> None:
+        time.sleep(0.5)
+        first_over.append(time.monotonic())
+        first.close()
+        done.set()
+
+    first_over: list[float] = []
+    thread = threading.Thread(target=later)
+    thread.start()
+    receipts = list(convert_many(jobs_in(room), report=report))
+    thread.join()
+    assert done.is_set() and len(receipts) == 4 and receipts[0].earlier
+
+
+@pytest.mark.parametrize("text", ["model,size\n", "[1]\n", '{"a": 1}\n{"state": "done"}\n'])
+def test_a_file_that_is_not_a_report_is_not_written_to(text, room):
+    (room / "mine.csv").write_text(text)
+    with pytest.raises(Exception, match="is not the report of a batch"):
+        list(convert_many(jobs_in(room), report=room / "mine.csv"))
+    assert (room / "mine.csv").read_text() == text
+
+
+def test_a_torn_or_forged_line_is_passed_over(room):
+    report = room / "r.jsonl"
+    ran(jobs_in(room), report=report)
+    with report.open("a") as file:
+        key = json.dumps(str(room / "out/0.safetensors"))
+        file.write(f'{{"key": {key}, "state": "done", "source": 7, "output": "x"}}\n')
+        file.write(f'{{"key": {key}, "state": "failed", "sour')
+    assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+    assert report.read_text().endswith("\n")
+    assert ran(jobs_in(room), report=report) == [EARLIER] * 4

@@ -1,0 +1,75 @@
+"""Who runs jobs: one suite for every engine, whatever it is made of."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from ckptconv import Job, OptionRefused
+from ckptconv.batch.choosing import engine_of
+from ckptconv.batch.engines import Engine, OnExecutor, Serial
+from ckptconv.batch.processes import Processes
+from ckptconv.batch.work import Task
+from helpers.engine_conformance import (
+    EngineConformance,
+    KillingJob,
+    WorkerConformance,
+    checkpoint,
+    drained,
+)
+
+
+class TestSerial(EngineConformance):
+    def engine(self) -> Engine:
+        return Serial()
+
+
+class TestProcesses(WorkerConformance):
+    def engine(self) -> Engine:
+        return Processes(2)
+
+
+class TestThreads(EngineConformance):
+    @pytest.fixture(autouse=True)
+    def _executor(self):
+        with ThreadPoolExecutor(2) as self.executor:
+            yield
+
+    def engine(self) -> Engine:
+        return engine_of(self.executor, None)
+
+
+class TestProcessPool(EngineConformance):
+    @pytest.fixture(autouse=True)
+    def _executor(self):
+        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as self.executor:
+            yield
+
+    def engine(self) -> Engine:
+        return engine_of(self.executor, None)
+
+    def test_when_a_worker_is_lost_so_is_the_pool_and_each_task_is_told(self, tmp_path):
+        checkpoint(tmp_path / "a.pt")
+        poison = KillingJob(tmp_path / "a.pt", tmp_path / "a.safetensors")
+        tasks = [Task(0, poison), Task(1, Job(tmp_path / "a.pt", tmp_path / "b.safetensors"))]
+        with self.engine() as engine:
+            found = drained(engine, tasks[:1])
+            found |= drained(engine, tasks[1:])
+        assert all("BrokenProcessPool" in found[number].lost for number in (0, 1))
+
+
+def test_engines_have_names():
+    assert isinstance(engine_of("serial", None), Serial)
+    with engine_of("processes", 3) as found:
+        assert isinstance(found, Processes) and found.slots == 6
+    with ThreadPoolExecutor(5) as executor:
+        found = engine_of(executor, None)
+        assert isinstance(found, OnExecutor) and found.slots == 5
+        assert engine_of(executor, 2).slots == 2
+    for wrong in ("threads", None, 7):
+        with pytest.raises(OptionRefused, match="serial, processes or ray"):
+            engine_of(wrong, None)  # type: ignore[arg-type]
+    with pytest.raises(OptionRefused, match="workers=0"):
+        engine_of("serial", 0)

@@ -1,0 +1,180 @@
+"""Manifests, and what lies below folders: which jobs there are, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptconv import BatchRefused, Job, Options
+from ckptconv.batch.finding import find_checkpoints, jobs_below
+from ckptconv.batch.manifest import job_of, manifest_line, read_manifest
+from ckptconv.io.places import place_of
+from ckptconv.support.errors import CheckpointError, MissingFile, OptionRefused
+from helpers.paths import SAMPLES
+
+COMMON = Job("in", "out", Options(dtype="f16"), verify=True)
+
+
+def test_a_line_says_what_differs_from_the_command(tmp_path):
+    (tmp_path / "m.jsonl").write_text(
+        '{"source": "a.pt", "output": "a.safetensors"}\n'
+        "\n"
+        "# a comment\n"
+        '{"source": ["r0.pt", "r1.pt"], "output": "b.pt", "max-shard-size": "5GB", "dtype": null,'
+        ' "rename": ["a.=b."], "verify": false, "no-fsync": true, "tag": "5"}\n'
+    )
+    found = read_manifest(tmp_path / "m.jsonl", COMMON)
+    assert found.names == ("m.jsonl:1", "m.jsonl:4")
+    first, second = found.jobs
+    assert first == Job("a.pt", "a.safetensors", Options(dtype="f16"), verify=True)
+    assert second == Job(
+        ["r0.pt", "r1.pt"],
+        "b.pt",
+        Options(max_shard_size="5GB", rename=["a.=b."]),
+        tag="5",
+        fsync=False,
+    )
+
+
+def test_all_that_is_wrong_is_told_with_its_line(tmp_path):
+    bad = [
+        "nonsense",
+        "[1]",
+        '{"source": "a.pt"}',
+        '{"output": "a.pt"}',
+        '{"source": "", "output": "b"}',
+        '{"source": [], "output": "b"}',
+        '{"source": "a", "output": 7}',
+        '{"source": "a", "output": "b", "dtpye": "bf16"}',
+        '{"source": "a", "output": "b", "dtype": "bf17"}',
+        '{"source": "a", "output": "b", "force": "yes"}',
+        '{"source": "a", "output": "b", "with_files": 1}',
+        '{"source": "a", "output": "b", "output": "c"}',
+        '{"source": "a", "output": "b", "max-shard-size": "1", "max_shard_size": "2"}',
+        '{"source": "a", "output": "b", "to": "onnx"}',
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(bad))
+    with pytest.raises(BatchRefused) as raised:
+        read_manifest(tmp_path / "m.jsonl", COMMON)
+    problems = raised.value.problems
+    assert [line.partition(": ")[0] for line in problems] == [
+        f"m.jsonl:{number}" for number in range(1, len(bad) + 1)
+    ]
+    assert "did you mean dtype?" in problems[7] and "bf17" in problems[8]
+    assert "true or false" in problems[9] and "true or false" in problems[10]
+    with pytest.raises(MissingFile):
+        read_manifest(tmp_path / "none.jsonl", COMMON)
+
+
+def test_a_job_becomes_a_line_and_a_job_again():
+    options = Options(
+        to="safetensors", keys="keep", rename=["a=b"], include="x.*", dtype="bf16", reverse=False,
+        metadata={"a": "b"}, map_location={"cuda:0": "cpu"}, max_shard_size=5000, with_files=True,
+        rules=[("regex", "a=>b")], device="cuda:1", only="ema", tied="duplicate", unknown="drop",
+        cast=["x=f32"], keep_dtype="n*", drop="optimizer", strip_prefix=("m.",), preset="ddp",
+    )  # fmt: skip
+    job = Job(["a", "b"], "c", options, tag="t", force=True, verify=True)
+    line = json.loads(json.dumps(manifest_line(job)))
+    again = job_of(line, Job("in", "out"))
+    assert (again.source, again.output, again.tag) == (["a", "b"], "c", "t")
+    assert again.force and again.verify
+    for item in fields(Options):
+        one, other = getattr(job.options, item.name), getattr(again.options, item.name)
+        assert _listed(one) == _listed(other), item.name
+
+
+def _listed(value):
+    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# ----------------------------------------------------------------------------------------- finding
+
+
+@pytest.fixture
+def runs(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "a/deep").mkdir(parents=True)
+    (runs / "hf").mkdir()
+    (runs / "dcp").mkdir()
+    tensors = {"w": torch.ones(3)}
+    torch.save(tensors, runs / "a/x.pt")
+    torch.save(tensors, runs / "a/deep/legacy.bin")
+    torch.save({"state": {}}, runs / "a/optimizer.pt")
+    torch.save(tensors, runs / "a/old.pt", _use_new_zipfile_serialization=False)
+    np.savez(runs / "a/arrays.npz", w=np.ones(3))
+    save_file(tensors, runs / "flat.safetensors")
+    for number in (1, 2):
+        save_file(
+            {f"w{number}": torch.ones(2)}, runs / f"hf/model-0000{number}-of-00002.safetensors"
+        )
+    weight_map = {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    (runs / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (runs / "hf/config.json").write_text("{}")
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(tensors, checkpoint_id=runs / "dcp/step-5", no_dist=True)
+    (runs / "notes.txt").write_text("hello")
+    (runs / "table.bin").write_bytes(b"nothing known" * 100)
+    (runs / "damaged.pt").write_bytes((runs / "a/x.pt").read_bytes()[:-200])
+    import zipfile
+
+    with zipfile.ZipFile(runs / "photos.zip", "w") as archive:
+        archive.writestr("a.jpg", b"x")
+    (runs / ".hidden").mkdir()
+    torch.save(tensors, runs / ".hidden/x.pt")
+    return runs
+
+
+def test_every_checkpoint_below_a_folder_is_found_and_a_folder_of_shards_is_one(runs):
+    found = find_checkpoints(place_of(runs))
+    assert [str(below) for _, below in found.checkpoints] == [
+        "damaged.pt", "flat.safetensors", "a/arrays.npz", "a/old.pt", "a/x.pt",
+        "a/deep/legacy.bin", "dcp/step-5", "hf",
+    ]  # fmt: skip
+    passed = {Path(item.path).name: item.reason for item in found.passed}
+    assert set(passed) == {"table.bin", "photos.zip", "optimizer.pt"}
+    assert "beside the weights" in passed["optimizer.pt"]
+
+
+def test_outputs_lie_below_the_folder_as_their_sources_do(runs, tmp_path):
+    out = place_of(runs / "portable")
+    common = Job("in", "out", Options(to="safetensors"))
+    jobs = jobs_below([place_of(runs)], out, common, [])
+    outputs = {str(Path(job.output).relative_to(runs / "portable")) for job in jobs}
+    assert outputs == {
+        "damaged.safetensors", "flat.safetensors", "a/arrays.safetensors", "a/old.safetensors",
+        "a/x.safetensors", "a/deep/legacy.safetensors", "dcp/step-5.safetensors", "hf.safetensors",
+    }  # fmt: skip
+    torch.save({"w": torch.ones(3)}, tmp_path / "runs/x.y.pt")
+    sharded = Job("in", "out", Options(to="torch", max_shard_size="1MB"))
+    jobs = jobs_below([place_of(runs), place_of(SAMPLES / "tied.pt")], out, sharded, [])
+    outputs = [str(Path(job.output).relative_to(runs / "portable")) for job in jobs]
+    assert {"runs/hf", "runs/a/x", "runs/x.y", "tied"} <= set(outputs)
+
+
+def test_outputs_that_are_there_are_not_taken_for_sources(runs):
+    common = Job("in", "out", Options(to="safetensors"))
+    out = place_of(runs / "portable")
+    before = jobs_below([place_of(runs)], out, common, [])
+    (runs / "portable").mkdir()
+    save_file({"w": torch.ones(3)}, runs / "portable/flat.safetensors")
+    assert jobs_below([place_of(runs)], out, common, []) == before
+
+
+def test_what_a_folder_needs_is_said(runs):
+    with pytest.raises(OptionRefused, match="--to is missing"):
+        jobs_below([place_of(runs)], place_of("out"), Job("in", "out"), [])
+    with pytest.raises(BatchRefused, match="no such file"):
+        jobs_below([place_of("none")], place_of("out"), Job("i", "o", Options(to="torch")), [])
+
+
+def test_a_value_that_is_none_is_refused_by_the_words_of_the_options():
+    for words in ({"dtype": 7}, {"tied": "both"}, {"rename": "nothing"}):
+        with pytest.raises(CheckpointError):
+            job_of({"source": "a", "output": "b", **words}, Job("i", "o"))

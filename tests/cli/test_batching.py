@@ -1,0 +1,184 @@
+"""`ckptconv batch`, as a user runs it: what it says, its exit codes, what it does again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.program import SAMPLES, run, run_process
+
+
+@pytest.fixture
+def room(tmp_path):
+    (tmp_path / "runs/b").mkdir(parents=True)
+    shutil.copy(SAMPLES / "ddp_cuda3.pt", tmp_path / "runs/a.pt")
+    shutil.copy(SAMPLES / "tied.pt", tmp_path / "runs/b/tied.pt")
+    return tmp_path
+
+
+WORDS = ("batch", "runs", "--out-dir", "out", "--to", "safetensors")
+
+
+@pytest.mark.parametrize("how", [("--jobs", "1"), ("--jobs", "2"), ("--engine", "serial")])
+def test_a_folder_is_converted_and_not_again(how, room):
+    done = run_process(*WORDS, *how, cwd=room)
+    assert (done.exit, done.out) == (0, ""), done.err
+    assert "2 of 2 done" in done.err and "report  out/ckptconv-batch.jsonl" in done.err
+    assert re.search(r"^\[2/2\] done    runs/\S+ → out/\S+ \(.* s\)$", done.err, re.M)
+    expected = {name.removeprefix("module."): tensor for name, tensor in
+                torch.load(room / "runs/a.pt", map_location="cpu").items()}  # fmt: skip
+    made = load_file(room / "out/a.safetensors")
+    assert sorted(made) == sorted(expected)
+    assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
+    again = run(*WORDS, *how, cwd=room)
+    assert again.exit == 0 and "2 of 2 done, 2 in an earlier run" in again.err
+    assert "[" not in again.err
+
+
+def test_failures_are_told_and_counted(room):
+    (room / "runs/bad.pt").write_bytes(b"PK\x03\x04" + bytes(100))
+    done = run(*WORDS, "--jobs", "1", cwd=room)
+    assert done.exit == 1 and "2 of 3 done, 1 failed" in done.err
+    assert done.err.count("runs/bad.pt: ") == 2  # when it happens, and at the end
+    status = run("batch", "--status", "out/ckptconv-batch.jsonl", cwd=room)
+    assert status.exit == 1 and "2 of 3 done, 1 failed" in status.out and "bad.pt" in status.out
+    quiet = run(*WORDS, "--jobs", "1", "-q", cwd=room)
+    assert quiet.exit == 1 and "bad.pt" in quiet.err
+    shutil.copy(SAMPLES / "fp16.pt", room / "runs/bad.pt")
+    assert run(*WORDS, "--jobs", "1", "-q", cwd=room).exit == 0
+
+
+def test_options_of_the_command_hold_for_all_and_those_of_a_line_for_one(room):
+    (room / "m.jsonl").write_text(
+        '{"source": "runs/a.pt", "output": "x/one.safetensors"}\n'
+        '{"source": "runs/a.pt", "output": "x/two.safetensors", "dtype": "f64", "keys": "keep"}\n'
+    )
+    words = ("batch", "m.jsonl", "--dtype", "bf16", "--exclude", "*.num_batches_tracked",
+             "--add-prefix", "n.", "--jobs", "1")  # fmt: skip
+    assert run(*words, cwd=room).exit == 0
+    one, two = (load_file(room / f"x/{name}.safetensors") for name in ("one", "two"))
+    assert {str(tensor.dtype) for tensor in one.values()} == {"torch.bfloat16"}
+    assert {str(tensor.dtype) for tensor in two.values()} == {"torch.float64"}
+    assert all(name.startswith("n.") and "module" not in name for name in one)
+    assert all(name.startswith("n.module.") for name in two)
+    assert (room / "m.report.jsonl").exists()
+
+
+def test_shares_are_all_of_it_once(room):
+    lines = [{"source": "runs/a.pt", "output": f"o/{number}.pt"} for number in range(7)]
+    (room / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    counts = []
+    for number in (1, 2, 3):
+        assert run("batch", "m.jsonl", "--shard", f"{number}/3", "-q", "--jobs", "1",
+                   cwd=room).exit == 0  # fmt: skip
+        counts.append(len(list((room / "o").iterdir())))
+    assert counts == [3, 5, 7]
+    reports = [f"m.{number}-of-3.report.jsonl" for number in (1, 2, 3)]
+    assert "7 of 7 done" in run("batch", "--status", *reports, cwd=room).out
+
+
+def test_what_is_wrong_is_told_before_anything_is_written(room):
+    shutil.copy(SAMPLES / "tied.pt", room / "runs/a.bin")
+    done = run(*WORDS, cwd=room)
+    assert done.exit == 2 and not (room / "out/a.safetensors").exists()
+    assert "runs/a.pt: has the output of runs/a.bin: out/a.safetensors" in done.err
+    assert "1 problem; nothing was written" in done.err
+    dry = run(*WORDS, "--dry-run", "--json", cwd=room)
+    assert dry.exit == 2
+    lines = [json.loads(line) for line in json.loads(dry.out)["jobs_planned"]]
+    lines[1]["output"] = "out/other.safetensors"
+    (room / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert run("batch", "m.jsonl", "-q", "--jobs", "1", cwd=room).exit == 0
+    assert sorted(path.name for path in (room / "out").rglob("*.safetensors")) == [
+        "a.safetensors", "other.safetensors", "tied.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("batch",), "PATH is missing"),
+        (("batch", "runs"), "--out-dir is missing"),
+        (("batch", "runs", "--out-dir", "o"), "--to is missing"),
+        (("batch", "m.jsonl", "--out-dir", "o"), "says where each output goes"),
+        (("batch", "m.jsonl", "runs"), "some PATHs are manifests"),
+        (("batch", "m.jsonl", "--shard", "0/3"), "is not I/N"),
+        (("batch", "m.jsonl", "--address", "auto"), "--address needs --engine ray"),
+        (("batch", "m.jsonl", "--dtype", "int3"), "int3"),
+        (("batch", "none.jsonl"), "no such file"),
+        (("batch", "none", "--out-dir", "o", "--to", "torch"), "no such file"),
+        (("batch", "--status", "none"), "no such file"),
+        (("batch", "--status", "runs/a.pt"), "is not the report of a batch"),
+    ],
+)
+def test_wrong_usage_is_told(words, said, room):
+    (room / "m.jsonl").write_text('{"source": "runs/a.pt", "output": "o.pt"}\n')
+    done = run(*words, cwd=room)
+    assert done.exit in (1, 2) and said in done.err, done.err
+    assert not (room / "o").exists() and not (room / "o.pt").exists()
+
+
+def test_a_page_tells_of_all_and_runs_nothing(room):
+    (room / "runs/<b>&.pt").write_bytes(b"nothing")
+    (room / "runs/<i>.pt").write_bytes(b"PK\x03\x04" + bytes(100))
+    done = run(*WORDS, "--jobs", "1", "--html", "batch.html", cwd=room)
+    page = (room / "batch.html").read_text("utf-8")
+    assert done.exit == 1 and "&lt;i&gt;.pt" in page and "<i>.pt" not in page
+    assert "default-src 'none'" in page and "<script" not in page and "http" not in page.replace(
+        "http-equiv", "")  # fmt: skip
+    assert page.count("<tr>") == 1 + 3 and "MalformedCheckpoint" in page
+    assert run("batch", "--status", "out/ckptconv-batch.jsonl", "--html", "batch.html",
+               cwd=room).exit == 1  # fmt: skip
+    again = run("batch", "--status", "out/ckptconv-batch.jsonl", "--html", "batch.html", cwd=room)
+    assert "exists" in again.err
+
+
+def test_what_is_passed_over_is_said(room):
+    (room / "runs/table.bin").write_bytes(b"nothing known" * 50)
+    torch.save({"state": {}}, room / "runs/optimizer.pt")
+    done = run(*WORDS, "--jobs", "1", cwd=room)
+    assert done.exit == 0 and "2 files passed over" in done.err
+    assert re.search(r"runs/optimizer.pt +is what training left beside the weights", done.err)
+
+
+def test_ctrl_c_stops_at_once_and_the_next_run_goes_on(room):
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    from helpers.program import environment
+
+    torch.save({f"w{n}": torch.zeros(1 << 20) for n in range(60)}, room / "big.pt")
+    lines = [{"source": "big.pt", "output": f"o/{number}.safetensors", "dtype": "bf16"}
+             for number in range(12)]  # fmt: skip
+    (room / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = [sys.executable, "-m", "ckptconv", "batch", "m.jsonl", "--jobs", "2", "--no-fsync"]
+    batch = subprocess.Popen(words, cwd=room, env=environment(), stderr=subprocess.PIPE, text=True)
+    begun = time.monotonic()
+    while not any((room / "o").glob("*.safetensors")):
+        assert time.monotonic() - begun < 60
+        time.sleep(0.01)
+    os.kill(batch.pid, signal.SIGINT)
+    said = batch.communicate(timeout=60)[1]
+    assert batch.returncode == 130, said
+    assert "Traceback" not in said
+    assert [path.name for path in (room / "o").glob(".*")] == []
+    whole = {path: path.stat().st_mtime_ns for path in (room / "o").iterdir()}
+    assert 0 < len(whole) < 12
+    done = run_process(*words[3:], cwd=room)
+    assert done.exit == 0 and "12 of 12 done" in done.err
+    assert whole == {path: path.stat().st_mtime_ns for path in whole}
+
+
+def test_a_report_has_no_place_in_a_store(room):
+    done = run("batch", "runs", "--out-dir", "s3://bucket/x", "--to", "torch", cwd=room)
+    assert done.exit == 2 and "--report" in done.err
+    assert Path(room / "runs/a.pt").exists()

@@ -1,0 +1,99 @@
+"""A file that is filled by one stream and by threads at places of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.io.source import CHUNK
+from ckptconv.io.stream import FileSink, OutputStream
+from ckptconv.support import platforms
+
+pytestmark = pytest.mark.skipif(not platforms.CAN_WRITE_AT, reason="no positioned writes here")
+
+
+def pattern(nbytes: int, seed: int) -> bytes:
+    return bytes((at * 7 + seed) & 255 for at in range(256)) * (nbytes // 256 + 1)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A stream into a file, and its path."""
+    path = tmp_path / "made"
+    stream = OutputStream(FileSink(platforms.create_file(path)))
+    yield stream, path
+    stream.abandon()
+    stream.close()
+
+
+@pytest.mark.parametrize("large", [1, CHUNK - 1, CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("first", ["left out", "written"])
+def test_what_is_left_out_is_filled_in_any_order(made, large, first):
+    stream, path = made
+    parts = [
+        pattern(nbytes, number)[:nbytes]
+        for number, nbytes in enumerate((5, large, 3, 70_000, 0, 300, large, 1))
+    ]
+    out = [number for number in range(8) if number % 2 == (first == "written")]
+    at = 0
+    for number, part in enumerate(parts):
+        if number in out:
+            stream.leave_out(len(part))
+        else:
+            stream.write(part)
+        at += len(part)
+        assert stream.position == at
+
+    def fill(number: int) -> None:
+        stream.write_at(memoryview(parts[number]), sum(map(len, parts[:number])))
+
+    threads = [threading.Thread(target=fill, args=(number,)) for number in reversed(out)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stream.settle(fsync=False)
+    assert path.read_bytes() == b"".join(parts)
+
+
+def test_progress_is_told_of_what_is_left_out(tmp_path):
+    told = []
+    stream = OutputStream(FileSink(platforms.create_file(tmp_path / "made")), told.append)
+    stream.write(b"12345")
+    stream.leave_out(10)
+    stream.leave_out(CHUNK)
+    stream.close()
+    assert told == [15, 15 + CHUNK]
+
+
+def test_a_file_is_written_in_pieces_that_small_pages_hold(tmp_path, monkeypatch):
+    """Larger ones are cached in memory that a virtual machine may have given back."""
+    sizes = []
+    write = os.write
+
+    def noted(fd: int, view: memoryview) -> int:
+        sizes.append(len(view))
+        return write(fd, view)
+
+    monkeypatch.setattr(os, "write", noted)
+    stream = OutputStream(FileSink(platforms.create_file(tmp_path / "made")))
+    stream.write(bytes(3 * CHUNK + 1))
+    stream.settle(fsync=False)
+    assert sum(sizes) == 3 * CHUNK + 1 and max(sizes) == 256 << 10
+
+
+def test_a_stream_that_is_left_out_to_a_closed_file_is_an_error(made):
+    stream, _ = made
+    stream.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        stream.write_at(memoryview(b"1"), 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 4097])
+@pytest.mark.parametrize("first", [b"", b"\0", b"abc"])
+def test_the_checksum_of_two_runs_follows_from_theirs(first, nbytes):
+    second = os.urandom(nbytes)
+    assert combined_crc(crc32(first), crc32(second), nbytes) == crc32(first + second)
