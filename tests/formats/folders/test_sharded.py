@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.convert import report
-from ckptconv.formats.hf_names import parse_size
+from ckptconv.formats.hf_names import index_text, parse_size
 from helpers import oracle
 from helpers.program import PROGRAM, run_process
 
@@ -448,3 +448,11 @@ def test_more_shards_than_a_process_may_open_are_read(tmp_path):
     )
     assert done.exit == 0, done.err
     assert oracle.value_rows(load_file(tmp_path / "out.safetensors")) == oracle.value_rows(tensors)
+
+
+@pytest.mark.parametrize("keys", [(), ("a",), ("a", 'q"\\\n\x00', "层.weight", "\u2028", "{}")])
+def test_the_index_is_what_json_writes(keys):
+    weight_map = dict.fromkeys(keys, "model-00001-of-00002.safetensors")
+    document = {"metadata": {"n": {"{}": []}, "total_size": 7}, "weight_map": weight_map}
+    expected = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    assert index_text(weight_map, 7, {"n": {"{}": []}}) == expected.encode()
