@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from make_huge import write_dcp, write_hf
-
+MAKE = Path(__file__).resolve().with_name("make_huge.py")
 WORK = {
     "inspect": ["inspect", "{in}"],
     "open": ["-c", "import sys, ckptconv; ckptconv.open_checkpoint(sys.argv[1])", "{in}"],
@@ -68,11 +67,10 @@ def main() -> None:
     for kind in given.kinds.split(","):
         for count in map(int, given.tensors.split(",")):
             path = folder / f"{kind}-{count}-{given.chunks}"
-            if not path.exists():
-                if kind == "dcp":
-                    write_dcp(path, count, int(given.bytes), given.files, given.chunks)
-                else:
-                    write_hf(path, count, int(given.bytes), given.files)
+            if not path.exists():  # made by a child, whose memory is not counted
+                sizes = ("--bytes", given.bytes, "--files", given.files, "--chunks", given.chunks)
+                words = (MAKE, kind, path, "--tensors", count, *sizes)
+                subprocess.run([sys.executable, *map(str, words)], check=True)
             for name in given.work.split(","):
                 names = {"{in}": str(path), "{out}": str(folder / "out")}
                 words = [names.get(word, word) for word in WORK[name]]

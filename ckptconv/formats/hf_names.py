@@ -138,17 +138,22 @@ def index_text(
 
     `CheckpointError` where that is not JSON.
     """
-    document = {
-        "metadata": {**(metadata or {}), "total_size": nbytes},
-        "weight_map": dict(weight_map),
-    }
+    document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": {}}
     try:
-        return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        around = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        lines = [f"    {_quoted(key)}: {_quoted(name)}" for key, name in weight_map.items()]
+        # json indents in Python, entry by entry
+        entries = "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
+        return f"{around.removesuffix(_NO_ENTRIES)}{entries}\n}}\n".encode()
     except ValueError as error:  # a number beyond any float, half a character
         hint = "correct the index of the source"
         raise CheckpointError(
             f"cannot be written as JSON ({error})", where="index", hint=hint
         ) from None
+
+
+_NO_ENTRIES = "{}\n}"
+_quoted = json.encoder.encode_basestring
 
 
 def moved_index(raw: bytes, folder: str) -> bytes:

@@ -371,9 +371,11 @@ def _openers() -> Openers:
     return Openers(one, lambda path: open_dcp(path, one, open_source), ranks)
 
 
-def open_file(place: Location) -> Checkpoint:
-    """Open a checkpoint of one file; its sources are closed when that fails."""
-    return _open_owned(place.open())
+def open_file(place: Location, pool: FilePool | None = None) -> Checkpoint:
+    """Open a checkpoint of one file, which may be one of a pool; its sources are closed when that
+    fails.
+    """
+    return _open_owned(place.open(pool))
 
 
 def _open_owned(source: Source) -> Checkpoint:

@@ -15,6 +15,8 @@ from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, 
 MAX32 = 0xFFFFFFFF
 END = struct.Struct("<4s4H2IH")
 _END_SIGNATURE = b"PK\5\6"
+MOST_BEHIND = END.size + 0xFFFF
+"""The most bytes that there are from the end record on: a comment may follow it."""
 END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")
 CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -98,7 +100,7 @@ def central_places(source: Source) -> dict[str, int]:
 
 def _tail(source: Source) -> tuple[int, bytes]:
     """The bytes in which the end record must be, and where they begin."""
-    tail_at = max(0, source.size - (END.size + 0xFFFF))
+    tail_at = max(0, source.size - MOST_BEHIND)
     return tail_at, source.read(tail_at, source.size - tail_at)
 
 

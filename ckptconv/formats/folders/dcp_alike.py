@@ -19,7 +19,12 @@ from typing import NamedTuple
 from ckptconv.formats.folders.dcp_metadata import with_key
 from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.formats.zip_archive import Record, open_archive
-from ckptconv.formats.zip_directory import central_places, check_end, has_one_end
+from ckptconv.formats.zip_directory import (
+    MOST_BEHIND,
+    central_places,
+    check_end,
+    has_one_end,
+)
 from ckptconv.io.guarded import GuardedSource
 from ckptconv.io.source import CHUNK, SMALL, Range, RangeSource, Source
 from ckptconv.pickles.nodes import Node
@@ -34,7 +39,7 @@ _ID = ".data/serialization_id"
 _DESCRIPTOR = b"PK\7\x08"
 _CRC = 4  # bytes
 _CRC_IN_LOCAL, _CRC_IN_CENTRAL, _CRC_IN_DESCRIPTOR = 14, 16, 4
-_SHORT = SMALL + 22 + 0xFFFF  # bytes of an item that is read whole
+_SHORT = SMALL + MOST_BEHIND  # bytes of an item that is read whole
 _MOST_KINDS = 1000
 
 
@@ -146,6 +151,8 @@ def _with_ends_checked(file: Source, items: Sequence[Wanted]) -> GuardedSource:
     """`file`, of which each of these items is seen to have one end only before it is read."""
 
     def check(first: int, stop: int) -> Mapping[int, int]:
+        ends = (one.item.offset + one.item.length for one in items[first:stop])
+        file.foresee([(end - MOST_BEHIND, MOST_BEHIND) for end in ends])
         for item, key, _, _ in items[first:stop]:
             try:
                 check_end(RangeSource(file, item.offset, item.length))

@@ -149,7 +149,7 @@ class _Runs:
     def _dtype(self, gets: tuple[bytes, ...], memo: Memo) -> DType | None:
         """The type that the properties of a tensor name, where all other names are as they are."""
         properties, cls, named, layout, order, size, size_class, chunks = gets
-        dtype = memo.fetched_by(named)
+        dtype = _fetched(memo, named)
         if (
             not _are(memo, ((properties, "properties"), (size, "size"), (chunks, "chunks")))
             or not _is(memo, cls, _PROPERTIES)
@@ -157,9 +157,9 @@ class _Runs:
             or type(dtype) is not Global
             or dtype.module != "torch"
             or dtype.name not in BY_NAME
+            or any(_fetched(memo, get) is UNMADE for get in (layout, order))
         ):
             return None
-        memo.fetched_by(layout), memo.fetched_by(order)
         return self._dtypes.setdefault(gets, BY_NAME[dtype.name])
 
     def _names_chunk(self, gets: tuple[bytes, ...], memo: Memo) -> bool:
@@ -265,15 +265,23 @@ def _text(got: bytes | None, size: bytes | None, raw: bytes | None, memo: Memo) 
     """A text that is fetched, or stands there; None where it is none."""
     if got is None:
         return raw.decode() if size is not None and raw and size[0] == len(raw) else None
-    found = memo.fetched_by(got)
+    found = _fetched(memo, got)
     return found if type(found) is str else None
 
 
 def _is(memo: Memo, get: bytes, path: str) -> bool:
     """Whether an opcode fetches the class of that name."""
-    found = memo.fetched_by(get)
+    found = _fetched(memo, get)
     return type(found) is Global and found.path == path
 
 
 def _are(memo: Memo, names: Iterable[tuple[bytes, str]]) -> bool:
-    return all(memo.fetched_by(get) == name for get, name in names)
+    return all(_fetched(memo, get) == name for get, name in names)
+
+
+def _fetched(memo: Memo, get: bytes) -> Node:
+    """What an opcode fetches, `UNMADE` where that is not there yet: it may be put by the run."""
+    try:
+        return memo.fetched_by(get)
+    except KeyError:
+        return UNMADE

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptconv.formats.first_reads import first_reads
+from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, is_plain_path, read_small, within
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
 from ckptconv.support.errors import (
@@ -83,9 +84,11 @@ def variants(folder: Location) -> dict[str, Location]:
     return found
 
 
-def open_sharded(
-    path: Location, open_file: Callable[[Location], Checkpoint], variant: str | None
-) -> Checkpoint:
+FileOpener = Callable[[Location, "FilePool | None"], Checkpoint]
+"""Opens one file, which rests in a pool while others are read, or stays open."""
+
+
+def open_sharded(path: Location, open_file: FileOpener, variant: str | None) -> Checkpoint:
     """Open all shards that an index names; reads their directories, no payload.
 
     Of a folder, the weights are those of `variant`, else the plain ones, else those of the only
@@ -98,7 +101,9 @@ def open_sharded(
     if variant is None and not _has_plain(path):
         variant = _only_variant(path, others)
     found = within(others[variant] if variant is not None else _plain(path), path)
-    checkpoint = _open_index(found, open_file) if found.suffix == ".json" else open_file(found)
+    checkpoint = (
+        _open_index(found, open_file) if found.suffix == ".json" else open_file(found, None)
+    )
     beside = [
         f"{found.name}{_INDEX} is here too; {found.name} is read, as transformers does"
     ] * _has_index(found)
@@ -169,7 +174,7 @@ def _plain(folder: Location) -> Location:
     return alone or next(file for file in usual if file.is_file())
 
 
-def _open_index(index: Location, open_file: Callable[[Location], Checkpoint]) -> Checkpoint:
+def _open_index(index: Location, open_file: FileOpener) -> Checkpoint:
     """An index replaced meanwhile is read anew: the open shards may be of either set."""
     for _ in range(_TRIES):
         before = index.fingerprint()
@@ -189,19 +194,21 @@ def _open_index(index: Location, open_file: Callable[[Location], Checkpoint]) ->
     )
 
 
+_KEPT_OPEN = 400  # shards; a process may often open 1,024 files, and two checkpoints are compared
 _TOGETHER = 128  # shards that are asked for at once, where they are over a network
 
 
-def _open_set(index: Location, open_file: Callable[[Location], Checkpoint]) -> Checkpoint:
+def _open_set(index: Location, open_file: FileOpener) -> Checkpoint:
     weight_map, metadata = _read_index(index)
     shards: dict[str, Checkpoint] = {}
     try:
         names = [*dict.fromkeys(weight_map.values())]
+        pool = FilePool() if len(names) > _KEPT_OPEN else None
         for first in range(0, len(names), _TOGETHER):
             together = names[first : first + _TOGETHER]
             index.foresee([index.beside(name) for name in together], first_reads)
             for name in together:
-                shards[name] = open_file(_shard(index, name))
+                shards[name] = open_file(_shard(index, name), pool)
         pairs = _pairs(index, weight_map, shards)
     except BaseException:
         for shard in shards.values():

@@ -104,6 +104,8 @@ def odd() -> Metadata:
         places[MetadataIndex(f"many{number}", Size([0] * 6))] = _StorageInfo(
             "a/b.distcp", 1 << 33, 1 << 20, ["zstd"]
         )
+        name = f"alone{number}"  # one text is the key and the file of it
+        places[MetadataIndex(name, Size([0]), 0)] = _StorageInfo(name, 1, 2)
         places[MetadataIndex(f"scalar{number}", Size())] = _StorageInfo("x", 0, 1 << 34)
     return metadata
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.convert import report
-from ckptconv.formats.hf_names import parse_size
+from ckptconv.formats.hf_names import index_text, parse_size
 from helpers import oracle
+from helpers.program import PROGRAM, run_process
 
 KEEP: dict[str, Any] = {"keys": "keep", "fsync": False}
 INDEX = "model.safetensors.index.json"
@@ -431,3 +432,27 @@ def test_the_count_of_parameters_that_transformers_wrote_is_kept(tmp_path):
         after["total_parameters"] == before["total_parameters"]
         and after["total_size"] == before["total_size"]
     )
+
+
+def test_more_shards_than_a_process_may_open_are_read(tmp_path):
+    tensors = {f"w{number:03}": torch.full((2,), float(number)) for number in range(420)}
+    (tmp_path / "in").mkdir()
+    names = {key: f"model-{number:05}-of-00420.safetensors" for number, key in enumerate(tensors)}
+    for key, name in names.items():
+        save_file({key: tensors[key]}, tmp_path / "in" / name)
+    index = {"metadata": {"total_size": 8 * 420}, "weight_map": names}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    command = ("/bin/sh", "-c", 'ulimit -n 300 && exec "$@"', "sh", *PROGRAM)
+    done = run_process(
+        "convert", tmp_path / "in", "out.safetensors", "--verify", cwd=tmp_path, command=command
+    )
+    assert done.exit == 0, done.err
+    assert oracle.value_rows(load_file(tmp_path / "out.safetensors")) == oracle.value_rows(tensors)
+
+
+@pytest.mark.parametrize("keys", [(), ("a",), ("a", 'q"\\\n\x00', "层.weight", "\u2028", "{}")])
+def test_the_index_is_what_json_writes(keys):
+    weight_map = dict.fromkeys(keys, "model-00001-of-00002.safetensors")
+    document = {"metadata": {"n": {"{}": []}, "total_size": 7}, "weight_map": weight_map}
+    expected = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    assert index_text(weight_map, 7, {"n": {"{}": []}}) == expected.encode()
