@@ -141,7 +141,7 @@ def _ending(code: int | None) -> str:
 
 def _work(pipe: Any, held: Any, threads: int) -> None:
     """What a worker does: task after task, until there is nobody to give it one."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    for name in ("CKPTCONV_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))
     stop_in_good_order()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver has heard it, and says what to do

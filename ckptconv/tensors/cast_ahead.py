@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptconv.io.crc import crc32
 from ckptconv.io.guarded import check_places
 from ckptconv.io.source import CHUNK, Source
+from ckptconv.support.platforms import cores
 from ckptconv.support.signals import held_back
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import DType
@@ -25,7 +26,18 @@ from ckptconv.tensors.refs import Storage
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-THREADS = min(4, os.cpu_count() or 1)
+VARIABLE = "CKPTCONV_THREADS"
+"""The variable of the environment that says how many threads a process may start to cast: workers
+of a batch share the cores.
+"""
+
+
+def _threads() -> int:
+    given = os.environ.get(VARIABLE, "")
+    return min(4, (int(given) if given.isdecimal() else 0) or cores())
+
+
+THREADS = _threads()
 """So many threads cast; each takes a few MB."""
 
 _RANGE = 4 << 20  # bytes that a thread is given at a time

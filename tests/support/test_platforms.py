@@ -33,6 +33,7 @@ USERS_OF_PLATFORMS = {
     "io.staging", "io.in_place", "io.journals", "io.hidden_folders", "io.location", "io.outputs",
     "cli.terminal", "cli.options", "io.standard_input", "io.remote.fetchers",
     "io.remote.credentials", "io.appended", "batch.choosing", "batch.processes",
+    "tensors.cast_ahead",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",
