@@ -501,7 +501,8 @@ def test_the_words_are_those_of_the_command_line():
         if name.startswith("--")
     }
     of_the_terminal = {"json", "quiet", "dry_run", "limit", "no_fsync", "allow_hosts"}
-    # limits(...), fsync=False, CKPTCONV_ALLOW_HOSTS
+    # limits(...), fsync=False, CKPTCONV_ALLOW_HOSTS; execute_plan(..., share_out=...)
+    of_the_terminal |= {"jobs", "engine", "address"}
     taken = set(inspect.signature(ckptconv.convert_checkpoint).parameters)
     assert shown - of_the_terminal == taken - {"source", "output", "fsync", "on_progress"}
 
