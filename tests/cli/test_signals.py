@@ -15,8 +15,8 @@ class Dropping:
     def __del__(self):
         signal.raise_signal(signal.{name})
 stop_in_good_order()
-Dropping()
 try:
+    Dropping()
     time.sleep(20)
 except KeyboardInterrupt:
     sys.exit(130)
