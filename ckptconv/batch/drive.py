@@ -22,6 +22,7 @@ from ckptconv.batch.own_code import code_version
 from ckptconv.batch.receipts import Failure, Receipt
 from ckptconv.batch.work import Task
 from ckptconv.convert.job import Job
+from ckptconv.io.outputs import clear_kept
 from ckptconv.io.places import place_of
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.choices import refuse_no_flag, refuse_other, spelling_checked
@@ -120,8 +121,10 @@ def receipts_of(
             ledger = leaving.enter_context(closing(Ledger(report)))
             ledger.begin({"jobs": len(jobs), "ckptconv": code_version(), "engine": engine.name})
             engine.hold(ledger.descriptor())
-        leaving.enter_context(engine)
-        yield from _Run(jobs, engine, wanted, ledger).receipts()
+        with engine:
+            yield from _Run(jobs, engine, wanted, ledger).receipts()
+        if ledger is not None and ledger.known.runs:  # which may have been killed
+            clear_kept(place_of(job.output) for job in jobs)
 
 
 class _Run:

@@ -9,6 +9,8 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ckptconv.io.hidden_folders import KeptFolder
+
 
 class Work(Protocol):
     """What an engine runs: a value that can be pickled, with a number of its own."""
@@ -88,16 +90,19 @@ class Serial(Engine):
 
     def __init__(self) -> None:
         self._tasks: list[Work] = []
+        self._folder = KeptFolder()
 
     def start(self, work: Work) -> None:
         self._tasks.append(work)
 
     def ended(self, seconds: float | None) -> Sequence[Ended]:
         work = self._tasks.pop(0)
-        return [Ended(work.number, run_work(work))]
+        with self._folder.used():
+            return [Ended(work.number, run_work(work))]
 
     def close(self) -> None:
         self._tasks.clear()
+        self._folder.close()
 
 
 class OnExecutor(Engine):

@@ -13,12 +13,14 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ckptconv.batch.engines import Ended, Engine, Work, run_work
+from ckptconv.io.hidden_folders import KeptFolder
 from ckptconv.support import platforms
 from ckptconv.support.signals import stop_in_good_order
 
@@ -147,12 +149,15 @@ def _work(pipe: Any, held: Any, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver has heard it, and says what to do
     kept = None if held is None else held.detach()
     threading.Thread(target=_end_with_driver, name="ckptconv-watch", daemon=True).start()
-    while True:
-        try:
-            work = pipe.recv()
-        except (EOFError, OSError):
-            break
-        pipe.send(run_work(work))
+    with closing(KeptFolder()) as folder:
+        while True:
+            try:
+                work = pipe.recv()
+            except (EOFError, OSError):
+                break
+            with folder.used():
+                given = run_work(work)
+            pipe.send(given)
     if kept is not None:
         os.close(kept)
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 from ckptconv.io.destination import output_errors
@@ -31,9 +32,65 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
 
     `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
     """
+    if (kept := _KEPT.get()) is not None:
+        with output_errors(path), kept.folder_in(target.parent) as folder:
+            yield folder
+        return
     remove_leftovers(target)
     with output_errors(path), _hidden_folder(target) as folder:
         yield folder
+
+
+class KeptFolder:
+    """A hidden folder that many outputs are made in, one after the other: to make and remove one
+    for each takes longer than to write a small file.
+
+    It is in the folder of the last output, ``.ckptconv-batch.XXXXXXXX.ckptconv-tmp``, and empty
+    between two. It is for one thread.
+    """
+
+    def __init__(self) -> None:
+        self._parent: Path | None = None
+        self._folder = Path()
+        self._leaving = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Outputs that are made within the block, in this thread, are made in it."""
+        token = _KEPT.set(self)
+        try:
+            yield
+        finally:
+            _KEPT.reset(token)
+
+    @contextlib.contextmanager
+    def folder_in(self, parent: Path) -> Iterator[Path]:
+        """The folder, beside what is to be made in `parent`; empty again after the block."""
+        if parent != self._parent or not self._folder.is_dir():
+            self.close()
+            remove_leftovers(parent / _BATCH)
+            with contextlib.ExitStack() as leaving:
+                self._folder = leaving.enter_context(_hidden_folder(parent / _BATCH))
+                self._leaving, self._parent = leaving.pop_all(), parent
+        try:
+            yield self._folder
+        finally:
+            with held_back(), contextlib.suppress(OSError):
+                _empty(self._folder)
+
+    def close(self) -> None:
+        """Remove it; once or more often."""
+        self._parent = None
+        self._leaving.close()
+
+
+_BATCH = "ckptconv-batch"
+_KEPT: ContextVar[KeptFolder | None] = ContextVar("ckptconv.kept_folder", default=None)
+
+
+def remove_kept(parent: Path) -> None:
+    """Remove the `KeptFolder`s of processes that were killed."""
+    remove_leftovers(parent / _BATCH)
 
 
 @contextlib.contextmanager
@@ -93,13 +150,18 @@ def _remove_tree(folder: Path) -> None:
 
     One descriptor is enough, `shutil.rmtree` takes several.
     """
+    _empty(folder)
+    folder.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a folder, as much of it as can be."""
     for inner in list(folder.iterdir()):  # closed before the next one is opened
         with contextlib.suppress(OSError):
             if inner.is_dir() and not inner.is_symlink():
                 _remove_tree(inner)
             else:
                 inner.unlink()
-    folder.rmdir()
 
 
 def remove_leftovers(target: Path, kind: str = TEMPORARY, *, own: bool = False) -> None:

@@ -24,7 +24,7 @@ from ckptconv.io.destination import (
     refuse_missing_folder,
 )
 from ckptconv.io.files import let_go
-from ckptconv.io.hidden_folders import remove_leftovers, staging_folder
+from ckptconv.io.hidden_folders import remove_kept, remove_leftovers, staging_folder
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
 from ckptconv.io.places import local_path
@@ -284,6 +284,13 @@ def clear_leftovers(place: Location) -> None:
         return
     for target in {path, followed(path), followed(path.parent)}:
         remove_leftovers(target)
+
+
+def clear_kept(places: Iterable[Location]) -> None:
+    """Remove what killed workers left beside outputs, or in those that are folders."""
+    paths = [path for place in places if (path := place.local()) is not None]
+    for folder in {*(path.parent for path in paths), *filter(Path.is_dir, paths)}:
+        remove_kept(folder)
 
 
 def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
