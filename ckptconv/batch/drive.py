@@ -193,16 +193,20 @@ class _Run:
         if self._ledger is None:
             return task
         key = key_of(job)
+        known = self._known.receipts.get(key)
+        made = None if known is None else known.made
+        is_there = made is not None and _made_now(made) == made
         if key in self._known.started:
-            return replace(task, resumed=True)
-        if (known := self._known.receipts.get(key)) is None:
+            # what is there is of an earlier run, or of the one that did not end
+            again = replace(job, force=True) if is_there else job
+            return replace(task, job=again, resumed=True)
+        if known is None:
             return task
         is_same = _still(job, known)
         if known.state == "failed":
             if is_same and not self._wanted.retry_failed:
                 return replace(known, earlier=True)
             return replace(task, resumed=True)
-        is_there = known.made is not None and _made_now(known.made) == known.made
         if not is_same:  # made anew, in the place of what was made of the other
             return replace(task, job=replace(job, force=True)) if is_there else task
         if is_there and not (job.verify and known.verified is None and not known.found):

@@ -141,6 +141,18 @@ def test_what_was_begun_and_is_whole_is_found_so(room):
     assert ran(jobs_in(room), report=report) == [EARLIER] * 4
 
 
+def test_what_is_made_anew_and_was_begun_replaces_what_was_made_before(room):
+    """The options changed, and the driver was killed before the new output was there."""
+    report = room / "r.jsonl"
+    ran(jobs_in(room), report=report)
+    with report.open("a") as file:
+        for number in range(4):
+            key = str((room / f"out/{number}.safetensors").absolute())
+            file.write(json.dumps({"state": "started", "key": key}) + "\n")
+    assert ran(jobs_in(room, dtype="bf16"), report=report) == [DONE] * 4
+    assert load_file(room / "out/0.safetensors")["a.weight"].dtype is torch.bfloat16
+
+
 def test_what_was_begun_and_is_something_else_is_not_replaced(room):
     report = room / "r.jsonl"
     ran(jobs_in(room), report=report)
