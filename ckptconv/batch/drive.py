@@ -123,8 +123,7 @@ def receipts_of(
             engine.hold(ledger.descriptor())
         with engine:
             yield from _Run(jobs, engine, wanted, ledger).receipts()
-        if ledger is not None and ledger.known.runs:  # which may have been killed
-            clear_kept(place_of(job.output) for job in jobs)
+        clear_kept(place_of(job.output) for job in jobs)  # of workers that were lost, now or before
 
 
 class _Run:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,27 @@ def test_what_a_killed_worker_left_is_removed_by_the_next_run_though_nothing_is_
     (room / "x/.ckptconv-batch.0123abcd.ckptconv-tmp/2.pt").write_bytes(b"half")
     assert [one.earlier for one in convert_many(jobs, report=report)] == [True]
     assert hidden(room / "x") == []
+
+
+def test_what_a_worker_left_that_was_lost_in_this_run_is_removed(room, monkeypatch):
+    monkeypatch.setattr("ckptconv.batch.drive.FIRST", 0.01)
+    jobs = [LeavingJob(room / "a.pt", room / "x/1.pt"), Job(room / "a.pt", room / "y/1.pt")]
+    receipts = list(convert_many(jobs, executor="processes", workers=1))
+    assert sorted(one.tries for one in receipts) == [1, 2]
+    assert hidden(room / "x") == hidden(room / "y") == []
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingJob(Job):
+    """A job whose worker is killed after it, and is done in another folder then."""
+
+    def run(self, on_progress=None):
+        made = Job.run(self, on_progress)
+        tried = Path(f"{self.source}.tried")
+        if not tried.exists():
+            tried.touch()
+            os.kill(os.getpid(), 9)
+        return made
 
 
 def test_a_folder_that_another_process_holds_stays(room):
