@@ -35,12 +35,13 @@ class Receipt:
 
     `source` are the names that were given, `output` the one that was to be written. `fingerprint`
     stands for the source's identity, the options and the rules of conversion; `made` for the files
-    that were written. `seconds` are those of the last try, `tries` counts them. `source_nbytes` and
-    `nbytes` are the sizes of what was read and written, in bytes; `format` is the source's and `to`
-    the output's; `tensors` counts those written. `verified` counts the tensors that were read back
-    (None: not asked for). `found`: the output was there already, byte for byte. `earlier`: it was
-    done in an earlier run. `worker` is the host and the process that ran it, `network` what went
-    over the network for it (None: nothing). `error` is there when `state` is ``failed``.
+    that were written, and `read` for those that were read and lie outside of `source`. `seconds`
+    are those of the last try, `tries` counts them. `source_nbytes` and `nbytes` are the sizes of
+    what was read and written, in bytes; `format` is the source's and `to` the output's; `tensors`
+    counts those written. `verified` counts the tensors that were read back (None: not asked for).
+    `found`: the output was there already, byte for byte. `earlier`: it was done in an earlier run.
+    `worker` is the host and the process that ran it, `network` what went over the network for it
+    (None: nothing). `error` is there when `state` is ``failed``.
     """
 
     source: tuple[str, ...]
@@ -60,6 +61,7 @@ class Receipt:
     worker: str = ""
     network: Mapping[str, int] | None = None
     made: Stamps | None = None
+    read: Stamps | None = None
     error: Failure | None = None
     earlier: bool = False
 
