@@ -40,6 +40,12 @@ def key_of(job: Job) -> str:
     return str(place_of(job.output).absolute)
 
 
+def real_name(place: Location) -> str:
+    """How a place is known, without the links on the way to it."""
+    path = place.local()
+    return str(place.absolute).rstrip("/") if path is None else os.path.realpath(path)
+
+
 def stamps(place: Location) -> list[list[Any]] | None:
     """What tells the bytes at a place from others: of each file its name, and its size, time of
     change and inode, or what a store calls its version. None where nothing is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from typing import Any, Literal
 
 from ckptconv.support.errors import CheckpointError, RemoteFailure, printable
@@ -87,6 +88,21 @@ class Receipt:
 _UNTOLD = ("earlier",)
 
 
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("fingerprint", "format", "to", "worker"), (str,)),
+    **dict.fromkeys(("tries", "source_nbytes", "nbytes", "tensors"), (int,)),
+    **dict.fromkeys(("network", "made", "read"), (dict, type(None))),
+    "seconds": (int, float),
+    "verified": (int, type(None)),
+    "found": (bool,),
+}
+"""What a line of a report may say, beside what every one has to."""
+
+
+def _is_kind(value: Any, kinds: tuple[type, ...]) -> bool:
+    return type(value) in kinds and not (type(value) is float and not isfinite(value))
+
+
 def receipt_of(line: Mapping[str, Any]) -> Receipt:
     """The receipt that a line of a report tells of; `ValueError` for what is not one."""
     known = {item.name for item in fields(Receipt)} - set(_UNTOLD)
@@ -98,6 +114,7 @@ def receipt_of(line: Mapping[str, Any]) -> Receipt:
         and type(told.get("output")) is str
         and told.get("state") in ("done", "failed")
         and isinstance(notes, list)
+        and all(_is_kind(told[name], kinds) for name, kinds in _KINDS.items() if name in told)
     ):
         raise ValueError("not a receipt")
     if (error := told.get("error")) is not None:
