@@ -208,9 +208,9 @@ def test_folders_are_known_by_their_names_from_within(room):
     assert done.exit == 0, done.err
     found = sorted(str(path.relative_to(room)) for path in room.rglob("*.safetensors"))
     assert found == [
-        "out/b/tied.safetensors",
-        "out/runs/a.safetensors",
-        "out/runs/b/tied.safetensors",
+        "in/out/b/tied.safetensors",
+        "in/out/runs/a.safetensors",
+        "in/out/runs/b/tied.safetensors",
     ]
 
 
