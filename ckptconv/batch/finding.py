@@ -89,7 +89,9 @@ class _Search:
             if read is not None:
                 self.found.append((folder, below))
             inner = []
-            for item in folder.list():
+            items = list(folder.list())
+            is_cache = any(item.name == "snapshots" for item in items)
+            for item in items:
                 path = str(item.path)
                 if item.name.startswith(".") or self._leave(item):
                     continue
@@ -97,6 +99,8 @@ class _Search:
                     self._file(item, below / item.name, read)
                 elif _is_link(item):
                     self.passed.append(Passed(path, "is a link to a folder"))
+                elif is_cache and item.name == "blobs":
+                    self.passed.append(Passed(path, "holds what the links in snapshots lead to"))
                 elif read is None or not any(name.startswith(f"{path}/") for name in read):
                     inner.append((item, below / item.name))
             work.extend(reversed(inner))

@@ -69,14 +69,18 @@ def stamp_of(place: Location, told: Any) -> list[Any]:
     return list(told[1:]) if place.local() is not None else list(told)
 
 
-def _files_in(folder: Location, before: str) -> Iterator[tuple[str, Location]]:
+def _files_in(
+    folder: Location, before: str, around: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, Location]]:
+    """The files of a folder, and of those in it; a link to a folder that it lies in is left out."""
+    around |= {real_name(folder)}
     for item in folder.list():
         if item.name.startswith(".") and item.name.endswith(("-tmp", "-part", "-edit", "-old")):
             continue
-        if item.is_folder():
-            yield from _files_in(item, f"{before}{item.name}/")
-        else:
+        if not item.is_folder():
             yield before + item.name, item
+        elif real_name(item) not in around:
+            yield from _files_in(item, f"{before}{item.name}/", around)
 
 
 def fingerprint(job: Job) -> str:

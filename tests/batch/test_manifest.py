@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ckptconv import BatchRefused, Job, Options
 from ckptconv.batch.checks import check_jobs
 from ckptconv.batch.finding import find_checkpoints, jobs_below
+from ckptconv.batch.identity import stamps
 from ckptconv.batch.manifest import job_of, manifest_line, read_manifest
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, MissingFile, OptionRefused
@@ -227,3 +228,27 @@ def test_two_jobs_with_one_name_and_one_output_are_two(tmp_path):
     jobs = [Job(tmp_path / "in.pt", tmp_path / "out.pt")] * 2
     with pytest.raises(BatchRefused, match="has the output of"):
         check_jobs(jobs, ["m.jsonl:1", "m.jsonl:1"])
+
+
+def test_the_blobs_of_a_cache_are_not_converted_beside_their_snapshots(tmp_path):
+    model = tmp_path / "hub/models--x"
+    (model / "blobs").mkdir(parents=True)
+    (model / "snapshots/abc").mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, model / "blobs/deadbeef")
+    (model / "snapshots/abc/model.safetensors").symlink_to("../../blobs/deadbeef")
+    found = find_checkpoints(place_of(tmp_path / "hub"))
+    assert [str(below) for _, below in found.checkpoints] == [
+        "models--x/snapshots/abc/model.safetensors"
+    ]
+    assert [item.path for item in found.passed] == [str(model / "blobs")]
+
+
+def test_links_to_the_folder_that_they_lie_in_are_not_followed(tmp_path):
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/b").write_bytes(b"b")
+    (tmp_path / "same").symlink_to("in")
+    for name in ("one", "two", "in/three"):  # each doubles the ways at every step
+        (tmp_path / name).symlink_to(tmp_path)
+    found = stamps(place_of(tmp_path))
+    assert found is not None and [item[0] for item in found] == ["a", "in/b", "same/b"]
