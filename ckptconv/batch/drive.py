@@ -194,7 +194,7 @@ class _Run:
         key = key_of(job)
         known = self._known.receipts.get(key)
         made = None if known is None else known.made
-        is_there = made is not None and _made_now(made) == made
+        is_there = made is not None and _by_now(made) == made
         if key in self._known.started:
             # what is there is of an earlier run, or of the one that did not end
             again = replace(job, force=True) if is_there else job
@@ -254,7 +254,9 @@ class _Run:
 
 def _still(job: Job, known: Receipt) -> bool:
     """Whether a job is what it was."""
-    return known.fingerprint != "" and _known_as(job) == known.fingerprint
+    if known.fingerprint == "" or _known_as(job) != known.fingerprint:
+        return False
+    return not known.read or _by_now(known.read) == known.read
 
 
 def _known_as(job: Job) -> str:
@@ -265,8 +267,8 @@ def _known_as(job: Job) -> str:
         return ""
 
 
-def _made_now(made: Any) -> dict[str, Any]:
-    """What files of an output are by now."""
+def _by_now(made: Any) -> dict[str, Any]:
+    """What files are by now that were written or read."""
     found = {}
     for name in made:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath, PurePosixPath
 
+from ckptconv.batch.identity import real_name
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
 from ckptconv.formats.folders.steps import is_training_state
@@ -179,18 +182,27 @@ def jobs_below(
             hint="add --to safetensors, or another",
         )
     jobs: list[Job] = []
-    inside = str(out_dir.absolute)
+    inside = real_name(out_dir)
     for root in roots:
         if not root.exists():
             raise BatchRefused([f"{root}: no such file or folder"])
-        found = find_checkpoints(root, lambda item: str(item.absolute) == inside)
+        found = find_checkpoints(root, partial(_is_at, inside))
         passed += found.passed
-        before = PurePosixPath(root.name) if len(roots) > 1 and root.is_folder() else None
+        before = PurePosixPath(_name_of(root)) if len(roots) > 1 and root.is_folder() else None
         for place, below in found.checkpoints:
             path = below if before is None else before / below
             output = _output_of(place, path, out_dir, options)
             jobs.append(replace(common, source=str(place), output=str(output)))
     return jobs
+
+
+def _is_at(real: str, place: Location) -> bool:
+    return place.name == PurePath(real).name and real_name(place) == real
+
+
+def _name_of(place: Location) -> str:
+    """The name of a place, of ``.`` and ``..`` too."""
+    return posixpath.basename(posixpath.normpath(place.absolute.path.as_posix()))
 
 
 def _output_of(
@@ -201,7 +213,7 @@ def _output_of(
     """
     assert options.to is not None
     target = target_named(options.to)
-    name = str(below) if below.parts else place.name
+    name = str(below) if below.parts else _name_of(place)
     path = PurePath(name)
     is_file = place.is_file()
     stem = str(path.with_suffix("")) if is_file and path.suffix in _ENDINGS else name

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from ckptconv.convert.companions import companion_places
 from ckptconv.convert.job import Job
-from ckptconv.convert.options import Options
+from ckptconv.convert.options import Options, Request
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 
@@ -39,6 +40,12 @@ def key_of(job: Job) -> str:
     return str(place_of(job.output).absolute)
 
 
+def real_name(place: Location) -> str:
+    """How a place is known, without the links on the way to it."""
+    path = place.local()
+    return str(place.absolute).rstrip("/") if path is None else os.path.realpath(path)
+
+
 def stamps(place: Location) -> list[list[Any]] | None:
     """What tells the bytes at a place from others: of each file its name, and its size, time of
     change and inode, or what a store calls its version. None where nothing is.
@@ -49,12 +56,14 @@ def stamps(place: Location) -> list[list[Any]] | None:
     if kind == "nothing":
         return None
     if kind != "folder":
-        return [["", *_stamp(place)]]
-    return sorted([name, *_stamp(file)] for name, file in _files_in(place, ""))
+        return [["", *stamp_of(place, place.fingerprint())]]
+    return sorted(
+        [name, *stamp_of(file, file.fingerprint())] for name, file in _files_in(place, "")
+    )
 
 
-def _stamp(place: Location) -> list[Any]:
-    told: Any = place.fingerprint()
+def stamp_of(place: Location, told: Any) -> list[Any]:
+    """What is kept of the fingerprint `told` of the file at a place."""
     if told is None:
         return []
     return list(told[1:]) if place.local() is not None else list(told)
@@ -78,14 +87,15 @@ def fingerprint(job: Job) -> str:
         "rules": RULES,
         "source": [[str(place.absolute), stamps(place)] for place in places_of(job)],
         "tag": job.tag,
-        "options": _options_told(job.options) if isinstance(job.options, Options) else None,
+        "options": _options_told(job.options),
         "files": [[str(place), stamps(place)] for place in _places_named(job)],
+        "beside": [[str(place), stamps(place)] for place in _places_beside(job)],
     }
     raw = json.dumps(told, sort_keys=True, default=str).encode()
     return hashlib.sha256(raw).hexdigest()[:32]
 
 
-def _options_told(options: Options) -> dict[str, Any]:
+def _options_told(options: Options | Request) -> dict[str, Any]:
     return {
         item.name: _plain(value)
         for item in fields(options)
@@ -94,11 +104,21 @@ def _options_told(options: Options) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """All that is in a value; what is shown of one may be cut off."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    return value if isinstance(value, (bool, int, float)) or value is None else str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if is_dataclass(value):
+        told = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return [type(value).__name__, told]
+    if isinstance(value, os.PathLike):
+        return str(value)
+    return repr(value)
 
 
 def _places_named(job: Job) -> Iterator[Location]:
@@ -108,6 +128,14 @@ def _places_named(job: Job) -> Iterator[Location]:
         for value in _listed(getattr(job.options, name)):
             if isinstance(value, (str, os.PathLike)):
                 yield place_of(value)
+
+
+def _places_beside(job: Job) -> Iterator[Location]:
+    """The files that lie beside what a job reads and go into its output with it."""
+    if job.options.with_files:
+        for place in places_of(job):
+            home = place if place.is_folder() else place_of(place.path.parent)
+            yield from companion_places(home)
 
 
 def _listed(value: Any) -> Iterable[Any]:

@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from ckptconv.io.appended import AppendedLines, lines_of
 from ckptconv.support.errors import MalformedCheckpoint
 
 VERSION = 1
+_BEGINNING = f'{{"batch": {VERSION},'.encode()
+"""How each report begins, of which a full disk may have a part."""
 _SYNC_EVERY = 0.25
 """Seconds after which what became of jobs is on the disk; what is lost is found out again."""
 
@@ -56,7 +59,7 @@ def read_report(path: Path) -> Known:
     for raw in lines_of(path):
         line = _line(raw)
         if line is None:
-            if first and raw.strip():
+            if first and raw.strip() and not _BEGINNING.startswith(raw[: len(_BEGINNING)]):
                 raise MalformedCheckpoint(
                     "is not the report of a batch", path=path, hint="name another file"
                 )
@@ -76,12 +79,12 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 def _take(known: Known, line: dict[str, Any]) -> None:
-    if isinstance(at := line.get("time"), (int, float)):
+    if isinstance(at := line.get("time"), (int, float)) and isfinite(at):
         known.last = float(at)
         known.begun = known.last if known.begun is None else known.begun
     if "batch" in line:
         known.runs += 1
-        known.jobs = jobs if type(jobs := line.get("jobs")) is int else None
+        known.jobs = jobs if type(jobs := line.get("jobs")) is int and jobs >= 0 else None
         return
     output = line.get("key", line.get("output"))
     if type(output) is not str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from typing import Any, Literal
 
 from ckptconv.support.errors import CheckpointError, RemoteFailure, printable
@@ -35,12 +36,13 @@ class Receipt:
 
     `source` are the names that were given, `output` the one that was to be written. `fingerprint`
     stands for the source's identity, the options and the rules of conversion; `made` for the files
-    that were written. `seconds` are those of the last try, `tries` counts them. `source_nbytes` and
-    `nbytes` are the sizes of what was read and written, in bytes; `format` is the source's and `to`
-    the output's; `tensors` counts those written. `verified` counts the tensors that were read back
-    (None: not asked for). `found`: the output was there already, byte for byte. `earlier`: it was
-    done in an earlier run. `worker` is the host and the process that ran it, `network` what went
-    over the network for it (None: nothing). `error` is there when `state` is ``failed``.
+    that were written, and `read` for those that were read and lie outside of `source`. `seconds`
+    are those of the last try, `tries` counts them. `source_nbytes` and `nbytes` are the sizes of
+    what was read and written, in bytes; `format` is the source's and `to` the output's; `tensors`
+    counts those written. `verified` counts the tensors that were read back (None: not asked for).
+    `found`: the output was there already, byte for byte. `earlier`: it was done in an earlier run.
+    `worker` is the host and the process that ran it, `network` what went over the network for it
+    (None: nothing). `error` is there when `state` is ``failed``.
     """
 
     source: tuple[str, ...]
@@ -60,6 +62,7 @@ class Receipt:
     worker: str = ""
     network: Mapping[str, int] | None = None
     made: Stamps | None = None
+    read: Stamps | None = None
     error: Failure | None = None
     earlier: bool = False
 
@@ -85,6 +88,21 @@ class Receipt:
 _UNTOLD = ("earlier",)
 
 
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("fingerprint", "format", "to", "worker"), (str,)),
+    **dict.fromkeys(("tries", "source_nbytes", "nbytes", "tensors"), (int,)),
+    **dict.fromkeys(("network", "made", "read"), (dict, type(None))),
+    "seconds": (int, float),
+    "verified": (int, type(None)),
+    "found": (bool,),
+}
+"""What a line of a report may say, beside what every one has to."""
+
+
+def _is_kind(value: Any, kinds: tuple[type, ...]) -> bool:
+    return type(value) in kinds and not (type(value) is float and not isfinite(value))
+
+
 def receipt_of(line: Mapping[str, Any]) -> Receipt:
     """The receipt that a line of a report tells of; `ValueError` for what is not one."""
     known = {item.name for item in fields(Receipt)} - set(_UNTOLD)
@@ -96,6 +114,7 @@ def receipt_of(line: Mapping[str, Any]) -> Receipt:
         and type(told.get("output")) is str
         and told.get("state") in ("done", "failed")
         and isinstance(notes, list)
+        and all(_is_kind(told[name], kinds) for name, kinds in _KINDS.items() if name in told)
     ):
         raise ValueError("not a receipt")
     if (error := told.get("error")) is not None:

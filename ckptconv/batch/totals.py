@@ -122,7 +122,7 @@ def totals_lines(totals: Totals, reports: Sequence[Path]) -> Iterator[Row]:
 def failure_text(receipt: Receipt) -> str:
     """Why a job failed, with the name of its source where the message does not begin with it."""
     assert receipt.error is not None
-    source, message = ", ".join(receipt.source), receipt.error.message
+    source, message = ", ".join(map(printable, receipt.source)), receipt.error.message
     return message if message.startswith(source) else f"{source}: {message}"
 
 

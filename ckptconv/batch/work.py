@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 
-from ckptconv.batch.identity import fingerprint, names_of, places_of, stamps
+from ckptconv.batch.identity import fingerprint, names_of, places_of, stamp_of, stamps
 from ckptconv.batch.own_code import code_version
 from ckptconv.batch.receipts import Failure, Receipt, Stamps, failed_by
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
+from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.whole import standing
+from ckptconv.io.location import Location
 from ckptconv.io.outputs import clear_leftovers
 from ckptconv.io.places import place_of
 from ckptconv.io.remote.traffic import traffic
@@ -123,6 +125,7 @@ def _receipt(job: Job, result: ConversionResult) -> Receipt:
         notes=plan.notes,
         verified=result.verified,
         made=made_of(_written(result)),
+        read=_read_outside(plan, job) or None,
     )
 
 
@@ -137,8 +140,27 @@ def _written(result: ConversionResult) -> list[PurePath]:
     plan = result.plan
     if plan.target.is_folder:
         return [plan.output]
-    files = (*plan.files, *([plan.index] if plan.index is not None else []))
-    return [file.path for file in files]
+    files = [*plan.files, *(file for file in (plan.index, plan.mapping) if file is not None)]
+    return [
+        *(file.path for file in files),
+        *(plan.folder / item.name for item in plan.beside.copied),
+    ]
+
+
+def _read_outside(plan: ConversionPlan, job: Job) -> Stamps:
+    """What tells the files from others that a job read, and that its source does not name."""
+    named = [str(place.absolute) for place in places_of(job)]
+    told: list[tuple[Location, object]] = [
+        (place_of(source.path), source.fingerprint()) for source in plan.inputs
+    ]
+    told += [(item.place, item.stamp) for item in plan.beside.copied]
+    return {
+        name: [["", *stamp_of(place, found)]]
+        for place, found in told
+        if not any(
+            (name := str(place.absolute)) == one or name.startswith(f"{one}/") for one in named
+        )
+    }
 
 
 def made_of(paths: Sequence[PurePath]) -> Stamps:

@@ -89,6 +89,8 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     line of a manifest does not say is as the options of the command say.
     """
     from ckptconv.batch.checks import check_jobs
+    from ckptconv.io.outputs import check_place_free
+    from ckptconv.io.places import place_of
 
     as_json = given["as_json"]
     if not paths:
@@ -108,6 +110,8 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
             _show_jobs(_shared(listed, share), passed, _refused(listed), as_json=as_json)
             return
         check_jobs(listed.jobs, listed.names)
+        if given["html"] is not None:
+            check_place_free(place_of(given["html"]), is_folder=False, force=given["force"])
     _tell_passed(passed, silent=as_json or given["quiet"])
     _run(_shared(listed, share), report, given)
 
@@ -322,14 +326,14 @@ def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> Non
     """The end of a batch, or how far it is: a table, a page, the exit code."""
     from ckptconv.batch.totals import totals_document, totals_headline, totals_lines
 
-    if given["html"] is not None:
-        with errors_shown(given["as_json"]):
-            _write_page(totals, given["html"], force=given["force"])
     if given["as_json"]:
         print_json({"reports": list(map(str, reports)), **totals_document(totals)})
     elif not given["quiet"] or totals.failed:
         print_headline(totals_headline(totals), err=not given["status"])
         print_lines(totals_lines(totals, reports), err=not given["status"])
+    if given["html"] is not None:
+        with errors_shown(as_json=False):  # a document has been printed
+            _write_page(totals, given["html"], force=given["force"])
     if totals.failed:
         sys.exit(1)
 

@@ -89,13 +89,23 @@ def companions(home: Location, read: Sequence[PurePath]) -> Beside:
     for name, place in _candidates(home):
         if place.path in own:
             continue
-        is_named = _TEMPLATE(name.partition("/")[2]) if "/" in name else is_companion(name)
-        reason = _why_left(name, place, home, is_named=bool(is_named))
+        reason = _why_left(name, place, home, is_named=_is_named(name))
         if reason is None:
             copied.append(_companion(name, place))
         else:
             left.append(LeftFile(name, reason))
     return Beside(tuple(copied), tuple(left))
+
+
+def companion_places(home: Location) -> Iterator[Location]:
+    """Where the files of the folder `home` lie that belong to a model, by name alone."""
+    for name, place in _candidates(home):
+        if _is_named(name):
+            yield place
+
+
+def _is_named(name: str) -> bool:
+    return bool(_TEMPLATE(name.partition("/")[2])) if "/" in name else is_companion(name)
 
 
 def _candidates(home: Location) -> Iterator[tuple[str, Location]]:

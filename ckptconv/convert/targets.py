@@ -33,8 +33,8 @@ def target(named: Location, options: Request) -> tuple[PurePath, TargetFormat]:
     if options.shard_bytes is None:
         return output, _target_format(output, options.to)
     if options.with_files:
-        _refuse_no_folder(named)
-    if not output.suffix or named.is_folder():
+        _refuse_no_folder(named, options.to)
+    if is_folder_of_set(named, options.to):
         found = FOR_FOLDERS if options.to is None else target_named(options.to)
         _refuse_unsplit(found, output, with_files=options.with_files)
         return output / found.shards_named, found
@@ -43,9 +43,19 @@ def target(named: Location, options: Request) -> tuple[PurePath, TargetFormat]:
     return output, found
 
 
-def _refuse_no_folder(named: Location) -> None:
+def is_folder_of_set(named: Location, to: Target | None) -> bool:
+    """Whether the files of an output of several go into a folder of its name: one that is there, or
+    whose name does not end like that of a file. What follows the dot of ``llama-3.1-8b`` is such an
+    end only where nothing else says the format.
+    """
+    suffix = named.path.suffix
+    is_file_named = suffix and (to is None or target_of_suffix(suffix) is not None)
+    return not is_file_named or named.is_folder()
+
+
+def _refuse_no_folder(named: Location, to: Target | None) -> None:
     """Refuse a file as the place of files that go together."""
-    if named.path.suffix and not named.is_folder():
+    if not is_folder_of_set(named, to):
         raise OutputRefused(
             "is the name of a file, but --with-files (with_files in code) puts several files "
             "beside each other",

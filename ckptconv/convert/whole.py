@@ -14,6 +14,7 @@ from ckptconv.convert.job import Job
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.verify import verify_folder
 from ckptconv.convert.write import Tally, write_layout
+from ckptconv.formats.hf_names import earlier_files
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import Source
@@ -62,7 +63,15 @@ def _files_kind(plan: ConversionPlan) -> Kind:
         return "other"
     if "nothing" not in kinds:
         return "whole"
+    if _has_others(plan):
+        return "other"
     return "part" if "whole" in kinds else "nothing"
+
+
+def _has_others(plan: ConversionPlan) -> bool:
+    """Whether files of another output of that name are there, which would have to go."""
+    own = {str(file.path) for file in _files(plan)}
+    return plan.is_sharded and any(str(path) not in own for path in earlier_files(plan.output))
 
 
 def _files(plan: ConversionPlan) -> Iterator[PlannedFile]:

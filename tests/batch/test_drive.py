@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from ckptconv import BatchRefused, Job, OptionRefused, Options, OutputRefused, convert_many
+from ckptconv import (
+    BatchRefused,
+    Job,
+    KeyRules,
+    OptionRefused,
+    Options,
+    OutputRefused,
+    convert_many,
+)
 from ckptconv.batch import drive
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.support.errors import RemoteFailure
@@ -368,3 +376,75 @@ def test_a_torn_or_forged_line_is_passed_over(room):
     assert ran(jobs_in(room), report=report) == [EARLIER] * 4
     assert report.read_text().endswith("\n")
     assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+
+
+# ------------------------------------------------------------------------- what is part of a job
+
+
+def states(jobs: list[Job], room: Path, **given: object) -> list[tuple[str, bool]]:
+    found = list(convert_many(jobs, report=room / "r.jsonl", **given))
+    return [(receipt.state, receipt.earlier) for receipt in found]
+
+
+def test_a_foreign_checkpoint_in_the_folder_of_a_set_stays_when_it_is_tried_again(room):
+    """What lies beside it is what would be written, but the checkpoint is somebody's own."""
+    for name in ("src", "out"):
+        (room / name).mkdir()
+        (room / name / "config.json").write_text("{}")
+    tensors = {f"{number}.w": torch.ones(8) for number in range(3)}
+    save_file(tensors, room / "src/model.safetensors")
+    save_file({"mine": torch.ones(2)}, room / "out/model.safetensors")
+    options = Options(to="safetensors", with_files=True, max_shard_size=40)
+    jobs = [Job(room / "src/model.safetensors", room / "out", options)]
+    assert states(jobs, room) == [("failed", False)]
+    assert states(jobs, room, retry_failed=True) == [("failed", False)]
+    assert [*load_file(room / "out/model.safetensors")] == ["mine"]
+
+
+@pytest.mark.parametrize("what", ["changed", "new", "gone"])
+def test_files_that_go_with_a_model_are_part_of_the_job(what, room):
+    (room / "src").mkdir()
+    save_file({"w": torch.ones(2)}, room / "src/model.safetensors")
+    (room / "src/config.json").write_text("1")
+    options = Options(to="safetensors", with_files=True)
+    jobs = [Job(room / "src/model.safetensors", room / "made", options)]
+    assert states(jobs, room) == [DONE] and states(jobs, room) == [EARLIER]
+    if what == "changed":
+        (room / "src/config.json").write_text("22")
+    elif what == "new":
+        (room / "src/tokenizer.json").write_text("3")
+    else:
+        (room / "made/config.json").unlink()
+    assert states(jobs, room) == [DONE] and states(jobs, room) == [EARLIER]
+    for name in ("config.json", "tokenizer.json"):
+        before, after = room / "src" / name, room / "made" / name
+        assert before.exists() == after.exists()
+        assert not before.exists() or before.read_text() == after.read_text()
+
+
+def test_the_shards_of_an_index_are_part_of_the_job(room):
+    (room / "s").mkdir()
+    shard, index = room / "s/m-00001-of-00001.safetensors", room / "s/m.safetensors.index.json"
+    save_file({"w": torch.ones(2)}, shard)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"w": shard.name}}))
+    jobs = [Job(index, room / "o.safetensors")]
+    assert states(jobs, room) == [DONE] and states(jobs, room) == [EARLIER]
+    save_file({"w": torch.zeros(2)}, shard)
+    assert states(jobs, room) == [DONE]
+    assert load_file(room / "o.safetensors")["w"].tolist() == [0, 0]
+
+
+def test_all_of_a_request_and_of_rules_is_part_of_the_job(room):
+    def with_rules(last: str) -> Options:
+        many = [("add-prefix", f"{number}.") for number in range(20)]  # repr shows ten
+        return Options(keys=KeyRules.of([*many, ("add-prefix", last)], "keep"))
+
+    for first, second in (
+        (Options(dtype="bf16").request(None), Options(dtype="f64").request(None)),
+        (with_rules("a."), with_rules("b.")),
+    ):
+        (room / "o.safetensors").unlink(missing_ok=True)
+        (room / "r.jsonl").unlink(missing_ok=True)
+        jobs = [Job(room / "0.pt", room / "o.safetensors", options) for options in (first, second)]
+        assert states(jobs[:1], room) == [DONE] and states(jobs[:1], room) == [EARLIER]
+        assert states(jobs[1:], room) == [DONE]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptconv import BatchRefused, Job, Options
+from ckptconv.batch.checks import check_jobs
 from ckptconv.batch.finding import find_checkpoints, jobs_below
 from ckptconv.batch.manifest import job_of, manifest_line, read_manifest
 from ckptconv.io.places import place_of
@@ -178,3 +179,51 @@ def test_a_value_that_is_none_is_refused_by_the_words_of_the_options():
     for words in ({"dtype": 7}, {"tied": "both"}, {"rename": "nothing"}):
         with pytest.raises(CheckpointError):
             job_of({"source": "a", "output": "b", **words}, Job("i", "o"))
+
+
+SHARDED = Options(to="safetensors", max_shard_size=300)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (("m", SHARDED), ("m/model.safetensors", Options()), "has the output of"),
+        (("m", SHARDED), ("m/model.safetensors", SHARDED), "has the output of"),
+        (("m", SHARDED), ("m/model-00001-of-00004.safetensors", Options()), "like a shard of"),
+        (
+            ("s.safetensors", SHARDED),
+            ("s.safetensors.index.json", Options(to="torch")),
+            "like a shard of",
+        ),
+        (("d", Options(to="dcp")), ("d/x/b.pt", Options()), "lies in the output of"),
+        (("d", Options(to="dcp")), ("b.pt", Options(save_mapping="d/m")), "lies in the output of"),
+        (("a.pt", Options(save_mapping="m")), ("b.pt", Options(save_mapping="m")), "the output of"),
+        (("a.pt", Options()), ("b.pt", Options(save_mapping="in.pt")), "mapping is the source of"),
+        (("in", Options(to="dcp")), ("b.pt", Options()), None),
+        (("m", SHARDED), ("m/other.safetensors", Options()), None),
+        (("m", SHARDED), ("m/model.pt", SHARDED), None),
+    ],
+)
+def test_outputs_that_meet_in_one_place_are_told(first, second, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2)}, "in.pt")
+    jobs = [Job("in.pt", output, options, force=True) for output, options in (first, second)]
+    if why is None:
+        check_jobs(jobs)
+        return
+    with pytest.raises(BatchRefused, match=why):
+        check_jobs(jobs)
+
+
+def test_a_source_in_the_folder_that_an_output_replaces_is_told(tmp_path):
+    (tmp_path / "d").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "d/in.pt")
+    with pytest.raises(BatchRefused, match="its source lies in the output of"):
+        check_jobs([Job(tmp_path / "d/in.pt", tmp_path / "d", Options(to="dcp"), force=True)])
+
+
+def test_two_jobs_with_one_name_and_one_output_are_two(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    jobs = [Job(tmp_path / "in.pt", tmp_path / "out.pt")] * 2
+    with pytest.raises(BatchRefused, match="has the output of"):
+        check_jobs(jobs, ["m.jsonl:1", "m.jsonl:1"])

@@ -182,3 +182,69 @@ def test_a_report_has_no_place_in_a_store(room):
     done = run("batch", "runs", "--out-dir", "s3://bucket/x", "--to", "torch", cwd=room)
     assert done.exit == 2 and "--report" in done.err
     assert Path(room / "runs/a.pt").exists()
+
+
+def test_a_page_that_is_there_is_told_before_anything_is_converted(room):
+    (room / "batch.html").write_text("mine")
+    done = run(*WORDS, "--engine", "serial", "--html", "batch.html", cwd=room)
+    assert done.exit == 2 and "batch.html: exists" in done.err
+    assert not (room / "out/a.safetensors").exists()
+
+
+def test_a_name_with_a_dot_becomes_a_folder_of_shards(room):
+    shutil.copy(SAMPLES / "tied.pt", room / "runs/llama-3.1-8b.pt")
+    for out, words in (("one", ("--max-shard-size", "1kB")), ("two", ("--with-files",))):
+        done = run("batch", "runs", "--out-dir", out, "--to", "safetensors", "--engine", "serial",
+                   *words, cwd=room)  # fmt: skip
+        assert done.exit == 0, done.err
+        made = {path.name for path in (room / out / "llama-3.1-8b").iterdir()}
+        assert made & {"model.safetensors.index.json", "model.safetensors"}, made
+
+
+def test_folders_are_known_by_their_names_from_within(room):
+    (room / "in").mkdir()
+    done = run("batch", "..", ".", "--out-dir", "../../in/out", "--to", "safetensors", "--engine",
+               "serial", "-q", cwd=room / "runs/b")  # fmt: skip
+    assert done.exit == 0, done.err
+    found = sorted(str(path.relative_to(room)) for path in room.rglob("*.safetensors"))
+    assert found == [
+        "in/out/b/tied.safetensors",
+        "in/out/runs/a.safetensors",
+        "in/out/runs/b/tied.safetensors",
+    ]
+
+
+def test_outputs_are_not_taken_for_sources_by_another_name(room):
+    words = ("batch", "runs", "--out-dir", "runs/b/../made", "--to", "safetensors")
+    assert run(*words, "--engine", "serial", cwd=room).exit == 0
+    again = run(*words, "--engine", "serial", cwd=room)
+    assert again.exit == 0 and "2 of 2 done, 2 in an earlier run" in again.err
+
+
+def test_a_report_whose_first_line_was_cut_off_is_gone_on_with(room):
+    (room / "out").mkdir()
+    for begun in ('{"batch": 1, "jo', '{"ba', ""):
+        (room / "out/ckptconv-batch.jsonl").write_text(begun)
+        assert run(*WORDS, "--engine", "serial", "--force", cwd=room).exit == 0
+
+
+@pytest.mark.parametrize(
+    "told",
+    ['"nbytes": "x"', '"seconds": "a"', '"seconds": NaN', '"made": 5', '"read": 1', '"tries": {}'],
+)
+def test_lines_of_a_report_that_say_nonsense_are_passed_over(told, room):
+    key = json.dumps(str(room / "out/a.safetensors"))
+    (room / "r.jsonl").write_text(
+        '{"batch": 1, "jobs": -1, "time": 1e999}\n'
+        f'{{"key": {key}, "state": "done", "source": ["a"], "output": "b", {told}}}\n'
+    )
+    status = run("batch", "--status", "r.jsonl", "--html", "p.html", cwd=room)
+    assert status.exit == 0 and "0 done" in status.out, status.err
+    done = run(*WORDS, "--engine", "serial", "--report", "r.jsonl", cwd=room)
+    assert done.exit == 0 and "2 of 2 done" in done.err, done.err
+
+
+def test_a_failure_is_told_with_its_source_once(room):
+    (room / "runs/new\nline.pt").write_bytes(b"PK\x03\x04" + bytes(100))
+    done = run(*WORDS, "--engine", "serial", cwd=room)
+    assert done.exit == 1 and "new\\nline.pt: runs" not in done.err
