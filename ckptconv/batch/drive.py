@@ -119,7 +119,8 @@ def receipts_of(
         ledger = None
         if report is not None:
             ledger = leaving.enter_context(closing(Ledger(report)))
-            ledger.begin({"jobs": len(jobs), "ckptconv": code_version(), "engine": engine.name})
+            told = {"ckptconv": code_version(), "engine": engine.name}
+            ledger.begin(map(key_of, jobs), told)
             engine.hold(ledger.descriptor())
         with engine:
             yield from _Run(jobs, engine, wanted, ledger).receipts()

@@ -2,7 +2,7 @@
 
 | line | what it says |
 |---|---|
-| ``{"batch": 1, "jobs": N, ...}`` | a run began |
+| ``{"batch": 1, "jobs": N, "other": [...]}`` | a run began; `other` outputs are not of it |
 | ``{"state": "started", "output": ...}`` | a job was begun: its output may be there from now on |
 | ``{"state": "done", ...}`` | a receipt |
 | ``{"state": "failed", ...}`` | a receipt |
@@ -36,8 +36,8 @@ class Known:
     """What a report tells: of each output the last receipt, and the outputs that were begun since.
 
     `runs` counts the runs; `torn` the lines that were cut off; `jobs` is the number of jobs of the
-    last run (None: not said), `begun` and `last` the times of the first and the last line, in
-    seconds since 1970.
+    last run (None: not said), `other` are the outputs that are not of it, `begun` and `last` the
+    times of the first and the last line, in seconds since 1970.
     """
 
     receipts: dict[str, Receipt] = field(default_factory=dict)
@@ -47,6 +47,7 @@ class Known:
     jobs: int | None = None
     begun: float | None = None
     last: float | None = None
+    other: frozenset[str] = frozenset()
 
 
 def read_report(path: Path) -> Known:
@@ -85,6 +86,8 @@ def _take(known: Known, line: dict[str, Any]) -> None:
     if "batch" in line:
         known.runs += 1
         known.jobs = jobs if type(jobs := line.get("jobs")) is int and jobs >= 0 else None
+        other = line.get("other")
+        known.other = frozenset(map(str, other)) if isinstance(other, list) else frozenset()
         return
     output = line.get("key", line.get("output"))
     if type(output) is not str:
@@ -109,9 +112,12 @@ class Ledger:
         self._pending = 0
         self._synced = time.monotonic()
 
-    def begin(self, told: Mapping[str, Any]) -> None:
-        """A run begins."""
-        self._append([{"batch": VERSION, **told, "time": time.time()}], sync=True)
+    def begin(self, keys: Iterable[str], told: Mapping[str, Any]) -> None:
+        """A run begins, of jobs with these outputs."""
+        mine = set(keys)
+        other = sorted({*self.known.receipts, *self.known.started} - mine)
+        line = {"batch": VERSION, "jobs": len(mine), **told, "time": time.time()}
+        self._append([line | ({"other": other} if other else {})], sync=True)
 
     def started(self, keys: Iterable[str]) -> None:
         """Jobs are about to begin, and the disk knows it."""

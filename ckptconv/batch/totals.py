@@ -59,22 +59,31 @@ class Totals:
         """The jobs that have not ended; None where nobody knows how many there are."""
         return None if self.jobs is None else max(0, self.jobs - self.ended)
 
+    @property
+    def is_all_done(self) -> bool:
+        """Whether nothing failed and nothing is left."""
+        return not self.failed and self.left == 0
+
     def passed(self) -> float:
         """The seconds that the batch took, or has taken by now."""
         return time.monotonic() - self.begun if self.seconds is None else self.seconds
 
 
 def totals_of(reports: Sequence[Path]) -> Totals:
-    """What reports say, of several the sum."""
+    """What reports say of the jobs of their last runs, of several the sum.
+
+    What was done, and begun again since, is not done.
+    """
     totals = Totals(0, seconds=0.0)
     running: list[str] = []
     for path in reports:
         known = read_report(path)
         if totals.jobs is not None:
             totals.jobs = None if known.jobs is None else totals.jobs + known.jobs
-        for receipt in known.receipts.values():
-            totals.add(receipt)
-        running += sorted(known.started)
+        for key, receipt in known.receipts.items():
+            if key not in known.started | known.other:
+                totals.add(receipt)
+        running += sorted(known.started - known.other)
         if known.begun is not None and known.last is not None:
             totals.seconds = max(totals.seconds or 0.0, known.last - known.begun)
     totals.running = tuple(running)

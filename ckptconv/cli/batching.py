@@ -55,7 +55,7 @@ Examples:
 
 A line of a manifest: {"source": "a.pt", "output": "a.safetensors", "dtype": "bf16"}
 
-Exit code: 0 all done, 1 some failed, 2 wrong usage, or jobs that are in each other's way.""",
+Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each other's way.""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1)
 @click.option(
@@ -334,7 +334,7 @@ def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> Non
     if given["html"] is not None:
         with errors_shown(as_json=False):  # a document has been printed
             _write_page(totals, given["html"], force=given["force"])
-    if totals.failed:
+    if not totals.is_all_done:
         sys.exit(1)
 
 

@@ -239,7 +239,7 @@ def test_lines_of_a_report_that_say_nonsense_are_passed_over(told, room):
         f'{{"key": {key}, "state": "done", "source": ["a"], "output": "b", {told}}}\n'
     )
     status = run("batch", "--status", "r.jsonl", "--html", "p.html", cwd=room)
-    assert status.exit == 0 and "0 done" in status.out, status.err
+    assert status.exit == 1 and "0 done" in status.out, status.err
     done = run(*WORDS, "--engine", "serial", "--report", "r.jsonl", cwd=room)
     assert done.exit == 0 and "2 of 2 done" in done.err, done.err
 
@@ -248,3 +248,31 @@ def test_a_failure_is_told_with_its_source_once(room):
     (room / "runs/new\nline.pt").write_bytes(b"PK\x03\x04" + bytes(100))
     done = run(*WORDS, "--engine", "serial", cwd=room)
     assert done.exit == 1 and "new\\nline.pt: runs" not in done.err
+
+
+def test_a_status_is_that_of_the_jobs_of_the_last_run(room):
+    """Outputs that an earlier manifest named do not stand for those that are left."""
+    names = [f"o/{number}.pt" for number in range(6)]
+    lines = [json.dumps({"source": "runs/a.pt", "output": name}) for name in names]
+    words = ("batch", "m.jsonl", "--report", "r.jsonl", "--engine", "serial", "-q")
+    (room / "m.jsonl").write_text("\n".join(lines[:4]))
+    assert run(*words, cwd=room).exit == 0
+    assert run("batch", "--status", "r.jsonl", cwd=room).exit == 0
+    (room / "m.jsonl").write_text("\n".join(lines[3:]))
+    assert run(*words, cwd=room).exit == 0
+    report = (room / "r.jsonl").read_text().splitlines(keepends=True)
+    begun = [number for number, line in enumerate(report) if '"batch"' in line][1]
+    (room / "r.jsonl").write_text("".join(report[: begun + 3]))  # it was killed with two begun
+    status = run("batch", "--status", "r.jsonl", cwd=room)
+    assert status.exit == 1 and "1 of 3 done, 2 left" in status.out
+    assert run(*words, cwd=room).exit == 0
+    assert run("batch", "--status", "r.jsonl", cwd=room).out.startswith("3 of 3 done")
+
+
+def test_what_is_begun_again_is_not_done(room):
+    assert run(*WORDS, "--engine", "serial", "-q", cwd=room).exit == 0
+    report = room / "out/ckptconv-batch.jsonl"
+    key = json.dumps(str(room / "out/a.safetensors"))
+    report.write_text(report.read_text() + f'{{"state": "started", "key": {key}}}\n')
+    status = run("batch", "--status", str(report), cwd=room)
+    assert status.exit == 1 and "1 of 2 done, 1 left" in status.out
