@@ -202,6 +202,9 @@ def main() -> None:
     except (
         Exception
     ) as error:  # a defect: its traceback is shown, and who reads the document learns of it too
+        # until 3.11, Python makes a RuntimeError of a stop that comes while a class is made
+        if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
+            _stop_if_missed(as_json, "interrupted; no unfinished file was left behind")
         if as_json:
             print_ending_json(
                 type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1
@@ -209,14 +212,12 @@ def main() -> None:
         raise
 
 
-def _stop_if_missed(as_json: bool) -> None:
+_TOO_LATE = "stopped by a signal, but too late: the command had come to its end"
+
+
+def _stop_if_missed(as_json: bool, what: str = _TOO_LATE) -> None:
     if (code := missed_stop()) is not None:
-        stop(
-            "Interrupted",
-            "stopped by a signal, but too late: the command had come to its end",
-            code,
-            as_json=as_json,
-        )
+        stop("Interrupted", what, code, as_json=as_json)
 
 
 def _arguments() -> list[str]:

@@ -53,6 +53,21 @@ main()
 """
 
 
+IN_A_CLASS = """
+import signal
+import ckptconv.cli.converting as converting
+from ckptconv.cli.main import main
+class Stopping:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.{name})
+def making(*given):
+    class Made:
+        stopping = Stopping()
+converting.print_summary = making
+main()
+"""
+
+
 def script(text: str, *arguments: object, cwd: Path):
     return run_process(*arguments, cwd=cwd, command=[PROGRAM[0], "-c", text])
 
@@ -87,3 +102,16 @@ def test_a_stop_that_was_swallowed_is_the_exit_code(name, code, tmp_path):
     assert done.err.endswith(
         "error: stopped by a signal, but too late: the command had come to its end\n"
     )
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_stop_that_comes_while_a_class_is_made_is_one(name, code, more, tmp_path):
+    """Until 3.11, Python makes a RuntimeError of it."""
+    words = ("convert", SAMPLES / "tied.pt", "out.pt")
+    text = IN_A_CLASS.format(name=name)
+    if more:  # which prints by another function
+        text = text.replace("converting.print_summary", "converting.print_json")
+    done = script(text, *words, *more, cwd=tmp_path)
+    assert done.exit == code and "Traceback" not in done.err
+    assert ("Interrupted" in done.out) is bool(more)
