@@ -36,6 +36,21 @@ def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
         raise BatchRefused(problems)
 
 
+def check_apart(jobs: Sequence[Job], places: Sequence[Location]) -> None:
+    """Raise `BatchRefused` where `places`, such as a report and a page, are one place, or that of a
+    source or an output.
+    """
+    taken = {real for job in jobs for real in _written_by(job).places()}
+    taken |= {real_name(place) for job in jobs for place in places_of(job)}
+    problems = []
+    for place in places:
+        if (real := real_name(place)) in taken:
+            problems.append(f"{place}: is named twice, for two things; name another file")
+        taken.add(real)
+    if problems:
+        raise BatchRefused(problems)
+
+
 @dataclass(frozen=True, slots=True)
 class _Written:
     """Where a job writes: its output, the file that the shards of a set are named after, and the

@@ -50,9 +50,11 @@ class Display:
 
     def ended(self, receipt: Receipt) -> None:
         """A job has ended; `totals` know of it."""
+        from ckptconv.batch.totals import failure_text
+
         self.running.pop(receipt.output, None)
         if receipt.error is not None:
-            self.say(f"failed  {printable(receipt.error.message, 1000)}", "red")
+            self.say(f"failed  {printable(failure_text(receipt), 1000)}", "red")
             return
         if not receipt.earlier:
             facts = [size_text(receipt.nbytes), seconds_text(receipt.seconds)]

@@ -88,7 +88,7 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     What is done is not done again: run the command once more after it was stopped or killed. What a
     line of a manifest does not say is as the options of the command say.
     """
-    from ckptconv.batch.checks import check_jobs
+    from ckptconv.batch.checks import check_apart, check_jobs
     from ckptconv.io.outputs import check_place_free
     from ckptconv.io.places import place_of
 
@@ -110,8 +110,11 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
             _show_jobs(_shared(listed, share), passed, _refused(listed), as_json=as_json)
             return
         check_jobs(listed.jobs, listed.names)
-        if given["html"] is not None:
-            check_place_free(place_of(given["html"]), is_folder=False, force=given["force"])
+        pages = [] if given["html"] is None else [place_of(given["html"])]
+        manifests = [] if given["out_dir"] is not None else list(map(place_of, paths))
+        check_apart(listed.jobs, [*manifests, place_of(report), *pages])
+        for page in pages:
+            check_place_free(page, is_folder=False, force=given["force"])
     _tell_passed(passed, silent=as_json or given["quiet"])
     _run(_shared(listed, share), report, given)
 

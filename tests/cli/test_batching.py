@@ -276,3 +276,21 @@ def test_what_is_begun_again_is_not_done(room):
     report.write_text(report.read_text() + f'{{"state": "started", "key": {key}}}\n')
     status = run("batch", "--status", str(report), cwd=room)
     assert status.exit == 1 and "1 of 2 done, 1 left" in status.out
+
+
+@pytest.mark.parametrize("option", ["--html", "--report"])
+@pytest.mark.parametrize("name", ["m.jsonl", "runs/a.pt", "o/a.safetensors"])
+def test_a_page_and_a_report_do_not_take_the_place_of_what_is_converted(option, name, room):
+    (room / "o").mkdir()
+    (room / "m.jsonl").write_text('{"source": "runs/a.pt", "output": "o/a.safetensors"}')
+    done = run("batch", "m.jsonl", option, name, "--force", "--engine", "serial", cwd=room)
+    assert done.exit == 2 and f"{name}: is named twice" in done.err
+    assert (room / "runs/a.pt").read_bytes() == (SAMPLES / "ddp_cuda3.pt").read_bytes()
+    assert not (room / "o/a.safetensors").exists()
+
+
+def test_a_failure_that_is_of_another_file_is_told_with_its_source(room):
+    line = {"source": "runs/a.pt", "output": "o/a.safetensors", "like": "none.safetensors"}
+    (room / "m.jsonl").write_text(json.dumps(line))
+    done = run("batch", "m.jsonl", "--engine", "serial", cwd=room)
+    assert done.exit == 1 and "[1/1] failed  runs/a.pt: none.safetensors: no such" in done.err
