@@ -351,6 +351,12 @@ def test_batch_prints_what_the_page_says(room, monkeypatch):
     totals = Totals(1)
     totals.add(replace(receipt, tries=2, notes=("a note",)))
     found.append(strict(json_text({"reports": [], **totals_document(totals)}) + "\n"))
+    (room / "in/config.json").write_text("{}")
+    (room / "n.jsonl").write_text(
+        '{"source": "in/tied.pt", "output": "model", "to": "safetensors", "with_files": true}\n'
+    )
+    found.append(document("batch", "n.jsonl", cwd=room))
+    assert [Path(name).name for name in found[-1]["receipts"][0]["read"]] == ["config.json"]
     hold("batch", found)
 
 
