@@ -32,7 +32,7 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
 
     `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
     """
-    if (kept := _KEPT.get()) is not None:
+    if (kept := _KEPT.get()) is not None and not kept.is_used:
         with output_errors(path), kept.folder_in(target.parent) as folder:
             yield folder
         return
@@ -50,6 +50,7 @@ class KeptFolder:
     """
 
     def __init__(self) -> None:
+        self.is_used = False  # what is made meanwhile gets a folder of its own
         self._parent: Path | None = None
         self._folder = Path()
         self._leaving = contextlib.ExitStack()
@@ -72,9 +73,11 @@ class KeptFolder:
             with contextlib.ExitStack() as leaving:
                 self._folder = leaving.enter_context(_hidden_folder(parent / _BATCH))
                 self._leaving, self._parent = leaving.pop_all(), parent
+        self.is_used = True
         try:
             yield self._folder
         finally:
+            self.is_used = False
             with held_back(), contextlib.suppress(OSError):
                 _empty(self._folder)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv import Job, OutputRefused, convert_many
+from ckptconv import Job, Options, OutputRefused, convert_many
 from ckptconv.io.hidden_folders import KeptFolder
 from helpers.engine_conformance import checkpoint
 
@@ -48,6 +48,16 @@ def test_outputs_of_one_folder_are_made_in_one(room):
     assert hidden(room / "y") == []
     names = {path.name for path in (room / "x").iterdir()}
     assert names == {"1.pt", "2.pt", "3.pt"}
+
+
+def test_a_mapping_in_another_folder_is_made_beside_it(room):
+    jobs = [
+        Job(room / "a.pt", room / f"x/{n}.pt", Options(save_mapping=room / f"y/{n}.json"))
+        for n in range(3)
+    ]
+    assert [one.error for one in convert_many(jobs)] == [None] * 3
+    assert sorted(path.name for path in (room / "y").iterdir()) == ["0.json", "1.json", "2.json"]
+    assert sorted(path.name for path in (room / "x").iterdir()) == ["0.pt", "1.pt", "2.pt"]
 
 
 def test_what_fails_leaves_it_empty(room):
