@@ -349,7 +349,8 @@ def test_batch_prints_what_the_page_says(room, monkeypatch):
     with HttpServer({"/a.pt": (SAMPLES / "tied.pt").read_bytes()}) as server:
         (receipt,) = convert_many([Job(f"{server.url}/a.pt", room / "far.safetensors")])
     totals = Totals(1)
-    totals.add(replace(receipt, tries=2, notes=("a note",)))
+    read = {"rules.toml": [["", 1, 2, 3]]}
+    totals.add(replace(receipt, tries=2, notes=("a note",), read=read))
     found.append(strict(json_text({"reports": [], **totals_document(totals)}) + "\n"))
     (room / "in/config.json").write_text("{}")
     (room / "n.jsonl").write_text(
