@@ -36,14 +36,15 @@ pythons:
 lowest:
 	$(PYTHON) tests/helpers/pythons.py --lowest $(LOWEST)
 
-# What needs transformers, peft, lightning, picklescan, modelscan and fickling, which make test does
-# without.
-$(FAMILIES)/ready: pyproject.toml constraints.txt tests/data/families.txt
+# What needs real frameworks (docs/frameworks.md) and other scanners, which make test does without.
+$(FAMILIES)/ready: pyproject.toml constraints.txt tests/data/families.txt tests/data/families_alone.txt
 	$(PYTHON) -m venv $(FAMILIES)
 	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint \
 	    constraints.txt torch
 	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
 	    --requirement tests/data/families.txt
+	$(FAMILIES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    --requirement tests/data/families_alone.txt
 	@touch $@
 
 PEERS := $(FAMILIES)/peers
@@ -59,9 +60,10 @@ $(PEERS)/ready: $(FAMILIES)/ready tests/helpers/peer_files.py
 	@touch $@
 
 families: $(FAMILIES)/ready
+	$(FAMILIES)/bin/python -m pytest -q -n auto --dist worksteal -m families tests/families
 	-$(MAKE) $(PEERS)/ready
 	CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto --dist worksteal tests/live/test_fitted_models.py \
-	    tests/keys/test_fitting.py tests/scan/test_files.py tests/scan/test_peers.py
+	    tests/keys/test_fitting.py tests/formats/folders/test_sharded.py tests/scan/test_files.py tests/scan/test_peers.py
 	-PYTHONPATH=tests $(FAMILIES)/bin/python tests/helpers/peer_files.py table $(PEERS)/files
 
 lint: $(VENV)/ready

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from ckptconv.convert.planner import plan_conversion as plan_conversion
     from ckptconv.devices.host import best_device as best_device
     from ckptconv.diff.checkpoints import diff_checkpoints as diff_checkpoints
-    from ckptconv.diff.difference import Difference as Difference
+    from ckptconv.diff.report import Difference as Difference
     from ckptconv.doctor.diagnose import diagnose as diagnose
-    from ckptconv.doctor.findings import Diagnosis as Diagnosis
-    from ckptconv.doctor.findings import Finding as Finding
+    from ckptconv.doctor.report import Diagnosis as Diagnosis
+    from ckptconv.doctor.report import Finding as Finding
     from ckptconv.formats.registry import open_checkpoint as open_checkpoint
     from ckptconv.inspect.facts import inspect_checkpoint as inspect_checkpoint
     from ckptconv.inspect.inspection import Inspection as Inspection
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckptconv.support.errors import AmbiguousStateDict as AmbiguousStateDict
     from ckptconv.support.errors import BatchRefused as BatchRefused
     from ckptconv.support.errors import CheckpointError as CheckpointError
+    from ckptconv.support.errors import CheckpointWarning as CheckpointWarning
     from ckptconv.support.errors import DeviceUnavailable as DeviceUnavailable
     from ckptconv.support.errors import IncompleteCheckpoint as IncompleteCheckpoint
     from ckptconv.support.errors import IsFolder as IsFolder
@@ -76,8 +77,8 @@ if TYPE_CHECKING:
     from ckptconv.tree.checkpoint import Checkpoint as Checkpoint
     from ckptconv.tree.state_dicts import StateDict as StateDict
     from ckptconv.values.collect import stats as stats
-    from ckptconv.values.facts import CheckpointStatistics as CheckpointStatistics
-    from ckptconv.values.facts import TensorStatistics as TensorStatistics
+    from ckptconv.values.report import CheckpointStatistics as CheckpointStatistics
+    from ckptconv.values.report import TensorStatistics as TensorStatistics
 
 __version__ = "0.1.0"
 
@@ -86,13 +87,14 @@ _HOMES = {
     "BatchRefused": "support.errors",
     "Checkpoint": "tree.checkpoint",
     "CheckpointError": "support.errors",
-    "CheckpointStatistics": "values.facts",
+    "CheckpointStatistics": "values.report",
+    "CheckpointWarning": "support.errors",
     "ConversionPlan": "convert.plan",
     "ConversionResult": "convert.execute",
     "DeviceUnavailable": "support.errors",
-    "Diagnosis": "doctor.findings",
-    "Difference": "diff.difference",
-    "Finding": "doctor.findings",
+    "Diagnosis": "doctor.report",
+    "Difference": "diff.report",
+    "Finding": "doctor.report",
     "EditResult": "convert.edit",
     "Fit": "keys.fits",
     "IncompleteCheckpoint": "support.errors",
@@ -121,7 +123,7 @@ _HOMES = {
     "Statistics": "tensors.statistics",
     "TensorFacts": "inspect.inspection",
     "TensorRef": "tensors.refs",
-    "TensorStatistics": "values.facts",
+    "TensorStatistics": "values.report",
     "Tolerance": "tensors.element_pairs",
     "UnknownOption": "support.errors",
     "UnreadableFile": "support.errors",
@@ -157,6 +159,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointStatistics",
+    "CheckpointWarning",
     "ConversionPlan",
     "ConversionResult",
     "DeviceUnavailable",

@@ -14,6 +14,9 @@ def main() -> None:
     """Import the command line, which takes a moment in which Ctrl-C is not an error, and run it."""
     try:
         from ckptconv.cli.main import main as command_line
+        from ckptconv.support.blas import tame_blas
+
+        tame_blas()
     except (KeyboardInterrupt, RuntimeError) as error:
         # until 3.11, Python makes a RuntimeError of one that comes while a class is made
         if not isinstance(error.__cause__ or error, KeyboardInterrupt):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv.support.errors import on_command_line
 from helpers.figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
 from helpers.hostile_generator import GENERATOR
 from helpers.paths import CORPUS, PRODUCED, SAMPLES
@@ -172,3 +173,12 @@ def produced() -> Path:
     if not folder.is_dir():
         pytest.skip("the folder of produced checkpoints is not here (CKPTCONV_CORPUS)")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _messages_as_they_are_written() -> Iterator[None]:
+    """Errors name options as the code does, by those of the command line, for program and library
+    alike; how Python is told of them is what `support/test_wording.py` tests.
+    """
+    with on_command_line():
+        yield

@@ -27,10 +27,11 @@ TORCH_MODULES = {
 }  # fmt: skip
 FILE_MODULES = {
     "support.platforms", "io.appended", "io.staging", "io.in_place", "io.journals",
-    "batch.own_code", "cli.help_pages", "cli.terminal", "pages.assets",
+    "batch.own_code", "cli.help_pages", "cli.terminal", "pages.html", "support.name_lists",
 }  # fmt: skip
-"""batch.own_code: the package itself; cli.help_pages: the documentation; pages.assets: the script
-of a page; cli.terminal: the file that is made before it is printed.
+"""batch.own_code: the package itself; cli.help_pages: the documentation; pages.html: the script
+of a page; cli.terminal: the file that is made before it is printed; support.name_lists: the names
+that lie beside modules.
 """
 
 
@@ -93,7 +94,7 @@ def late():
         "ckptconv.io.crc",
     ]
     assert [own_module(name) for name in found] == ["convert.report", None, "io.source", "io.crc"]
-    assert own_module("ckptconv.formats.registry.FORMATS") == "formats.registry"
+    assert own_module("ckptconv.formats.containers.FORMATS") == "formats.containers"
     assert own_module("ckptconv.formats") == "formats.__init__"
     assert own_module("ckptconv.__version__") == "__init__"
 
@@ -152,4 +153,5 @@ def test_nothing_unpickles_or_evaluates():
         "__init__",
         "cli.main",
         "convert.named_models",
+        "formats.containers",
     }

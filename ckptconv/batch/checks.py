@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ckptconv.batch.identity import places_of, real_name
+from ckptconv.batch.identity import places_of, read_beside, real_name
 from ckptconv.convert.job import Job
-from ckptconv.convert.targets import is_folder_of_set
-from ckptconv.formats.outputs import FOR_FOLDERS, target_named
+from ckptconv.convert.targets import is_folder_of_set, names_folder
+from ckptconv.formats.folders.sharded import shards_named
+from ckptconv.formats.target_format import FOR_FOLDERS, target_named
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import BatchRefused, CheckpointError
@@ -36,16 +37,21 @@ def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
         raise BatchRefused(problems)
 
 
-def check_apart(jobs: Sequence[Job], places: Sequence[Location]) -> None:
-    """Raise `BatchRefused` where `places`, such as a report and a page, are one place, or that of a
-    source or an output.
+def check_apart(
+    jobs: Sequence[Job], places: Sequence[Location], pages: Sequence[Location] = ()
+) -> None:
+    """Raise `BatchRefused` where `places`, such as a report, and `pages` are one place, or that of
+    something that a job reads or writes, or where a page lies in a source.
     """
     taken = {real for job in jobs for real in _written_by(job).places()}
-    taken |= {real_name(place) for job in jobs for place in places_of(job)}
+    sources = {real for job in jobs for real in _read_by(job)}
+    taken |= sources | read_beside(jobs).keys()
     problems = []
-    for place in places:
+    for place in (*places, *pages):
         if (real := real_name(place)) in taken:
             problems.append(f"{place}: is named twice, for two things; name another file")
+        elif place in pages and not sources.isdisjoint(_around(real)):
+            problems.append(f"{place}: lies in a source; name another file")
         taken.add(real)
     if problems:
         raise BatchRefused(problems)
@@ -71,10 +77,11 @@ def _written_by(job: Job) -> _Written:
     options, place = job.options, place_of(job.output)
     output = real_name(place)
     mapping = None if options.save_mapping is None else real_name(place_of(options.save_mapping))
-    to = FOR_FOLDERS if options.to is None else target_named(options.to)
+    to = target_named(FOR_FOLDERS if options.to is None else options.to)
     if options.to is not None and to.is_folder:
         return _Written(output, None, mapping, is_folder=True)
-    if options.max_shard_size is None and not options.with_files:
+    is_set = options.max_shard_size is not None or options.with_files or names_folder(place)
+    if not is_set:
         return _Written(output, None, mapping)
     is_in_folder = is_folder_of_set(place, options.to)
     return _Written(output, f"{output}/{to.shards_named}" if is_in_folder else output, mapping)
@@ -103,10 +110,14 @@ def _taken_twice(
 def _in_folders(
     jobs: Sequence[Job], called: Sequence[str], written: Sequence[_Written]
 ) -> Iterator[str]:
-    """Outputs and sources in a folder that is the output of a job, and replaced as a whole."""
-    folders = {places.output: number for number, places in enumerate(written) if places.is_folder}
-    if not folders:
-        return
+    """Outputs and sources in the output of another job, which is a file, or a folder that is
+    replaced as a whole.
+    """
+    folders = {
+        places.output: number
+        for number, places in enumerate(written)
+        if places.is_folder or places.named in (None, places.output)
+    }
     for number, (job, places) in enumerate(zip(jobs, written, strict=True)):
         for what, real in (
             *(("output", place) for place in places.places()),
@@ -121,15 +132,18 @@ def _in_folders(
 def _in_the_way(
     jobs: Sequence[Job], called: Sequence[str], written: Sequence[_Written]
 ) -> Iterator[str]:
-    """Outputs that are a source, or lie in one."""
+    """Outputs that a job reads, or that lie in a source."""
     sources: dict[str, str] = {}
     for job, name in zip(jobs, called, strict=True):
-        for place in places_of(job):
-            sources.setdefault(real_name(place), name)
+        for real in _read_by(job):
+            sources.setdefault(real, name)
+    beside = read_beside(jobs)
     for job, name, places in zip(jobs, called, written, strict=True):
+        if read := [place for place in places.places() if place in beside]:
+            yield f"{name}: writes what {called[beside[read[0]]]} reads: {read[0]}"
         if places.mapping is not None and places.mapping in sources:
             yield f"{name}: its mapping is the source of {sources[places.mapping]}"
-        own = {real_name(place) for place in places_of(job)}
+        own = _read_by(job)
         output = places.output
         for real in (output, *_around(output)):
             if real not in sources:
@@ -143,6 +157,13 @@ def _in_the_way(
             elif place_of(real).is_folder():
                 yield f"{name}: its output lies in the source of {sources[real]}: {job.output}"
             break
+
+
+def _read_by(job: Job) -> set[str]:
+    """What a job reads, without links; of an index, the shards too."""
+    places = places_of(job)
+    shards = [shard for place in places for shard in shards_named(place)]
+    return {real_name(place) for place in (*places, *shards)}
 
 
 def _around(path: str) -> Iterator[str]:

@@ -11,7 +11,6 @@ from ckptconv.support.platforms import cores
 
 EngineName = Literal["serial", "processes", "ray"]
 EngineNamed = EngineName | Executor | Engine
-NAMES = ("serial", "processes", "ray")
 
 
 def engine_of(named: EngineNamed, workers: int | None) -> Engine:

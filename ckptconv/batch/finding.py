@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,16 +13,13 @@ from pathlib import PurePath, PurePosixPath
 from ckptconv.batch.identity import real_name
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
+from ckptconv.formats.containers import SUFFIXES, is_packed, kind_of_head, open_file
+from ckptconv.formats.folders.alone import MODULES, module_folders
 from ckptconv.formats.folders.steps import is_training_state
-from ckptconv.formats.outputs import target_named
-from ckptconv.formats.registry import (
-    is_gathering,
-    kind_of_head,
-    open_checkpoint,
-    open_file,
-)
+from ckptconv.formats.hf_names import is_weights_name, named_like
+from ckptconv.formats.registry import is_empty_loss, is_gathering, lacks_metadata, open_checkpoint
+from ckptconv.formats.target_format import target_named
 from ckptconv.io.location import Location
-from ckptconv.io.places import place_of
 from ckptconv.support.errors import (
     BatchRefused,
     CheckpointError,
@@ -57,17 +55,20 @@ class Found:
     passed: tuple[Passed, ...]
 
 
-def find_checkpoints(root: Location, leave: Callable[[Location], bool] = lambda _: False) -> Found:
+def find_checkpoints(
+    root: Location, leave: Callable[[Location], bool] = lambda _: False, *, with_files: bool = False
+) -> Found:
     """All checkpoints below a folder, in the order of their names; a folder that is one checkpoint
     of several files is one. A `root` that is a file is the checkpoint.
 
-    Hidden files are passed over, and what `leave` says, silently. Links to folders, what training
+    Hidden files are passed over, and what `leave` says, silently; so are the folders of a model's
+    modules `with_files`, with which they are copied. Links to folders, what training
     leaves beside weights (``optimizer.pt``), and checkpoints in the folder of another one are
     passed over with a reason.
     """
     if root.is_file():
         return Found(((root, PurePosixPath(root.name)),), ())
-    search = _Search(leave)
+    search = _Search(leave, with_files)
     search.below(root)
     return Found(tuple(search.found), tuple(search.passed))
 
@@ -75,10 +76,11 @@ def find_checkpoints(root: Location, leave: Callable[[Location], bool] = lambda 
 class _Search:
     """The way through the folders."""
 
-    def __init__(self, leave: Callable[[Location], bool]) -> None:
+    def __init__(self, leave: Callable[[Location], bool], with_files: bool) -> None:
         self.found: list[tuple[Location, PurePosixPath]] = []
         self.passed: list[Passed] = []
         self._leave = leave
+        self._with_files = with_files
 
     def below(self, root: Location) -> None:
         """Look at a folder and all folders in it."""
@@ -90,12 +92,17 @@ class _Search:
                 self.found.append((folder, below))
             inner = []
             items = list(folder.list())
+            has_modules = self._with_files and any(item.name == MODULES for item in items)
+            copied = module_folders(folder) if has_modules else ()
+            unread = frozenset[str]() if read is not None else _other_weights(folder, items)
             is_cache = any(item.name == "snapshots" for item in items)
             for item in items:
                 path = str(item.path)
-                if item.name.startswith(".") or self._leave(item):
+                if item.name.startswith(".") or self._leave(item) or item in copied:
                     continue
-                if not item.is_folder():
+                if path in unread:
+                    self.passed.append(Passed(path, "are weights that its library does not read"))
+                elif not item.is_folder():
                     self._file(item, below / item.name, read)
                 elif _is_link(item):
                     self.passed.append(Passed(path, "is a link to a folder"))
@@ -128,7 +135,7 @@ def _read_by(folder: Location) -> frozenset[str] | None:
 
     What cannot be opened is one, to be told of.
     """
-    if not is_gathering(folder):
+    if not is_gathering(folder) and not lacks_metadata(folder):
         return None
     try:
         with open_checkpoint(folder) as checkpoint:
@@ -138,6 +145,23 @@ def _read_by(folder: Location) -> frozenset[str] | None:
     if len(read) == 1 and _opens_alone(folder.child(PurePosixPath(*read).name)):
         return None
     return read
+
+
+def _other_weights(folder: Location, items: Sequence[Location]) -> frozenset[str]:
+    """The weights in the folder of a model that its library would not read: in another format."""
+    weights = frozenset(str(item.path) for item in items if is_weights_name(item.name))
+    if len(weights) < 2 or _CONFIGS.isdisjoint(item.name for item in items):
+        return frozenset()
+    try:
+        with open_checkpoint(folder) as checkpoint:
+            read = {str(source.path) for source in checkpoint.sources}
+    except CheckpointError:
+        return frozenset()
+    return weights - read if read & weights else frozenset()
+
+
+_CONFIGS = frozenset(("config.json", "adapter_config.json"))
+"""What the folder of a model has, whatever its library."""
 
 
 def _opens_alone(file: Location) -> bool:
@@ -160,7 +184,16 @@ def _why_not(file: Location) -> str | None:
         return "is what training left beside the weights"
     try:
         with closing(file.open()) as source:
-            known = kind_of_head(source.read(0, min(HEAD, source.size)))
+            # a crash leaves a file without bytes under the name of a checkpoint
+            if source.size == 0 and file.suffix.lower() in _ENDINGS:
+                return None
+            head = source.read(0, min(HEAD, source.size))
+        endings = {file.suffix.lower(), PurePath(file.stem).suffix.lower()}
+        if is_packed(head) and endings.isdisjoint({*_ENDINGS} - {".tar", ".zip"}):
+            return "is compressed, and not called as a checkpoint"  # it may be large, and anything
+        if is_empty_loss(file):
+            return "is the state of a loss, without tensors"
+        known = kind_of_head(head)
         if known is not None:
             return None if known else "is not a checkpoint"
         with open_file(file):  # only its directory tells
@@ -176,28 +209,43 @@ def jobs_below(
 ) -> list[Job]:
     """A job for each checkpoint below `roots`, with its output at the same place below `out_dir`.
 
-    Of several roots each has a folder of its own name there. `passed` gets what is passed over.
+    Of several roots each has a folder of its own name there. Where two checkpoints would have one
+    output (``a.pt`` and ``a.pth``), each is named after the whole name of its source. `passed` gets
+    what is passed over.
     """
     options = common.options
     assert isinstance(options, Options)
+    if missing := [root for root in roots if not root.exists()]:
+        raise BatchRefused([f"{root}: no such file or folder" for root in missing])
     if options.to is None:
         raise OptionRefused(
             "--to is missing: the outputs have no names that say their format",
             hint="add --to safetensors, or another",
         )
-    jobs: list[Job] = []
+    named: list[tuple[Location, PurePosixPath]] = []
     inside = real_name(out_dir)
     for root in roots:
-        if not root.exists():
-            raise BatchRefused([f"{root}: no such file or folder"])
-        found = find_checkpoints(root, partial(_is_at, inside))
+        found = find_checkpoints(root, partial(_is_at, inside), with_files=options.with_files)
         passed += found.passed
         before = PurePosixPath(_name_of(root)) if len(roots) > 1 and root.is_folder() else None
-        for place, below in found.checkpoints:
-            path = below if before is None else before / below
-            output = _output_of(place, path, out_dir, options)
-            jobs.append(replace(common, source=str(place), output=str(output)))
-    return jobs
+        named += (
+            (place, below if before is None else before / below)
+            for place, below in found.checkpoints
+        )
+    outputs = [_output_of(*one, out_dir, options) for one in named]
+    taken = Counter(map(str, outputs))
+    return [
+        replace(
+            common,
+            source=str(place),
+            output=str(
+                output
+                if taken[str(output)] == 1
+                else _output_of(place, below, out_dir, options, keeps_ending=True)
+            ),
+        )
+        for (place, below), output in zip(named, outputs, strict=True)
+    ]
 
 
 def _is_at(real: str, place: Location) -> bool:
@@ -210,28 +258,45 @@ def _name_of(place: Location) -> str:
 
 
 def _output_of(
-    place: Location, below: PurePosixPath, out_dir: Location, options: Options
+    place: Location,
+    below: PurePosixPath,
+    out_dir: Location,
+    options: Options,
+    *,
+    keeps_ending: bool = False,
 ) -> Location:
-    """Where a checkpoint's output goes: under its own name, with the ending of the format; a
-    folder, where the output is one.
+    """Where a checkpoint's output goes: under its own name, with the ending of the format (or, if
+    it `keeps_ending`, with that before it); a folder, where the output is one. The weights in a
+    model's folder have the name for which its library looks.
     """
     assert options.to is not None
     target = target_named(options.to)
+    goes_into = target.is_folder or options.max_shard_size is not None or options.with_files
+    if target.shards_named and not keeps_ending and (read := _weights_of_model(place)):
+        home = below if place.is_folder() else below.parent
+        made = out_dir.child(str(home)) if home.parts else out_dir
+        return made if goes_into else made.child(named_like(read, target.shards_named))
     name = str(below) if below.parts else _name_of(place)
     path = PurePath(name)
     is_file = place.is_file()
-    stem = str(path.with_suffix("")) if is_file and path.suffix in _ENDINGS else name
-    if target.is_folder or options.max_shard_size is not None or options.with_files:
+    known = is_file and path.suffix in _ENDINGS
+    if known and keeps_ending:
+        known = path.suffix == target.suffix
+    stem = str(path.with_suffix("")) if known else name
+    if goes_into:
         return out_dir.child(stem)
     return out_dir.child(f"{stem}{target.suffix}")
 
 
-_ENDINGS = (
-    ".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".tar", ".th", ".pkl", ".pickle", ".npz",
-    ".zip", ".model", ".t7",
-)  # fmt: skip
+def _weights_of_model(place: Location) -> str | None:
+    """The name of the weights, where a checkpoint is a model's folder or the weights in one."""
+    folder = place if place.is_folder() else place.parent
+    if place.is_file() and not is_weights_name(place.name):
+        return None
+    names = folder.names()
+    if _CONFIGS.isdisjoint(names):
+        return None
+    return place.name if place.is_file() else next(filter(is_weights_name, names), None)
 
 
-def places(names: Sequence[str]) -> Iterator[Location]:
-    """The places that names say."""
-    yield from map(place_of, names)
+_ENDINGS = (*SUFFIXES, ".npz", ".model", ".t7")

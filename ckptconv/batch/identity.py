@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ckptconv.convert.companions import companion_places
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options, Request
+from ckptconv.io import places
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 
@@ -24,10 +25,18 @@ _FILES_NAMED = ("rules", "like", "metadata_from")
 
 def places_of(job: Job) -> list[Location]:
     """The places that a job reads."""
-    named = job.source
-    return (
-        [place_of(named)] if isinstance(named, (str, os.PathLike)) else list(map(place_of, named))
-    )
+    return list(places.places_of(job.source))
+
+
+def read_beside(jobs: Sequence[Job]) -> dict[str, int]:
+    """What jobs read beside their sources (rules, keys to fit to, metadata, files that go with the
+    weights), each without links, and the number of the first job that does.
+    """
+    named: dict[Location, int] = {}
+    for number, job in enumerate(jobs):
+        for place in (*_places_named(job), *_places_beside(job)):
+            named.setdefault(place, number)
+    return {real_name(place): number for place, number in named.items()}
 
 
 def names_of(job: Job) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -147,8 +147,3 @@ class Ledger:
             if self._pending:
                 self._append([], sync=True)
             self._file.close()
-
-
-def iter_receipts(known: Known) -> Iterator[Receipt]:
-    """The receipts of a report, in the order in which their outputs were first told of."""
-    yield from known.receipts.values()

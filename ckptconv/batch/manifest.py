@@ -35,7 +35,7 @@ def read_manifest(path: Path, common: Job) -> Listed:
     command.
 
     Empty lines, and those that begin with ``#``, are passed over. Raises `BatchRefused` with all
-    that is wrong: lines that are not objects, unknown words, values that are none.
+    that is wrong: no line, lines that are not objects, unknown words, values that are none.
     """
     if not path.exists():
         raise MissingFile("no such file", path=path, hint="check the path")
@@ -51,6 +51,8 @@ def read_manifest(path: Path, common: Job) -> Listed:
             names.append(name)
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
+    if not jobs and not problems:
+        problems.append(f"{path}: names no job: it was cut off, or nothing was written into it")
     if problems:
         raise BatchRefused(problems)
     return Listed(tuple(jobs), tuple(names))

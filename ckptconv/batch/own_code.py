@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from functools import cache
 from pathlib import Path
+
+from ckptconv.support.errors import CheckpointError
 
 
 @cache
@@ -17,8 +20,14 @@ def code_version() -> str:
     from ckptconv import __version__
 
     home, found = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for path in sorted(home.rglob("*.py")):
+    for path in sorted([*home.rglob("*.py"), *home.rglob("*.txt")]):  # names that are judged too
         raw = path.read_bytes().replace(b"\r\n", b"\n")
         found.update(f"{path.relative_to(home).as_posix()}\0".encode())
         found.update(hashlib.sha256(raw).digest())
     return f"{__version__}+{found.hexdigest()[:12]}"
+
+
+def other_code(driver: str) -> CheckpointError:
+    """The error where a worker has other code than the driver, of which `driver` tells."""
+    what = f"the worker on {platform.node()} has ckptconv {code_version()}, but {driver}"
+    return CheckpointError(what, hint="install the same version on all machines")

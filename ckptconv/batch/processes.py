@@ -22,6 +22,8 @@ from typing import Any
 from ckptconv.batch.engines import Ended, Engine, Work, run_work
 from ckptconv.io.hidden_folders import KeptFolder
 from ckptconv.support import platforms
+from ckptconv.support.blas import tame_blas
+from ckptconv.support.errors import OptionRefused
 from ckptconv.support.signals import stop_in_good_order
 
 _GRACE = 10.0
@@ -66,9 +68,9 @@ class Processes(Engine):
         """Give waiting tasks to workers that have nothing to do, or are yet to be started."""
         while self._waiting:
             worker = next((one for one in self._workers if one.number is None), None)
-            if worker is None and len(self._workers) == self._most:
-                return
             worker = worker or self._new_worker()
+            if worker is None:
+                return
             work = self._waiting.popleft()
             worker.number = work.number
             try:
@@ -76,19 +78,36 @@ class Processes(Engine):
             except OSError:  # it was lost while it had nothing to do
                 self._ended.append(self._lose(worker))
 
-    def _new_worker(self) -> _Worker:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        held = None if self._held is None else platforms.passed_on(self._held)
-        threads = max(1, platforms.cores() // self._most)
-        process = context.Process(
-            target=_work, args=(theirs, held, threads), name="ckptconv-worker", daemon=True
-        )
-        process.start()
-        theirs.close()
-        worker = _Worker(process, ours)
+    def _new_worker(self) -> _Worker | None:
+        """One worker more; None where there are as many as there can be."""
+        if len(self._workers) == self._most:
+            return None
+        try:
+            worker = self._started()
+        except OSError as error:  # of descriptors, processes or memory there are no more
+            if not self._workers:
+                what = f"no worker process can be started: {error.strerror}"
+                raise OptionRefused(what, hint="use --engine serial, or raise ulimit") from error
+            self._most = len(self._workers)
+            return None
         self._workers.append(worker)
         return worker
+
+    def _started(self) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        held = None if self._held is None else platforms.PassedOn(self._held)
+        threads = max(1, platforms.cores() // self._most)
+        ours, theirs = context.Pipe()
+        with closing(theirs):
+            process = context.Process(
+                target=_work, args=(theirs, held, threads), name="ckptconv-worker", daemon=True
+            )
+            try:
+                process.start()
+            except OSError:
+                ours.close()
+                raise
+        return _Worker(process, ours)
 
     def ended(self, seconds: float | None) -> Sequence[Ended]:
         if not self._ended:
@@ -141,13 +160,14 @@ def _ending(code: int | None) -> str:
     return f"it ended with exit code {code}"
 
 
-def _work(pipe: Any, held: Any, threads: int) -> None:
+def _work(pipe: Any, held: int | None, threads: int) -> None:
     """What a worker does: task after task, until there is nobody to give it one."""
-    for name in ("CKPTCONV_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    for name in ("CKPTCONV_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))
+    tame_blas()
+    platforms.share_memory_between_threads(1)  # the thread below would set aside 64 MB for itself
     stop_in_good_order()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver has heard it, and says what to do
-    kept = None if held is None else held.detach()
     threading.Thread(target=_end_with_driver, name="ckptconv-watch", daemon=True).start()
     with closing(KeptFolder()) as folder:
         while True:
@@ -157,9 +177,12 @@ def _work(pipe: Any, held: Any, threads: int) -> None:
                 break
             with folder.used():
                 given = run_work(work)
-            pipe.send(given)
-    if kept is not None:
-        os.close(kept)
+            try:
+                pipe.send(given)
+            except OSError:  # the driver is gone, and so is who would hear of it
+                break
+    if held is not None:
+        os.close(held)
 
 
 def _end_with_driver() -> None:

@@ -7,8 +7,15 @@ from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any, Literal
 
-from ckptconv.support.errors import CheckpointError, RemoteFailure, printable
-from ckptconv.support.showing import short_repr
+from ckptconv.support.errors import (
+    OUT_OF_MEMORY,
+    CheckpointError,
+    RemoteFailure,
+    is_out_of_memory,
+    printable,
+    worded,
+)
+from ckptconv.support.report import short_repr
 from ckptconv.support.text import size_text
 
 State = Literal["done", "failed"]
@@ -139,5 +146,8 @@ def failed_by(error: BaseException) -> Failure:
     """The failure that an error is; of one that is not ours, its class and its text."""
     if isinstance(error, CheckpointError):
         passing = isinstance(error, RemoteFailure) and error.passing
-        return Failure(type(error).__name__, str(error), error.hint, passing)
+        hint = None if error.hint is None else worded(error.hint)
+        return Failure(type(error).__name__, str(error), hint, passing)
+    if is_out_of_memory(error):
+        return Failure("MemoryError", OUT_OF_MEMORY)
     return Failure(type(error).__name__, printable(f"{type(error).__name__}: {error}", 2000))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,10 +9,15 @@ from dataclasses import dataclass, replace
 
 from ckptconv.batch.drive import FIRST, LONGEST
 from ckptconv.batch.engines import Engine
-from ckptconv.batch.own_code import code_version
+from ckptconv.batch.own_code import code_version, other_code
 from ckptconv.convert.shares import MadeShare, Share, ShareOut
 from ckptconv.io.remote.hosts import allowing_hosts, hosts_given
-from ckptconv.support.errors import CheckpointError, RemoteFailure
+from ckptconv.support.errors import (
+    OUT_OF_MEMORY,
+    CheckpointError,
+    RemoteFailure,
+    is_out_of_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +37,16 @@ class ShareTask:
     def run(self) -> MadeShare | CheckpointError:
         """Make the share; what went wrong is given."""
         if self.code not in ("", code_version()):
-            what = (
-                f"the worker on {platform.node()} has ckptconv {code_version()}, but {self.code} "
-                "planned the conversion"
-            )
-            return CheckpointError(what, hint="install the same version on all machines")
+            return other_code(f"{self.code} planned the conversion")
         try:
             with allowing_hosts(self.hosts):
                 return self.share.make()
         except CheckpointError as error:
             return error
+        except Exception as error:
+            if is_out_of_memory(error):
+                return CheckpointError(OUT_OF_MEMORY, path=self.share.shown)
+            raise
 
     def memory(self) -> int:
         """That of the share."""

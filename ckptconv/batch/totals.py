@@ -6,15 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ckptconv.batch.ledger import read_report
 from ckptconv.batch.receipts import Receipt
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
+from ckptconv.support.report import LISTED, Fields, Row
 from ckptconv.support.text import count_text, seconds_text, size_text
-
-_FAILURES_SHOWN = 20
 
 
 @dataclass(slots=True)
@@ -114,14 +111,14 @@ def totals_lines(totals: Totals, reports: Sequence[Path]) -> Iterator[Row]:
         yield Row("work", f"{read} in {seconds_text(seconds)}{rate}")
     if totals.running:
         shown = ", ".join(map(printable, totals.running[:3]))
-        more = f" and {len(totals.running) - 3:,} more" * (len(totals.running) > 3)
-        yield Row("begun, not ended", f"{shown}{more}")
+        if len(totals.running) > 3:
+            shown += f" and {len(totals.running) - 3:,} more"
+        yield Row("begun, not ended", shown)
     failures = [receipt for receipt in totals.receipts if receipt.error is not None]
-    for receipt in failures[:_FAILURES_SHOWN]:
-        assert receipt.error is not None
+    for receipt in failures[:LISTED]:
         yield Row("failed", printable(failure_text(receipt), 2000), "error")
-    if (more_failed := len(failures) - _FAILURES_SHOWN) > 0:
-        yield Row("failed", f"{more_failed:,} more; the report has them", "error")
+    if len(failures) > LISTED:
+        yield Row("failed", f"{len(failures) - LISTED:,} more; the report has them", "error")
     noted = sum(bool(receipt.notes) for receipt in totals.receipts)
     if noted:
         yield Row("notes", f"{count_text(noted, 'conversion')} with notes; the report has them")
@@ -135,17 +132,11 @@ def failure_text(receipt: Receipt) -> str:
     return message if message.startswith(source) else f"{source}: {message}"
 
 
-def totals_document(totals: Totals) -> dict[str, Any]:
-    """A batch as JSON values."""
-    return {
-        "jobs": totals.jobs,
-        "done": totals.done + totals.earlier,
-        "earlier": totals.earlier,
-        "failed": totals.failed,
-        "left": totals.left,
-        "running": list(totals.running),
-        "seconds": round(totals.passed(), 6),
-        "bytes": totals.nbytes,
-        "source_bytes": totals.source_nbytes,
-        "receipts": [{**receipt.line(), "earlier": receipt.earlier} for receipt in totals.receipts],
-    }
+TOTALS = Fields(
+    "jobs done=. earlier failed left running seconds=. bytes=nbytes source_bytes=source_nbytes "
+    "receipts",
+    done=lambda totals: totals.done + totals.earlier,
+    seconds=lambda totals: round(totals.passed(), 6),
+    receipts=lambda receipts: [{**one.line(), "earlier": one.earlier} for one in receipts],
+)
+"""The document of a batch."""

@@ -6,12 +6,13 @@ import contextlib
 import os
 import platform
 import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 
 from ckptconv.batch.identity import fingerprint, names_of, places_of, stamp_of, stamps
-from ckptconv.batch.own_code import code_version
+from ckptconv.batch.own_code import code_version, other_code
 from ckptconv.batch.receipts import Failure, Receipt, Stamps, failed_by
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
@@ -21,7 +22,13 @@ from ckptconv.io.location import Location
 from ckptconv.io.outputs import clear_leftovers
 from ckptconv.io.places import place_of
 from ckptconv.io.remote.traffic import traffic
-from ckptconv.support.errors import CheckpointError, OutputRefused
+from ckptconv.support.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    OutputRefused,
+    is_on_command_line,
+    on_command_line,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class Task:
     resumed: bool = False
     hosts: str = ""
     code: str = ""
+    is_on_command_line: bool = field(default_factory=is_on_command_line)
 
     def run(self) -> Receipt:
         """Run the job; whatever goes wrong with it stands in the receipt."""
@@ -64,7 +72,7 @@ def run_task(task: Task) -> Receipt:
     """As `Task.run`."""
     begin, before = time.perf_counter(), traffic()
     is_known = task.code in ("", code_version())
-    receipt = _ran(task) if is_known else _other_code(task)
+    receipt = _ran(task) if is_known else _of_other_code(task)
     return replace(
         receipt,
         seconds=time.perf_counter() - begin,
@@ -80,12 +88,18 @@ def _ran(task: Task) -> Receipt:
     job = task.job
     known = ""
     try:
-        with allowing_hosts(task.hosts):
+        with (
+            allowing_hosts(task.hosts),
+            on_command_line(task.is_on_command_line),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", CheckpointWarning)  # the receipt has the notes
             known = fingerprint(job)
             _make_folder(job)
             return replace(_converted(job, resumed=task.resumed), fingerprint=known)
     except Exception as error:  # whatever it is, the others go on
-        failure = failed_by(error)
+        with on_command_line(task.is_on_command_line):
+            failure = failed_by(error)
         return Receipt(names_of(job), str(job.output), "failed", fingerprint=known, error=failure)
 
 
@@ -122,7 +136,7 @@ def _receipt(job: Job, result: ConversionResult) -> Receipt:
         tensors=sum(item.written for item in plan.state_dicts),
         format=plan.source_format,
         to=plan.to,
-        notes=plan.notes,
+        notes=(*plan.notes, *(f"{path}: {what}" for path, what in result.odd_values())),
         verified=result.verified,
         made=made_of(_written(result)),
         read=_read_outside(plan, job) or None,
@@ -172,11 +186,7 @@ def made_of(paths: Sequence[PurePath]) -> Stamps:
     return found
 
 
-def _other_code(task: Task) -> Receipt:
-    here, host = code_version(), platform.node()
-    message = (
-        f"the worker on {host} has ckptconv {here}, but {task.code} began the batch; install the "
-        "same version on all machines"
-    )
-    error = Failure("OtherVersion", message, "install the same version on all machines")
+def _of_other_code(task: Task) -> Receipt:
+    told = other_code(f"{task.code} began the batch")
+    error = Failure("OtherVersion", str(told), told.hint)
     return Receipt(names_of(task.job), str(task.job.output), "failed", error=error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +20,7 @@ from ckptconv.cli.options import (
     engine_options,
     fitting_options,
     key_options,
+    options_of,
     run_options,
 )
 from ckptconv.cli.terminal import (
@@ -30,14 +31,14 @@ from ckptconv.cli.terminal import (
     print_lines,
     show_error,
 )
-from ckptconv.support.errors import BatchRefused, OptionRefused, printable
+from ckptconv.support.errors import BatchRefused, OptionRefused, OutputRefused, printable
 from ckptconv.support.text import count_text
 
 if TYPE_CHECKING:
     from ckptconv.batch.finding import Passed
     from ckptconv.batch.manifest import Listed
     from ckptconv.convert.job import Job
-    from ckptconv.convert.options import Options
+    from ckptconv.io.location import Location
 
 _REPORT = "ckptconv-batch"
 
@@ -96,10 +97,10 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     if not paths:
         raise click.UsageError("PATH is missing: name a folder of checkpoints, or a manifest")
     if given["status"]:
-        with errors_shown(as_json):
+        with errors_shown(as_json), problems_shown(as_json):
             _show_status(paths, given)
         return
-    with errors_shown(as_json, usage=True):
+    with errors_shown(as_json, usage=True, code=2):
         common = _common(given, keys)
         share = _share(given["shard"])
     passed: list[Passed] = []
@@ -110,13 +111,19 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
             _show_jobs(_shared(listed, share), passed, _refused(listed), as_json=as_json)
             return
         check_jobs(listed.jobs, listed.names)
-        pages = [] if given["html"] is None else [place_of(given["html"])]
+        pages = _pages(given)
         manifests = [] if given["out_dir"] is not None else list(map(place_of, paths))
-        check_apart(listed.jobs, [*manifests, place_of(report), *pages])
+        check_apart(listed.jobs, [*manifests, place_of(report)], pages)
         for page in pages:
             check_place_free(page, is_folder=False, force=given["force"])
     _tell_passed(passed, silent=as_json or given["quiet"])
     _run(_shared(listed, share), report, given)
+
+
+def _pages(given: dict[str, Any]) -> list[Location]:
+    from ckptconv.io.places import place_of
+
+    return [] if given["html"] is None else [place_of(given["html"])]
 
 
 def _refused(listed: Listed) -> BatchRefused | None:
@@ -133,7 +140,7 @@ def _refused(listed: Listed) -> BatchRefused | None:
 @contextmanager
 def problems_shown(as_json: bool) -> Iterator[None]:
     """Jobs that cannot be run as they are: a line on stderr for each that is wrong, exit code 2."""
-    from ckptconv.convert.error_document import error_document
+    from ckptconv.support.report import error_document
 
     try:
         yield
@@ -155,30 +162,11 @@ def _common(given: dict[str, Any], keys: str) -> Job:
     """A job with what is common to all; its source and output are to be filled in."""
     from ckptconv.convert.job import Job
 
-    options = _options(given, keys)
+    options = options_of(given, keys, are_sent=True)
     return Job(
         "in", "out", options, tag=given["tag"], force=given["force"],
         fsync=not given["no_fsync"], verify=given["verify"],
     )  # fmt: skip
-
-
-def _options(given: dict[str, Any], keys: str) -> Options:
-    """The options of the command line, in the words of the library."""
-    from ckptconv.convert.options import Options
-
-    rules = [
-        str(text) if word == "rules" else (word, text)
-        for word, text in click.get_current_context().meta.get("ckptconv.rules", [])
-    ]
-    taken = ("to", "like", "model", "drop_unexpected", "device", "dtype", "keep_dtype", "cast",
-             "drop", "metadata", "metadata_from", "only", "tied", "unknown", "max_shard_size",
-             "with_files", "reverse")  # fmt: skip
-    words = {name: given[name] for name in taken}
-    for name in ("like", "metadata_from"):
-        words[name] = None if words[name] is None else str(words[name])
-    old_new = (text.partition("=") for text in given["map_location"])
-    words["map_location"] = {old: new for old, _, new in old_new} or None
-    return Options(keys=keys, rules=tuple(rules), **words)  # type: ignore[arg-type]
 
 
 def _share(text: str | None) -> tuple[int, int] | None:
@@ -197,16 +185,21 @@ def _listed(
     """The jobs that the paths say: lines of manifests, or what lies below folders."""
     from ckptconv.batch.finding import jobs_below
     from ckptconv.batch.manifest import Listed, read_manifest
-    from ckptconv.io.places import place_of
+    from ckptconv.io.places import local_path, place_of
 
     manifests = [path for path in paths if str(path).endswith(".jsonl")]
+    for path in paths:
+        if path not in manifests and _is_text_of_jobs(place_of(path)):
+            what = "holds JSON lines, and a manifest's name ends in .jsonl"
+            raise OptionRefused(what, path=path, hint="rename it")
     if manifests and len(manifests) < len(paths):
         raise OptionRefused("some PATHs are manifests and some are not", hint="name one kind")
     if manifests:
         if out_dir is not None:
             what = "--out-dir is given, but a manifest says where each output goes"
             raise OptionRefused(what, hint="leave it out")
-        read = [read_manifest(Path(path), common) for path in manifests]
+        here = "is a manifest, which is read on this machine"
+        read = [read_manifest(local_path(place_of(path), here), common) for path in manifests]
         return Listed(
             tuple(job for one in read for job in one.jobs),
             tuple(name for one in read for name in one.names),
@@ -218,6 +211,15 @@ def _listed(
     roots = [place_of(path) for path in paths]
     jobs = jobs_below(roots, place_of(out_dir), common, passed)
     return Listed(tuple(jobs), tuple(str(job.source) for job in jobs))
+
+
+def _is_text_of_jobs(place: Location) -> bool:
+    """Whether a file of this host begins like the line of a manifest."""
+    if place.local() is None or not place.is_file():
+        return False
+    with closing(place.open()) as source:
+        head = source.read(0, min(source.size, 512)).lstrip()
+    return head.startswith(b"{") and b'"source"' in head
 
 
 def _shared(listed: Listed, share: tuple[int, int] | None) -> list[Job]:
@@ -242,8 +244,11 @@ def _report_of(
         place_of(given["out_dir"]), "the report has no place here: name one with --report"
     )
     if not given["dry_run"]:
-        with suppress(OSError):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"the folder of the outputs cannot be made: {error.strerror}"
+            raise OutputRefused(what, path=folder, hint="name another --out-dir") from error
     return folder / f"{_REPORT}{part}.jsonl"
 
 
@@ -252,8 +257,7 @@ def _show_jobs(
 ) -> None:
     """What would be done; with exit code 2 where it could not be."""
     from ckptconv.batch.manifest import manifest_line
-    from ckptconv.convert.error_document import error_document
-    from ckptconv.support.rows import Row
+    from ckptconv.support.report import Row, error_document
 
     if as_json:
         document: dict[str, Any] = {
@@ -282,7 +286,7 @@ _PASSED_SHOWN = 10
 
 
 def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
-    from ckptconv.support.rows import Row
+    from ckptconv.support.report import Row
 
     if silent or not passed:
         return
@@ -296,11 +300,13 @@ def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
 def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
     from ckptconv.batch.drive import Wanted, receipts_of
     from ckptconv.batch.totals import Totals
-    from ckptconv.cli.batch_display import batch_shown
+    from ckptconv.cli.progress_display import batch_shown
 
     totals = Totals(len(jobs))
     silent = given["quiet"] or given["as_json"]
-    with errors_shown(given["as_json"]), batch_shown(totals, silent=silent) as display:
+    shown = batch_shown(totals, silent=silent)
+    # an engine has words of its own: Ray tells of nodes that die
+    with errors_shown(given["as_json"]), shown as display, redirect_stdout(sys.stderr):
         engine = engine_of_words(given, len(jobs))
         display.workers = engine.workers
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
@@ -313,10 +319,12 @@ def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
 
 def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
     """What reports say."""
+    from ckptconv.batch.checks import check_apart
     from ckptconv.batch.totals import totals_of
     from ckptconv.io.places import local_path, place_of
     from ckptconv.support.errors import MissingFile
 
+    check_apart((), [*map(place_of, dict.fromkeys(paths))], _pages(given))
     reports = [local_path(place_of(path), "a report is a file of this machine") for path in paths]
     for path in reports:
         if not path.exists():
@@ -327,21 +335,17 @@ def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
 
 def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> None:
     """The end of a batch, or how far it is: a table, a page, the exit code."""
-    from ckptconv.batch.totals import totals_document, totals_headline, totals_lines
+    from ckptconv.batch.totals import TOTALS, totals_headline, totals_lines
 
     if given["as_json"]:
-        print_json({"reports": list(map(str, reports)), **totals_document(totals)})
+        print_json({"reports": list(map(str, reports)), **TOTALS.of(totals)})
     elif not given["quiet"] or totals.failed:
         print_headline(totals_headline(totals), err=not given["status"])
         print_lines(totals_lines(totals, reports), err=not given["status"])
     if given["html"] is not None:
+        from ckptconv.pages.batch_page import write_batch_page
+
         with errors_shown(as_json=False):  # a document has been printed
-            _write_page(totals, given["html"], force=given["force"])
+            write_batch_page(totals, given["html"], force=given["force"])
     if not totals.is_all_done:
         sys.exit(1)
-
-
-def _write_page(totals: Any, path: Path, *, force: bool) -> None:
-    from ckptconv.pages.batch_page import write_batch_page
-
-    write_batch_page(totals, path, force=force)

@@ -58,7 +58,7 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
             }
         )
         return
-    from ckptconv.support.rows import Row
+    from ckptconv.support.report import Row
     from ckptconv.support.text import count_text, size_text
 
     what = count_text(len(found), "unfinished upload")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from ckptconv.cli.terminal import errors_shown, spooled
 from ckptconv.support.errors import printable
 
 if TYPE_CHECKING:
-    from ckptconv.convert.options import Request
     from ckptconv.convert.plan import ConversionPlan
 
 
@@ -127,6 +127,7 @@ def _combine(given: dict[str, Any], planned: Any) -> None:
 
     from ckptconv.convert.targets import check_place
 
+    begin = time.perf_counter()
     refuse_missing(given)
     if len(given["sources"]) < 2:
         raise click.UsageError("there is only one checkpoint; name two or more, then OUT")
@@ -136,17 +137,13 @@ def _combine(given: dict[str, Any], planned: Any) -> None:
         spooled() if is_for_stdout(given) else nullcontext(given["output"])
     )
     with errors_shown(given["as_json"], usage=True):
-        request: Request = replace(options_of(given, "keep"), only=None)
+        request = replace(options_of(given, "keep").request(None), only=None)
     with errors_shown(given["as_json"]), spool as output:
         given["output"] = output
         making: AbstractContextManager[ConversionPlan] = planned(output, request)
         with making as plan:
             if not given["dry_run"]:
-                execute(plan, given)
+                execute(plan, given, begin)
                 return
-            refused = None
-            if request.shard_bytes is None:
-                refused = refused_output(
-                    lambda: check_place(output, request.to, force=given["force"])
-                )
+            refused = refused_output(lambda: check_place(output, request, force=given["force"]))
         show_plan(plan, given, refused)

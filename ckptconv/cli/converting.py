@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -18,7 +19,6 @@ from ckptconv.cli.options import (
     fitting_options,
     is_for_stdout,
     key_options,
-    key_target_of,
     options_of,
     output_options,
     refuse_missing,
@@ -129,12 +129,15 @@ def add_module(**given: Any) -> None:
 
 def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -> None:
     from ckptconv.convert.job import Job
+    from ckptconv.convert.planner import target_of
     from ckptconv.support.choices import refuse_no_path
 
+    begin = time.perf_counter()
     refuse_missing(given)
     spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
     with errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
+        request = options.request(None)
     with errors_shown(given["as_json"]), spool as output:
         refuse_no_path(
             **{
@@ -145,14 +148,14 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
         )
         given["output"] = output
         with redirect_stdout(sys.stderr):  # a model that is built may print
-            options = replace(options, fit_to=key_target_of(given))
-        job = Job(given["sources"], output, options, tag=given["tag"], force=given["force"])
-        refused = refused_output(lambda: job.check_output(options))
+            request = replace(request, fit_to=target_of(options))
+        job = Job(given["sources"], output, request, tag=given["tag"], force=given["force"])
+        refused = refused_output(lambda: job.check_output(request))
         if refused is not None and not given["dry_run"]:
             raise refused
-        with job.planned(options) as plan:
+        with job.planned(request) as plan:
             if not given["dry_run"]:
-                execute(plan, given, is_shared=is_shared)
+                execute(plan, given, begin, is_shared=is_shared)
                 return
     show_plan(plan, given, refused)
 
@@ -169,11 +172,11 @@ def refused_output(check: Callable[[], None]) -> OutputRefused | None:
 def show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
     """What would be done; a `refused` output too, with the exit code of the conversion."""
     from ckptconv.convert import report
-    from ckptconv.convert.error_document import error_document
+    from ckptconv.support.report import error_document
 
     if given["as_json"]:
         error = {} if refused is None else error_document(refused, 1)
-        print_json({"dry_run": True, **report.plan_document(plan), **error})
+        print_json({"dry_run": True, **report.PLAN.of(plan), **error})
     elif not given["quiet"]:
         print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
         print_rows(report.keys_table(plan), err=True)
@@ -181,8 +184,13 @@ def show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefuse
         fail(str(refused), 1)
 
 
-def execute(plan: ConversionPlan, given: dict[str, Any], *, is_shared: bool = False) -> None:
-    """Carry a plan out, and say what was done; `is_shared`: by workers, a file each."""
+def execute(
+    plan: ConversionPlan, given: dict[str, Any], begin: float, *, is_shared: bool = False
+) -> None:
+    """Carry a plan out, and say what was done since `begin`.
+
+    `is_shared`: by workers, a file each.
+    """
     from ckptconv.convert import report
     from ckptconv.convert.execute import execute_plan, hand_over_plan
 
@@ -196,7 +204,9 @@ def execute(plan: ConversionPlan, given: dict[str, Any], *, is_shared: bool = Fa
         if is_for_stdout(given):
             result = hand_over_plan(plan, copy_to_stdout, **wanted, on_progress=on_progress)
         else:
-            result = execute_plan(plan, **wanted, on_progress=on_progress, share_out=share_out)
+            with redirect_stdout(sys.stderr):  # of an engine that has words of its own
+                result = execute_plan(plan, **wanted, on_progress=on_progress, share_out=share_out)
+    result = result.since(begin)
     if given["as_json"]:
         print_json({"dry_run": False, **report.result_document(result)})
     elif not given["quiet"]:

@@ -73,7 +73,7 @@ def edit(source: Path, keys: str, **given: Any) -> None:
     the middle of the write, ckptconv refuses the file, and this command gives it its old header
     back; without options, it does nothing else.
     """
-    from ckptconv.convert import edit_report
+    from ckptconv.convert import report
     from ckptconv.convert.edit import edit_header, given_strings
     from ckptconv.convert.header_edits import HeaderEdit
 
@@ -100,8 +100,6 @@ def edit(source: Path, keys: str, **given: Any) -> None:
             on_progress=on_progress,
         )
     if as_json:
-        print_json(edit_report.edit_document(result, dry_run=dry_run))
+        print_json(report.edit_document(result, dry_run=dry_run))
     elif not given["quiet"]:
-        print_summary(
-            edit_report.edit_headline(result, dry_run=dry_run), edit_report.edit_lines(result)
-        )
+        print_summary(report.edit_headline(result, dry_run=dry_run), report.edit_lines(result))

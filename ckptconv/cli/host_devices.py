@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptconv.cli.terminal import (
-    errors_shown,
-    print_json,
-    print_lines,
-)
+from ckptconv.cli.terminal import errors_shown, print_json, print_lines
 from ckptconv.support.errors import printable
 
 if TYPE_CHECKING:
@@ -61,7 +57,7 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
         raise click.UsageError(f"--{unused[0].replace('_', '-')} needs --export")
     from ckptconv.devices import report
     from ckptconv.devices.host import best_device, survey_host
-    from ckptconv.support.rows import Row
+    from ckptconv.support.report import Row
 
     with errors_shown(as_json):
         host, best = survey_host(ask_torch=True), best_device()
@@ -88,7 +84,7 @@ def _export_gpus(
     with errors_shown(as_json):
         choice = choose_gpus(min_free=size, count=count)
     if as_json:
-        print_json(report.choice_document(choice))
+        print_json(report.CHOICE.of(choice))
         return
     for note in choice.notes:
         click.echo(f"note: {printable(note)}", err=True)

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptconv.cli.completion import (
-    offer_devices,
-)
-from ckptconv.cli.options import (
-    FILE,
-    LIMIT,
-    TAG,
-    FileCommand,
-)
+from ckptconv.cli.completion import offer_devices
+from ckptconv.cli.options import FILE, LIMIT, TAG, FileCommand
 from ckptconv.cli.progress_display import READING, progress_shown
 from ckptconv.cli.terminal import (
     errors_shown,
@@ -30,8 +23,8 @@ from ckptconv.cli.terminal import (
 from ckptconv.support.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
-    from ckptconv.doctor.findings import Diagnosis
-    from ckptconv.inspect.surveys import Surveyed
+    from ckptconv.doctor.report import Diagnosis
+    from ckptconv.inspect.facts import Surveyed
 
 
 @click.command(
@@ -69,21 +62,21 @@ def inspect(
     numpy.load, transformers or torch.distributed.checkpoint. Several INs are a table, or one
     checkpoint where they are the files of all its ranks.
     """
-    from ckptconv.inspect import survey_report
-    from ckptconv.inspect.surveys import Unread, survey
+    from ckptconv.inspect import report
+    from ckptconv.inspect.facts import Unread, survey
 
     with errors_shown(as_json):
-        items = list(survey(sources, depth, tag))
+        items = list(survey(sources, depth, tag, in_table=not as_json))
         if len(items) == 1 and isinstance(items[0], Unread):
             raise items[0].error
     if as_json and len(items) > 1:
-        print_json(survey_report.survey_document(items))
+        print_json(report.survey_document(items))
     elif len(items) > 1:
-        print_table(survey_report.survey_lines(items, terminal_width()))
+        print_table(report.survey_lines(items, terminal_width()))
     elif not isinstance(items[0], Unread):
         _show_inspection(items[0], as_json)
     unread = any(isinstance(item, Unread) for item in items)
-    sys.exit(1 if unread or (portable and not all(map(survey_report.is_portable, items))) else 0)
+    sys.exit(1 if unread or (portable and not all(map(report.is_portable, items))) else 0)
 
 
 def _show_inspection(item: Surveyed, as_json: bool) -> None:
@@ -167,13 +160,13 @@ def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any)
         print_json(report.diagnoses_document(diagnoses))
     else:
         for item in diagnoses:
-            _show_diagnosis(item, strict)
+            _show_diagnosis(item, strict, given["values"])
         if len(diagnoses) > 1:
             click.echo(report.diagnoses_headline(diagnoses, strict=strict))
     sys.exit(report.exit_code(diagnoses, strict=strict))
 
 
-def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool) -> None:
+def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool, values: bool) -> None:
     from ckptconv.doctor import report
 
     if isinstance(diagnosis, CheckpointError):
@@ -186,4 +179,4 @@ def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool) -> Non
         color = "red"
     elif strict and diagnosis.warns:
         color = "yellow"
-    click.secho(report.diagnosis_headline(diagnosis, strict=strict), fg=color)
+    click.secho(report.diagnosis_headline(diagnosis, strict=strict, values=values), fg=color)

@@ -24,17 +24,11 @@ from ckptconv.cli.options import (
     key_options,
 )
 from ckptconv.cli.progress_display import COMPARING, SCANNING, progress_shown
-from ckptconv.cli.terminal import (
-    errors_shown,
-    print_headline,
-    print_json,
-    print_lines,
-    show_error,
-)
+from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines, show_error
 from ckptconv.support.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
-    from ckptconv.diff.difference import Difference
+    from ckptconv.diff.report import Difference
     from ckptconv.scan.files import Scan
 
 
@@ -112,7 +106,7 @@ def diff(
     Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
     tolerance. Key rules apply to the keys of A."""
     from ckptconv.diff import report as verdicts
-    from ckptconv.support.rows import Row
+    from ckptconv.support.report import Row
 
     if force and html is None:
         raise click.UsageError("--force needs --html")
@@ -122,7 +116,7 @@ def diff(
     ):
         difference = _difference(a, b, html, force, **comparison(given), on_progress=on_progress)
     if as_json:
-        print_json(verdicts.difference_document(difference))
+        print_json(verdicts.DIFFERENCE.of(difference))
     elif not quiet:
         print_headline(
             verdicts.difference_headline(difference), fg="green" if difference.same else "yellow"
@@ -170,9 +164,9 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     Every global that a pickle names is plain, unknown or dangerous. Archives, and pickles inside
     pickles, are searched too. Nothing is executed.
     """
-    from ckptconv.convert.error_document import error_document
     from ckptconv.scan import report as scan_report
     from ckptconv.scan.files import scan_checkpoint
+    from ckptconv.support.report import error_document
 
     scans: list[Scan | CheckpointError] = []
     for path in paths:
@@ -195,7 +189,7 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         print_json(
             {
                 "scans": [
-                    scan_report.scan_document(item)
+                    scan_report.SCAN.of(item)
                     for item in scans
                     if not isinstance(item, CheckpointError)
                 ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from typing import Any
 
 import click
@@ -29,7 +30,14 @@ from ckptconv.cli.terminal import (
     take_any_text,
     tell_traffic,
 )
-from ckptconv.support.errors import printable
+from ckptconv.io.files import one_run
+from ckptconv.support.errors import (
+    OUT_OF_MEMORY,
+    CheckpointWarning,
+    is_out_of_memory,
+    on_command_line,
+    printable,
+)
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 COMMANDS = {
@@ -42,7 +50,7 @@ COMMANDS = {
     "diff": "judging",
     "scan": "judging",
     "stats": "viewing",
-    "report": "reporting",
+    "report": "viewing",
     "show": "viewing",
     "merge": "combining",
     "average": "combining",
@@ -73,7 +81,8 @@ class Program(click.Group):
         begin_traffic()
         try:
             try:
-                return super().invoke(ctx)
+                with on_command_line():
+                    return super().invoke(ctx)
             finally:
                 if not is_silent(sys.argv[1:]):
                     tell_traffic()
@@ -128,7 +137,7 @@ def cli() -> None:
 def show_help(ctx: click.Context, topic: str | None) -> None:
     """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
     from ckptconv.cli import help_pages
-    from ckptconv.support.rows import Row
+    from ckptconv.support.report import Row
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
@@ -169,7 +178,9 @@ def main() -> None:
     take_any_text()
     as_json = is_json_asked(sys.argv[1:])
     try:
-        cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
+        with one_run(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # notes say the same
+            cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
         sys.stdout.flush()
         _stop_if_missed(as_json)
     except click.UsageError as error:
@@ -191,6 +202,7 @@ def main() -> None:
             )
         raise
     except OSError as error:
+        _stop_without_memory(error, as_json)
         if error.filename is None:
             stop_unprinted(error, 1)
         stop(
@@ -205,11 +217,18 @@ def main() -> None:
         # until 3.11, Python makes a RuntimeError of a stop that comes while a class is made
         if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
             _stop_if_missed(as_json, "interrupted; no unfinished file was left behind")
+        _stop_without_memory(error, as_json)
         if as_json:
             print_ending_json(
                 type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1
             )
         raise
+
+
+def _stop_without_memory(error: BaseException, as_json: bool) -> None:
+    if is_out_of_memory(error):
+        hint = "no unfinished file was left behind"
+        stop("MemoryError", OUT_OF_MEMORY, 1, as_json=as_json, hint=hint)
 
 
 _TOO_LATE = "stopped by a signal, but too late: the command had come to its end"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import Field, fields
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,16 +20,16 @@ from ckptconv.cli.completion import (
     offer_parts,
     offer_steps,
 )
-from ckptconv.formats.target_format import Target
+from ckptconv.convert.words import OptionWords
 from ckptconv.io.location import Location
 from ckptconv.support import platforms
 from ckptconv.support.addresses import address_in
+from ckptconv.support.choices import KEYS
 from ckptconv.support.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
-    from ckptconv.convert.options import Request
+    from ckptconv.convert.options import Options
     from ckptconv.keys.key_map import KeyRules
-    from ckptconv.tree.fitted_keys import KeyTarget
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,7 +78,15 @@ class _OutputName(_FileName):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "-" and ctx is not None:
             ctx.meta[TO_STDOUT] = True
-        return super().convert(value, param, ctx)
+        found = super().convert(value, param, ctx)
+        if not (isinstance(found, Path) and value.endswith(_SLASHES)):
+            return found
+        from ckptconv.io.places import place_of
+
+        return place_of(value)  # a path forgets the slash, which says that a folder is meant
+
+
+_SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 
 
 class _NewFileName(_FileName):
@@ -92,22 +102,6 @@ TO_STDOUT = "ckptconv.stdout"
 FILE = _SourceName(path_type=Path)
 OUTPUT = _OutputName(path_type=Path)
 NEW_FILE = _NewFileName(path_type=Path)
-RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
-PRESETS = (
-    "ddp",
-    "compile",
-    "fsdp",
-    "checkpoint-wrapper",
-    "lightning",
-    "peft",
-    "swa",
-    "timm-ema",
-    "mmengine",
-    "ema-pytorch",
-)
-"""The names of `key_map.RULE_WORDS` and `presets.PRESETS`, here so that a usage error or --help
-need not import them.
-"""
 
 
 class FileCommand(click.Command):
@@ -130,7 +124,7 @@ class RuleCommand(FileCommand):
         values = {
             name: iter(texts)
             for name, texts in given.items()
-            if _word(name) in (*RULE_WORDS, "rules")
+            if name in (*RULES, *CHOICES) and name != "reverse"
         }
         ctx.meta["ckptconv.rules"] = [
             (_word(param.name or ""), next(values[param.name or ""]))
@@ -145,42 +139,55 @@ def _word(name: str) -> str:
     return name.replace("_", "-")
 
 
+RULES = ("strip_prefix", "add_prefix", "rename", "regex", "preset", "rules", "reverse")
+CHOICES = ("include", "exclude")
+FITTING = ("like", "model", "drop_unexpected")
+"""The options by the commands that have them; what is in none of these, all that convert."""
+
+
+def _words(names: Sequence[str], **settings: Any) -> list[Callable[[F], F]]:
+    """The options of these names, as `OptionWords` tells of them; `settings` are click's."""
+    known = {item.name: item for item in fields(OptionWords)}
+    return [_word_of(known[name], **settings) for name in names]
+
+
+def _word_of(item: Field[Any], **settings: Any) -> Callable[[F], F]:
+    kind, told = str(item.type), item.metadata
+    settings |= {"help": told["help"], "metavar": told["metavar"]}
+    if kind == "bool":
+        settings["is_flag"] = True
+    elif isinstance(item.default, str):
+        settings = {"default": item.default, "show_default": True} | settings
+    elif any(word in kind for word in ("Words", "Sequence", "Mapping")):
+        settings["multiple"] = True
+    if told["choices"]:
+        settings["type"] = click.Choice(told["choices"])
+    elif "PathLike" in kind:
+        settings["type"] = NEW_FILE if item.name == "save_mapping" else FILE
+    return click.option(f"--{_word(item.name)}", shell_complete=_OFFERS.get(item.name), **settings)
+
+
+_OFFERS: dict[str, Any] = {
+    "device": offer_devices,
+    "map_location": offer_map_locations,
+    "dtype": offer_dtypes,
+    "drop": offer_parts,
+    "only": offer_parts,
+}
+
+
 def choice_options(command: F) -> F:
     """The options that choose among keys, which every command that writes has."""
-    return _with_options(command, [
-        click.option("--include", metavar="GLOB", multiple=True,
-                     help="Keep only keys that match at this point of the rules."),
-        click.option("--exclude", metavar="GLOB", multiple=True,
-                     help="Leave out keys that match at this point of the rules."),
-    ])  # fmt: skip
+    return _with_options(command, _words(CHOICES))
 
 
 def key_options(default: str) -> Callable[[F], F]:
     """The options of key rules, which apply in the order in which they are given (the command must
     be a `RuleCommand`).
     """
-    return lambda command: _with_options(command, [
-        click.option("--keys", type=click.Choice(["strip", "keep"]), default=default,
-            show_default=True,
-                     help="Strip the prefixes of DDP, torch.compile, FSDP and activation "
-                          "checkpointing first, or keep them."),
-        click.option("--strip-prefix", metavar="PREFIX", multiple=True, help="Remove this from "
-                                                                             "every key that "
-                                                                             "starts with it."),
-        click.option("--add-prefix", metavar="PREFIX", multiple=True, help="Add this to the start "
-                                                                           "of every key."),
-        click.option("--rename", metavar="OLD=NEW", multiple=True, help="Rename a key, or a "
-                                                                        "prefix of keys."),
-        click.option("--regex", metavar="PATTERN=>REPLACEMENT", multiple=True,
-                     help="Replace what this Python regex matches in the keys (\\1 is its first "
-                          "group)."),
-        click.option("--preset", metavar="NAME", type=click.Choice(PRESETS), multiple=True,
-                     help=f"Remove what a framework added to the keys: {', '.join(PRESETS)}."),
-        click.option("--rules", metavar="FILE", multiple=True, type=FILE,
-                     help="Apply the rules in a .json, .toml or .yaml file, or a mapping from "
-                          "--save-mapping."),
-        click.option("--reverse", is_flag=True, help="Undo the mapping that --rules names."),
-    ])  # fmt: skip
+    return lambda command: _with_options(
+        command, [*_words(["keys"], default=default), *_words(RULES)]
+    )
 
 
 def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
@@ -243,6 +250,24 @@ _LIMIT = click.option(
     callback=_limits_set,
     help="Raise a limit that an error named, such as pickle_bytes=4GiB.",
 )
+
+
+def _unpinned_read(ctx: click.Context, _: click.Parameter, given: bool) -> None:
+    """Read what no server pins, while the command runs."""
+    if given:
+        from ckptconv.support.limits import limits
+
+        ctx.with_resource(limits(unpinned=True))
+
+
+_UNPINNED = click.option(
+    "--unpinned",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_unpinned_read,
+    help="Read a file of a server that tells neither tag nor date of it: it must not change.",
+)
 _ALLOW_HOSTS = click.option(
     "--allow-hosts",
     metavar="HOST,...",
@@ -256,7 +281,7 @@ _ALLOW_HOSTS = click.option(
 
 def LIMIT(command: F) -> F:
     """What every command that reads may be allowed."""
-    return _LIMIT(_ALLOW_HOSTS(command))
+    return _LIMIT(_ALLOW_HOSTS(_UNPINNED(command)))
 
 
 def output_options(command: F) -> F:
@@ -266,9 +291,7 @@ def output_options(command: F) -> F:
         click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
         *_conversion_options(),
-        click.option("--save-mapping", metavar="FILE", type=NEW_FILE,
-                     help="Save which key became which, so that --rules FILE --reverse can undo "
-                          "it."),
+        *_words(["save_mapping"]),
         *_run_options(),
     ])  # fmt: skip
 
@@ -285,16 +308,7 @@ def run_options(command: F) -> F:
 
 def fitting_options(command: F) -> F:
     """The options of what the keys are fitted to."""
-    return _with_options(command, [
-        click.option("--like", metavar="OTHER", type=FILE,
-                     help="Fit the keys to those of another checkpoint, an index, or a text file "
-                          "with one key per line."),
-        click.option("--model", metavar="PACKAGE.MODULE:CALLABLE",
-                     help="Fit the keys to the model that this callable builds. Imports code."),
-        click.option("--drop-unexpected", is_flag=True,
-                     help="With --like or --model: leave out the keys that the target does not "
-                          "have."),
-    ])  # fmt: skip
+    return _with_options(command, _words(FITTING))
 
 
 def engine_options(command: F) -> F:
@@ -328,53 +342,9 @@ def engine_of_words(given: dict[str, Any], count: int) -> Any:
 
 def _conversion_options() -> list[Callable[[F], F]]:
     """What becomes of a checkpoint."""
-    return [
-        click.option("--device", metavar="TAG", shell_complete=offer_devices,
-                     help="The device tag to write: cpu (default), cuda:1, mps, ..., keep, auto."),
-        click.option("--map-location", metavar="OLD=NEW", multiple=True,
-            shell_complete=offer_map_locations,
-                     help="Change one device tag, such as cuda:3=cuda:0."),
-        click.option("--to", type=click.Choice(get_args(Target)),
-                     help="Output format, if OUT's name does not say (OUT may be - for standard "
-                          "output); dcp: a folder that FSDP training resumes from; npz: an "
-                          "archive of numpy."),
-        click.option("--dtype", metavar="DTYPE", shell_complete=offer_dtypes,
-                     help="Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or "
-                          "torch's names (float16, half)."),
-        click.option("--keep-dtype", metavar="GLOB", multiple=True,
-                     help="With --dtype: leave the tensors whose keys match as they are, such as "
-                          "'*norm*'. Repeatable."),
-        click.option("--cast", metavar="GLOB=DTYPE", multiple=True,
-                     help="Cast the tensors whose keys match, such as 'lm_head.*=f32'. "
-                          "Repeatable."),
-        click.option("--drop", metavar="PATH", multiple=True, shell_complete=offer_parts,
-                     help="Leave out a part of the checkpoint: optimizer, 'callbacks.*'. "
-                          "Repeatable."),
-        click.option("--metadata", metavar="NAME=VALUE", multiple=True,
-                     help="Put a string beside the tensors of a safetensors output. Repeatable."),
-        click.option("--metadata-from", metavar="FILE", type=FILE,
-                     help="Put the strings of a JSON object beside them."),
-        click.option("--max-shard-size", metavar="SIZE",
-                     help="Split the state dict into shards of at most this size, such as 5GB, "
-                          "with an index."),
-        click.option("--with-files", is_flag=True,
-                     help="Make OUT a folder, and copy the config, the tokenizer and the like that "
-                          "lie beside IN into it. Never code."),
-        click.option("--only", metavar="PATH", shell_complete=offer_parts,
-                     help="Convert one part: state_dict, ema, or . for the tensors at the root."),
-        TAG,
-        LIMIT,
-        choice_options,
-        click.option("--tied", type=click.Choice(["alias", "duplicate"]), default="alias",
-            show_default=True,
-                     help="If a tensor has several names, write it to safetensors once, or once "
-                          "for each."),
-        click.option("--unknown", type=click.Choice(["refuse", "drop", "keep"]), default="refuse",
-            show_default=True,
-                     help="What to do with objects that weights_only=True refuses and that have "
-                          "no plain form, "
-                          "and with tensors outside the state dict of a whole module."),
-    ]  # fmt: skip
+    apart = (*RULES, *CHOICES, *FITTING, "keys", "save_mapping")
+    names = [item.name for item in fields(OptionWords) if item.name not in apart]
+    return [*_words(names), TAG, LIMIT, choice_options]
 
 
 def _run_options() -> list[Callable[[F], F]]:
@@ -456,7 +426,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
 
 
 def _is_folder(to: str) -> bool:
-    from ckptconv.formats.outputs import target_named
+    from ckptconv.formats.target_format import target_named
 
     return target_named(to).is_folder
 
@@ -507,37 +477,31 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
 
 
-def options_of(given: dict[str, Any], wrappers: str) -> Request:
-    """The conversion that the command line asks for; a senseless value is a usage error."""
-    from ckptconv.convert.casts import read_casts
-    from ckptconv.convert.given_metadata import read_metadata
-    from ckptconv.convert.options import Request, edits_of
-    from ckptconv.devices.mapping import tag_map
-    from ckptconv.formats.hf_names import parse_size
-    from ckptconv.tensors.dtypes import floating_dtype
+def options_of(given: dict[str, Any], keys: Any, *, are_sent: bool = False) -> Options:
+    """What the command line asks for; `CheckpointError` for a senseless value.
 
-    keys = key_rules(wrappers, reverse=given.get("reverse", False))
-    tags = tag_map(given["device"], given["map_location"])
-    dtype = floating_dtype(given["dtype"]) if given["dtype"] is not None else None
-    limit = parse_size(given["max_shard_size"]) if given["max_shard_size"] is not None else None
-    taken = ("to", "only", "tied", "unknown", "save_mapping", "with_files")
-    return Request(
-        keys=keys,
-        tags=tags,
-        dtype=dtype,
-        max_shard_size=limit,
-        edits=edits_of(given["drop"]),
-        keep_dtype=tuple(given["keep_dtype"]),
-        cast=read_casts(given["cast"]),
-        metadata=read_metadata(given["metadata"], given["metadata_from"]),
-        **{name: given[name] for name in taken},
-    )
+    `are_sent`: other processes read the files that are named, so these are texts.
+    """
+    from ckptconv.convert.options import Options
+    from ckptconv.devices.mapping import read_tag_pairs
+    from ckptconv.keys.key_map import KeyRules
 
+    def named(file: Any) -> Any:
+        return str(file) if are_sent and file is not None else file
 
-def key_target_of(given: dict[str, Any]) -> KeyTarget | None:
-    """What the keys are to be fitted to; only `convert` has the options."""
-    from ckptconv.convert.key_targets import key_target
-
-    return key_target(
-        given.get("like"), given.get("model"), drop_unexpected=given.get("drop_unexpected", False)
+    apart = {"keys", "map_location", *RULES, *CHOICES} - {"reverse"}
+    words = {
+        item.name: named(given[item.name]) if "PathLike" in str(item.type) else given[item.name]
+        for item in fields(OptionWords)
+        if item.name in given and item.name not in apart
+    }
+    rules = [
+        named(text) if word == "rules" else (word, text)
+        for word, text in click.get_current_context().meta.get("ckptconv.rules", [])
+    ]
+    return Options(
+        keys=keys if keys in KEYS else KeyRules.of((), keys),
+        rules=tuple(rules),
+        map_location=read_tag_pairs(given["map_location"]) or None,
+        **words,
     )

@@ -23,7 +23,7 @@ from ckptconv.support.progress import Meter
 
 if TYPE_CHECKING:
     from ckptconv.io.remote.traffic import Traffic
-    from ckptconv.support.rows import Level, Row
+    from ckptconv.support.report import Level, Row
 
 
 def fill_closed_streams() -> None:
@@ -62,16 +62,17 @@ def _shown_plainly(error: UnicodeError) -> tuple[str, int]:
 @contextmanager
 def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[None]:
     """Turn a checkpoint error into one line on stderr (and a JSON document where one was asked for)
-    and an exit code: `code`, or 2 where the command line is at fault.
+    and an exit code: `code`, or 2 where the command line is at fault, as no missing file is.
     """
     try:
         yield
     except CheckpointError as error:
-        exit_code = 2 if usage else code
+        is_usage = usage and not isinstance(error, OSError)
+        exit_code = 2 if is_usage else code
         if as_json:
             print_error_json(error, exit_code)
         command = click.get_current_context().command_path
-        fail(f"{error}; see {command} --help" if usage else str(error), exit_code)
+        fail(f"{error}; see {command} --help" if is_usage else str(error), exit_code)
 
 
 def traffic_told() -> Traffic | None:
@@ -103,7 +104,7 @@ def tell_traffic() -> None:
 
 def print_error_json(error: CheckpointError, exit_code: int) -> None:
     """The document of an error, with the exit code that goes with it."""
-    from ckptconv.convert.error_document import error_document
+    from ckptconv.support.report import error_document
 
     print_json(error_document(error, exit_code))
 
@@ -185,8 +186,8 @@ def stop_unprinted(error: Unprinted | OSError, code: int) -> NoReturn:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one document of this run on stdout; see `strict_json`."""
-    from ckptconv.support.strict_json import json_pieces
+    """The one document of this run on stdout; see `json_text`."""
+    from ckptconv.support.json_text import json_pieces
 
     _PRINTED.append(True)
     if (told := traffic_told()) is not None:

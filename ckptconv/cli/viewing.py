@@ -1,4 +1,4 @@
-"""The commands that look at values: stats, show."""
+"""The commands that look at values, and the one that writes a page: stats, show, report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import click
 
 from ckptconv.cli.completion import offer_parts
 from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, TAG, FileCommand
-from ckptconv.cli.progress_display import READING, progress_shown
-from ckptconv.cli.terminal import errors_shown, print_json, print_table, terminal_width
+from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
+from ckptconv.cli.terminal import (
+    errors_shown,
+    print_headline,
+    print_json,
+    print_table,
+    terminal_width,
+)
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text
 
@@ -78,14 +84,13 @@ def stats(
     """
     from ckptconv.values import report
     from ckptconv.values.collect import stats as collected
-    from ckptconv.values.facts import in_order
 
     if histogram and given["match"]:
         raise click.UsageError("--histogram and --match both choose tensors; leave one of them out")
     given["match"] = histogram or given["match"]
     with errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
-    shown = in_order(found, sort, top)
+    shown = report.in_order(found, sort, top)
     width = terminal_width() if sys.stdout.isatty() else _WIDE
     if as_json:
         print_json(report.statistics_document(found, shown, bins=_BINS if histogram else 0))
@@ -142,8 +147,14 @@ def show(
     """
     from ckptconv.formats.registry import open_checkpoint
     from ckptconv.values.named import named_values
-    from ckptconv.values.npy import check_whole, refuse_source, write_npy, write_npz
-    from ckptconv.values.picking import box_of, picked, shown_text
+    from ckptconv.values.picking import (
+        box_of,
+        check_whole,
+        picked,
+        shown_text,
+        write_npy,
+        write_npz,
+    )
     from ckptconv.values.report import picked_document, picked_headline
 
     wanted = _with_indices(names, several=npz is not None)
@@ -151,7 +162,6 @@ def show(
         raise click.UsageError("--npy and --npz are both given; leave one of them out")
     output = npz or npy
     with errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
-        refuse_source(output, checkpoint)
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
             item = picked(found, name, checkpoint.path)
@@ -191,3 +201,55 @@ def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, s
         else:
             found.append((word, ""))
     return found
+
+
+@click.command(
+    cls=FileCommand,
+    short_help="Write a page about a checkpoint, to look at in a browser.",
+    epilog="""\b
+Examples:
+  ckptconv report model.pt -o model.html
+  ckptconv report model.safetensors -o model.html --values
+  ckptconv report epoch1.pt -o epochs.html --against epoch2.pt --force
+
+Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2 wrong usage.""",
+)
+@click.argument("source", metavar="IN", type=FILE)
+@click.option(
+    "-o", "--output", metavar="FILE", type=NEW_FILE, required=True, help="The page, an HTML file."
+)
+@click.option(
+    "--values", is_flag=True, help="Read the tensors: statistics, histograms and quantiles."
+)
+@click.option(
+    "--against", metavar="OTHER", type=FILE, help="Compare with this checkpoint, as diff does."
+)
+@click.option("-f", "--force", is_flag=True, help="Replace a file that exists.")
+@click.option(
+    "--only",
+    metavar="PATH",
+    shell_complete=offer_parts,
+    help="Tell of one part, such as state_dict or optimizer.",
+)
+@click.option("--only-against", metavar="PATH", help="The same for OTHER, if it is another part.")
+@TAG
+@click.option("--tag-against", metavar="TAG", help="The same for OTHER.")
+@LIMIT
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
+    """Write one HTML file about checkpoint IN: what is in it and whether it is portable and safe, a
+    map by bytes, a table to search and sort, shared storages.
+
+    The page loads nothing, from nowhere, and nothing in the checkpoint can run in it.
+    """
+    from ckptconv.pages import make as pages
+
+    for name in ("tag_against", "only_against"):
+        if given[name] is not None and given["against"] is None:
+            raise click.UsageError(f"--{name.replace('_', '-')} needs --against")
+    with errors_shown(as_json), progress_shown(READING_BOTH, silent=as_json) as on_progress:
+        page = pages.report(source, output, **given, on_progress=on_progress)
+    if as_json:
+        print_json(pages.PAGE.of(page))
+    else:
+        print_headline(pages.page_headline(page))

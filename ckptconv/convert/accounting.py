@@ -15,22 +15,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.formats import safetensors, torch_legacy, torch_tar, torch_zip
-from ckptconv.formats.registry import open_source
-from ckptconv.formats.zip_archive import is_zip, read_directory
+from ckptconv.formats import torch_legacy, torch_output, torch_tar
+from ckptconv.formats.containers import (
+    is_safetensors,
+    is_tar,
+    is_torch_legacy,
+    is_zip,
+    open_source,
+)
+from ckptconv.formats.zip_archive import read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
 from ckptconv.io.guarded import unguarded
 from ckptconv.io.location import Location
 from ckptconv.io.source import MemorySource, Source
-from ckptconv.objects.torch_names import COPIES
+from ckptconv.objects.known_names import COPIES
 from ckptconv.objects.torch_read import Window
 from ckptconv.pickles.census import Census, held_stream, take_census
-from ckptconv.pickles.extents import read_pickles
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, PersistentId
+from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
-from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
 from ckptconv.tree.old_tensors import complete_tensors
 
 _HINT = "please report this; without --verify it is converted anyway"
@@ -111,7 +117,7 @@ def refuse_unwritten(file: PlannedFile, written: Location) -> None:
     finally:
         source.close()
     records = {
-        f"{torch_zip.ROOT}/{item.name}"
+        f"{torch_output.ROOT}/{item.name}"
         for item in file.layout.items
         if item.name.startswith("data/") and item.nbytes
     }
@@ -172,8 +178,7 @@ def _storages_of(node: Node) -> Iterable[Storage]:
         return (node,)
     if type(node) is Window:
         return (node.storage,)
-    ref = node.tensor if type(node) is TensorObject else node
-    return [piece.storage for piece in ref.pieces]
+    return origins([node.tensor if type(node) is TensorObject else node])
 
 
 def _key(storage: Storage) -> Key:
@@ -237,14 +242,14 @@ def _count(source: Source, named: NamedStorages) -> None:
             named,
             lambda key: f"{root}data/{key}",
         )
-    elif torch_legacy.is_torch_legacy(head):
+    elif is_torch_legacy(head):
         _add(
             take_census(read_pickles(source, 0, 4)[0][3]), source, named, torch_legacy.storage_name
         )
-    elif torch_tar.is_tar(head):
+    elif is_tar(head):
         (stream,), _ = read_pickles(torch_tar.members_of(source)["pickle"], 0, 1)
         named.tensors += len(take_census(stream).references)
-    elif safetensors.is_safetensors(head):
+    elif is_safetensors(head):
         _add_header(source, named)
     else:
         stream = source.read(0, source.size)

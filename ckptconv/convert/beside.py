@@ -11,13 +11,14 @@ from ckptconv.io.source import Fingerprint
 @dataclass(frozen=True, slots=True)
 class Companion:
     """A file that is copied: where it lies, its path in the folder, its size and what tells it from
-    others.
+    others; `raw` is what the copy says where that is something else.
     """
 
     place: Location
     name: str
     nbytes: int
     stamp: Fingerprint | None
+    raw: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

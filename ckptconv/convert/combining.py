@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -15,8 +16,10 @@ from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.planner import plan_conversion, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import open_certain
+from ckptconv.io.files import one_run
 from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import KEEP, STRIP, KeyMap, KeyRules, map_keys
+from ckptconv.keys.naming_metadata import followed, naming_entries
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_paths
 from ckptconv.support.errors import (
@@ -26,12 +29,16 @@ from ckptconv.support.errors import (
     OptionRefused,
     RefusedObject,
     printable,
+    warn,
 )
-from ckptconv.support.progress import OnProgress
+from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.text import count_text, first_few, some_text
-from ckptconv.tensors.averaging import averaged, can_average, elements
 from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.comparison import compare_bytes
+from ckptconv.tensors.computed import elementwise
+from ckptconv.tensors.operations import can_average
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
+from ckptconv.tensors.scaled_weights import refuse_mean
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint, FileFacts
 from ckptconv.tree.modules import flatten_modules
@@ -56,6 +63,7 @@ class Part:
     left_out: tuple[str, ...]
 
 
+@one_run()
 def merge(
     sources: Sequence[Place],
     output: Place,
@@ -78,11 +86,15 @@ def merge(
     >>> merge(["body.pt", "head.pt"], "model.safetensors",
     ...       prefix={"head.pt": "head."})  # doctest: +SKIP
     """
-    request = _request(options)
+    begin, request = time.perf_counter(), _request(options)
     with merged_plan(sources, output, request, prefix=prefix or {}, only=only, force=force) as plan:
-        return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)
+        result = execute_plan(
+            plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
+        )
+        return result.since(begin)
 
 
+@one_run()
 def average(
     sources: Sequence[Place],
     output: Place,
@@ -106,11 +118,14 @@ def average(
 
     >>> average(["epoch_8.pt", "epoch_9.pt"], "swa.pt", weights=[1, 2])  # doctest: +SKIP
     """
-    request = _request(options)
+    begin, request = time.perf_counter(), _request(options)
     with averaged_plan(
         sources, output, request, weights=weights, integers=integers, only=only, force=force
     ) as plan:
-        return execute_plan(plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress)
+        result = execute_plan(
+            plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
+        )
+        return result.since(begin)
 
 
 _RULES = ("keys", "rules", "reverse", "preset", "strip_prefix", "rename", "regex", "add_prefix")
@@ -161,6 +176,7 @@ def merged_plan(
                         f"{printable(named)}=NAME.",
                     )
                 owners[new], values[new] = part.path, value
+        metadata = _metadata(opened, parts, [prefix.get(named, "") for named in names])
         notes = [
             f"{count_text(len(part.values), 'key')} of {part.path} get {prefix[named]} before them"
             for part, named in zip(parts, names, strict=True)
@@ -169,7 +185,44 @@ def merged_plan(
         if any(mapping_pairs(metadata_of(part.found.node)) for part in parts):
             notes.append("the module versions of the sources (_metadata) are not put together")
         combined = _combined(opened, parts, Dict(list(values.items())), notes)
-        yield plan_conversion(combined, output, _as_they_are(request))
+        combined = replace(combined, metadata={**combined.metadata, **metadata})
+        plan = plan_conversion(combined, output, _as_they_are(request))
+        yield _with_renamed(plan, parts, [prefix.get(named, "") for named in names])
+
+
+def _with_renamed(
+    plan: ConversionPlan, parts: Sequence[Part], prefixes: Sequence[str]
+) -> ConversionPlan:
+    """The plan, which says of keys what they were in the first of the sources that have them."""
+    (written,) = plan.state_dicts
+    before: dict[str, str] = {}
+    for part, prefix in zip(parts, prefixes, strict=True):
+        for old, new in zip(part.renamed.old, part.renamed.new, strict=True):
+            if new is not None:
+                before.setdefault(prefix + new, old)
+    gone = set(written.left_out)
+    changed = [(old, new) for new, old in before.items() if old != new and new not in gone]
+    return replace(plan, state_dicts=(replace(written, changed=tuple(changed)),))
+
+
+def _metadata(
+    opened: Sequence[Checkpoint], parts: Sequence[Part], prefixes: Sequence[str]
+) -> dict[str, str]:
+    """What the metadata of the sources say about codes, under the names of the merge."""
+    found: dict[str, str] = {}
+    for checkpoint, part, prefix in zip(opened, parts, prefixes, strict=True):
+        keys = zip(part.renamed.old, part.renamed.new, strict=True)
+        names = {old: None if new is None else prefix + new for old, new in keys}
+        needed = naming_entries(followed(checkpoint.metadata, names))
+        if both := found.keys() & needed.keys():
+            raise KeyConflict(
+                "is metadata by which codes are read, in two of the sources",
+                path=part.path,
+                where=min(both),
+                hint="convert them one by one",
+            )
+        found |= needed
+    return found
 
 
 @contextlib.contextmanager
@@ -189,6 +242,11 @@ def averaged_plan(
         raise OptionRefused(f"integers={integers!r:.50} is not one of {', '.join(INTEGERS)}")
     _refuse_mapping(request)
     with _opened(sources, output, request, only=only, force=force) as (opened, parts):
+        for part in parts:
+            try:
+                refuse_mean(dict(part.found.tensors()))
+            except CheckpointError as error:
+                raise error.at(path=part.path) from None
         _refuse_other_keys(parts)
         checksums = Checksums()
         known: dict[object, TensorRef] = {}
@@ -201,14 +259,15 @@ def averaged_plan(
                 known[view] = _mean(key, refs, numbers, integers, parts, checksums)
             values[key] = known[view]
         combined = _combined(opened, parts, _like(parts[0], values))
-        yield plan_conversion(combined, output, _as_they_are(request))
+        plan = plan_conversion(combined, output, _as_they_are(request))
+        yield _with_renamed(plan, parts, [""] * len(parts))
 
 
 def _refuse_mapping(request: Request) -> None:
     if request.save_mapping is not None:
         raise OptionRefused(
             "several checkpoints become one, which no mapping undoes",
-            hint="leave --save-mapping out (save_mapping in code)",
+            hint="leave --save-mapping out",
         )
 
 
@@ -247,14 +306,14 @@ def _opened(
         raise OptionRefused(
             "there is only one checkpoint", hint="name two or more, then the output"
         )
-    if request.shard_bytes is None:
-        check_place(output, request.to, force=force)
+    check_place(output, request, force=force)
     with contextlib.ExitStack() as leaving:
         opened: list[Checkpoint] = []
         parts = []
         for source in sources:
             checkpoint = leaving.enter_context(open_certain(source, whole_modules=True))
             check_places(checkpoint.sources)
+            checkpoint.refuse_part()
             checkpoint = flatten_modules(checkpoint)
             opened.append(checkpoint)
             found = _state_dict(checkpoint, only)
@@ -288,10 +347,11 @@ def _left_out(checkpoint: Checkpoint, found: StateDict) -> Iterator[str]:
         taken = set(found.keys)
         yield from (name for key, _ in pairs if (name := label_text(key)) not in taken)
     names = {*found.keys}
+    needed = naming_entries(checkpoint.metadata)
     yield from (
         f"metadata {name}"
         for name, value in checkpoint.metadata.items()
-        if name not in ("format", "device") and not (name in names and value in names)
+        if name not in ("format", "device", *needed) and not (name in names and value in names)
     )
 
 
@@ -303,16 +363,19 @@ def _combined(
 ) -> Checkpoint:
     """A checkpoint of the tree `root`, out of several."""
     first = opened[0]
-    stripped = [
-        f"{part.path.name}: {', '.join(part.renamed.wrappers)} is stripped from its keys"
-        for part in parts
-        if part.renamed.wrappers
-    ]
-    beside = [
-        f"{part.path.name}: only the state dict is taken; left out: {some_text([*part.left_out])}"
-        for part in parts
-        if part.left_out
-    ]
+    warn(dict.fromkeys(note for part in parts for note in part.found.notes))
+    told: dict[str, list[str]] = {}
+    for part in parts:
+        if part.renamed.wrappers:
+            what = f"{', '.join(part.renamed.wrappers)} is stripped from its keys"
+            told.setdefault(what, []).append(part.path.name)
+        for note in part.found.notes:
+            told.setdefault(note, []).append(part.path.name)
+        if part.left_out:
+            what = f"only the state dict is taken; left out: {some_text([*part.left_out])}"
+            told.setdefault(what, []).append(part.path.name)
+    of_parts = [f"{some_text(names)}: {what}" for what, names in told.items()]
+    kinds = {item.metadata.get("format", "pt") for item in opened}
     container = replace(
         first.container,
         name=f"{len(opened)} checkpoints",
@@ -324,8 +387,8 @@ def _combined(
         container=container,
         root=root,
         nbytes=sum(item.nbytes for item in opened),
-        metadata={},
-        notes=(*(note for item in opened for note in item.notes), *stripped, *notes, *beside),
+        metadata={"format": kinds.pop()} if len(kinds) == 1 else {},
+        notes=(*(note for item in opened for note in item.notes), *of_parts, *notes),
         sources=tuple(source for item in opened for source in item.sources),
         facts=FileFacts(),
         index_metadata={},
@@ -404,8 +467,10 @@ def _mean(
     parts: Sequence[Part],
     checksums: Checksums,
 ) -> TensorRef:
-    if can_average(refs[0].dtype):
-        return averaged(refs, weights, checksums)
+    first = refs[0]
+    if can_average(first.dtype):
+        name = f"the mean of {first.storage.name}"
+        return elementwise("mean", refs, tuple(weights), first.dtype, name, checksums)
     if integers == "same":
         _refuse_unequal(key, refs, parts, checksums)
     return refs[-1 if integers == "last" else 0]
@@ -418,14 +483,13 @@ def _refuse_unequal(
     for ref in refs:
         for piece in ref.pieces:
             checksums.read(piece.storage)
-    step = (1 << 20) // refs[0].dtype.itemsize
-    for at in range(0, refs[0].numel, step):
-        count = min(step, refs[0].numel - at)
-        ours = elements(refs[0], at, count)
-        for ref, part in zip(refs[1:], parts[1:], strict=True):
-            if elements(ref, at, count) != ours:
-                raise KeyMismatch(
-                    f"{refs[0].dtype.name} has no mean, and its values are others than in "
-                    f"{printable(parts[0].path)}", path=part.path, where=key,
-                    hint="take those of one: --integers first or --integers last",
-                )  # fmt: skip
+    pairs = [(refs[0], ref) for ref in refs[1:]]
+    differing = compare_bytes(pairs, Meter("read", 0, None)).differing
+    if differing:
+        raise KeyMismatch(
+            f"{refs[0].dtype.name} has no mean, and its values are others than in "
+            f"{printable(parts[0].path)}",
+            path=parts[1 + min(differing)].path,
+            where=key,
+            hint="take those of one: --integers first or --integers last",
+        )

@@ -10,22 +10,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import PurePath, PurePosixPath
 
 from ckptconv.convert.beside import Beside, Companion, LeftFile
+from ckptconv.formats.folders.alone import MODULES, module_folders
 from ckptconv.io.destination import Destination
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
-from ckptconv.io.source import CHUNK
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.stream import OutputStream
 from ckptconv.support.errors import (
     CheckpointError,
     LimitExceeded,
     MalformedCheckpoint,
     VerificationFailed,
-    printable,
 )
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import in_force
+from ckptconv.tensors.dtypes import DType
 
 NAMES = frozenset({
     "config.json", "generation_config.json", "adapter_config.json", "modelcard.json",
@@ -39,7 +43,7 @@ NAMES = frozenset({
     "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
     "image_processor.json", "video_preprocessor_config.json", "audio_tokenizer_config.json",
     "feature_extractor_config.json", "chat_template.json", "chat_template.jinja",
-    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+    MODULES, "config_sentence_transformers.json", "sentence_bert_config.json",
     "scheduler_config.json", "label_map.json", "id2label.json",
 })  # fmt: skip
 """The names of the files that are copied."""
@@ -52,7 +56,9 @@ _PEOPLE = re.compile(
 """Texts for people: README.md, LICENSE, LICENSE-MODEL.txt, NOTICE, USE_POLICY.md."""
 _TIKTOKEN = re.compile(r"[\w.-]+\.tiktoken", re.A).fullmatch
 TEMPLATES = "additional_chat_templates"
-"""The only folder that is looked into, for the ``.jinja`` files that transformers puts there."""
+"""A folder that is looked into, for the ``.jinja`` files that transformers puts there. The others
+are those of modules, of which every file is copied that is no code.
+"""
 _TEMPLATE = re.compile(r"[\w.-]+\.jinja", re.A).fullmatch
 
 _CODE = frozenset({
@@ -84,12 +90,17 @@ def companions(home: Location, read: Sequence[PurePath]) -> Beside:
     Raises `LimitExceeded` for a file that is larger than such a file is.
     """
     own = {place_of(path).absolute.path for path in read}
+    texts_too = _holds_model(home)
+    modules = {folder.name for folder in module_folders(home)}
     copied: list[Companion] = []
     left: list[LeftFile] = []
     for name, place in _candidates(home):
         if place.path in own:
             continue
-        reason = _why_left(name, place, home, is_named=_is_named(name))
+        is_named = _is_named(name) or name.partition("/")[0] in modules
+        reason = _why_left(name, place, home, is_named=is_named)
+        if reason is None and not texts_too and _PEOPLE(name):
+            reason = "a text, and no config of a model is beside it"
         if reason is None:
             copied.append(_companion(name, place))
         else:
@@ -99,9 +110,18 @@ def companions(home: Location, read: Sequence[PurePath]) -> Beside:
 
 def companion_places(home: Location) -> Iterator[Location]:
     """Where the files of the folder `home` lie that belong to a model, by name alone."""
+    texts_too = _holds_model(home)
     for name, place in _candidates(home):
-        if _is_named(name):
+        if _is_named(name) and (texts_too or not _PEOPLE(name)):
             yield place
+
+
+def _holds_model(home: Location) -> bool:
+    """Whether a folder is that of a model, to which its texts belong too."""
+    try:
+        return any(name in NAMES or _TIKTOKEN(name) for name in home.names())
+    except OSError:  # told of by who lists it for more
+        return False
 
 
 def _is_named(name: str) -> bool:
@@ -110,16 +130,17 @@ def _is_named(name: str) -> bool:
 
 def _candidates(home: Location) -> Iterator[tuple[str, Location]]:
     """The files of a folder with their names, and those of the folder of templates in it."""
+    looked_into = {TEMPLATES, *(folder.name for folder in module_folders(home))}
     try:
         for name in home.names():
             place = home.child(name)
-            if name == TEMPLATES and place.is_folder() and place.stays_within(home):
+            if name in looked_into and place.is_folder() and place.stays_within(home):
                 yield from ((f"{name}/{inner}", place.child(inner)) for inner in place.names())
             else:
                 yield name, place
     except OSError as error:
         why = os.strerror(error.errno or 0)
-        hint = "allow this user to read it, or leave --with-files out (with_files in code)"
+        hint = "allow this user to read it, or leave --with-files out"
         raise CheckpointError(f"cannot be listed: {why}", path=home.path, hint=hint) from error
 
 
@@ -181,7 +202,7 @@ def copy_companion(
             )  # fmt: skip
         draft = output.draft(item.name, item.nbytes, on_progress)
         with draft:
-            draft.stream.copy(source, 0, item.nbytes)
+            write_companion(item, source, draft.stream)
             draft.stream.finish()
             draft.commit()
         if verify:
@@ -191,12 +212,22 @@ def copy_companion(
         source.close()
 
 
+def write_companion(item: Companion, source: Source, stream: OutputStream) -> None:
+    """Write what the copy of a file says, which `source` holds."""
+    if item.raw is None:
+        stream.copy(source, 0, item.nbytes)
+    else:
+        stream.write(item.raw)
+
+
 def _compare(item: Companion, made: Location) -> None:
     theirs, ours = item.place.open(), made.open()
     try:
-        is_same = theirs.size == ours.size and all(
-            theirs.read(at, min(CHUNK, ours.size - at)) == ours.read(at, min(CHUNK, ours.size - at))
+        is_same = ours.size == item.nbytes and all(
+            (theirs.read(at, count) if item.raw is None else item.raw[at : at + count])
+            == ours.read(at, count)
             for at in range(0, ours.size, CHUNK)
+            if (count := min(CHUNK, ours.size - at))
         )
     finally:
         theirs.close()
@@ -221,23 +252,46 @@ def name_notes(read: PurePath, output: PurePath) -> Iterator[str]:
             yield f"{reader} looks for {name}{output.suffix}, but the output is {output.name}"
 
 
-def dtype_notes(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:
-    """Say that a config which stays as it is names another dtype than the tensors have now;
-    `casts` are the dtypes that some were cast to.
-
-    A config that cannot be read says nothing.
+def saying_dtype(found: Beside, dtype: DType) -> Beside:
+    """The same files, of which ``config.json`` says that the weights have this dtype, where it says
+    a dtype of weights; a config that is not JSON stays as it is.
     """
+    return replace(found, copied=tuple(_saying(item, dtype) for item in found.copied))
+
+
+def _saying(item: Companion, dtype: DType) -> Companion:
+    if item.name != "config.json":
+        return item
+    try:
+        raw = read_small(item.place, "index_bytes")
+        read_object(raw, item.place.path, "config")
+    except CheckpointError:
+        return item
+    said = _DTYPE.sub(rb"\1" + dtype.name.encode() + rb"\3", raw)
+    return item if said == raw else replace(item, raw=said, nbytes=len(said))
+
+
+_DTYPE = re.compile(
+    rb'("(?:torch_)?dtype"\s*:\s*"(?:torch\.)?)(float16|bfloat16|float32|float64)(")'
+)
+"""Where a config says the dtype of weights, its parts (``text_config``) too. In a JSON text no such
+run of bytes begins within a string, whose quotes have a backslash.
+"""
+
+
+def dtype_notes(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:
+    """Say which dtype a config names after casts; `casts` are the dtypes that some were cast to."""
     config = next((item for item in copied if item.name == "config.json"), None)
     if config is None or not casts:
         return
-    try:
-        found = read_object(read_small(config.place, "index_bytes"), config.place.path, "config")
-    except CheckpointError:
+    if config.raw is not None:
+        yield f"config.json of the copy says dtype {', '.join(casts)}"
         return
-    for field in ("torch_dtype", "dtype"):
-        named = found.get(field)
-        if isinstance(named, str) and [named.removeprefix("torch.")] != [*casts]:
+    with suppress(CheckpointError):
+        raw = read_small(config.place, "index_bytes")
+        said = sorted({found[2].decode() for found in _DTYPE.finditer(raw)})
+        if said and said != [*casts]:
             yield (
-                f"config.json stays as it is and says {field} {printable(named)}, but tensors are "
+                f"config.json stays as it is and says dtype {', '.join(said)}, but tensors are "
                 f"cast to {', '.join(casts)}"
             )

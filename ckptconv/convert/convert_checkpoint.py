@@ -2,60 +2,61 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import ParamSpec
 
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
-from ckptconv.convert.options import Options, Tied, Words
+from ckptconv.convert.options import Options
 from ckptconv.formats.registry import Named
-from ckptconv.formats.target_format import Target
-from ckptconv.keys.key_map import KeyRules
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
+from ckptconv.support.choices import spelling_checked
 from ckptconv.support.progress import OnProgress
-from ckptconv.tree.settling import Unknown
+
+P = ParamSpec("P")
 
 
-@spelling_checked
-def convert_checkpoint(
-    source: Named,
-    output: str | os.PathLike[str],
-    *,
-    to: Target | None = None,
-    keys: Literal["strip", "keep"] | KeyRules = "strip",
-    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = (),
-    reverse: bool = False,
-    preset: Words = (),
-    strip_prefix: Words = (),
-    rename: Words = (),
-    regex: Words = (),
-    add_prefix: Words = (),
-    include: Words = (),
-    exclude: Words = (),
-    like: str | os.PathLike[str] | None = None,
-    model: str | None = None,
-    drop_unexpected: bool = False,
-    device: str | None = None,
-    map_location: Mapping[str, str] | None = None,
-    dtype: str | None = None,
-    keep_dtype: Words = (),
-    cast: Words = (),
-    drop: Words = (),
-    metadata: Words | Mapping[str, str] = (),
-    metadata_from: str | os.PathLike[str] | None = None,
-    only: str | None = None,
-    tied: Tied = "alias",
-    unknown: Unknown = "refuse",
-    max_shard_size: int | str | None = None,
-    with_files: bool = False,
-    save_mapping: str | os.PathLike[str] | None = None,
-    tag: str | None = None,
-    force: bool = False,
-    fsync: bool = True,
-    verify: bool = False,
-    on_progress: OnProgress | None = None,
-) -> ConversionResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class _Call(Options):
+    """The arguments of `convert_checkpoint`."""
+
+    source: Named
+    output: str | os.PathLike[str]
+    _: KW_ONLY
+    tag: str | None = None
+    force: bool = False
+    fsync: bool = True
+    verify: bool = False
+    on_progress: OnProgress | None = None
+
+
+def _takes(
+    call: Callable[P, _Call],
+) -> Callable[[Callable[[_Call], ConversionResult]], Callable[P, ConversionResult]]:
+    """Give a function the arguments of `call`, under its own name: editors and type checkers see
+    each option, and nobody lists them a second time.
+    """
+
+    def of(function: Callable[[_Call], ConversionResult]) -> Callable[P, ConversionResult]:
+        @functools.wraps(function)
+        def called(*args: P.args, **given: P.kwargs) -> ConversionResult:
+            return function(call(*args, **given))
+
+        called.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+        return called
+
+    return of
+
+
+_Call.__init__.__name__ = _Call.__init__.__qualname__ = "convert_checkpoint"  # as errors name it
+_Call.__init__ = spelling_checked(_Call.__init__)  # type: ignore[method-assign]
+
+
+@_takes(_Call)
+def convert_checkpoint(call: _Call) -> ConversionResult:
     """Convert the checkpoint `source` into the file `output`, without importing torch (except for
     `to="dcp"`, a folder).
 
@@ -69,9 +70,13 @@ def convert_checkpoint(
 
     >>> convert_checkpoint("in.pt", "out.safetensors", device="cuda:1")  # doctest: +SKIP
     """
-    given = locals()
-    refuse_no_path(output=output)
-    refuse_no_flag(force=force, fsync=fsync, verify=verify)
-    options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
-    job = Job(source, output, options, tag=tag, force=force, fsync=fsync, verify=verify)
-    return job.run(on_progress)
+    job = Job(
+        call.source,
+        call.output,
+        call,
+        tag=call.tag,
+        force=call.force,
+        fsync=call.fsync,
+        verify=call.verify,
+    )
+    return job.run(call.on_progress)

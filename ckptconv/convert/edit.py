@@ -14,13 +14,19 @@ from typing import Any, Literal
 
 from ckptconv.convert.given_metadata import read_metadata
 from ckptconv.convert.header_edits import ChangedHeader, HeaderEdit, changed_header
-from ckptconv.convert.options import Options, Words, listed, listed_strings
+from ckptconv.convert.options import Options, listed, listed_strings
+from ckptconv.convert.words import Words
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_checkpoint
-from ckptconv.formats.safetensors import CONTAINER
-from ckptconv.formats.safetensors_header import RESERVED, header_bytes, header_text, read_header
-from ckptconv.formats.safetensors_output import entries_seen
+from ckptconv.formats.safetensors import (
+    CONTAINER,
+    RESERVED,
+    entries_seen,
+    header_bytes,
+    header_text,
+    read_header,
+)
 from ckptconv.io.destination import check_output
 from ckptconv.io.hidden_folders import remove_leftovers
 from ckptconv.io.in_place import undo_unfinished, write_first_bytes
@@ -45,9 +51,11 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.progress import Meter, OnProgress
-from ckptconv.support.showing import short_repr
+from ckptconv.support.report import short_repr
 from ckptconv.support.signals import held_back
 from ckptconv.support.text import count_text, size_text
+from ckptconv.tensors.scaled_weights import refuse_apart
+from ckptconv.tree.walk import tensors_of
 
 _ROOM = 1024  # bytes for later edits that a file has at least when it is written again
 _PAGE = 4096  # bytes; the data of such a file begin at a multiple of it
@@ -205,6 +213,9 @@ def edit_header(
                     hint="make a new file with: ckptconv convert IN OUT",
                 )
             plan = _planned(checkpoint.sources[0], asked, path, rewrite=rewrite)
+            if plan.changed.renamed:
+                before = dict(tensors_of(checkpoint.root))
+                refuse_apart(before, {plan.changed.names[key]: before[key] for key in before})
             result = EditResult(
                 path,
                 plan.nbytes,
@@ -356,7 +367,9 @@ def _write_again(
 ) -> None:
     source, start = plan.source, len(plan.old)
     meter = Meter("write", plan.nbytes, tell)
-    with file_output(place_of(path), force=True, fsync=fsync, size=plan.nbytes) as output:
+    with file_output(
+        place_of(path), force=True, fsync=fsync, size=plan.nbytes, replaces=[source]
+    ) as output:
         with output.draft(path.name, plan.nbytes, meter.at) as draft:
             draft.stream.write(plan.head)
             draft.stream.copy(source, start, source.size - start)

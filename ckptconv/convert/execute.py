@@ -14,9 +14,9 @@ from ckptconv.convert.companions import copy_companion
 from ckptconv.convert.lanes import SaidCount, Say, said, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
-from ckptconv.convert.verify import verify_file, verify_folder
+from ckptconv.convert.verify import refuse_unread, verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
-from ckptconv.formats.hf_names import earlier_files, index_path, moved_index
+from ckptconv.formats.hf_names import index_path, moved_index
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.guarded import check_places
@@ -28,11 +28,12 @@ from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused
 from ckptconv.support.progress import Counting, Meter, OnProgress, Phase, Phases
-from ckptconv.support.showing import html_table, short_repr
-from ckptconv.support.text import size_text
-from ckptconv.tensors.cast_ahead import THREADS
+from ckptconv.support.report import html_table, short_repr
+from ckptconv.support.text import count_text, size_text
+from ckptconv.tensors.casting import overflow_text
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.compute_ahead import THREADS
+from ckptconv.tensors.refs import TensorRef, origins
 
 _WORTH_LANES = 32 << 20
 """Bytes of an output of several files from which they are written side by side."""
@@ -42,13 +43,14 @@ _WORTH_LANES = 32 << 20
 class ConversionResult:
     """The result of a conversion: its plan, seconds, and tensors verified (None: not asked for).
 
-    `phases` are the seconds of writing, verifying and waiting for the disk; `seconds` are all of
-    them and what lies between.
+    `phases` are the seconds of opening and planning, writing, verifying and waiting for the disk;
+    `seconds` are all of them and what lies between.
 
     `named` counts the storages that the source names, all of which were verified to be in the
     output or listed as left out (None: not asked, or not counted in a source of this format).
-    `overflowed` counts finite values that a cast made infinite or NaN; `odd_bools` bools that are
-    neither 0 nor 1. `nbytes` is the size of what was written, all its files together.
+    `overflowed` counts values beyond the range of the type that a cast made of them: they became
+    infinite, NaN, or the 448 of f8_e4m3. `odd_bools` counts bools that are neither 0 nor 1.
+    `nbytes` is the size of what was written, all its files together.
     """
 
     plan: ConversionPlan
@@ -60,6 +62,15 @@ class ConversionResult:
     phases: Mapping[Phase, float] = field(default_factory=dict)
     nbytes: int = 0
 
+    def since(self, begin: float) -> ConversionResult:
+        """The result of a piece of work that began at `begin` (`time.perf_counter`): what came
+        before the plan was carried out, and after, counts too.
+        """
+        seconds = time.perf_counter() - begin
+        return replace(
+            self, seconds=seconds, phases={"open": seconds - self.seconds, **self.phases}
+        )
+
     def __repr__(self) -> str:
         plan, verified = (
             self.plan,
@@ -69,16 +80,18 @@ class ConversionResult:
         return short_repr("ConversionResult", f"{plan.source.name} → {plan.shown_name}", *told)
 
     def _repr_html_(self) -> str:
-        return f"{html_table(repr(self)[1:-1], self._warnings())}{self.plan._repr_html_()}"
+        return f"{html_table(repr(self)[1:-1], self.odd_values())}{self.plan._repr_html_()}"
 
-    def _warnings(self) -> Iterator[tuple[str, str]]:
-        yield from (
-            (key, f"{count:,} values became infinite in the cast")
-            for key, count in self.overflowed.items()
-        )
-        yield from (
-            (key, f"{count:,} bools are neither 0 nor 1") for key, count in self.odd_bools.items()
-        )
+    def odd_values(self) -> Iterator[tuple[str, str]]:
+        """The tensors with values that a cast could not hold, or bools that are none, and what
+        became of these.
+        """
+        to = sorted({after for _, after in self.plan.casts})
+        became = f"beyond the range of {', '.join(to)} became {overflow_text(to)} in the cast"
+        for path, count in self.overflowed.items():
+            yield path, f"{count_text(count, 'value')} {became}"
+        for path, count in self.odd_bools.items():
+            yield path, f"{count_text(count, 'bool')} neither 0 nor 1, kept as stored"
 
 
 @spelling_checked
@@ -101,6 +114,7 @@ def execute_plan(
     written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
+    plan.target.load_checker()
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
     phases = Phases(on_progress)
@@ -174,13 +188,22 @@ def _write_files(
         result = _result(plan, tally, verified if verify else None, plan.nbytes)
         output.commit(plan.inputs)
         put_mapping()
+    if verify and plan.in_folder:
+        refuse_unread(plan)
     return result
 
 
 def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool) -> Destination:
     place = place_of(plan.output)
     if not plan.is_sharded:
-        return file_output(place, force=force, fsync=fsync, size=plan.nbytes, read_back=verify)
+        return file_output(
+            place,
+            force=force,
+            fsync=fsync,
+            size=plan.nbytes,
+            read_back=verify,
+            replaces=plan.inputs,
+        )
     return set_output(
         place,
         _shard_names(plan),
@@ -189,6 +212,7 @@ def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool
         fsync=fsync,
         size=plan.nbytes,
         read_back=verify,
+        replaces=plan.inputs,
     )
 
 
@@ -337,12 +361,8 @@ def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> b
     if not (is_worth and output.is_for_threads()):
         return False
     values = (item.values for file in files for item in file.layout.items)
-    sources = {
-        id(piece.storage.source): piece.storage.source
-        for ref in values
-        if isinstance(ref, TensorRef)
-        for piece in ref.pieces
-    }.values()
+    storages = origins(ref for ref in values if isinstance(ref, TensorRef))
+    sources = {id(storage.source): storage.source for storage in storages}.values()
     if not all(source.is_for_threads() and source.fetched_from(0) is None for source in sources):
         return False
     check_places(sources)
@@ -422,7 +442,7 @@ def _shard_names(plan: ConversionPlan) -> ShardNames:
     return ShardNames(
         shards=[file.path.name for file in plan.files],
         index=index.path.name if index else None,
-        earlier=lambda: [path.name for path in earlier_files(plan.output)],
+        earlier=lambda: [path.name for path in plan.earlier()],
         moved_index=lambda folder: moved_index(raw, folder),
         claimed=[index_path(plan.output).name],
         companions=[item.name for item in plan.beside.copied],
@@ -463,7 +483,7 @@ def _write_folder(
     place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
-        folder_output(place, force=force, fsync=fsync, size=nbytes) as output,
+        folder_output(place, force=force, fsync=fsync, size=nbytes, replaces=plan.inputs) as output,
     ):
         written = Meter("write", nbytes, phases.tell)
         lane = _Lane(_telling(written), written, phases, threads=THREADS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -11,19 +13,24 @@ from ckptconv.convert.notes import (
     count_casts,
     count_locations,
     key_notes,
+    parted_notes,
     prefix_notes,
     sharing_notes,
+    still_shared,
     text_notes,
 )
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile
+from ckptconv.convert.words import Tied
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
-from ckptconv.formats.layout import one_item
-from ckptconv.formats.target_format import NamedTensor, TargetFormat
+from ckptconv.formats.safetensors import aliases_in
+from ckptconv.formats.target_format import NamedTensor, TargetFormat, one_item
 from ckptconv.keys.key_map import KeyMap, refuse_idle
+from ckptconv.keys.naming_metadata import followed, refuse_without
 from ckptconv.objects.encodings import recipes_text
-from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.support.errors import OptionRefused, printable, warn
 from ckptconv.support.limits import in_force
+from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef, expanded, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
@@ -53,6 +60,7 @@ def plan_flat(
     format.
     """
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
+    warn(found.notes)
     left_out = settle_strays(checkpoint, found.node, options.unknown)
     keys = map_state_dict(found, options.keys, options.fit_to)
     skipped = excluded(found, keys, options.fit_to)
@@ -64,13 +72,20 @@ def plan_flat(
     to.refuse((key, ref, cast(ref)) for key, ref in named)
     refuse_nothing_left(len(named), [keys], options.keys)
     refuse_idle([keys], options.keys)
-    tied = to.aliases(named, checkpoint) if options.tied == "alias" else {}
+    names = dict(zip(keys.old, keys.new, strict=True))
+    checkpoint = replace(checkpoint, metadata=followed(checkpoint.metadata, names))
+    strings = _strings(checkpoint, to, options, flattened)
+    tied = _tied(to, named, strings, options.tied)
+    _refuse_taken(options, flattened.tensors, strings)
     kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
     if not to.shares_storages:
         _refuse_blow_up(sum(ref.numel * dtype.bits >> 3 for _, ref, dtype in kept), checkpoint)
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
-    metadata = _metadata(checkpoint, to, options, flattened, tied)
+    shared = renamed
+    if to.shares_storages and options.casts:
+        renamed = still_shared(found, renamed, cast)
+    metadata = {**strings, **tied} if to.holds_metadata else {}
     group = _same_storage if to.shares_storages else view_identity
     plan_file = partial(_planned, to, metadata, tied, options)
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
@@ -100,6 +115,7 @@ def plan_flat(
             *key_notes([renamed], options.keys),
             *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
             *sharing_notes(refs),
+            *parted_notes([shared], [renamed]),
             *to.tensor_notes(kept, options.tags),
         ),
         tensors=lambda: iter(named),
@@ -109,8 +125,39 @@ def plan_flat(
     )
 
 
-def refuse_unheld_metadata(to: TargetFormat, options: Request) -> None:
-    """Raise `OptionRefused` where metadata is given and the output cannot hold any."""
+def _tied(
+    to: TargetFormat,
+    named: Sequence[tuple[str, TensorRef]],
+    strings: Mapping[str, str],
+    tied: Tied,
+) -> dict[str, str]:
+    """The names that become aliases, and of what; raises `OptionRefused` for a pattern that no name
+    of a tied tensor matches.
+    """
+    if tied == "duplicate":
+        return {}
+    if tied == "alias":
+        return to.aliases(named, strings)
+    aliases = to.aliases(named, strings, stays=tied)
+    if not any(fnmatchcase(kept, tied) for kept in aliases.values()):
+        names = list(dict.fromkeys(name for pair in aliases.items() for name in pair))
+        told = f"its names are {some_text(names)}" if names else "no tensor has several names"
+        raise OptionRefused(
+            f"tied={tied!r:.100} is not alias or duplicate, and matches no name of a tied tensor",
+            hint=told,
+        )
+    return aliases
+
+
+def refuse_unheld(to: TargetFormat, options: Request) -> None:
+    """Raise `OptionRefused` where metadata is given and the output cannot hold any, or a name is
+    chosen of tied tensors that all keep theirs.
+    """
+    if to.shares_storages and options.tied not in ("alias", "duplicate"):
+        raise OptionRefused(
+            f"tied={options.tied!r:.100}: all names of a tied tensor stay in a {to.name} output",
+            hint="leave --tied out, or write safetensors",
+        )
     if options.metadata and not to.holds_metadata:
         raise OptionRefused(
             f"a {to.name} output has no place for metadata",
@@ -119,12 +166,12 @@ def refuse_unheld_metadata(to: TargetFormat, options: Request) -> None:
 
 
 def _refuse_taken(
-    options: Request, named: Sequence[tuple[str, TensorRef]], tied: Mapping[str, str]
+    options: Request, named: Sequence[tuple[str, TensorRef]], strings: Mapping[str, str]
 ) -> None:
     """Refuse metadata that a reader would take for the alias of a tensor."""
-    keys = {key for key, _ in named}
+    read = aliases_in(strings, {key for key, _ in named})
     for name, value in options.metadata:
-        if name in tied or value in keys:
+        if name in read:
             raise OptionRefused(
                 f"the metadata {printable(name)}={printable(value)} would read as an alias of a "
                 "tensor",
@@ -139,22 +186,19 @@ def _refuse_scaled(found: StateDict, keys: KeyMap, options: Request) -> None:
         options.casts.refuse_scaled(dict(found.tensors()), left, found.path)
 
 
-def _metadata(
-    checkpoint: Checkpoint,
-    to: TargetFormat,
-    options: Request,
-    flattened: Flattened,
-    tied: Mapping[str, str],
+def _strings(
+    checkpoint: Checkpoint, to: TargetFormat, options: Request, flattened: Flattened
 ) -> dict[str, str]:
-    """The metadata of the output: the format's own, aliases, and recipes of encoded values."""
-    refuse_unheld_metadata(to, options)
+    """The metadata of the output but for aliases: the format's own, those that were given, and
+    recipes of encoded values.
+    """
+    refuse_unheld(to, options)
     if not to.holds_metadata:
+        refuse_without(checkpoint.metadata, f"a {to.name} output")
         return {}
-    _refuse_taken(options, flattened.tensors, tied)
     return {
         **to.metadata(dict(flattened.tensors), checkpoint, options.tags),
         **dict(options.metadata),
-        **tied,
         **recipes_text(flattened.recipes),
     }
 

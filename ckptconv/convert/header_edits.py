@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptconv.formats.safetensors import aliases_in
-from ckptconv.formats.safetensors_header import RESERVED
+from ckptconv.formats.safetensors import RESERVED, aliases_in
 from ckptconv.keys.key_map import KEEP, KeyRules, map_keys, refuse_idle
+from ckptconv.keys.naming_metadata import followed
 from ckptconv.objects.encodings import ENCODINGS
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
 from ckptconv.support.text import some_text
@@ -64,7 +64,7 @@ def changed_header(header: Mapping[str, Any], asked: HeaderEdit) -> ChangedHeade
             hint="rename them with: ckptconv convert IN OUT",
         )
     renamed: dict[str, str] = {}
-    for name, value in before.items():
+    for name, value in followed(before, names).items():
         new, text = (names[name], names[value]) if name in aliases else (name, value)
         if new in renamed:
             raise KeyConflict("a metadata entry has this name already", where=new)
@@ -76,9 +76,10 @@ def changed_header(header: Mapping[str, Any], asked: HeaderEdit) -> ChangedHeade
         odd = next(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
         raise KeyConflict(
             f"the metadata entry {printable(odd)} = {printable(after.get(odd, ''))} would read "
-            "as a second name of that tensor",
+            + ("as a second name of that tensor" if odd in found else "as a text, not as a tensor"),
             where=odd,
-            hint="choose other names",
+            hint="choose other names, or write each name with: ckptconv convert IN OUT "
+            "--tied duplicate",
         )
     return ChangedHeader(
         {**({RESERVED: after} if after else {}), **new_tensors},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.planner import plan_conversion, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import Named, open_certain
+from ckptconv.io.files import one_run
+from ckptconv.io.outputs import check_place_free
+from ckptconv.io.places import place_of
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.limits import Limits, held, in_force
@@ -56,14 +60,11 @@ class Job:
         return self.options if isinstance(self.options, Request) else request_of(self.options)
 
     def check_output(self, request: Request) -> None:
-        """Raise `OutputRefused` where the output, or the mapping beside it, may not be made.
-
-        Shards are looked at when it is known which there will be.
-        """
-        if request.shard_bytes is None:
-            check_place(self.output, request.to, force=self.force)
+        """Raise `OutputRefused` where the output, or the mapping beside it, may not be made."""
+        check_place(self.output, request, force=self.force)
         if request.save_mapping is not None:
-            check_place(request.save_mapping, None, force=self.force)
+            mapping = place_of(request.save_mapping)
+            check_place_free(mapping, is_folder=False, force=self.force)
 
     @contextlib.contextmanager
     def planned(self, request: Request) -> Iterator[ConversionPlan]:
@@ -76,14 +77,16 @@ class Job:
 
     def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
         """Convert; raises `CheckpointError`, and leaves nothing behind then."""
-        with held(self.limits):
+        begin = time.perf_counter()
+        with held(self.limits), one_run():
             request = self.request()
             self.check_output(request)
             with self.planned(request) as plan:
-                return execute_plan(
+                result = execute_plan(
                     plan,
                     force=self.force,
                     fsync=self.fsync,
                     verify=self.verify,
                     on_progress=on_progress,
                 )
+                return result.since(begin)

@@ -70,6 +70,7 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
         return _distinct(_indexed_keys(file), file), ()
     try:
         with open_certain(file) as checkpoint:
+            checkpoint.refuse_part()
             found = checkpoint.state_dict()
     except AmbiguousStateDict as error:
         raise AmbiguousStateDict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from shlex import quote
 
 from ckptconv.convert.plan import ConversionPlan
@@ -15,7 +16,7 @@ from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import count_text
-from ckptconv.tensors.compaction import CastRule
+from ckptconv.tensors.compaction import CastRule, count_parted
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
@@ -122,6 +123,22 @@ def prefix_notes(
                 f"all keys{where} start with {printable(prefix)}; --strip-prefix "
                 f"{quote(printable(prefix))} removes it"
             )
+
+
+def parted_notes(before: Sequence[RenamedKeys], after: Sequence[RenamedKeys]) -> Iterator[str]:
+    """Tell of tensors that share no bytes in the output, because their casts differ."""
+    if parted := sum(item.shared for item in before) - sum(item.shared for item in after):
+        verb = "shares" if parted == 1 else "share"
+        yield (
+            f"{count_text(parted, 'key')} no longer {verb} the storage of another, which has "
+            "another dtype now"
+        )
+
+
+def still_shared(found: StateDict, done: RenamedKeys, cast: CastRule) -> RenamedKeys:
+    """The keys of an output that keeps sharing, as far as casts let it."""
+    refs = [ref for key, ref in found.tensors() if key not in done.left_out]
+    return replace(done, shared=max(0, done.shared - count_parted(refs, cast)))
 
 
 def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a conversion is asked to do."""
+"""What a conversion is asked to do: options checked, and translated into the types of planning."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.given_metadata import read_metadata
+from ckptconv.convert.words import OptionWords, Tied, Words
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
-from ckptconv.formats.outputs import target_named
-from ckptconv.formats.target_format import Target
+from ckptconv.formats.target_format import Target, target_named
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
 from ckptconv.keys.rule_files import read_rules
 from ckptconv.keys.rules import Rule
 from ckptconv.support.choices import (
-    TIED,
     UNKNOWN,
     plain_name,
     refuse_no_flag,
@@ -31,13 +30,11 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import OptionRefused, printable
-from ckptconv.support.showing import WIDTH
+from ckptconv.support.report import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
-
-Tied = Literal["alias", "duplicate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +87,13 @@ class Request:
         return Casts(self.dtype, self.keep_dtype, self.cast)
 
 
-Words = str | Sequence[str]
-"""One text or several."""
-
-
 _RULES = ("preset", "strip_prefix", "rename", "regex", "add_prefix", "include", "exclude")
 """The options that are key rules, in the order in which they apply."""
+_PATH = "str | os.PathLike[str] | None"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Options:
+class Options(OptionWords):
     """What a conversion is asked to do, in the words of the command line; the defaults are those of
     `ckptconv convert`.
 
@@ -122,7 +116,8 @@ class Options:
     - `metadata`: ``NAME=VALUE``, or a dict, to put into a safetensors output; `metadata_from`: a
       file with a JSON object of more.
     - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor
-      stands for the others in safetensors (``alias``), or each gets its own copy (``duplicate``).
+      stands for the others in safetensors (``alias``: the first in sorted order; a pattern such as
+      ``model.*``: the one that it matches), or each gets its own copy (``duplicate``).
       `unknown`: what happens in a torch output to objects that ``weights_only=True`` refuses and
       that have no plain form: ``refuse``, ``drop``, ``keep``.
     - `max_shard_size`: the bytes of tensors that one file may hold (a number, or ``5GB``); a
@@ -140,65 +135,29 @@ class Options:
     'cuda:1'
     """
 
-    to: Target | None = None
-    keys: Literal["strip", "keep"] | KeyRules = "strip"
-    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = ()
-    reverse: bool = False
-    preset: Words = ()
-    strip_prefix: Words = ()
-    rename: Words = ()
-    regex: Words = ()
-    add_prefix: Words = ()
-    include: Words = ()
-    exclude: Words = ()
-    like: str | os.PathLike[str] | None = None
-    model: str | None = None
-    drop_unexpected: bool = False
-    device: str | None = None
-    map_location: Mapping[str, str] | None = None
-    dtype: str | None = None
-    keep_dtype: Words = ()
-    cast: Words = ()
-    drop: Words = ()
-    metadata: Words | Mapping[str, str] = ()
-    metadata_from: str | os.PathLike[str] | None = None
-    only: str | None = None
-    tied: Tied = "alias"
-    unknown: Unknown = "refuse"
-    max_shard_size: int | str | None = None
-    with_files: bool = False
-    save_mapping: str | os.PathLike[str] | None = None
-
     def __post_init__(self) -> None:
         for name in ("dtype", "device"):
             object.__setattr__(self, name, plain_name(getattr(self, name)))
         _refuse_no_choice(self)
-        refuse_no_words(**{name: getattr(self, name) for name in (*_RULES, *_WORDS)})
+        refuse_no_words(**{name: getattr(self, name) for name in self._of_type("Words")})
         read_casts(listed(self.cast))
         object.__setattr__(self, "metadata", listed_strings(self.metadata))
         read_metadata(self.metadata, None)
         refuse_no_tags(self.map_location)
-        refuse_no_text(device=self.device, dtype=self.dtype, model=self.model)
-        refuse_no_path(
-            **{
-                name: path
-                for name in ("like", "metadata_from")
-                if (path := getattr(self, name)) is not None
-            }
-        )
-        refuse_no_path(**({} if self.save_mapping is None else {"save_mapping": self.save_mapping}))
-        refuse_no_flag(
-            reverse=self.reverse,
-            drop_unexpected=self.drop_unexpected,
-            with_files=self.with_files,
-        )
+        refuse_no_text(**{name: getattr(self, name) for name in self._of_type("str | None")})
+        paths = ((name, getattr(self, name)) for name in self._of_type(_PATH))
+        refuse_no_path(**{name: path for name, path in paths if path is not None})
+        refuse_no_flag(**{name: getattr(self, name) for name in self._of_type("bool")})
         self._key_rules(read=False)
         self._dtype()
-        for tag in [self.device] * (self.device not in (None, "keep")) + [
-            *(self.map_location or {}).values()
-        ]:
-            if tag is not None and tag != "auto":
+        named = () if self.device in (None, "keep") else (self.device,)
+        for tag in (*named, *(self.map_location or {}).values()):
+            if tag != "auto":
                 check_tag(tag)
+
+    def _of_type(self, written: str) -> list[str]:
+        """The names of the options whose type is written so."""
+        return [item.name for item in fields(self) if item.type == written]
 
     def __repr__(self) -> str:
         given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
@@ -216,9 +175,7 @@ class Options:
         return Request(
             to=self.to,
             keys=self._key_rules(read=True),
-            tags=tag_map(
-                self.device, [f"{old}={new}" for old, new in (self.map_location or {}).items()]
-            ),
+            tags=tag_map(self.device, (self.map_location or {}).items()),
             dtype=self._dtype(),
             only=self.only,
             tied=self.tied,
@@ -253,7 +210,7 @@ class Options:
             refuse_no_path(rules=item)
         if self.reverse and not files:
             raise OptionRefused(
-                "reverse=True undoes a mapping, but there is none", hint="name it with rules=FILE"
+                "--reverse undoes a mapping, but there is none", hint="name it with --rules FILE"
             )
         made: list[Rule | tuple[str, str]] = [*given.rules]
         for item in listed:
@@ -274,10 +231,6 @@ Options.__init__ = spelling_checked(Options.__init__)  # type: ignore[method-ass
 
 
 _ONE_WORD = {(word,) for word in RULE_WORDS}
-
-
-_WORDS = ("keep_dtype", "cast", "drop")
-"""The other options that are one text or several."""
 
 
 def listed(words: Words) -> tuple[str, ...]:
@@ -318,7 +271,7 @@ def _refuse_no_choice(asked: Options | Request) -> None:
     """Raise `OptionRefused` for a value that is none of the choices."""
     if asked.to is not None:
         refuse_other("to", asked.to, get_args(Target))
-    refuse_other("tied", asked.tied, TIED)
+    refuse_no_text(tied=asked.tied or "")
     refuse_other("unknown", asked.unknown, UNKNOWN)
     refuse_no_text(only=asked.only)
     rules_of(asked.keys)

@@ -10,15 +10,21 @@ from typing import Any
 
 from ckptconv.convert.beside import Beside
 from ckptconv.devices.mapping import TagMap
-from ckptconv.formats.layout import Layout
-from ckptconv.formats.outputs import target_named
-from ckptconv.formats.target_format import NamedTensor, Target, TargetFormat
+from ckptconv.formats.hf_names import earlier_files
+from ckptconv.formats.target_format import (
+    Layout,
+    NamedTensor,
+    Target,
+    TargetFormat,
+    target_named,
+)
+from ckptconv.io.places import resolved
 from ckptconv.io.source import Source
 from ckptconv.objects.composites import Check
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import Limits, in_force
-from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef
@@ -149,6 +155,16 @@ class ConversionPlan:
     def target(self) -> TargetFormat:
         """The output format that `to` names."""
         return target_named(self.to)
+
+    def earlier(self) -> list[PurePath]:
+        """The files of a sharded output that are there by now, and would be taken for it."""
+        if not self.is_sharded:
+            return []
+        # safetensors may stand beside what they were made of, for every library takes them first
+        is_beside = self.output.suffix == ".safetensors" and resolved(self.folder) in {
+            resolved(source.path.parent) for source in self.inputs
+        }
+        return earlier_files(self.output, others=self.in_folder and not is_beside)
 
     @property
     def nbytes(self) -> int:

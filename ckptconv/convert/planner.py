@@ -7,13 +7,13 @@ Nothing is written when a plan fails. A plan's layout is executed by `execute`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import PurePath
 
 from ckptconv.convert.beside import Beside
-from ckptconv.convert.flat_planner import plan_flat, refuse_unheld_metadata
+from ckptconv.convert.flat_planner import plan_flat, refuse_unheld
 from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
     beside_notes,
@@ -21,20 +21,20 @@ from ckptconv.convert.notes import (
     count_locations,
     key_notes,
     optimizer_notes,
+    parted_notes,
     prefix_notes,
     sharing_notes,
+    still_shared,
     tree_notes,
 )
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.convert.targets import edits_for, target
-from ckptconv.formats.hf_names import earlier_files
-from ckptconv.formats.layout import one_item
-from ckptconv.formats.target_format import TargetFormat
-from ckptconv.formats.torch_zip import Tree
+from ckptconv.convert.targets import edits_for, for_folder, target
+from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import place_of, resolved
 from ckptconv.io.source import Source
+from ckptconv.keys.naming_metadata import followed, naming_entries, refuse_without
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.choices import refuse_no_path
@@ -42,12 +42,17 @@ from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
     OutputRefused,
+    RefusedObject,
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
+from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.scaled_weights import refuse_apart
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import edited
+from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.renaming import RenamedKeys, rename_state_dicts
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
@@ -87,9 +92,12 @@ def plan_trial(
 
 def request_of(options: Options) -> Request:
     """What options stand for: their files are read, and what the keys are to be fitted to."""
-    return options.request(
-        key_target(options.like, options.model, drop_unexpected=options.drop_unexpected)
-    )
+    return options.request(target_of(options))
+
+
+def target_of(options: Options) -> KeyTarget | None:
+    """What the keys are to be fitted to."""
+    return key_target(options.like, options.model, drop_unexpected=options.drop_unexpected)
 
 
 def _planned(
@@ -100,14 +108,17 @@ def _planned(
     is_trial: bool = False,
 ) -> ConversionPlan:
     named = place_of(output)
-    path, to = target(named, options)
+    options = for_folder(options, named)
+    path, to = target(named, options, next((source.path.name for source in checkpoint.sources), ""))
+    if not (options.with_files and checkpoint.part and checkpoint.part.is_copied):
+        checkpoint.refuse_part(path.name)
     try:
         with collector_paused(), held(checkpoint.limits):
             if not (is_trial and checkpoint.is_far):
                 checkpoint = checkpoint.certain()
                 check_places(checkpoint.sources)
             whole = edited(checkpoint, edits_for(to, options))
-            checkpoint = edited(whole, options.edits)
+            checkpoint = _with_metadata_of_left(edited(whole, options.edits), whole)
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
@@ -133,30 +144,82 @@ def _planned(
                 dropped=checkpoint.dropped,
                 names_storages=checkpoint.container.names_storages,
             )
+            _refuse_codes_apart(plan, whole)
+            if checkpoint.part is not None:
+                _refuse_codes_alone(plan)
             if options.with_files:
-                plan = _with_files(plan)
+                plan = _with_files(plan, options.dtype)
+            elif plan.in_folder:
+                plan = replace(plan, notes=(*plan.notes, *_files_left(plan)))
             _refuse_lost_inputs(plan)
+            if plan.in_folder and place_of(plan.folder).child(".metadata").is_file():
+                what = "is a DCP folder, whose readers would not take what is put into it"
+                raise OutputRefused(what, path=plan.folder, hint="name another folder")
             return (
                 plan
                 if options.save_mapping is None
                 else _with_mapping(plan, place_of(options.save_mapping).path)
             )
     except CheckpointError as error:
-        raise error.at(path=checkpoint.path) from error.__cause__
+        raise checkpoint.blamed(error) from error.__cause__
 
 
-def _with_files(plan: ConversionPlan) -> ConversionPlan:
-    """The plan with the files beside its source that go with a model."""
-    from ckptconv.convert.companions import companions, dtype_notes, home_of, name_notes
+def _with_metadata_of_left(checkpoint: Checkpoint, whole: Checkpoint) -> Checkpoint:
+    """The checkpoint whose metadata no longer name the tensors that edits of `whole` left out."""
+    if not checkpoint.dropped or not naming_entries(checkpoint.metadata):
+        return checkpoint
+    left = dict(tensors_of(checkpoint.root))
+    names = {key: key if key in left else None for key, _ in tensors_of(whole.root)}
+    return replace(checkpoint, metadata=followed(checkpoint.metadata, names))
+
+
+def _refuse_codes_apart(plan: ConversionPlan, whole: Checkpoint) -> None:
+    """Refuse an output with codes whose scale was left out, or has a name apart from theirs, in
+    whatever way: by a rule, by fitting, by an edit of the `whole` checkpoint.
+    """
+    if not (
+        plan.dropped
+        or any(item.by_rule for item in plan.skipped)
+        or any(item.changed for item in plan.state_dicts)
+    ):
+        return
+    written = dict(plan.tensors())
+    for found in whole.state_dicts():
+        base = f"{found.path}." if found.path else ""
+        refuse_apart({f"{base}{key}": ref for key, ref in found.tensors()}, written)
+
+
+def _refuse_codes_alone(plan: ConversionPlan) -> None:
+    """Refuse casts of what may be codes in one part of a set: their scales may be in another."""
+    for before, after in plan.casts:
+        if before.startswith("float8"):
+            what = f"{before} of one part is not cast to {after}: a scale may be in another part"
+            raise RefusedObject(what, hint="name all parts, or their index; or leave --dtype out")
+
+
+def _with_files(plan: ConversionPlan, dtype: DType | None) -> ConversionPlan:
+    """The plan with the files beside its source that go with a model, whose weights become `dtype`
+    where that is given.
+    """
+    from ckptconv.convert.companions import (
+        companions,
+        dtype_notes,
+        home_of,
+        name_notes,
+        saying_dtype,
+    )
 
     read = [source.path for source in plan.inputs]
     home = home_of(plan.source, read)
     found = companions(home, read)
+    is_in_place = resolved(plan.folder) == resolved(home.path)
+    if dtype is not None and plan.casts and not is_in_place:
+        found = saying_dtype(found, dtype)
     notes = [
         *dtype_notes(found.copied, sorted({after for _, after in plan.casts})),
         *name_notes(read[0], plan.output),
     ]
-    if resolved(plan.folder) == resolved(home.path):
+    if is_in_place:
         notes.append(
             "the output is in the folder of the source, whose other files stay as they are"
         )
@@ -164,6 +227,18 @@ def _with_files(plan: ConversionPlan) -> ConversionPlan:
     elif not found.copied:
         notes.append(f"{home.path} has no config, tokenizer or the like to copy")
     return replace(plan, beside=found, notes=(*plan.notes, *notes))
+
+
+def _files_left(plan: ConversionPlan) -> Iterator[str]:
+    """Tell of the files of a model beside the source, which were not asked for."""
+    from ckptconv.convert.companions import companion_places, home_of
+
+    if not (read := [source.path for source in plan.inputs]):
+        return
+    home = home_of(plan.source, read)
+    names = [place.name for place in companion_places(home) if place.is_file()]
+    if names and resolved(plan.folder) != resolved(home.path):
+        yield f"{some_text(names)} of {home.name} not copied; --with-files copies such files"
 
 
 def _with_mapping(plan: ConversionPlan, path: PurePath) -> ConversionPlan:
@@ -187,19 +262,19 @@ def _files_of(inputs: Sequence[Source]) -> set[PurePath]:
 
 
 def _refuse_lost_inputs(plan: ConversionPlan) -> None:
-    """Refuse an output in the place of some files of a checkpoint of many, worth nothing apart."""
+    """Refuse an output in the place of some files of a checkpoint of many, worth nothing apart; an
+    index, and the `.metadata` of DCP, is worth nothing without the one file that it names.
+    """
     inputs = _files_of(plan.inputs)
-    if len(inputs) < 2 or plan.target.is_folder:
+    if inputs == {plan.source} or plan.target.is_folder:
         return
-    paths = {
-        plan.output,
-        *(file.path for file in plan.files),
-        *(earlier_files(plan.output) if plan.is_sharded else ()),
-    }
+    paths = {plan.output, *(file.path for file in plan.files), *plan.earlier()}
+    if plan.index is not None:
+        paths.add(plan.index.path)
     taken = {resolved(path) for path in paths} | paths
     names = {path.name for path in taken}
     lost = [path for path in inputs if path.name in names and resolved(path) in taken]
-    if lost and len(lost) < len(inputs):
+    if lost and (len(lost) < len(inputs) or resolved(plan.source) not in taken | inputs):
         what = "is one of the input files, and the others need it"
         raise OutputRefused(what, path=min(lost), hint="name another file or folder")
 
@@ -215,12 +290,15 @@ def _plan_tree(
         if options.only is None
         else find(checkpoint.root, options.only, checkpoint.path)
     )
-    refuse_unheld_metadata(to, options)
+    refuse_unheld(to, options)
     to.refuse_part(root, keeps_objects=options.unknown == "keep", only=options.only)
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
-    found = find_state_dicts(root)
+    found = find_state_dicts(root, checkpoint.root, options.only)
     renamed, skipped = rename_state_dicts(found, overlay, options.keys, options.fit_to)
+    for item, done in zip(found, renamed, strict=True):
+        names = {**dict.fromkeys(item.keys), **done.kept(item.keys)}
+        refuse_without(followed(checkpoint.metadata, names), f"a {to.name} output")
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
     if not refs and not settled.storages:
@@ -236,6 +314,8 @@ def _plan_tree(
     cast = _cast_rule(found, renamed, tree, options)
     layout = to.lay_out_tree(tree, cast, options.tags)
     after = list(zip(found, renamed, strict=True))
+    if options.casts:
+        renamed = tuple(still_shared(item, done, cast) for item, done in after)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
@@ -258,6 +338,7 @@ def _plan_tree(
             *optimizer_notes(root, overlay, _before(checkpoint, found, options, whole), after),
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
+            *parted_notes([done for _, done in after], renamed),
             *to.part_notes(root),
         ),
         tensors=lambda: tensors_of(root, overlay, depth=depth),
@@ -272,9 +353,8 @@ def _before(
     """The state dicts before anything was dropped."""
     if whole is checkpoint.root:
         return found
-    return find_state_dicts(
-        whole if options.only is None else find(whole, options.only, checkpoint.path)
-    )
+    part = whole if options.only is None else find(whole, options.only, checkpoint.path)
+    return find_state_dicts(part, whole, options.only)
 
 
 def _refuse_scaled(

@@ -12,6 +12,7 @@ from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.planner import plan_trial
 from ckptconv.devices.mapping import tag_map
 from ckptconv.keys.key_map import KeyRules
+from ckptconv.objects.threats import DO_NOT_LOAD
 from ckptconv.pickles.nodes import Call
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
@@ -19,7 +20,7 @@ from ckptconv.support.text import STANDARD_INPUT, as_argument, count_text
 from ckptconv.tensors.dtypes import floating_dtype
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
-from ckptconv.tree.settling import DO_NOT_LOAD, Unknown
+from ckptconv.tree.settling import Unknown
 from ckptconv.tree.walk import tensors_of
 
 
@@ -40,6 +41,8 @@ class Fix:
     model: str | None = None
     drop_unexpected: bool | None = None
     tag: str | None = None
+    tied: str | None = None
+    preset: str | None = None
 
     def with_(self, other: Fix) -> Fix:
         """Both: what the other one asks for goes before what this one does."""
@@ -52,7 +55,8 @@ class Fix:
 
     def options(self, target: KeyTarget | None) -> Request:
         """The conversion as the library has it; `target` is what `like` or `model` name."""
-        keys = KeyRules(strip_prefixes=(self.strip_prefix,) if self.strip_prefix else ())
+        rules = (("strip-prefix", self.strip_prefix), ("preset", self.preset))
+        keys = KeyRules.of((word, value) for word, value in rules if value)
         dtype = floating_dtype(self.dtype) if self.dtype else None
         fit_to = (
             replace(target, drop_unexpected=bool(self.drop_unexpected))
@@ -66,6 +70,7 @@ class Fix:
             only=self.only,
             unknown=self.unknown,
             fit_to=fit_to,
+            tied=self.tied or "alias",
         )
 
     def arguments(self) -> list[str]:
@@ -75,9 +80,11 @@ class Fix:
             ("--device", self.device),
             ("--only", self.only),
             ("--strip-prefix", self.strip_prefix),
+            ("--preset", self.preset),
             ("--dtype", self.dtype),
             ("--like", self.like),
             ("--model", self.model),
+            ("--tied", self.tied),
             ("--unknown", None if self.unknown == "refuse" else self.unknown),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]

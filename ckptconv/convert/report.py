@@ -1,20 +1,21 @@
-"""Conversions as text and JSON; everything that came out of a file is escaped here."""
+"""Conversions and edits as text and JSON; everything that came out of a file is escaped here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from ckptconv.convert.execute import ConversionResult
-from ckptconv.convert.plan import ConversionPlan
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import Phase
-from ckptconv.support.rows import Row
+from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows
 from ckptconv.support.text import count_text, first_few, seconds_text, size_text, some_text
-from ckptconv.tree.settling import Skipped
 
-_TAGS = 20  # device tags, and kinds of objects left out, that are listed; --json lists all
+if TYPE_CHECKING:
+    from ckptconv.convert.edit import EditResult
+    from ckptconv.convert.execute import ConversionResult
+    from ckptconv.convert.plan import ConversionPlan
+    from ckptconv.tree.settling import Skipped
 
 
 def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
@@ -26,13 +27,9 @@ def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
     yield from _object_lines(plan)
     yield from _companion_lines(plan)
     if plan.mapping is not None:
-        yield Row(
-            "mapping",
-            f"{printable(plan.mapping.path)}; --rules {printable(plan.mapping.path)} --reverse "
-            "undoes it",
-        )
-    for note in plan.notes:
-        yield Row("note", printable(note), "warning")
+        name = printable(plan.mapping.path)
+        yield Row("mapping", f"{name}; --rules {name} --reverse undoes it")
+    yield from note_rows(plan.notes)
 
 
 def _key_lines(plan: ConversionPlan) -> Iterator[Row]:
@@ -47,15 +44,11 @@ def _key_lines(plan: ConversionPlan) -> Iterator[Row]:
 
 
 def _tensor_lines(plan: ConversionPlan) -> Iterator[Row]:
-    for (before, after), count in list(plan.locations.items())[:_TAGS]:
-        change = (
-            f"{printable(before)} → {printable(after)}"
-            if before != after
-            else f"{printable(before)}, as before"
-        )
-        yield Row("device", f"{change} ({count_text(count, 'storage')})")
-    if len(plan.locations) > _TAGS:
-        yield Row("device", f"and {len(plan.locations) - _TAGS:,} more")
+    tags = []
+    for (before, after), count in plan.locations.items():
+        change = f" → {printable(after)}" if before != after else ", as before"
+        tags.append(f"{printable(before)}{change} ({count_text(count, 'storage')})")
+    yield from listed("device", tags)
     for (before, after), count in plan.casts.items():
         yield Row("dtype", f"{before} → {after} ({count_text(count, 'tensor')})")
 
@@ -70,11 +63,12 @@ def _file_lines(plan: ConversionPlan) -> Iterator[Row]:
             f"{printable(plan.index.path.name)}",
         )
     if plan.tied:
-        name, kept = next(iter(plan.tied.items()))
+        pairs = [f"{name} = {kept}" for name, kept in plan.tied.items()]
         yield Row(
             "tied",
-            f"{count_text(len(plan.tied), 'name')} kept as aliases: {printable(name)} = "
-            f"{printable(kept)}",
+            f"{count_text(len(plan.tied), 'name')} kept in the metadata alone: {some_text(pairs)}; "
+            "load_file does not give such names, safetensors.torch.load_model, transformers and "
+            "load_portable do (--tied duplicate writes them)",
         )
 
 
@@ -93,10 +87,10 @@ def _companion_lines(plan: ConversionPlan) -> Iterator[Row]:
 def _object_lines(plan: ConversionPlan) -> Iterator[Row]:
     """What is skipped because an output cannot hold it, and what gets its plain form."""
     reasons = _by_reason(item for item in plan.skipped if not item.by_rule)
-    for reason, paths in list(reasons.items())[:_TAGS]:
+    for reason, paths in list(reasons.items())[:LISTED]:
         yield Row("skipped", f"{some_text(paths)}: {printable(reason)}")
-    if len(reasons) > _TAGS:
-        yield Row("skipped", f"and {len(reasons) - _TAGS:,} more kinds")
+    if len(reasons) > LISTED:
+        yield Row("skipped", f"and {len(reasons) - LISTED:,} more kinds")
     if plan.rewritten:
         named = [
             f"{item.path} ({', '.join(filter(None, (item.name, item.how)))})"
@@ -137,15 +131,15 @@ def _left_out_lines(plan: ConversionPlan) -> Iterator[Row]:
     """How many keys each rule left out, of how many."""
     whole = sum(item.count for item in plan.state_dicts)
     reasons = _by_reason(item for item in plan.skipped if item.by_rule)
-    for reason, paths in list(reasons.items())[:_TAGS]:
+    for reason, paths in list(reasons.items())[:LISTED]:
         some = first_few(paths, _EXAMPLES)
         eg = "e.g. " if len(paths) > _EXAMPLES else ""
         yield Row(
             "left out",
             f"{len(paths):,} of {count_text(whole, 'key')} {printable(reason, 500)}: {eg}{some}",
         )
-    if len(reasons) > _TAGS:
-        yield Row("left out", f"and {sum(map(len, list(reasons.values())[_TAGS:])):,} more")
+    if len(reasons) > LISTED:
+        yield Row("left out", f"and {sum(map(len, list(reasons.values())[LISTED:])):,} more")
 
 
 _EXAMPLES = 2
@@ -234,24 +228,18 @@ def _time_text(result: ConversionResult) -> str:
     return f"done in {seconds_text(result.seconds)}: {', '.join([*first, *others])}"
 
 
-_SPENT: dict[Phase, str] = {"verify": "verifying", "sync": "waiting for the disk"}
+_SPENT: dict[Phase, str] = {
+    "open": "opening",
+    "verify": "verifying",
+    "sync": "waiting for the disk",
+}
 
 
 def result_lines(result: ConversionResult) -> Iterator[Row]:
     """What a conversion changed and found, as rows."""
     yield from plan_lines(result.plan)
-    for path, count in result.overflowed.items():
-        yield Row(
-            "warning",
-            f"{printable(path)}: {count_text(count, 'finite value')} became infinite in the cast",
-            "warning",
-        )
-    for path, count in result.odd_bools.items():
-        yield Row(
-            "warning",
-            f"{printable(path)}: {count_text(count, 'bool')} neither 0 nor 1, kept as stored",
-            "warning",
-        )
+    for path, what in result.odd_values():
+        yield Row("warning", f"{printable(path)}: {what}", "warning")
     if result.verified is not None:
         casts = ", ".join(dict.fromkeys(after for _, after in result.plan.casts))
         after = f" after the cast to {casts}" if casts else ""
@@ -270,87 +258,116 @@ def _named_text(result: ConversionResult) -> str:
     return f"nothing {'else ' if result.plan.skipped else ''}that the source names is missing"
 
 
-def plan_document(plan: ConversionPlan) -> dict[str, Any]:
-    """A plan as JSON values."""
-    return {
-        "source": {
-            "path": str(plan.source),
-            "format": plan.source_format,
-            "bytes": plan.source_nbytes,
-        },
-        "output": {
-            "path": str(plan.output),
-            "format": plan.to,
-            "bytes": None if plan.target.is_folder else plan.nbytes,
-            **_shards_document(plan),
-        },
-        "state_dicts": [
-            {
-                "path": item.path,
-                "wrappers": list(item.wrappers),
-                "keys": item.count,
-                "renamed": len(item.changed),
-                "example": list(item.changed[0]) if item.changed else None,
-            }
-            for item in plan.state_dicts
-        ],
-        "locations": [
-            {"before": before, "after": after, "storages": count}
-            for (before, after), count in plan.locations.items()
-        ],
-        "casts": [
-            {"before": before, "after": after, "tensors": count}
-            for (before, after), count in plan.casts.items()
-        ],
-        "keys": _keys_document(plan),
-        "tied": dict(plan.tied),
-        "mapping": None if plan.mapping is None else str(plan.mapping.path),
-        "files": [
-            {"path": str(plan.folder / item.name), "bytes": item.nbytes}
-            for item in plan.beside.copied
-        ],
-        "files_not_copied": [
-            {"path": item.name, "reason": item.reason} for item in plan.beside.left
-        ],
-        "skipped": [{"path": item.path, "reason": item.reason} for item in plan.skipped],
-        "rewritten": [
-            {"path": item.path, "object": item.name, "how": item.how} for item in plan.rewritten
-        ],
-        "notes": list(plan.notes),
-    }
+# ------------------------------------------------------------------------------------------- JSON
 
 
-def _shards_document(plan: ConversionPlan) -> dict[str, Any]:
-    if plan.index is None:
-        return {}
-    shards = [{"path": str(file.path), "bytes": file.layout.nbytes} for file in plan.files]
-    return {"index": str(plan.index.path), "shards": shards}
+def _output(plan: ConversionPlan) -> dict[str, Any]:
+    output = {"path": str(plan.output), "format": plan.to}
+    shards = {} if plan.index is None else _SHARDS.of(plan)
+    return {**output, "bytes": None if plan.target.is_folder else plan.nbytes, **shards}
 
 
-def _keys_document(plan: ConversionPlan) -> list[dict[str, Any]]:
-    """What becomes of all keys, as JSON values."""
-    return [
-        {
-            "path": item.path,
-            "renamed": [list(pair) for pair in item.changed],
-            "left_out": list(item.left_out),
-            "filled": [list(pair) for pair in item.filled],
-            "untouched": item.count - len(item.changed) - len(item.left_out),
-        }
-        for item in plan.state_dicts
+_SHARDS = Fields("index=index.path shards=files", shards=Fields("path bytes=layout.nbytes"))
+
+
+def _changed(noun: str) -> Callable[[Mapping[tuple[str, str], int]], list[dict[str, Any]]]:
+    """How the counts of what was one thing before, and is another after, are documented."""
+    return lambda counts: [
+        {"before": before, "after": after, noun: count} for (before, after), count in counts.items()
     ]
+
+
+PLAN = Fields(
+    "source=. output=. state_dicts locations casts keys=state_dicts tied mapping files=. "
+    "files_not_copied=beside.left skipped rewritten notes",
+    source=Fields("path=source format=source_format bytes=source_nbytes"),
+    output=_output,
+    state_dicts=Fields(
+        "path wrappers keys=count renamed=changed example=changed",
+        renamed=len,
+        example=lambda changed: list(changed[0]) if changed else None,
+    ),
+    locations=_changed("storages"),
+    casts=_changed("tensors"),
+    keys=Fields(
+        "path renamed=changed left_out filled untouched=.",
+        untouched=lambda item: item.count - len(item.changed) - len(item.left_out),
+    ),
+    mapping=lambda mapping: None if mapping is None else str(mapping.path),
+    files=lambda plan: [
+        {"path": str(plan.folder / item.name), "bytes": item.nbytes} for item in plan.beside.copied
+    ],
+    files_not_copied=Fields("path=name reason"),
+    skipped=Fields("path reason"),
+    rewritten=Fields("path object=name how"),
+)
+"""The document of a plan."""
+
+
+_RESULT = Fields(
+    "seconds phases verified named overflowed odd_bools",
+    seconds=lambda seconds: round(seconds, 6),
+    phases=lambda phases: {phase: round(seconds, 6) for phase, seconds in phases.items()},
+)
 
 
 def result_document(result: ConversionResult) -> dict[str, Any]:
     """A finished conversion as JSON values."""
-    planned = plan_document(result.plan)
-    return {
-        **planned,
-        "output": {**planned["output"], "bytes": result.nbytes},
-        "seconds": round(result.seconds, 6),
-        "phases": {phase: round(seconds, 6) for phase, seconds in result.phases.items()},
-        "verified": result.verified,
-        "named": result.named,
-        "overflowed": dict(result.overflowed),
-        "odd_bools": dict(result.odd_bools),
-    }
+    document = PLAN.of(result.plan)
+    document["output"]["bytes"] = result.nbytes
+    return {**document, **_RESULT.of(result)}
+
+
+# ---------------------------------------------------------------------------- edits of a header
+
+_LONGEST = 200  # characters of one that are shown
+
+
+def edit_headline(result: EditResult, *, dry_run: bool) -> str:
+    """The line that says what was done, or would be."""
+    file = f"{printable(result.path)} ({size_text(result.nbytes)})"
+    if result.in_place is None:
+        return f"{file}: " + ("as it was before the edit" if result.undone else "nothing to change")
+    is_done = "would be" if dry_run else "is"
+    how = f"only the header {is_done} written"
+    if not result.in_place:
+        how = f"the whole file {is_done} written again"
+    return f"{file}: {how}" + ("" if dry_run else f", in {seconds_text(result.seconds)}")
+
+
+def edit_lines(result: EditResult) -> Iterator[Row]:
+    """What an edit changed, as rows."""
+    if result.undone:
+        yield Row("undone", "an edit that was interrupted in the middle of a write", "warning")
+    if result.renamed:
+        old, new = result.renamed[0]
+        yield Row(
+            "keys",
+            f"{count_text(len(result.renamed), 'name')} changed, e.g. {printable(old)} → "
+            f"{printable(new)}",
+        )
+    strings = [
+        *(f"{printable(name)} = {printable(value, _LONGEST)}" for name, value in result.metadata),
+        *(f"{printable(name)} is removed" for name in result.removed),
+    ]
+    yield from listed("metadata", strings)
+    if result.mapping is not None and result.renamed:
+        name = printable(result.mapping)
+        yield Row("mapping", f"{name}; --rules {name} --reverse undoes it")
+    if result.verified is not None:
+        yield Row("verified", f"{count_text(result.verified, 'tensor')}", "good")
+
+
+def edit_document(result: EditResult, *, dry_run: bool) -> dict[str, Any]:
+    """An edit as JSON values."""
+    return {"dry_run": dry_run, **_EDIT.of(result)}
+
+
+_EDIT = Fields(
+    "path format=. bytes=nbytes tensors in_place renamed metadata removed undone mapping verified "
+    "seconds",
+    format=lambda _: "safetensors",
+    renamed=dict,
+    metadata=dict,
+    seconds=lambda seconds: round(seconds, 6),
+)

@@ -13,8 +13,7 @@ from pathlib import Path
 from ckptconv.convert.plan import PlannedFile
 from ckptconv.convert.write import Tally, write_layout
 from ckptconv.devices.mapping import TagMap
-from ckptconv.formats.outputs import target_named
-from ckptconv.formats.target_format import Target
+from ckptconv.formats.target_format import Target, target_named
 from ckptconv.io.destination import new_file
 from ckptconv.io.files import FilePool
 from ckptconv.io.places import place_of

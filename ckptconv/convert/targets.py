@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import PurePath
 
 from ckptconv.convert.options import Request
-from ckptconv.formats.outputs import (
+from ckptconv.formats.hf_names import is_weights_name, named_like
+from ckptconv.formats.target_format import (
     FOR_FOLDERS,
     TARGETS,
+    Target,
+    TargetFormat,
     claimant,
     target_named,
     target_of_suffix,
 )
-from ckptconv.formats.target_format import Target, TargetFormat
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import check_place_free
 from ckptconv.io.places import place_of
@@ -22,12 +26,13 @@ from ckptconv.tree.edits import Edit
 from ckptconv.tree.modules import flatten_modules
 
 
-def target(named: Location, options: Request) -> tuple[PurePath, TargetFormat]:
+def target(named: Location, options: Request, read: str) -> tuple[PurePath, TargetFormat]:
     """The file to write (of a sharded output the one that its shards and index are named after),
     and its format.
 
     The format is the one asked for, or the one that the name says; `CheckpointError` when it says
-    nothing. A folder for shards gets the Hugging Face libraries' names.
+    nothing. In a folder the file has the name for which the library looks that wrote `read`, the
+    first file of the source.
     """
     output = named.path
     if options.shard_bytes is None:
@@ -35,12 +40,26 @@ def target(named: Location, options: Request) -> tuple[PurePath, TargetFormat]:
     if options.with_files:
         _refuse_no_folder(named, options.to)
     if is_folder_of_set(named, options.to):
-        found = FOR_FOLDERS if options.to is None else target_named(options.to)
+        found = target_named(FOR_FOLDERS if options.to is None else options.to)
         _refuse_unsplit(found, output, with_files=options.with_files)
-        return output / found.shards_named, found
+        name = found.shards_named
+        return output / (named_like(read, name) if name else name), found
     found = _target_format(output, options.to)
     _refuse_unsplit(found, output, with_files=False)
     return output, found
+
+
+def for_folder(request: Request, named: Location) -> Request:
+    """The request for the output `named`: where that is a folder, files of a set go into it."""
+    is_made_by_torch = request.to is not None and target_named(request.to).is_folder
+    if request.shard_bytes is not None or is_made_by_torch or not names_folder(named):
+        return request
+    return replace(request, max_shard_size=sys.maxsize)
+
+
+def names_folder(named: Location) -> bool:
+    """Whether a folder was named: by a slash at the end, or because it is there."""
+    return named.says_folder or (not named.is_far() and named.is_folder())
 
 
 def is_folder_of_set(named: Location, to: Target | None) -> bool:
@@ -50,17 +69,19 @@ def is_folder_of_set(named: Location, to: Target | None) -> bool:
     """
     suffix = named.path.suffix
     is_file_named = suffix and (to is None or target_of_suffix(suffix) is not None)
-    return not is_file_named or named.is_folder()
+    return not is_file_named or named.says_folder or named.is_folder()
 
 
 def _refuse_no_folder(named: Location, to: Target | None) -> None:
-    """Refuse a file as the place of files that go together."""
-    if not is_folder_of_set(named, to):
+    """Refuse a file as the place of files that go together, unless a library looks for weights of
+    its name, and so for the others beside it.
+    """
+    if not is_folder_of_set(named, to) and not is_weights_name(named.path.name):
         raise OutputRefused(
-            "is the name of a file, but --with-files (with_files in code) puts several files "
-            "beside each other",
+            "is the name of a file, but --with-files puts several files beside each other",
             path=named.path,
-            hint="name a folder, which may be new",
+            hint="name a folder, which may be new, or a file in it that a library looks for, such "
+            "as model.safetensors",
         )
 
 
@@ -81,18 +102,21 @@ def _target_format(output: PurePath, to: Target | None) -> TargetFormat:
     if (found := target_of_suffix(output.suffix)) is not None:
         return found
     first, second, *others = (item.name for item in TARGETS)
-    hint = f"add --to {first} or --to {second} (or {', '.join(others)}); to= in code"
+    hint = f"add --to {first} or --to {second} (or {', '.join(others)})"
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
 
 
 def _refuse_misnamed(output: PurePath, asked: TargetFormat) -> None:
     """Refuse a file whose name says another format than the one that was asked for."""
     said = claimant(output.suffix)
-    if asked.is_folder or said in (None, asked):
+    if asked.is_folder or said in (None, asked.name):
         return
-    better = printable(output.with_suffix(asked.suffix).name)
-    what = f"its name says {said.name}, but --to says {asked.name} (to= in code)"
-    raise CheckpointError(what, path=output, hint=f"write {better}, or leave --to out")
+    stem = output.stem.removesuffix(asked.suffix)  # of out.safetensors.gz: out
+    better = printable(f"{stem}{asked.suffix}")
+    what = f"its name says {said}, but --to says {asked.name}"
+    is_target = any(said == one.name for one in TARGETS)
+    hint = f"write {better}" + (", or leave --to out" if is_target else "")
+    raise CheckpointError(what, path=output, hint=hint)
 
 
 def edits_for(to: TargetFormat, options: Request) -> tuple[Edit, ...]:
@@ -104,7 +128,12 @@ def edits_for(to: TargetFormat, options: Request) -> tuple[Edit, ...]:
     return () if keeps else (flatten_modules,)
 
 
-def check_place(output: str | os.PathLike[str], to: Target | None, *, force: bool) -> None:
-    """Raise `OutputRefused` where the one file or folder of an output may not be made."""
-    is_folder = to is not None and target_named(to).is_folder
-    check_place_free(place_of(output), is_folder=is_folder, force=force)
+def check_place(output: str | os.PathLike[str], request: Request, *, force: bool) -> None:
+    """Raise `OutputRefused` where the one file or folder of an output may not be made.
+
+    Shards are looked at when it is known which there will be.
+    """
+    place = place_of(output)
+    if for_folder(request, place).shard_bytes is None:
+        is_folder = request.to is not None and target_named(request.to).is_folder
+        check_place_free(place, is_folder=is_folder, force=force)

@@ -14,6 +14,7 @@ from ckptconv.support.limits import held
 from ckptconv.support.progress import Counting, Meter, Phases
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.plain_check import is_made, other_element, sample_size
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks
 from ckptconv.tree.checkpoint import Checkpoint
@@ -29,6 +30,15 @@ def verify_folder(plan: ConversionPlan, made: Location, phases: Phases) -> int:
     return count
 
 
+def refuse_unread(plan: ConversionPlan) -> None:
+    """Raise `VerificationFailed` where whoever opens the folder of an output reads other files."""
+    with held(plan.limits), open_certain(plan.folder) as opened:
+        read = {source.path.name for source in opened.sources}
+    if other := read - {file.path.name for file in plan.files}:
+        what = f"is in place, but who opens its folder reads {', '.join(sorted(other)[:3])}"
+        raise VerificationFailed(what, path=plan.folder, hint="remove those, or name a new folder")
+
+
 def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, meter: Counting) -> int:
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
@@ -37,14 +47,29 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, mete
         refuse_unwritten(file, written)
     with held(plan.limits), open_certain(written, whole_modules=target.keeps_modules) as output:
         beside = list(_beside(plan, file, output))
+        most = sample_size([(ref, plan.cast(ref)) for _, ref, _ in beside])
         with read_soon([ref for _, ref, _ in beside], [other for _, _, other in beside if other]):
             for path, ref, other in beside:
                 if other is None or not _equal(ref, other, plan.cast(ref), meter):
                     raise VerificationFailed(
                         "the output differs from the source", path=file.path, where=path
                     )
+                _refuse_other_element(ref, plan.cast(ref), other, most, file, path)
                 count += 1
     return count
+
+
+def _refuse_other_element(
+    ref: TensorRef, dtype: DType, written: TensorRef, most: int, file: PlannedFile, path: str
+) -> None:
+    """Hold values that were computed or cast against a plain statement of how, which shares no code
+    with what made them.
+    """
+    if not is_made(ref, dtype):
+        return
+    if (place := other_element(ref, dtype, written, most)) is not None:
+        what = f"the element {list(place)} is not what the source gives, worked out once more"
+        raise VerificationFailed(what, path=file.path, where=path)
 
 
 def _beside(

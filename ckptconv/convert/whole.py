@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptconv.convert.beside import Companion
+from ckptconv.convert.companions import write_companion
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.verify import verify_folder
 from ckptconv.convert.write import Tally, write_layout
-from ckptconv.formats.hf_names import earlier_files
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import Source
@@ -71,7 +71,7 @@ def _files_kind(plan: ConversionPlan) -> Kind:
 def _has_others(plan: ConversionPlan) -> bool:
     """Whether files of another output of that name are there, which would have to go."""
     own = {str(file.path) for file in _files(plan)}
-    return plan.is_sharded and any(str(path) not in own for path in earlier_files(plan.output))
+    return any(str(path) not in own for path in plan.earlier())
 
 
 def _files(plan: ConversionPlan) -> Iterator[PlannedFile]:
@@ -91,7 +91,7 @@ def _file_kind(file: PlannedFile) -> Kind:
 
 def _companion_kind(item: Companion, place: Location) -> Kind:
     with closing(item.place.open()) as source:
-        return _kind_of(place, source.size, lambda stream: stream.copy(source, 0, source.size))
+        return _kind_of(place, item.nbytes, lambda stream: write_companion(item, source, stream))
 
 
 def _kind_of(place: Location, nbytes: int, write: Callable[[OutputStream], object]) -> Kind:

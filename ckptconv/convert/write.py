@@ -7,20 +7,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptconv.convert.plan import ConversionPlan
-from ckptconv.formats.layout import Layout, WriteItem
+from ckptconv.formats.target_format import Layout, WriteItem
 from ckptconv.io.crc import combined_crc, crc32
-from ckptconv.io.source import SMALL
+from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.io.stream import OutputStream
 from ckptconv.tensors.ahead import read_soon
-from ckptconv.tensors.cast_ahead import THREADS, Cut, ToCast, cast_ahead, may_be_threaded
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.checksums import Checksums, refuse_crc
+from ckptconv.tensors.compute_ahead import (
+    THREADS,
+    Cut,
+    ToCompute,
+    compute_ahead,
+    may_be_threaded,
+)
+from ckptconv.tensors.computed import ReadRun, read_run
 from ckptconv.tensors.fold import OddBools, fold
-from ckptconv.tensors.refs import Storage, TensorRef
-from ckptconv.tensors.stream import iter_cast_chunks, verbatim_range, verbatim_runs
+from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
+from ckptconv.tensors.stream import iter_cast_chunks, verbatim_runs
 
 _WORTH_THREADS = 8 << 20
-"""Bytes of values to be cast from which threads are started for them."""
+"""Bytes of values to be computed from which threads are started for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ def write_layout(
 ) -> None:
     """Write all bytes of a file; `tally` and `checksums` note what is found on the way.
 
-    Where there is much to cast, it is cast by so many threads.
+    Where there is much to cast or to compute, it is done by so many threads.
     """
     crcs: list[int] = []
     between = b""
@@ -53,12 +60,12 @@ def write_layout(
     values = [item.values for item in layout.items]
     with (
         read_soon([item for item in values if isinstance(item, TensorRef)]),
-        _cast_ahead(layout.items, stream, threads) as cuts_of,
+        _computed_ahead(layout.items, stream, threads) as cuts_of,
     ):
         for index, item in enumerate(layout.items):
             write(between + item.lead)
             if (cuts := cuts_of(index)) is not None:
-                crc = _write_cast(item, cuts, checksums, tally)
+                crc = _write_cuts(item, cuts, checksums, tally)
             else:
                 crc = _write_values(item, stream, checksums, tally)
             crcs.append(crc)
@@ -68,33 +75,38 @@ def write_layout(
 
 
 @contextmanager
-def _cast_ahead(
+def _computed_ahead(
     items: Sequence[WriteItem], stream: OutputStream, threads: int
 ) -> Iterator[Callable[[int], Iterator[Cut] | None]]:
-    """What gives the cuts of an item that threads cast and write, to be asked for each in turn;
+    """What gives the cuts of an item that threads compute and write, to be asked for each in turn;
     None for the others.
     """
     wanted = dict(_for_threads(items)) if threads > 1 and stream.is_for_threads() else {}
     if sum(items[index].nbytes for index in wanted) < _WORTH_THREADS:
         yield lambda _: None
         return
-    with cast_ahead(list(wanted.values()), stream.write_at, threads) as cuts:
+    with compute_ahead(list(wanted.values()), stream.write_at, threads) as cuts:
         yield lambda index: _left_out(next(cuts), stream) if index in wanted else None
 
 
-def _for_threads(items: Sequence[WriteItem]) -> Iterator[tuple[int, ToCast]]:
-    """The items that several threads may cast."""
+def _for_threads(items: Sequence[WriteItem]) -> Iterator[tuple[int, ToCompute]]:
+    """The items that several threads may compute."""
     for index, item in enumerate(items):
         values = item.values
-        if (
-            isinstance(values, TensorRef)
-            and item.nbytes > SMALL
-            and item.dtype is not values.dtype
-            and item.dtype.is_floating
-            and (runs := verbatim_runs(values)) is not None
-            and may_be_threaded(runs)
-        ):
-            yield index, ToCast(runs, values.dtype, item.dtype, item.offset)
+        if not isinstance(values, TensorRef) or item.nbytes <= SMALL or not _is_computed(item):
+            continue
+        runs = verbatim_runs(values)
+        if runs is not None and may_be_threaded(runs):
+            yield index, ToCompute(runs, values.dtype, item.dtype, item.offset)
+
+
+def _is_computed(item: WriteItem) -> bool:
+    """Whether its bytes are made by a cast or by another operation."""
+    values = item.values
+    assert isinstance(values, TensorRef)
+    if item.dtype is not values.dtype:
+        return True
+    return any(isinstance(piece.storage.source, DerivedSource) for piece in values.pieces)
 
 
 def _left_out(cuts: Iterable[Cut], stream: OutputStream) -> Iterator[Cut]:
@@ -112,17 +124,16 @@ def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, t
         return crc32(values)
     if item.dtype.kind == "bool":
         return _write_bools(values, stream, checksums, tally)
-    if item.dtype is not values.dtype:
-        if (runs := verbatim_runs(values)) is not None:
-            return _write_cast(item, _cast_here(item, runs, stream), checksums, tally)
+    runs = verbatim_runs(values)
+    if runs is None:
         return _write_gathered(item, values, stream, checksums, tally)
-    if len(values.pieces) == 1 and (verbatim := verbatim_range(values)) is not None:
-        storage, _ = verbatim
+    if _is_computed(item):
+        return _write_cuts(item, _computed_here(item, runs, stream), checksums, tally)
+    if len(runs) == 1:
+        [(storage, _, _)] = runs
         if item.nbytes == storage.nbytes and storage.part_of is None:
             return _copy_whole(storage, stream)
-    if (runs := verbatim_runs(values)) is not None:
-        return _write_runs(runs, stream, checksums)
-    return _write_gathered(item, values, stream, checksums, tally)
+    return _write_runs(runs, stream, checksums)
 
 
 def _write_bools(
@@ -192,34 +203,35 @@ def _copy_whole(storage: Storage, stream: OutputStream) -> int:
     return crc
 
 
-def _cast_here(
+def _computed_here(
     item: WriteItem, runs: Sequence[tuple[Storage, int, int]], stream: OutputStream
 ) -> Iterator[Cut]:
-    """Cast and write runs of bytes one after the other."""
+    """Compute and write runs of bytes one after the other."""
     assert isinstance(item.values, TensorRef)
     for storage, first, nbytes in runs:
-        for chunk in storage.source.stream([(storage.offset + first, nbytes)]):
-            nread, read_crc = len(chunk), crc32(chunk)
-            result = cast(chunk, item.values.dtype, item.dtype)
+        buffer = memoryview(bytearray(min(CHUNK, nbytes)))
+        for start in range(0, nbytes, CHUNK):
+            view = buffer[: min(CHUNK, nbytes - start)]
+            read: list[ReadRun] = []
+            read_run(storage, first + start, view, read.append)
+            result = cast(view, item.values.dtype, item.dtype)
             stream.write(result.data)
-            yield Cut(nread, read_crc, len(result.data), crc32(result.data), result.overflowed)
+            yield Cut(read, len(result.data), crc32(result.data), result.overflowed)
 
 
-def _write_cast(item: WriteItem, cuts: Iterator[Cut], checksums: Checksums, tally: Tally) -> int:
-    """Tell of values while they are cast, cut by cut, and return the CRC-32 of the results; the
+def _write_cuts(item: WriteItem, cuts: Iterator[Cut], checksums: Checksums, tally: Tally) -> int:
+    """Tell of values while they are computed, cut by cut, and return the CRC-32 of the results; the
     source's own CRCs are checked.
     """
     assert isinstance(item.values, TensorRef)
-    crc = overflowed = 0
-    for storage, first, nbytes in verbatim_runs(item.values) or ():
-        read_crc = nread = 0
-        while nread < nbytes:
-            cut = next(cuts)
-            nread += cut.nread
-            read_crc = combined_crc(read_crc, cut.read_crc, cut.nread)
-            crc = combined_crc(crc, cut.crc, cut.nbytes)
-            overflowed += cut.overflowed
-        checksums.copied(storage, first, nbytes, read_crc)
+    crc = overflowed = nbytes = 0
+    while nbytes < item.nbytes:
+        cut = next(cuts)
+        for run in cut.read:
+            checksums.copied(*run)
+        crc = combined_crc(crc, cut.crc, cut.nbytes)
+        overflowed += cut.overflowed
+        nbytes += cut.nbytes
     if overflowed:
         tally.overflowed.append(item.values)
     return crc
@@ -241,7 +253,7 @@ def by_tensor(
 
 
 def count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
-    """How many finite values of a tensor its cast makes infinite or NaN."""
+    """How many values of a tensor are beyond the range of the type that its cast makes of them."""
     lost = [0]
     for _ in iter_cast_chunks(ref, plan.cast(ref), lost):
         pass

@@ -29,7 +29,7 @@ _PACKAGES = {
 }
 # c10::DeviceIndex is an int8: torch takes `cuda:128` for an index of 65408 and `cuda:255` for plain
 # `cuda`.
-_ELSEWHERE = 'use map_location="cpu" or map_location="auto" (--device cpu on the command line)'
+_ELSEWHERE = "ask for cpu, or auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def require_torch(purpose: str) -> Any:
     raise MissingDependency(f"{purpose} needs torch, which is not installed", hint=INSTALL_TORCH)
 
 
-INSTALL_TORCH = "pip install 'ckptconv[torch]'"
+INSTALL_TORCH = "pip install 'torch>=2.1'"
 
 
 def _attempt(ask: Callable[[], Any], notes: list[str]) -> Any:

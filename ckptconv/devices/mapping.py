@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.support.errors import DeviceUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable
 
     import torch
 from ckptconv.devices.tags import check_tag
@@ -36,28 +36,36 @@ class TagMap:
         return tag if self.device is None else self.device
 
 
-def tag_map(device: str | None, pairs: Sequence[str] = ()) -> TagMap:
-    """The map that `--device` and `--map-location OLD=NEW` ask for.
+def tag_map(device: str | None, pairs: Iterable[tuple[str, str]] = ()) -> TagMap:
+    """The map that the options `device` and `map_location`, of (old, new) pairs, ask for.
 
     `device` is a tag, ``keep``, ``auto`` (`best_device`), or None: ``keep`` if there are pairs,
-    else ``cpu``. NEW is a tag or ``auto``; OLD is any string, since a file may carry any. Raises
-    `DeviceUnavailable` for what is not a tag or no pair, and for an OLD that is sent to two places.
+    else ``cpu``. A new one is a tag or ``auto``; an old one is any string, since a file may carry
+    any. Raises `DeviceUnavailable` for what is not a tag.
     """
+    targets = tuple((old, _asked_tag(new)) for old, new in pairs)
     if device is None:
-        device = "keep" if pairs else "cpu"
+        device = "keep" if targets else "cpu"
+    return TagMap(None if device == "keep" else _asked_tag(device), targets)
+
+
+def read_tag_pairs(words: Iterable[str]) -> dict[str, str]:
+    """The pairs that ``--map-location OLD=NEW`` says; `DeviceUnavailable` for what is no pair, and
+    for an OLD that is sent to two places.
+    """
     targets: dict[str, str] = {}
-    for pair in pairs:
-        old, _, new = pair.partition("=")
+    for word in words:
+        old, _, new = word.partition("=")
         if not (old and new):
             raise DeviceUnavailable(
-                f"--map-location {pair!r} is not OLD=NEW", hint="write for example cuda:3=cuda:0"
+                f"--map-location {word!r} is not OLD=NEW", hint="write for example cuda:3=cuda:0"
             )
         new = _asked_tag(new)
         if targets.setdefault(old, new) != new:
             raise DeviceUnavailable(
                 f"--map-location sends {old} to both {targets[old]} and {new}", hint="keep one"
             )
-    return TagMap(None if device == "keep" else _asked_tag(device), tuple(targets.items()))
+    return targets
 
 
 def _asked_tag(device: str) -> str:
@@ -93,10 +101,3 @@ def resolve_map_location(
     from ckptconv.devices.host import require_device
 
     return functools.cache(lambda tag: require_device(chosen(tag)))
-
-
-def location_for(
-    map_location: str | torch.device | dict[str, Any] | None, tag: str
-) -> torch.device:
-    """The device of one storage tagged `tag`; `resolve_map_location` serves a whole load."""
-    return resolve_map_location(map_location)(tag)

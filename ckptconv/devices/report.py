@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptconv.devices.gpu_choice import ORDER, GpuChoice
+from ckptconv.devices.gpu_choice import ORDER
 from ckptconv.devices.host import Gpu, Host
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
+from ckptconv.support.report import Fields, Row, note_rows
 from ckptconv.support.text import count_text, size_text
 
 
 def host_lines(host: Host) -> Iterator[Row]:
     """What a host has, as rows."""
     for gpu in host.gpus:
-        yield Row(_gpu_name(gpu), _gpu_text(gpu))
+        yield Row(_device(gpu.logical) or "hidden", _gpu_text(gpu))
     if host.mps:
         yield Row("mps", "Apple GPU")
     for index in range(host.xpu):
@@ -27,18 +27,13 @@ def host_lines(host: Host) -> Iterator[Row]:
     elif host.visible:
         shown = repr(host.visible)
     yield Row("CUDA_VISIBLE_DEVICES", shown)
-    yield Row(
-        "torch",
-        f"{host.torch}, sees {count_text(host.cuda, 'CUDA device')}"
-        if host.torch
-        else "not installed here",
-    )
-    for note in host.notes:
-        yield Row("note", printable(note), "warning")
+    torch = f"{host.torch}, sees {count_text(host.cuda, 'CUDA device')}"
+    yield Row("torch", torch if host.torch else "not installed here")
+    yield from note_rows(host.notes)
 
 
-def _gpu_name(gpu: Gpu) -> str:
-    return "hidden" if gpu.logical is None else f"cuda:{gpu.logical}"
+def _device(logical: int | None) -> str | None:
+    return None if logical is None else f"cuda:{logical}"
 
 
 def _gpu_text(gpu: Gpu) -> str:
@@ -50,38 +45,21 @@ def _gpu_text(gpu: Gpu) -> str:
     return ", ".join(parts)
 
 
+_GPU = "physical name uuid total_bytes=total free_bytes=free"
+HOST = Fields(
+    "gpus cuda_visible_devices=visible torch cuda_devices=cuda mps xpu_devices=xpu",
+    gpus=Fields(f"device=logical {_GPU}", device=_device),
+)
+"""The document of a host, but for what `--device auto` would choose, and the notes."""
+CHOICE = Fields(
+    "cuda_visible_devices=. cuda_device_order=. gpus notes",
+    cuda_visible_devices=lambda choice: choice.visible if choice.gpus else None,
+    cuda_device_order=lambda choice: ORDER if choice.gpus else None,
+    gpus=Fields(_GPU),
+)
+"""The document of the chosen GPUs; where there is nothing to choose, the variables are null."""
+
+
 def host_document(host: Host, best: str) -> dict[str, Any]:
     """What a host has as JSON values; `best` is what `--device auto` would choose."""
-    return {
-        "gpus": [
-            {"device": None if gpu.logical is None else f"cuda:{gpu.logical}", **_gpu_document(gpu)}
-            for gpu in host.gpus
-        ],
-        "cuda_visible_devices": host.visible,
-        "torch": host.torch,
-        "cuda_devices": host.cuda,
-        "mps": host.mps,
-        "xpu_devices": host.xpu,
-        "auto": best,
-        "notes": list(host.notes),
-    }
-
-
-def choice_document(choice: GpuChoice) -> dict[str, Any]:
-    """The chosen GPUs as JSON values; where there is nothing to choose, the variables are null."""
-    return {
-        "cuda_visible_devices": choice.visible if choice.gpus else None,
-        "cuda_device_order": ORDER if choice.gpus else None,
-        "gpus": [_gpu_document(gpu) for gpu in choice.gpus],
-        "notes": list(choice.notes),
-    }
-
-
-def _gpu_document(gpu: Gpu) -> dict[str, Any]:
-    return {
-        "physical": gpu.physical,
-        "name": gpu.name,
-        "uuid": gpu.uuid,
-        "total_bytes": gpu.total,
-        "free_bytes": gpu.free,
-    }
+    return {**HOST.of(host), "auto": best, "notes": list(host.notes)}

@@ -9,15 +9,16 @@ count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeVar
 
-from ckptconv.diff.difference import Difference, ValueChange
+from ckptconv.diff.report import Difference, ValueChange
 from ckptconv.diff.walk import Differences, walk_together
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.guarded import check_places
 from ckptconv.keys.key_map import (
+    KEEP,
     STRIP,
     KeyMap,
     KeyRules,
@@ -26,19 +27,18 @@ from ckptconv.keys.key_map import (
     refuse_idle,
     rules_of,
 )
-from ckptconv.pickles.nodes import (
-    Dict,
-    Node,
-)
+from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.choices import refuse_no_flag, refuse_no_text, spelling_checked
 from ckptconv.support.errors import (
+    AmbiguousStateDict,
     CheckpointError,
     KeyConflict,
     OptionRefused,
+    warn,
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
-from ckptconv.support.text import count_text
+from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.comparison import Pair, compare_bytes, damaged_storages
 from ckptconv.tensors.deviation import deviation
@@ -46,8 +46,11 @@ from ckptconv.tensors.element_pairs import Tolerance
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import StateDict, find
+from ckptconv.tree.walk import tensors_of
 
 Part = TypeVar("Part")
+Both = tuple[str, TensorRef, TensorRef]
+"""A path, and what each of two files has there."""
 
 
 @spelling_checked
@@ -66,7 +69,9 @@ def diff_checkpoints(
     tag_b: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Difference:
-    """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`.
+    """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`, and
+    by path the tensors beside them that both have (a note tells of the others). Where neither has
+    a single state dict, everything is compared by path.
 
     Values must be the same bit for bit (NaN of the same bits included, -0.0 is not 0.0), or equal
     within `tolerance`. `only` is the path of the part to compare in both, `only_b` that in `b`
@@ -74,7 +79,8 @@ def diff_checkpoints(
     `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose
     keys of both; a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder
     of several. `on_progress` is called with a `Progress`, about once for every 16 MB that were
-    read. Raises `CheckpointError` when one of them cannot be read or holds no single state dict.
+    read. Warns with a `CheckpointWarning` where a framework's own rule chose a state dict. Raises
+    `CheckpointError` when one of them cannot be read, or only one holds no single state dict.
     """
     rules = rules_of(keys)
     refuse_no_text(only=only, only_b=only_b or None)
@@ -84,7 +90,7 @@ def diff_checkpoints(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
     with open_certain(a, tag=tag) as first, open_certain(b, tag=tag_b) as second:
-        return compare(
+        compared = compare(
             first,
             second,
             rules,
@@ -94,17 +100,20 @@ def diff_checkpoints(
             ignore_dtype=ignore_dtype,
             strict_device=strict_device,
             on_progress=on_progress,
-        ).difference
+        )
+    warn(compared.chosen)
+    return compared.difference
 
 
 class Compared(NamedTuple):
-    """The differences of two open checkpoints, and the two trees that were compared, the first with
-    its keys renamed.
+    """The differences of two open checkpoints, the two trees that were compared, the first with its
+    keys renamed, and what was chosen in them.
     """
 
     difference: Difference
     ours: Node
     theirs: Node
+    chosen: Sequence[str]
 
 
 def compare(
@@ -123,28 +132,12 @@ def compare(
     check_places((*first.sources, *second.sources))
     differences = Differences()
     with collector_paused():
-        ours, theirs, left_out = _parts(first, second, rules, only, whole=whole)
-        for path, one, other in walk_together(ours, theirs, differences):
+        ours, theirs, rest, chosen, left_out = _parts(first, second, rules, only, whole=whole)
+        for path, one, other in (*walk_together(ours, theirs, differences), *rest):
             differences.compare(path, one, other, ignore_dtype=ignore_dtype)
     values, damaged = _compare_values(differences.pairs, tolerance, on_progress)
-    found = replace(
-        _difference(first, second, differences, values),
-        notes=(*left_out, *_notes(differences)),
-        strict_device=strict_device,
-        ignore_dtype=ignore_dtype,
-        damaged=tuple(damaged),
-    )
-    return Compared(found, ours, theirs)
-
-
-def _difference(
-    first: Checkpoint,
-    second: Checkpoint,
-    differences: Differences,
-    values: Sequence[ValueChange],
-) -> Difference:
-    """What was seen on the walk, and how the values differ."""
-    return Difference(
+    parts = [f"{item.path.name} {item.part.what}" for item in (first, second) if item.part]
+    found = Difference(
         a=str(first.path),
         b=str(second.path),
         a_format=first.format,
@@ -158,7 +151,12 @@ def _difference(
         locations=tuple(differences.locations),
         values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
         others=tuple(differences.others),
+        notes=(*parts, *chosen, *left_out, *_notes(differences)),
+        strict_device=strict_device,
+        ignore_dtype=ignore_dtype,
+        damaged=tuple(damaged),
     )
+    return Compared(found, ours, theirs, chosen)
 
 
 def _parts(
@@ -168,16 +166,97 @@ def _parts(
     only: tuple[str | None, str | None],
     *,
     whole: bool,
-) -> tuple[Node, Node, list[str]]:
-    """The two nodes to compare, and what is to be said of keys that the rules leave out."""
+) -> tuple[Node, Node, list[Both], list[str], list[str]]:
+    """The two nodes to compare, the tensors beside them that both files have, what is to be said of
+    the choice of the nodes, and of what is not compared: keys that the rules leave out, tensors
+    that one file has.
+    """
     if whole:
         ours = find(first.root, only[0] or "", first.path)
-        return ours, _second_part(lambda: find(second.root, only[1] or "", second.path), only), []
+        theirs = _second_part(lambda: find(second.root, only[1] or "", second.path), only)
+        return ours, theirs, [], [], []
+    if only == (None, None) and keys == KEEP and _is_open(first) and _is_open(second):
+        return first.root, second.root, [], [], [_ALL]
     ours, theirs = first.state_dict(only[0]), _second_part(lambda: second.state_dict(only[1]), only)
-    renamed, chosen = _mapped(ours, keys, first), _mapped(theirs, keys.globs, second)
-    _refuse_idle(renamed, chosen, keys, first)
-    left_out = [*_left_out(renamed, "A"), *_left_out(chosen, "B")]
-    return _under(renamed, ours), _under(chosen, theirs), left_out
+    renamed, others = _mapped(ours, keys, first), _mapped(theirs, keys.globs, second)
+    _refuse_idle(renamed, others, keys, first)
+    chosen = [f"A: {note}" for note in ours.notes] + [f"B: {note}" for note in theirs.notes]
+    left_out = [*_left_out(renamed, "A"), *_left_out(others, "B")]
+    rest: list[Both] = []
+    if only == (None, None):
+        rest, notes = _compared_beside(first, ours, second, theirs)
+        left_out += notes
+    return _under(renamed, ours), _under(others, theirs), rest, chosen, left_out
+
+
+_ALL = "neither file has a single state dict: everything in them was compared, by path"
+
+
+def _is_open(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds tensors, but leaves open which state dict is meant."""
+    try:
+        checkpoint.state_dict()
+    except AmbiguousStateDict:
+        return next(checkpoint.tensors(), None) is not None
+    return False
+
+
+def _compared_beside(
+    first: Checkpoint, ours: StateDict, second: Checkpoint, theirs: StateDict
+) -> tuple[list[Both], list[str]]:
+    """The tensors beside the state dicts that stand at one path in both checkpoints, and what is to
+    be said of the others.
+    """
+    walked = Differences()
+    rest: list[Both] = []
+    apart: list[str] = []
+    own, own_b = _views(ours), _views(theirs)
+    met = {ours.prefix + key for key in ours.keys} & {theirs.prefix + key for key in theirs.keys}
+    for path, one, other in walk_together(first.root, second.root, walked):
+        if type(one) is not TensorRef or type(other) is not TensorRef:
+            apart.append(path)
+        elif (view_identity(one) not in own or view_identity(other) not in own_b) and not any(
+            above in met for above in _paths_to(path)
+        ):
+            rest.append((path, one, other))
+    notes = [
+        *_alone(first, own, {*walked.only_a, *apart}, "A", "B"),
+        *_alone(second, own_b, {*walked.only_b, *apart}, "B", "A"),
+    ]
+    return rest, notes
+
+
+def _views(chosen: StateDict) -> set[Hashable]:
+    """What the tensors of a state dict are views of."""
+    pairs = list(zip(chosen.keys, chosen.values, strict=True))
+    return {view_identity(ref) for _, ref in tensors_of(Dict(pairs))}
+
+
+def _alone(
+    here: Checkpoint, own: Container[Hashable], apart: Container[str], a: str, b: str
+) -> Iterator[str]:
+    """What a checkpoint has beside its state dict and the other has not, by its parts: what stands
+    at the paths `apart`, or below.
+    """
+    alone = Counter(
+        path.partition(".")[0]
+        for path, ref in here.tensors()
+        if view_identity(ref) not in own and any(above in apart for above in _paths_to(path))
+    )
+    if alone:
+        parts = some_text([f"{part} ({count:,})" for part, count in alone.items()])
+        yield (
+            f"{a} has {count_text(sum(alone.values()), 'tensor')} beside its state dict that {b} "
+            f"does not have, which were not compared: {parts}"
+        )
+
+
+def _paths_to(path: str) -> Iterator[str]:
+    """A path, and those of all that it is in."""
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _left_out(names: KeyMap, which: str) -> Iterator[str]:
@@ -195,10 +274,7 @@ def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) 
         return part()
     except CheckpointError as error:
         if only[0] is not None and only[0] == only[1]:
-            advice = (
-                "--only-b PATH names the part of B where it has another path; '' is all of it "
-                "(only_b= in code)"
-            )
+            advice = "--only-b PATH names the part of B where it has another path; '' is all of it"
             error.hint = f"{error.hint}; {advice}" if error.hint else advice
         raise
 
@@ -252,12 +328,6 @@ def _without_wrappers(keys: Sequence[str]) -> set[str]:
         return {key for key in map_keys(keys, STRIP).new if key is not None}
     except CheckpointError:
         return set()
-
-
-# ----------------------------------------------------------------------------------------- the walk
-
-
-# ------------------------------------------------------------------------------------------- values
 
 
 def _compare_values(

@@ -1,19 +1,128 @@
-"""What a comparison found, as text and JSON; everything that came out of a file is escaped."""
+"""What a comparison gives, and how that is shown: as text, JSON and HTML.
+
+Everything that came out of a file is escaped here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from ckptconv.diff.difference import Changed, Difference
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Level, Row
+from ckptconv.support.report import Fields, Row, html_table, listed, note_rows, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.deviation import Deviation
 
-_LISTED = 20
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One fact about a key that is `a` in the first checkpoint and `b` in the second."""
+
+    key: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """A tensor that has the shape `a` in the first checkpoint and `b` in the second."""
+
+    key: str
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """A tensor whose values differ, and how."""
+
+    key: str
+    deviation: Deviation
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference:
+    """The differences between the checkpoints `a` and `b`, in the order of the keys of `a`
+    (`values`: the largest first).
+
+    `tensors` were compared, each of `nbytes` in sum. `others` are values that are not tensors, or a
+    tensor in one of them only. `locations` are device tags that differ; they make a difference only
+    with `strict_device`, and `dtypes` do unless `ignore_dtype`. `damaged` tells of records that
+    were compared and do not have the checksum that their archive declares.
+    """
+
+    a: str
+    b: str
+    a_format: str
+    b_format: str
+    tensors: int
+    nbytes: int
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    dtypes: tuple[Changed, ...]
+    shapes: tuple[Reshaped, ...]
+    locations: tuple[Changed, ...]
+    values: tuple[ValueChange, ...]
+    others: tuple[Changed, ...]
+    notes: tuple[str, ...] = ()
+    strict_device: bool = False
+    ignore_dtype: bool = False
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing that counts differs, and nothing that was compared is damaged."""
+        counted = (self.only_a, self.only_b, self.shapes, self.values, self.others, self.damaged)
+        if any(counted) or (self.dtypes and not self.ignore_dtype):
+            return False
+        return not (self.strict_device and self.locations)
+
+    @property
+    def differing(self) -> int:
+        """How many tensors that both have differ, in whatever counts."""
+        keys = {item.key for item in self.shapes} | {item.key for item in self.values}
+        if not self.ignore_dtype:
+            keys |= {item.key for item in self.dtypes}
+        if self.strict_device:
+            keys |= {item.key for item in self.locations}
+        return len(keys)
+
+    def _counts(self) -> list[tuple[str, int]]:
+        """How many keys differ, by what differs."""
+        named = ("damaged", "only_a", "only_b", "dtypes", "shapes", "values", "others", "locations")
+        return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
+
+    @property
+    def _verdict(self) -> str:
+        if self.same:
+            return "same"
+        return "damaged" if self.damaged else "different"
+
+    def __repr__(self) -> str:
+        counts = [
+            f"{count:,} {name}"
+            for name, count in self._counts()
+            if name in ("damaged", "only_a", "only_b", "others")
+        ]
+        differing = f"{count_text(self.differing, 'tensor')} differ" if self.differing else None
+        compared = f"{self.tensors:,} tensors compared"
+        return short_repr("Difference", self._verdict, compared, differing, *counts)
+
+    def _repr_html_(self) -> str:
+        rows = (
+            (name, count, ", ".join(map(_key, getattr(self, name)[:5])))
+            for name, count in self._counts()
+        )
+        return html_table(f"{self.a}, {self.b}: {self._verdict}", rows)
+
+
+def _key(item: str | Changed | Reshaped | ValueChange) -> str:
+    return printable(item if isinstance(item, str) else item.key)
+
+
+# ------------------------------------------------------------------------------------------- text
 
 
 def difference_headline(found: Difference) -> str:
@@ -24,60 +133,48 @@ def difference_headline(found: Difference) -> str:
     compared = f"{count_text(found.tensors, 'tensor')} in both, {size_text(found.nbytes)} compared"
     files = f"{printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format})"
     differing = found.differing
-    total = f"; {differing:,} of {count_text(found.tensors, 'tensor')} differ" if differing else ""
+    verb = "differs" if found.tensors == 1 else "differ"
+    total = f"; {differing:,} of {count_text(found.tensors, 'tensor')} {verb}" if differing else ""
     return f"{verdict}: {files}; {compared}{total}"
 
 
 def difference_lines(found: Difference) -> Iterator[Row]:
     """What differs, as rows; at most 20 of a kind."""
-    yield from _listed("damaged", [printable(text, 2000) for text in found.damaged], "error")
-    yield from _listed("only in A", [printable(key) for key in found.only_a])
-    yield from _listed("only in B", [printable(key) for key in found.only_b])
-    yield from _listed(
-        "dtype", _ignored_dtypes(found) if found.ignore_dtype else _changes(found.dtypes)
+    yield from listed("damaged", [printable(text, 2000) for text in found.damaged], "error")
+    yield from listed("only in A", [printable(key) for key in found.only_a])
+    yield from listed("only in B", [printable(key) for key in found.only_b])
+    if found.ignore_dtype:
+        yield from listed("dtype", _pairs(found.dtypes, is_counted=False))
+    else:
+        yield from listed("dtype", _changes(found.dtypes))
+    yield from listed(
+        "shape", [f"{_key(item)}: {list(item.a)} / {list(item.b)}" for item in found.shapes]
     )
-    yield from _listed(
-        "shape",
-        [f"{printable(item.key)}: {list(item.a)} / {list(item.b)}" for item in found.shapes],
+    yield from listed(
+        "values", [f"{_key(item)}: {_deviation_text(item.deviation)}" for item in found.values]
     )
-    yield from _listed(
-        "values",
-        [f"{printable(item.key)}: {_deviation_text(item.deviation)}" for item in found.values],
-    )
-    yield from _listed("no tensor", _changes(found.others))
-    counted = "" if found.strict_device else " (not counted)"
-    tags = Counter((item.a, item.b) for item in found.locations).items()
-    pairs = [
-        f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')}{counted}"
-        for (ours, theirs), count in tags
-    ]
-    yield from _listed("device", pairs)
-    for note in found.notes:
-        yield Row("note", printable(note), "warning")
+    yield from listed("no tensor", _changes(found.others))
+    yield from listed("device", _pairs(found.locations, is_counted=found.strict_device))
+    yield from note_rows(found.notes)
     if found.dtypes and not found.ignore_dtype and len(found.dtypes) == found.tensors:
         yield Row("note", "all dtypes differ; --ignore-dtype compares the numbers", "warning")
 
 
-def _ignored_dtypes(found: Difference) -> list[str]:
-    """The dtypes that differ, counted by pairs."""
-    pairs = Counter((item.a, item.b) for item in found.dtypes).items()
-    return [
-        f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')} (not counted)"
-        for (ours, theirs), count in pairs
-    ]
-
-
 def _changes(items: Sequence[Changed]) -> list[str]:
     return [
-        f"{printable(item.key) or 'the whole file'}: {printable(item.a)} / {printable(item.b)}"
+        f"{_key(item) or 'the whole file'}: {printable(item.a)} / {printable(item.b)}"
         for item in items
     ]
 
 
-def _listed(label: str, texts: Sequence[str], level: Level = "plain") -> Iterator[Row]:
-    yield from (Row(label, text, level) for text in texts[:_LISTED])
-    if len(texts) > _LISTED:
-        yield Row(label, f"and {len(texts) - _LISTED:,} more", level)
+def _pairs(items: Sequence[Changed], *, is_counted: bool) -> list[str]:
+    """What differs, counted by pairs, and whether that is a difference."""
+    counted = "" if is_counted else " (not counted)"
+    pairs = Counter((item.a, item.b) for item in items).items()
+    return [
+        f"{printable(ours)} / {printable(theirs)}: {count_text(count, 'tensor')}{counted}"
+        for (ours, theirs), count in pairs
+    ]
 
 
 def _deviation_text(found: Deviation) -> str:
@@ -88,11 +185,9 @@ def _deviation_text(found: Deviation) -> str:
         return f"{count}{nans}{_measures_text(found)}, first {where}"
     if found.max_abs == 0:
         return f"{count}{nans}, by bits only, {where}"
-    rel = (
-        ""
-        if found.max_rel is None or math.isinf(found.max_rel)
-        else f", max rel {found.max_rel:.6g}"
-    )
+    rel = ""
+    if found.max_rel is not None and not math.isinf(found.max_rel):
+        rel = f", max rel {found.max_rel:.6g}"
     return f"{count}{nans}{_measures_text(found)}, max abs {found.max_abs:.6g}{rel}, {where}"
 
 
@@ -101,12 +196,10 @@ _DIGITS = 10  # characters: nine digits and a point
 
 def _short(value: str) -> str:
     """A value of a tensor with at most 9 digits: as many as tell all float32 apart."""
+    if len(value) <= _DIGITS or value.lstrip("-").isdecimal():
+        return value
     try:
-        return (
-            value
-            if len(value) <= _DIGITS or value.lstrip("-").isdecimal()
-            else f"{float(value):.9g}"
-        )
+        return f"{float(value):.9g}"
     except ValueError:  # a complex number, a bool, bytes
         return value
 
@@ -119,11 +212,9 @@ def _measures_text(found: Deviation) -> str:
     rest = f" (without {found.nonfinite:,} that are NaN or infinite)" if found.nonfinite else ""
     if found.rel_l2 == 0 and found.nonfinite:
         return f", finite values equal{rest}"
-    distance = (
-        "B is all zero"
-        if math.isinf(found.rel_l2) and found.cosine is None
-        else f"rel L2 {found.rel_l2:.3g} of B"
-    )
+    distance = f"rel L2 {found.rel_l2:.3g} of B"
+    if math.isinf(found.rel_l2) and found.cosine is None:
+        distance = "B is all zero"
     return f", {distance}{cosine}{rest}"
 
 
@@ -134,48 +225,7 @@ def _cosine_text(cosine: float) -> str:
     return f"{cosine:.{digits}f}"
 
 
-def difference_document(found: Difference) -> dict[str, Any]:
-    """A difference as JSON values; a number that JSON cannot hold is given as text (``inf``)."""
-    return {
-        "same": found.same,
-        "damaged": list(found.damaged),
-        "a": {"path": found.a, "format": found.a_format},
-        "b": {"path": found.b, "format": found.b_format},
-        "tensors": found.tensors,
-        "bytes": found.nbytes,
-        "only_a": list(found.only_a),
-        "only_b": list(found.only_b),
-        "dtypes": _change_documents(found.dtypes),
-        "shapes": [
-            {"key": item.key, "a": list(item.a), "b": list(item.b)} for item in found.shapes
-        ],
-        "locations": _change_documents(found.locations),
-        "values": [
-            {"key": item.key, **_deviation_document(item.deviation)} for item in found.values
-        ],
-        "others": _change_documents(found.others),
-        "notes": list(found.notes),
-    }
-
-
-def _change_documents(items: Sequence[Changed]) -> list[dict[str, str]]:
-    return [{"key": item.key, "a": item.a, "b": item.b} for item in items]
-
-
-def _deviation_document(found: Deviation) -> dict[str, Any]:
-    return {
-        "differing": found.count,
-        "of": found.numel,
-        "with_nan": found.nans,
-        "max_abs": _number(found.max_abs),
-        "max_rel": _number(found.max_rel),
-        "rel_l2": _number(found.rel_l2),
-        "cosine": found.cosine,
-        "nonfinite": found.nonfinite,
-        "where": list(found.where),
-        "a": _value(found.a),
-        "b": _value(found.b),
-    }
+# ------------------------------------------------------------------------------------------- JSON
 
 
 def _value(text: str) -> float | bool | str:
@@ -185,10 +235,31 @@ def _value(text: str) -> float | bool | str:
     if text.lstrip("-").isdecimal():
         return int(text)
     try:
-        return number if math.isfinite(number := float(text)) else text
+        number = float(text)
     except ValueError:
         return text
+    return number if math.isfinite(number) else text
 
 
 def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
+
+
+_CHANGE = Fields("key a b")
+_VALUES = Fields(
+    "key differing=deviation.count of=deviation.numel with_nan=deviation.nans "
+    "max_abs=deviation.max_abs max_rel=deviation.max_rel rel_l2=deviation.rel_l2 "
+    "cosine=deviation.cosine nonfinite=deviation.nonfinite where=deviation.where "
+    "a=deviation.a b=deviation.b",
+    **dict.fromkeys(("max_abs", "max_rel", "rel_l2"), _number),
+    **dict.fromkeys(("a", "b"), _value),
+)
+DIFFERENCE = Fields(
+    "same damaged a=. b=. tensors bytes=nbytes only_a only_b dtypes shapes locations values others "
+    "notes",
+    a=Fields("path=a format=a_format"),
+    b=Fields("path=b format=b_format"),
+    values=_VALUES,
+    **dict.fromkeys(("dtypes", "shapes", "locations", "others"), _CHANGE),
+)
+"""The document of a `Difference`; a number that JSON cannot hold is given as text (``inf``)."""

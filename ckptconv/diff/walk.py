@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptconv.diff.difference import Changed, Reshaped
+from ckptconv.diff.report import Changed, Reshaped
 from ckptconv.objects.encodings import flat
 from ckptconv.objects.plain import plain_form, tensor_form
 from ckptconv.objects.torch_read import Window
@@ -21,9 +21,7 @@ from ckptconv.pickles.nodes import (
     children,
     mapping_pairs,
 )
-from ckptconv.support.errors import (
-    LimitExceeded,
-)
+from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storage

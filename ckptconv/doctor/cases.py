@@ -1,22 +1,31 @@
-"""What `doctor` examines, and what it finds before it has a command: a case and its symptoms."""
+"""What `doctor` examines, and what it finds before it has a command: a case and its symptoms; how
+its state dicts fit a named model, and what `load_state_dict` would say of the file as it is.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import PurePath
 
+from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.prescriptions import Fix, Prescription, workable
 from ckptconv.devices.host import Host, survey_host
-from ckptconv.doctor.findings import Finding, Severity
-from ckptconv.doctor.model_fits import ModelFit, best_fit
+from ckptconv.devices.mapping import tag_map
+from ckptconv.doctor import torch_words as words
+from ckptconv.doctor.report import SEVERITIES, Finding, Severity
 from ckptconv.inspect.inspection import Inspection
 from ckptconv.io.location import Location
+from ckptconv.keys.fits import Fit, Shapes
+from ckptconv.keys.fitting import fit_keys
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_text
 from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.progress import OnProgress
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.fitted_keys import KeyTarget
+from ckptconv.tree.fitted_keys import KeyTarget, shapes_of
 from ckptconv.tree.labels import names_average
 from ckptconv.tree.producers import averages_weights
 from ckptconv.tree.state_dicts import StateDict
@@ -33,6 +42,31 @@ class Symptom:
     chosen: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of `diagnose`; `target` is what `like` or `model` name, which is built once.
+
+    Raises `CheckpointError` for options that are none.
+    """
+
+    like: str | os.PathLike[str] | None = None
+    model: str | None = None
+    device: str | None = None
+    values: bool = False
+    size: bool = False
+    tag: str | None = None
+    on_progress: OnProgress | None = None
+    target: KeyTarget | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.like is not None:
+            refuse_no_path(like=self.like)
+        refuse_no_text(device=self.device, model=self.model, tag=self.tag)
+        refuse_no_flag(values=self.values, size=self.size)
+        tag_map(self.device)
+        object.__setattr__(self, "target", key_target(self.like, self.model))
+
+
 @dataclass(frozen=True)
 class Case:
     """What is examined: a checkpoint, its modules as state dicts, the facts, the user's options."""
@@ -41,12 +75,7 @@ class Case:
     whole: Checkpoint
     checkpoint: Checkpoint
     facts: Inspection
-    device: str | None
-    like: str | None = None
-    model: str | None = None
-    target: KeyTarget | None = None
-    tag: str | None = None
-    size: bool = False
+    asked: Asked
 
     @property
     def paths(self) -> tuple[PurePath, ...]:
@@ -65,23 +94,26 @@ class Case:
     def workable(self, fix: Fix) -> Prescription | CheckpointError:
         """As `prescriptions.workable` on the checkpoint; each conversion is planned once."""
         if fix not in self._tried:
-            self._tried[fix] = workable(fix, self.checkpoint, self.target)
+            self._tried[fix] = workable(fix, self.checkpoint, self.asked.target)
         return self._tried[fix]
 
     @cached_property
     def fit(self) -> ModelFit | None:
         """The state dict for the model that was named."""
-        return None if self.target is None else best_fit(self.state_dicts, self.target)
+        return None if self.asked.target is None else best_fit(self.state_dicts, self.asked.target)
 
     @property
     def must(self) -> Fix:
         """What every conversion here must do: the kind of file, the device, the keys asked for."""
-        fix = Fix(suffix=suffix(self), device=self.device, tag=self.tag)
+        fix = Fix(suffix=suffix(self), device=self.asked.device, tag=self.asked.tag)
         if self.fit is None or not self.fit.fixes:
             return fix
         only = self.fit.found.path if len(self.state_dicts) > 1 else None
-        surplus = None if self.fit.fit.fits else True
-        return replace(fix, only=only, like=self.like, model=self.model, drop_unexpected=surplus)
+        preset = self.fit.fit.preset or None
+        surplus = None if self.fit.fit.fits or preset else True
+        fix = replace(fix, only=only, drop_unexpected=surplus, preset=preset)
+        like = None if self.asked.like is None else os.fspath(self.asked.like)
+        return replace(fix, like=like, model=self.asked.model)
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
@@ -108,7 +140,7 @@ def is_average(path: str) -> bool:
     return any(map(names_average, path.split(".")))
 
 
-def symptom(
+def _symptom(
     severity: Severity,
     code: str,
     cause: str,
@@ -122,7 +154,64 @@ def symptom(
     return Symptom(Finding(severity, code, cause, effect, advice=advice), fix, chosen)
 
 
+error, warning, info = (partial(_symptom, severity) for severity in SEVERITIES)
+
+
 def some(names: Sequence[str]) -> str:
     """The first few of some names, and how many more there are."""
     shown = ", ".join(map(printable, names[:_NAMED]))
     return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
+
+
+# ------------------------------------------------------------------------------- a named model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFit:
+    """The state dict that fits best, how, and the error of `load_state_dict(strict=True)` (None: it
+    loads as it is).
+    """
+
+    found: StateDict
+    fit: Fit
+    error: str | None
+
+    @property
+    def fixes(self) -> bool:
+        """Whether other keys, and fewer, would do."""
+        fit = self.fit
+        return fit.fits or bool(fit.preset) or (fit.covers and bool(fit.renames))
+
+
+def best_fit(state_dicts: Sequence[StateDict], target: KeyTarget) -> ModelFit | None:
+    """The state dict that loads as it is, else that can be made to fit, else that comes nearest.
+
+    None where there is none.
+    """
+    fits = [_fit(found, target) for found in state_dicts]
+    return max(
+        fits,
+        key=lambda fit: (fit.error is None, fit.fit.fits, fit.fixes, len(fit.fit.renames)),
+        default=None,
+    )
+
+
+def _fit(found: StateDict, target: KeyTarget) -> ModelFit:
+    shapes = shapes_of(found)
+    return ModelFit(
+        found, fit_keys(shapes, target.shapes, target.ties), _error(shapes, target.shapes)
+    )
+
+
+def _error(shapes: Shapes, target: Shapes) -> str | None:
+    missing = [key for key in target if key not in shapes]
+    unexpected = [key for key in shapes if key not in target]
+    if missing:
+        return words.on_missing(missing[0], unexpected[:1])
+    if unexpected:
+        return words.on_unexpected(unexpected[0])
+    for key, wanted in target.items():
+        have = shapes[key]
+        if have is not None and wanted is not None and have != wanted:
+            return words.on_shape(key, have, wanted)
+    return None

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
-from ckptconv.convert.key_targets import key_target
-from ckptconv.convert.prescriptions import Fix, command, output_beside
-from ckptconv.devices.mapping import tag_map
-from ckptconv.doctor.cases import Case, Symptom, some, symptom
-from ckptconv.doctor.file_symptoms import FILE_CHECKS
-from ckptconv.doctor.findings import LEFT_OUT, SEVERITIES, Diagnosis, Finding
-from ckptconv.doctor.model_symptoms import MODEL_CHECKS
-from ckptconv.doctor.unopened import unopened
+from ckptconv.convert.prescriptions import Fix, command, output_beside, workable
+from ckptconv.doctor import cases
+from ckptconv.doctor import torch_words as words
+from ckptconv.doctor.cases import Asked, Case, Symptom, some
+from ckptconv.doctor.report import LEFT_OUT, SEVERITIES, Diagnosis, Finding
+from ckptconv.doctor.symptoms import CHECKS
 from ckptconv.formats.registry import Named, checkpoints_of, open_certain, open_to_look
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.io.location import Location, require
-from ckptconv.io.places import place_of
-from ckptconv.support.choices import (
-    refuse_no_flag,
-    refuse_no_path,
-    refuse_no_paths,
-    refuse_no_text,
-    spelling_checked,
-)
+from ckptconv.io.places import places_of
+from ckptconv.support.choices import refuse_no_paths, spelling_checked
 from ckptconv.support.errors import (
     CheckpointError,
     DeviceUnavailable,
+    IncompleteCheckpoint,
+    LimitExceeded,
+    MalformedCheckpoint,
     UnsupportedCheckpoint,
     printable,
 )
@@ -37,7 +33,6 @@ from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.nonfinite import nonfinite_counters
-from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.labels import may_be_infinite
 from ckptconv.tree.modules import flatten_modules
 
@@ -68,11 +63,10 @@ def diagnose(
     model or device tag. Without torch a CPU-only torch is assumed.
     """
     refuse_no_paths("path", path)
-    paths = tuple(map(place_of, [path] if isinstance(path, (str, os.PathLike)) else path))
+    paths = places_of(path)
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
-    asked = _asked(like, model, device, values, size, tag, on_progress)
-    return _diagnose(paths, asked)
+    return _diagnose(paths, Asked(like, model, device, values, size, tag, on_progress))
 
 
 def diagnose_all(
@@ -84,11 +78,11 @@ def diagnose_all(
     Raises `CheckpointError` when there is no such model or device tag.
     """
     refuse_no_paths("paths", paths)
-    asked = _asked(**options)
+    asked = Asked(**options)
     return [_diagnosed(group, asked) for group in checkpoints_of(paths)]
 
 
-def _diagnosed(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis | CheckpointError:
+def _diagnosed(paths: tuple[Location, ...], asked: Asked) -> Diagnosis | CheckpointError:
     try:
         return _diagnose(paths, asked)
     except DeviceUnavailable:
@@ -97,46 +91,7 @@ def _diagnosed(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis | Checkp
         return error
 
 
-class _Asked(NamedTuple):
-    """What the user asked for, checked; `target` is what `like` or `model` name."""
-
-    like: str | None
-    model: str | None
-    target: KeyTarget | None
-    device: str | None
-    values: bool
-    size: bool
-    tag: str | None
-    on_progress: OnProgress | None
-
-
-def _asked(
-    like: str | os.PathLike[str] | None = None,
-    model: str | None = None,
-    device: str | None = None,
-    values: bool = False,
-    size: bool = False,
-    tag: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> _Asked:
-    refuse_no_path(**({} if like is None else {"like": like}))
-    refuse_no_text(device=device, model=model, tag=tag)
-    refuse_no_flag(values=values, size=size)
-    tag_map(device)
-    target = key_target(like, model)
-    return _Asked(
-        None if like is None else os.fspath(like),
-        model,
-        target,
-        device,
-        values,
-        size,
-        tag,
-        on_progress,
-    )
-
-
-def _diagnose(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis:
+def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
     for one in paths:
         require(one)
     try:
@@ -144,19 +99,8 @@ def _diagnose(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis:
         with collector_paused(), opened(paths, tag=asked.tag, whole_modules=True) as whole:
             checkpoint = flatten_modules(whole)
             facts = inspect_checkpoint(checkpoint)
-            case = Case(
-                places=paths,
-                whole=whole,
-                checkpoint=checkpoint,
-                facts=facts,
-                device=asked.device,
-                like=asked.like,
-                model=asked.model,
-                target=asked.target,
-                tag=asked.tag,
-                size=asked.size,
-            )
-            symptoms = [one for check in (*FILE_CHECKS, *MODEL_CHECKS) for one in check(case)]
+            case = Case(paths, whole, checkpoint, facts, asked)
+            symptoms = [one for check in CHECKS for one in check(case)]
             if asked.values:
                 symptoms = _with_values(symptoms, _read_values(case, asked.on_progress))
             return Diagnosis(
@@ -169,7 +113,7 @@ def _diagnose(paths: tuple[Location, ...], asked: _Asked) -> Diagnosis:
     except DeviceUnavailable:
         raise
     except CheckpointError as error:
-        return Diagnosis(str(paths[0]), None, (unopened(error, paths),), tuple(map(str, paths)))
+        return Diagnosis(str(paths[0]), None, (_unopened(error, paths),), tuple(map(str, paths)))
 
 
 def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
@@ -234,15 +178,13 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
         if not may_be_infinite(key)
     }
     wrong = {path: count for path, count in infinite.items() if id(refs[path]) in weights}
-    found = []
+    meant = {path: count for path, count in infinite.items() if path not in wrong}
+    symptoms = []
     if nan:
         cause = f"has values that are NaN ({sum(nan.values())}), in {some(list(nan))}"
         advice = "the training has diverged, or a cast overflowed: use an earlier checkpoint"
-        found.append(
-            symptom(
-                "warning", "non-finite", cause, "the model computes NaN with them", advice=advice
-            )
-        )
+        effect = "the model computes NaN with them"
+        symptoms.append(cases.warning("non-finite", cause, effect, advice=advice))
     if wrong:
         cause = f"has values that are infinite ({sum(wrong.values())}), in {some(list(wrong))}"
         advice = (
@@ -250,29 +192,89 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
             "before the cast"
         )
         effect = "what the model computes with them is infinite or NaN"
-        found.append(symptom("warning", "infinite", cause, effect, advice=advice))
-    if meant := {path: count for path, count in infinite.items() if path not in wrong}:
+        symptoms.append(cases.warning("infinite", cause, effect, advice=advice))
+    if meant:
         cause = f"has values that are infinite ({sum(meant.values())}), in {some(list(meant))}"
-        found.append(
-            symptom(
-                "info", "infinite", cause, "this is intended, as in a mask, a bound or a best loss"
-            )
-        )
-    return found
+        effect = "this is intended, as in a mask, a bound or a best loss"
+        symptoms.append(cases.info("infinite", cause, effect))
+    return symptoms
 
 
 def _damaged(error: CheckpointError) -> Symptom:
-    silent = error.code == "checksum"
-    effect = (
-        "torch.load does not check this; it returns damaged values silently"
-        if silent
-        else "it cannot be read"
-    )
+    effect = "it cannot be read"
+    if error.code == "checksum":
+        effect = "torch.load does not check this; it returns damaged values silently"
     cause = f"{printable(error.where)}: {error.what}" if error.where else error.what
-    return symptom(
-        "error",
-        "damaged",
-        cause,
-        effect,
-        advice=error.hint or "the file is damaged; fetch it again",
-    )
+    advice = error.hint or "the file is damaged; fetch it again"
+    return cases.error("damaged", cause, effect, advice=advice)
+
+
+# -------------------------------------------------------------------- what cannot be opened at all
+
+
+def _unopened(error: CheckpointError, paths: Sequence[Location]) -> Finding:
+    """The finding for what cannot be opened; its cause and advice are the error's own."""
+    cause = printable(error.what, 2000)
+    if error.where:
+        cause = f"{printable(error.where)}: {cause}"
+    finding = Finding("error", _code(error), cause, _effect(error, paths[0]), advice=error.hint)
+    fixed = None
+    if isinstance(error, IncompleteCheckpoint) and len(paths) == 1:
+        fixed = _with_siblings(paths[0])
+    return replace(finding, command=fixed, advice=None) if fixed else finding  # it says no more
+
+
+def _code(error: CheckpointError) -> str:
+    if isinstance(error, IncompleteCheckpoint):
+        return "lone-rank"
+    if isinstance(error, MalformedCheckpoint):
+        return "damaged"
+    return "beyond-limits" if isinstance(error, LimitExceeded) else "no-checkpoint"
+
+
+def _effect(error: CheckpointError, place: Location) -> str:
+    if place.is_folder():
+        return words.quoted(words.FOLDER)
+    if isinstance(error, IncompleteCheckpoint):
+        return (
+            "torch.load gives one rank's shards, and load_state_dict does not accept them as the "
+            "whole tensors"
+        )
+    try:
+        source = place.open()
+    except CheckpointError as unreadable:
+        return printable(unreadable.what)
+    try:
+        head = source.read(0, min(4, source.size))
+    finally:
+        source.close()
+    if place.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
+        return words.quoted(words.HEADER, by="load_file")
+    if head.startswith(b"PK\3\4") and error.code == "cut-off":
+        return words.quoted(words.CUT_OFF)
+    said = words.on_start(head)
+    is_npz = said is None and f"{error.where or place}".endswith((".npy", ".npz"))
+    if said is None and isinstance(error, MalformedCheckpoint):
+        return (
+            f"ckptconv does not open it; {'numpy' if is_npz else 'torch'}.load may refuse it too, "
+            "or load something else than was saved"
+        )
+    if said is None:
+        others = "; numpy.load may load it" if is_npz else ""
+        return f"neither torch.load nor the safetensors library loads it{others}"
+    return words.quoted(said)
+
+
+def _with_siblings(place: Location) -> str | None:
+    """The command for the files of all ranks, if here under names that differ in their numbers."""
+    pattern = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", place.name))))
+    try:
+        names = [name for name in place.parent.names() if pattern.fullmatch(name)]
+        beside = [item for item in map(place.beside, names) if item.is_file()]
+        with open_certain(beside) as joined:
+            found = workable(Fix(), joined)
+    except (CheckpointError, OSError):
+        return None
+    if isinstance(found, CheckpointError):
+        return None
+    return command(found.fix, [item.path for item in beside])

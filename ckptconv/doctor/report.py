@@ -1,30 +1,112 @@
-"""What `doctor` found, as text and JSON; everything that came out of a file is escaped here."""
+"""What `doctor` finds in a checkpoint that will not load, or causes trouble later, and how that is
+shown: as text, JSON and HTML. Everything that came out of a file is escaped here.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from ckptconv.convert.error_document import error_document
-from ckptconv.doctor.findings import LEFT_OUT, Diagnosis, Finding, Severity
 from ckptconv.support.errors import CheckpointError, printable
-from ckptconv.support.rows import Level, Row
+from ckptconv.support.report import (
+    LISTED,
+    Fields,
+    Level,
+    Row,
+    error_document,
+    html_table,
+    short_repr,
+)
 from ckptconv.support.text import count_text
 from ckptconv.tree.containers import USUAL
 
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+"""The worst first."""
 
-def diagnosis_headline(found: Diagnosis, *, strict: bool = False) -> str:
-    """Whether a checkpoint loads here, in one line."""
-    counts = {
-        word: sum(finding.severity == word for finding in found.findings)
-        for word in ("error", "warning")
-    }
+LEFT_OUT = "left out, without a plain form: "
+"""The beginning of an advice that says what a command leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding: an ``error`` stops the load, a ``warning`` causes trouble later, an ``info`` is
+    good to know.
+
+    `cause` is what the file has, `effect` what comes of it, in torch's own words where it has any;
+    `command` fixes it (None: no command can), and `advice` says what to do where there is more to
+    say, or what the command leaves out.
+    """
+
+    severity: Severity
+    code: str
+    cause: str
+    effect: str
+    command: str | None = None
+    advice: str | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Diagnosis:
+    """The result of `diagnose`, the worst findings first. `format` is None if the file could not be
+    opened.
+
+    `paths` are the files that were named, and `opened_by` is the library that opens the container.
+    """
+
+    path: str
+    format: str | None
+    findings: tuple[Finding, ...]
+    paths: tuple[str, ...] = ()
+    opened_by: str = ""
+
+    @property
+    def loads(self) -> bool:
+        """Whether the container's own library loads it here, into the model if one was named."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def warns(self) -> bool:
+        """Whether it will disappoint."""
+        return any(finding.severity == "warning" for finding in self.findings)
+
+    def _verdict(self) -> str:
+        return "loads here" if self.loads else "will not load here"
+
+    def __repr__(self) -> str:
+        codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))
+        return short_repr("Diagnosis", Path(self.path).name, self._verdict(), codes)
+
+    def _repr_html_(self) -> str:
+        rows = (
+            (one.severity, one.code, one.cause, one.command or one.advice or "")
+            for one in self.findings
+        )
+        return html_table(f"{self.path}: {self._verdict()}", rows)
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+def diagnosis_headline(found: Diagnosis, *, strict: bool = False, values: bool = False) -> str:
+    """Whether a checkpoint loads here, in one line; `values`: its tensors were read."""
     if not found.loads:
-        return f"will not load here: {count_text(counts['error'], 'error')}"
-    by = f" ({found.opened_by})" * (found.opened_by not in ("", *USUAL))
-    warned = f", with {count_text(counts['warning'], 'warning')}" if counts["warning"] else ""
-    return f"loads here{by}{warned}{', which fails with --strict' if strict and warned else ''}"
+        return f"will not load here: {_counted(found, 'error')}"
+    words = "loads here"
+    if found.opened_by not in ("", *USUAL):
+        words += f" ({found.opened_by})"
+    if found.warns:
+        words += f", with {_counted(found, 'warning')}"
+    if found.warns and strict:
+        words += ", which fails with --strict"
+    return words if values else f"{words}; tensors not read (--values reads them)"
+
+
+def _counted(found: Diagnosis, severity: Severity) -> str:
+    return count_text(sum(one.severity == severity for one in found.findings), severity)
 
 
 def diagnoses_headline(
@@ -61,7 +143,7 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
     counts: Counter[str] = Counter()
     for finding in findings:
         counts[finding.code] += 1
-        if counts[finding.code] > _LISTED:
+        if counts[finding.code] > LISTED:
             continue
         yield Row(
             finding.severity,
@@ -80,42 +162,27 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
         elif finding.advice:
             yield Row("advice", printable(finding.advice, 2000))
     for code, count in counts.items():
-        if count > _LISTED:
-            yield Row("more", f"{code}: and {count - _LISTED:,} more")
+        if count > LISTED:
+            yield Row("more", f"{code}: and {count - LISTED:,} more")
 
 
-_LISTED = 20  # findings of one kind
 _LEVELS: dict[Severity, Level] = {"error": "error", "warning": "warning", "info": "plain"}
+
+
+# ------------------------------------------------------------------------------------------- JSON
+
+_DIAGNOSIS = Fields(
+    "path format loads findings",
+    findings=Fields("severity code cause effect command advice"),
+)
 
 
 def diagnoses_document(found: Sequence[Diagnosis | CheckpointError]) -> dict[str, Any]:
     """One diagnosis as it is, or several with their errors among them, as JSON values."""
     documents = [
-        diagnosis_document(item) if isinstance(item, Diagnosis) else _error_item(item)
+        _DIAGNOSIS.of(item)
+        if isinstance(item, Diagnosis)
+        else {"path": item.path, **error_document(item, 2)}
         for item in found
     ]
     return documents[0] if len(documents) == 1 else {"checkpoints": documents}
-
-
-def _error_item(error: CheckpointError) -> dict[str, Any]:
-    return {"path": error.path, **error_document(error, 2)}
-
-
-def diagnosis_document(found: Diagnosis) -> dict[str, Any]:
-    """A diagnosis as JSON values."""
-    return {
-        "path": found.path,
-        "format": found.format,
-        "loads": found.loads,
-        "findings": [
-            {
-                "severity": finding.severity,
-                "code": finding.code,
-                "cause": finding.cause,
-                "effect": finding.effect,
-                "command": finding.command,
-                "advice": finding.advice,
-            }
-            for finding in found.findings
-        ],
-    }

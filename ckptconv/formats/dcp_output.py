@@ -14,10 +14,8 @@ from inspect import signature
 from pathlib import Path, PurePath
 from typing import Any
 
-from ckptconv.formats.layout import Layout
-from ckptconv.formats.target_format import NamedTensor, Retag, TargetFormat
+from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree
 from ckptconv.formats.torch_output import TORCH
-from ckptconv.formats.torch_zip import Tree
 from ckptconv.objects.plain import plain_form
 from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.support.errors import OutputRefused, RefusedObject, printable

@@ -110,13 +110,52 @@ def shard_paths(output: PurePath, count: int) -> list[PurePath]:
 
 
 def index_path(output: PurePath) -> PurePath:
-    """Where the index of the output `output` stands."""
-    return output.with_name(f"{output.name}.index.json")
+    """Where the index of the output `output` stands; that of a variant is named as its library
+    looks for it.
+
+    >>> index_path(PurePath("diffusion_pytorch_model.fp16.safetensors")).name
+    'diffusion_pytorch_model.safetensors.index.fp16.json'
+    """
+    found = _LIBRARY(output.name)
+    if found is None or not found["variant"]:
+        return output.with_name(f"{output.name}.index.json")
+    stem, variant = found["stem"], found["variant"]
+    return output.with_name(f"{stem}{output.suffix}.index.{variant}.json")
 
 
-def earlier_files(output: PurePath) -> list[PurePath]:
+_LIBRARY = re.compile(
+    r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?:\.(?P<variant>[^./]+?))?"
+    r"(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
+).fullmatch
+"""The names of weights for which transformers, peft and diffusers look. Source: `_add_variant`."""
+
+
+def named_like(read: str, usual: str) -> str:
+    """The name of weights in a folder, `usual` for their format, that the library looks for which
+    wrote the file `read`.
+
+    >>> named_like("adapter_model.bin", "model.safetensors")
+    'adapter_model.safetensors'
+    >>> named_like("model.fp16-00001-of-00002.safetensors", "pytorch_model.bin")
+    'pytorch_model.fp16.bin'
+    """
+    found = _LIBRARY(read)
+    if found is None:
+        return usual
+    stem, _, suffix = usual.rpartition(".")
+    if found["stem"] in ("adapter_model", "diffusion_pytorch_model"):
+        stem = found["stem"]
+    return ".".join(filter(None, (stem, found["variant"], suffix)))
+
+
+def is_weights_name(name: str) -> bool:
+    """Whether a library looks for weights of this name."""
+    return _LIBRARY(name) is not None
+
+
+def earlier_files(output: PurePath, *, others: bool) -> list[PurePath]:
     """The files of a sharded output `output` that are there already: itself, its index, and shards
-    of any number.
+    of any number; with `others` those in another format too, which a library may take instead.
 
     Whoever opens the folder may take any of them for the checkpoint. `OutputRefused` when the
     folder cannot be listed.
@@ -124,11 +163,30 @@ def earlier_files(output: PurePath) -> list[PurePath]:
     is_shard = re.compile(
         rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}"
     ).fullmatch
+    looked_for = _looked_for(output.name) if others else None
+    own = (output.name, index_path(output).name)
     folder = place_of(output.parent)
     with output_errors(output):
         names = folder.names() if folder.is_folder() else []
-        named = (output.name, index_path(output).name, *filter(is_shard, names))
-        return [output.with_name(name) for name in named if folder.child(name).is_file()]
+        found = [
+            name
+            for name in names
+            if name not in own
+            and (is_shard(name) or (looked_for and looked_for == _looked_for(name)))
+        ]
+        return [output.with_name(name) for name in (*own, *found) if folder.child(name).is_file()]
+
+
+def _looked_for(name: str) -> tuple[str, str] | None:
+    """What a library looks for when it takes a file of this name, weights or an index: those of a
+    model or of an adapter, and of which variant. None for a name that it does not know.
+    """
+    plain = _INDEX_WORDS.sub(r"\g<variant>\g<suffix>", name)
+    found = _LIBRARY(plain)
+    return found and (found["stem"].removeprefix("pytorch_"), found["variant"] or "")
+
+
+_INDEX_WORDS = re.compile(r"(?P<suffix>\.[^.]+)\.index(?P<variant>\.[^.]+)?\.json$")
 
 
 def index_text(
@@ -176,7 +234,7 @@ def indexes_naming(place: Location) -> list[Location]:
             names = home.names()
         except OSError:  # a folder that may not be listed
             continue
-        for name in filter(_IS_INDEX, names):
+        for name in filter(IS_INDEX, names):
             index = home.child(name)
             if not index.is_file():
                 continue
@@ -188,4 +246,4 @@ def indexes_naming(place: Location) -> list[Location]:
     return found
 
 
-_IS_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json", re.DOTALL).fullmatch
+IS_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json", re.DOTALL).fullmatch

@@ -12,13 +12,16 @@ import os
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ckptconv.formats.zip_archive import Record
 from ckptconv.io.files import noting_files
 from ckptconv.io.inflate import is_bomb
 from ckptconv.io.source import Source
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import in_force
+
+if TYPE_CHECKING:
+    from ckptconv.formats.zip_archive import Record
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ caffe2/proto/torch.proto of torch 1.4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,14 +52,7 @@ _DTYPES = {
 _OF_A_TENSOR = "torch.jit._pickle.build_tensor_from_id"
 
 
-def is_old_torchscript(records: Records) -> bool:
-    """Whether these are the records of a TorchScript archive of before torch 1.4."""
-    return root_folder(records, _MODEL) is not None
-
-
-def open_old_torchscript(
-    source: Source, records: Records, _: Callable[[Source], Checkpoint]
-) -> Checkpoint:
+def open_old_torchscript(source: Source, records: Records) -> Checkpoint:
     """Open a TorchScript archive of before torch 1.4 as its state dict; reads its JSON and its
     attributes, no payload.
 

@@ -7,9 +7,7 @@ which is opened as a file within the file. Source: `__reduce__` in torch/storage
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-
+from ckptconv.formats.containers import open_source
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_read import is_tensor_call, read_torch_pickle
 from ckptconv.pickles.nodes import Call, Dict, Node
@@ -35,19 +33,8 @@ CONTAINER = Container(
     names_storages=True,
 )
 
-# Protocols 0 and 1 have no mark of their own: a dict, a list or an object as python's picklers
-# begin them.
-_BEGINS = re.compile(
-    rb"\x80[\0-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[A-Za-z_][\w.]*\n[A-Za-z_]\w*\n(?:p\d+\n|[()q])"
-).match
 
-
-def is_raw_pickle(head: bytes) -> bool:
-    """Whether `head` (some hundred bytes) begins a pickle, by its protocol or its first opcodes."""
-    return _BEGINS(head) is not None
-
-
-def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> Checkpoint:
+def open_raw_pickle(source: Source) -> Checkpoint:
     """Open a bare pickle; its tensors lie within it, so all of it is read, at most the limit
     `pickle_bytes`.
 
@@ -61,7 +48,7 @@ def open_raw_pickle(source: Source, opener: Callable[[Source], Checkpoint]) -> C
 
     def nested(stream: bytes) -> Node:
         try:
-            return opener(MemorySource(stream, source.path)).root
+            return open_source(MemorySource(stream, source.path)).root
         except UnsupportedCheckpoint as error:
             raise MalformedCheckpoint(
                 f"a stream in it {error.what}", where="pickle", hint=error.hint

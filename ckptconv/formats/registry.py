@@ -1,48 +1,29 @@
-"""Which container a path is, by content, never by extension; what else a file is."""
+"""Which checkpoint a path is: that of one file, recognized by its content (`containers`), or of
+many files, by what their folder holds; never by an extension.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
-from ckptconv.formats.first_reads import first_reads
-from ckptconv.formats.folders.accelerate import Openers, is_accelerate, is_fsdp, open_accelerate
-from ckptconv.formats.folders.dcp import foretell_dcp, is_dcp, open_dcp
-from ckptconv.formats.folders.dcp_shards import is_dcp_shards, open_dcp_shards, refuse_one_rank
-from ckptconv.formats.folders.deepspeed import is_deepspeed, open_deepspeed
-from ckptconv.formats.folders.megatron import is_megatron, is_rank_file, open_megatron, refuse_split
-from ckptconv.formats.folders.ranks import has_shards, join_ranks
-from ckptconv.formats.folders.sharded import is_hugging_face, open_sharded, variants
+from ckptconv.formats.containers import NotForetold, first_reads, named, open_file
+from ckptconv.formats.folders.alone import are_parts, has_shards, part_of, part_of_modules
 from ckptconv.formats.folders.steps import chosen
-from ckptconv.formats.inflation import claim_records, counted_together
-from ckptconv.formats.kinds import (
-    Archive,
-    ArchiveStranger,
-    Format,
-    Gathering,
-    NotForetold,
-    Opener,
-    Reread,
-)
-from ckptconv.formats.npz import is_npz, open_npz
-from ckptconv.formats.old_torchscript import is_old_torchscript, open_old_torchscript
-from ckptconv.formats.raw_pickle import is_raw_pickle, open_raw_pickle
-from ckptconv.formats.safetensors import is_safetensors, open_safetensors
-from ckptconv.formats.strangers import refuse_foreign_folder, stranger
-from ckptconv.formats.torch_legacy import is_torch_legacy, open_torch_legacy
-from ckptconv.formats.torch_tar import is_tar, open_torch_tar
-from ckptconv.formats.torch_zip import open_torch_zip
-from ckptconv.formats.torchscript import is_torchscript, open_torchscript
-from ckptconv.formats.zip_archive import is_zip, open_archive
-from ckptconv.formats.zip_members import may_hold_checkpoints, open_zip_members
-from ckptconv.formats.zip_records import Records
+from ckptconv.formats.inflation import counted_together
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
-from ckptconv.io.source import Source
+from ckptconv.objects.threats import danger_note
+from ckptconv.pickles.making import names_noted
+from ckptconv.pickles.nodes import mapping_pairs
 from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.choices import (
     refuse_no_flag,
@@ -52,93 +33,83 @@ from ckptconv.support.choices import (
 )
 from ckptconv.support.errors import (
     CheckpointError,
-    LimitExceeded,
     UnsupportedCheckpoint,
     not_opened,
     printable,
 )
 from ckptconv.support.gc_pause import collector_paused
-from ckptconv.support.limits import in_force
-from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.support.report import DANGER
+from ckptconv.tree.checkpoint import Checkpoint, Part
 from ckptconv.tree.modules import flatten_modules, holds_modules
 from ckptconv.tree.old_tensors import complete_tensors
 
 Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A checkpoint's path, or those of all its ranks' files."""
 
-_HEAD = 512
+
+class Gathering(NamedTuple):
+    """Many files that are one checkpoint, in a folder: what tells whether a place is one, and what
+    opens it, given the place, the folder that was named (links may lead within it) and the tag that
+    was chosen. Functions are named as ``module.function`` of the package `folders`, whose module is
+    imported where `inside` matches a name in the folder, or `file` that of a file that stands for
+    the whole: every such folder has such a name.
+
+    `tags` gives the names by which its user may choose among several that one folder holds.
+    `foretold_by` opens it by its index alone, or raises `NotForetold`; its second argument opens
+    all of it (`Checkpoint.certain`).
+    """
+
+    matched_by: str
+    opened_by: str
+    inside: str
+    file: str = ""
+    tags: str = ""
+    foretold_by: str = ""
+
+    def matches(self, path: Location, names: Iterable[str], *, is_folder: bool) -> bool:
+        """Whether a place is one; `names` are those in it, or its own where it is no folder."""
+        pattern = re.compile(self.inside if is_folder else self.file, re.DOTALL)
+        if not any(map(pattern.fullmatch, names)):
+            return False
+        found: bool = _in_folders(self.matched_by)(path)
+        return found
+
+    def tags_of(self, path: Location) -> Collection[str]:
+        """The tags of a place that is one."""
+        found: Collection[str] = _in_folders(self.tags)(path) if self.tags else ()
+        return found
 
 
-ARCHIVE_STRANGERS: tuple[ArchiveStranger, ...] = (
-    ArchiveStranger((".data/extern_modules",), "is a torch.package archive (code with its "
-                                               "objects), not a checkpoint",
-                    "save its weights: "
-                    "torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, "
-                    "NAME).state_dict(), "
-                    "OUT), which runs code of the archive"),
-    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export): a "
-                                                             "program, not a checkpoint",
-                    "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
-    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not "
-                                                                          "a PyTorch checkpoint",
-                    "export its weights with Keras, under the keys of the PyTorch model"),
-)  # fmt: skip
-"""Zip archives of other programs.
+def _in_folders(path: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = named(f"folders.{path}")
+    return found
 
-Sources: torch/package/package_exporter.py, torch/export/pt2_archive/constants.py,
-keras/src/saving/saving_lib.py.
-"""
-
-
-def _is_foreign(records: Records) -> bool:
-    return any(stranger.matches(records) for stranger in ARCHIVE_STRANGERS)
-
-
-def _refuse_foreign(source: Source, records: Records, _: Opener) -> Checkpoint:
-    found = next(stranger for stranger in ARCHIVE_STRANGERS if stranger.matches(records))
-    raise UnsupportedCheckpoint(found.what, path=source.path, hint=found.hint)
-
-
-ARCHIVES: tuple[Archive, ...] = (
-    Archive(_is_foreign, _refuse_foreign),
-    Archive(is_torchscript, open_torchscript),
-    Archive(is_old_torchscript, open_old_torchscript),
-    Archive(is_npz, open_npz),
-    Archive(may_hold_checkpoints, open_zip_members),
-    Archive(lambda _: True, open_torch_zip),
-)
-"""What a zip archive may be, in the order of trying; the last one says what else it is."""
-
-
-def open_zip(source: Source, opener: Opener) -> Checkpoint:
-    """Open a zip archive by what is in it; its directory is read once."""
-    guarded, records = open_archive(source)
-    claim_records(source, records.values())
-    kind = next(kind for kind in ARCHIVES if kind.matches(records))
-    return kind.open(guarded, records, opener)
-
-
-FORMATS: tuple[Format, ...] = (
-    Format(is_zip, open_zip),
-    Format(is_torch_legacy, open_torch_legacy),
-    Format(is_tar, open_torch_tar),
-    Format(is_safetensors, open_safetensors),
-    Format(is_raw_pickle, open_raw_pickle),
-)
-"""The containers that are read, in the order in which they are tried."""
 
 GATHERINGS: tuple[Gathering, ...] = (
     Gathering(
-        is_dcp,
-        lambda path, *_: open_dcp(path, open_file, open_source),
-        foretell=lambda path, reread: foretell_dcp(path, open_file, open_source, reread),
+        "dcp.is_dcp",
+        "dcp.open_dcp",
+        inside=r"(?:__0)?\.metadata",
+        file=r"\.metadata|.+\.distcp",
+        foretold_by="dcp.foretell_dcp",
     ),
-    Gathering(is_dcp_shards, lambda path, *_: open_dcp_shards(path, open_source)),
-    Gathering(is_accelerate, lambda path, *_: open_accelerate(path, _openers())),
-    Gathering(is_hugging_face, lambda path, _, tag: open_sharded(path, open_file, tag), variants),
-    Gathering(is_fsdp, lambda path, *_: open_accelerate(path, _openers())),
-    Gathering(is_deepspeed, lambda path, home, _: open_deepspeed(path, open_source, home)),
-    Gathering(is_megatron, lambda path, home, _: open_megatron(path, open_file, home)),
+    Gathering("dcp_shards.is_dcp_shards", "dcp_shards.open_dcp_shards", inside=r"shard-.*"),
+    Gathering(
+        "accelerate.is_accelerate",
+        "accelerate.open_accelerate",
+        inside=r"random_states_.*|CKPT\.yaml",
+    ),
+    Gathering(
+        "sharded.is_hugging_face",
+        "sharded.open_sharded",
+        inside=r".+\.(?:json|safetensors|bin)",
+        file=r".+\.json",
+        tags="sharded.variants",
+    ),
+    Gathering("accelerate.is_fsdp", "accelerate.open_accelerate", inside=r"pytorch_model_fsdp.*"),
+    Gathering("deepspeed.is_deepspeed", "deepspeed.open_deepspeed", inside=r".*"),
+    Gathering("megatron.is_megatron", "megatron.open_megatron", inside=r"mp_rank_.*"),
+    Gathering("sharded.is_parts", "sharded.open_parts", inside=r".*"),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
@@ -198,31 +169,33 @@ class _Asked:
     tag: str | None
     whole_modules: bool
 
+    is_by_index: bool = False
+    """Whether an index is enough where it tells all that must be known."""
+
     def opened_quickly(self) -> Checkpoint:
         """The checkpoint, by its index alone where that tells enough."""
         if len(self.paths) == 1:
             with contextlib.suppress(NotForetold):
-                return self.opened(self.opened)
+                return replace(self, is_by_index=True).opened()
         return self.opened()
 
-    def opened(self, reread: Reread | None = None) -> Checkpoint:
-        """The checkpoint that it is; with `reread` by its index alone, if that can be.
+    def opened(self) -> Checkpoint:
+        """The checkpoint that it is.
 
         Raises `NotForetold` when it was opened by its index alone and something is wrong.
         """
         paths = self.paths
         opened: list[Checkpoint] = []
+        named: set[tuple[str, str]] = set()
         try:
-            with collector_paused(), counted_together():
+            with collector_paused(), counted_together(), names_noted() as named:
                 pool = FilePool()
                 if len(paths) > 1:
                     paths[0].foresee(paths, first_reads)
                 opened += (
-                    [_open(paths[0], self.tag, reread)]
-                    if len(paths) == 1
-                    else (_open_owned(item.open(pool)) for item in paths)
+                    [self._open()] if len(paths) == 1 else (open_file(item, pool) for item in paths)
                 )
-                return _finished(opened, whole_modules=self.whole_modules)
+                return _finished(opened, named, whole_modules=self.whole_modules)
         except BaseException as error:
             for one in opened:
                 one.close()
@@ -230,21 +203,85 @@ class _Asked:
             if isinstance(error, CheckpointError):
                 if opened and opened[0].reread is not None:
                     raise NotForetold from error
+                if danger := danger_note(named):
+                    hints = (danger.removeprefix(DANGER), error.hint)
+                    error.hint, error.code = "; ".join(filter(None, hints)), "dangerous"
                 raise error.at(path=at) from error.__cause__
             if isinstance(error, OSError):  # a name too long, a folder that is closed to us
                 raise not_opened(error, at) from error
             raise
 
+    def _open(self) -> Checkpoint:
+        path, tag = self.paths[0], self.tag
+        kind = gathering(path)
+        is_folder = path.is_folder()
+        if kind is not None and (tag is None or tag in kind.tags_of(path)):
+            checkpoint = self._open_gathering(kind, path)
+        elif is_folder:
+            checkpoint = self._open_inside(path, kind)
+        elif tag is not None:
+            raise UnsupportedCheckpoint(
+                "holds no tags to choose from", path=path, hint="leave --tag out"
+            )
+        else:
+            checkpoint = _open_alone(path)
+        if checkpoint.part is not None or not is_folder:
+            return checkpoint
+        return _with_part(checkpoint, part_of_modules(path))
 
-def _finished(opened: Sequence[Checkpoint], *, whole_modules: bool) -> Checkpoint:
+    def _open_gathering(self, kind: Gathering, path: Location) -> Checkpoint:
+        found: Checkpoint
+        if self.is_by_index and kind.foretold_by:
+            found = _in_folders(kind.foretold_by)(path, replace(self, is_by_index=False).opened)
+        else:
+            tag = self.tag if path == self.paths[0] else None
+            found = _in_folders(kind.opened_by)(path, self.paths[0], tag)
+        return found
+
+    def _open_inside(self, folder: Location, kind: Gathering | None) -> Checkpoint:
+        """Open the one checkpoint that is meant in a folder, which is of `kind` itself."""
+        refuse_foreign_folder(folder, is_checkpoint=kind is not None)
+        is_tagged = self.tag is not None
+        if is_tagged and kind is not None and not any(map(is_gathering, folder.list())):
+            return self._open_tagged(folder, kind)
+        found = chosen(folder, self.tag, is_gathering, is_empty_loss)
+        if found is None:
+            what = "is a folder without a checkpoint in it"
+            below = folder.child("checkpoints")  # where accelerate and Lightning put them
+            hint = f"name {below}" if below.is_folder() else "name the file that you mean"
+            raise not_opened(errno.EISDIR, folder, what, hint)
+        inner = gathering(found.path)
+        checkpoint = (
+            _open_alone(found.path) if inner is None else self._open_gathering(inner, found.path)
+        )
+        return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
+
+    def _open_tagged(self, folder: Location, kind: Gathering) -> Checkpoint:
+        """Open a folder that is one checkpoint, if the tag names that; else say its tags."""
+        if self.tag == folder.name:
+            return replace(self, tag=None, is_by_index=False)._open_gathering(kind, folder)
+        what = f"is the folder of one step or model, not of '{printable(self.tag)}'"
+        hint = "leave --tag out, or name the folder above"
+        if known := ", ".join(kind.tags_of(folder)):
+            what = f"holds no '{printable(self.tag)}'"
+            hint = f"choose one with --tag: {printable(known, 500)}"
+        raise UnsupportedCheckpoint(what, path=folder, hint=hint)
+
+
+def _finished(
+    opened: Sequence[Checkpoint], named: Collection[tuple[str, str]], *, whole_modules: bool
+) -> Checkpoint:
     """The one checkpoint that opened files are: shards joined, old tensors completed, modules as
-    their state dicts. One walk through the tree tells which of that there is to do.
+    their state dicts. One walk through the tree tells which of that there is to do, and whether it
+    or one of the globals that the files have `named` is dangerous.
     """
     checkpoint = opened[0]
     calls = list(calls_of(checkpoint.root)) if len(opened) == 1 else []
     if len(opened) > 1 or has_shards(calls):
-        checkpoint = join_ranks(opened)
+        checkpoint = _in_folders("sharded.join_files")(opened)
         calls = list(calls_of(checkpoint.root))
+    if danger := danger_note(named, calls):
+        checkpoint = replace(checkpoint, notes=(danger, *checkpoint.notes))
     completed = complete_tensors(checkpoint, calls)
     if completed is not checkpoint:
         calls = list(calls_of(completed.root))
@@ -255,11 +292,13 @@ def _finished(opened: Sequence[Checkpoint], *, whole_modules: bool) -> Checkpoin
 
 def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Location, ...]]:
     """The checkpoints that paths name: one, where each path is a rank's file with shards of
-    tensors; else each by itself.
+    tensors, or a part of it by its name; else each by itself.
     """
     refuse_no_paths("path", paths)
     named = [place_of(path) for path in paths]
-    if len(named) > 1 and all(map(_holds_shards, named)):
+    if len(named) > 1 and (
+        are_parts([place.name for place in named]) or all(map(_holds_shards, named))
+    ):
         return [tuple(named)]
     return [(path,) for path in named]
 
@@ -275,143 +314,20 @@ def _holds_shards(place: Location) -> bool:
         return False
 
 
-def _open(path: Location, tag: str | None, reread: Reread | None) -> Checkpoint:
-    kind = gathering(path)
-    if kind is not None and (tag is None or tag in kind.tags(path)):
-        return _open_gathering(kind, path, path, tag, reread)
-    if path.is_folder():
-        return _open_inside(path, tag, kind, reread)
-    if tag is not None:
-        raise UnsupportedCheckpoint(
-            "holds no tags to choose from", path=path, hint="leave --tag out"
-        )
-    return _open_alone(path)
-
-
-def _open_gathering(
-    kind: Gathering, path: Location, home: Location, tag: str | None, reread: Reread | None
-) -> Checkpoint:
-    if reread is not None and kind.foretell is not None:
-        return kind.foretell(path, reread)
-    return kind.open(path, home, tag)
+def _with_part(checkpoint: Checkpoint, part: Part | None) -> Checkpoint:
+    told = () if part is None else (f"{part.what}; {part.hint}",)
+    return replace(checkpoint, part=part, notes=(*checkpoint.notes, *told))
 
 
 def gathering(path: Location) -> Gathering | None:
     """The kind of gathering that a place is, if it is any."""
-    if not path.exists():
+    there = path.kind()
+    if there == "nothing":
         return None
-    return next((kind for kind in GATHERINGS if kind.matches(path)), None)
-
-
-def _open_inside(
-    folder: Location, tag: str | None, kind: Gathering | None, reread: Reread | None
-) -> Checkpoint:
-    """Open the one checkpoint in a folder that is meant; `kind` is what the folder is itself."""
-    refuse_foreign_folder(folder, is_checkpoint=kind is not None)
-    if tag is not None and kind is not None and not any(map(is_gathering, folder.list())):
-        return _open_tagged(folder, tag, kind)
-    found = chosen(folder, tag, is_gathering)
-    if found is None:
-        what = "is a folder without a checkpoint in it"
-        raise not_opened(errno.EISDIR, folder, what, "name the file that you mean")
-    inner = gathering(found.path)
-    checkpoint = (
-        _open_gathering(inner, found.path, folder, None, reread)
-        if inner is not None
-        else _open_alone(found.path)
-    )
-    return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
-
-
-def _open_tagged(folder: Location, tag: str, kind: Gathering) -> Checkpoint:
-    """Open a folder that is one checkpoint, if the tag names that; else say which tags it has."""
-    if tag == folder.name:
-        return kind.open(folder, folder, None)
-    if known := ", ".join(kind.tags(folder)):
-        what, hint = (
-            f"holds no '{printable(tag)}'",
-            f"choose one with --tag: {printable(known, 500)}",
-        )
-        raise UnsupportedCheckpoint(what, path=folder, hint=hint)
-    what = f"is the folder of one step or model, not of '{printable(tag)}'"
-    raise UnsupportedCheckpoint(what, path=folder, hint="leave --tag out, or name the folder above")
-
-
-def _open_alone(path: Location) -> Checkpoint:
-    """Open a file that is a checkpoint by itself, and not one rank's share of one."""
-    checkpoint = open_file(path)
-    try:
-        if is_rank_file(path):
-            refuse_split(checkpoint.root, path)
-        return refuse_one_rank(checkpoint)
-    except CheckpointError:
-        checkpoint.close()
-        raise
-
-
-def _openers() -> Openers:
-    """How the parts of a folder are opened; a few of its files are open at a time."""
-    pool = FilePool()
-
-    def one(place: Location) -> Checkpoint:
-        return _open_owned(place.open(pool))
-
-    def ranks(paths: Sequence[Location]) -> Checkpoint:
-        opened: list[Checkpoint] = []
-        try:
-            opened += map(one, paths)
-            if len(opened) == 1 and not has_shards(calls_of(opened[0].root)):
-                return opened[0]
-            return join_ranks(opened)
-        except BaseException:
-            for checkpoint in opened:
-                checkpoint.close()
-            raise
-
-    return Openers(one, lambda path: open_dcp(path, one, open_source), ranks)
-
-
-def open_file(place: Location, pool: FilePool | None = None) -> Checkpoint:
-    """Open a checkpoint of one file, which may be one of a pool; its sources are closed when that
-    fails.
-    """
-    return _open_owned(place.open(pool))
-
-
-def _open_owned(source: Source) -> Checkpoint:
-    try:
-        return open_source(source)
-    except BaseException:
-        source.close()
-        raise
-
-
-def open_source(source: Source, depth: int = 0) -> Checkpoint:
-    """Open what a source holds, `depth` files within files; on failure the caller closes it."""
-    if depth > (most := in_force().files_in_files):
-        what = f"holds more than {most} files within files"
-        raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
-    head = source.read(0, min(_HEAD, source.size))
-    for candidate in FORMATS:
-        if candidate.matches(head):
-            return candidate.open(source, lambda inner: open_source(inner, depth + 1))
-    raise stranger(source, head)
-
-
-def kind_of_head(head: bytes) -> bool | None:
-    """Whether the first bytes of a file are those of a checkpoint; None where that cannot be told
-    without opening it: pickles and archives hold other things too.
-    """
-    if not any(candidate.matches(head) for candidate in FORMATS):
-        return False
-    if is_safetensors(head) or is_torch_legacy(head):
-        return True
-    first = head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip(head) else b""
-    return True if first.endswith(_FIRST_RECORDS) else None
-
-
-_FIRST_RECORDS = (b"/data.pkl", b".npy")
-"""How the first record of an archive is called that torch or numpy wrote."""
+    is_folder = there == "folder"
+    names = path.names() if is_folder else [path.name]
+    found = (kind for kind in GATHERINGS if kind.matches(path, names, is_folder=is_folder))
+    return next(found, None)
 
 
 def is_gathering(path: Location) -> bool:
@@ -423,3 +339,77 @@ def is_gathering(path: Location) -> bool:
         return path.is_folder() and gathering(path) is not None
     except (OSError, CheckpointError):
         return False
+
+
+def _open_alone(path: Location) -> Checkpoint:
+    """Open a file that is a checkpoint by itself, and not one rank's share of one."""
+    if is_of_dcp(path.name):
+        hint = f"name the folder of all ranks: {path.parent}"
+        raise UnsupportedCheckpoint("is one file of a DCP checkpoint", path=path, hint=hint)
+    checkpoint = open_file(path)
+    try:
+        for is_suspected, refused_by in _RANK_FILES:
+            if is_suspected(checkpoint):
+                _in_folders(refused_by)(checkpoint, path)
+        return _with_part(checkpoint, part_of(path, checkpoint))
+    except CheckpointError:
+        checkpoint.close()
+        raise
+
+
+def is_empty_loss(file: Location) -> bool:
+    """Whether a file is the state of a loss without tensors, as skorch saves it beside the weights
+    (`NeuralNet.save_params` in skorch/net.py); by that name alone a file is opened to see.
+    """
+    if file.name != "criterion.pt":
+        return False
+    with _open_alone(file) as checkpoint:
+        pairs = mapping_pairs(checkpoint.root)
+        return pairs is not None and not pairs
+
+
+_RANK_FILES: tuple[tuple[Callable[[Checkpoint], bool], str], ...] = (
+    (
+        lambda one: one.path.name in ("model_optim_rng.pt", "model_rng.pt"),
+        "megatron.refuse_one_rank",
+    ),
+    (lambda one: "DCP_SHARDING_INFO" in one.metadata, "dcp_shards.refuse_one_rank"),
+)
+"""Files that may be one rank's, and what refuses those that are."""
+
+
+_FOREIGN_FOLDERS = (
+    ("saved_model.pb", "is a TensorFlow SavedModel"),
+    ("*.data-?????-of-?????", "holds TensorFlow checkpoints"),
+)
+"""Files of which a folder is told to be another program's, and what it is."""
+
+
+def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
+    """Raise `UnsupportedCheckpoint` for a folder of another program, or one that lacks what says
+    what is in it.
+    """
+    names = folder.names()
+    for pattern, what in _FOREIGN_FOLDERS:
+        if fnmatch.filter(names, pattern):
+            raise UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=folder)
+    if lacks_metadata(folder) and not is_checkpoint:
+        what = (
+            "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
+        )
+        raise UnsupportedCheckpoint(
+            what, path=folder, hint="copy the whole folder, hidden files too"
+        )
+
+
+def lacks_metadata(folder: Location) -> bool:
+    """Whether a folder holds files of DCP, but not the index without which nobody knows what is in
+    them: a copy without hidden files, or what a training left that ended while it saved.
+    """
+    names = folder.names()
+    return ".metadata" not in names and any(map(is_of_dcp, names))
+
+
+def is_of_dcp(name: str) -> bool:
+    """Whether a file is called as those in which the ranks of DCP save."""
+    return PurePath(name).suffix == ".distcp"

@@ -8,47 +8,48 @@ little-endian, without gaps, to the very end of the file. Source: the format's R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import json
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from math import prod
+from pathlib import Path, PurePath
 from typing import Any
 
-from ckptconv.formats.layout import Layout, WriteItem
-from ckptconv.formats.safetensors_header import (
-    RESERVED,
-    header_bytes,
-    header_text,
-    malformed,
-    read_header,
-)
+from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, WriteItem
 from ckptconv.io.source import Source
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
 from ckptconv.pickles.nodes import ORDERED_DICT, Call
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
+from ckptconv.support.errors import (
+    CheckpointError,
+    DeviceUnavailable,
+    LimitExceeded,
+    MalformedCheckpoint,
+    VerificationFailed,
+    malformed,
+    printable,
+)
+from ckptconv.support.json_text import read_object
+from ckptconv.support.limits import in_force
 from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
-from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions, whole_view
+from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions, view_identity, whole_view
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY, Container
+from ckptconv.tree.flattening import refuse_unholdable
 
 CONTAINER = Container(
     "safetensors", SAFETENSORS_LIBRARY, suffix=".safetensors", shares=False, names_storages=True
 )
+RESERVED = "__metadata__"
+"""The name in a header that is not a tensor's: an object of strings."""
+
 _NOT_ALIASES = ("format", "device", ENCODINGS)
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
-def is_safetensors(head: bytes) -> bool:
-    """Whether a file that starts with `head` (some hundred bytes) is meant to be safetensors: JSON
-    behind 8 bytes.
-
-    A header length is never eight bytes of text, as the beginning of a JSON file would be.
-    """
-    return head[8:].lstrip().startswith(b"{") and not all(
-        32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:8]
-    )
-
-
-def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+def open_safetensors(source: Source) -> Checkpoint:
     """Open a safetensors file; reads its header, no payload.
 
     The tree is an OrderedDict in header order. A metadata entry that names a missing tensor as the
@@ -66,19 +67,81 @@ def open_safetensors(source: Source, _: Callable[[Source], Checkpoint]) -> Check
         fields = (source, start + begin, end - begin, location, key, dtype, None, False, None)
         tensors[key] = whole_view(made(Storage, fields), dtype, shape)
     _refuse_gaps(source, spans, source.size - start)
-    tensors |= {alias: tensors[kept] for alias, kept in aliases_in(metadata, tensors).items()}
+    aliases = aliases_in(metadata, tensors)
+    notes = tuple(
+        f"the metadata entry {printable(name)} = {printable(value)} is taken for a text, not for a "
+        "second name of that tensor"
+        for name, value in metadata.items()
+        if value in tensors and not (name in tensors or name in aliases or name in _NOT_ALIASES)
+    )
+    tensors |= {alias: tensors[kept] for alias, kept in aliases.items()}
     root = Call(ORDERED_DICT, ())
     root.pairs = list(_restored(source, tensors, metadata).items())
-    return Checkpoint(source.path, CONTAINER, root, source.size, metadata, sources=(source,))
+    return Checkpoint(source.path, CONTAINER, root, source.size, metadata, notes, (source,))
+
+
+def read_header(source: Source) -> tuple[dict[str, Any], int]:
+    """The header of a file, whose entries are not checked yet, and where its data begin."""
+    if source.size < 8:
+        raise MalformedCheckpoint("is too short for a header", path=source.path)
+    size = int.from_bytes(source.read(0, 8), "little")
+    if 8 + size > source.size:
+        raise _malformed(
+            source, "header length", f"declares {size} bytes where {source.size - 8} are left"
+        )
+    if size > (most := in_force().safetensors_header_bytes):
+        raise LimitExceeded(
+            f"declares {size} bytes",
+            limit="safetensors_header_bytes",
+            allowed=most,
+            needed=size,
+            path=source.path,
+            where="header length",
+        )
+    raw = source.read(8, size)
+    if not raw.startswith(b"{"):
+        raise _malformed(source, "header", "does not begin with '{'")
+    header = read_object(raw, source.path, "header")
+    return header, 8 + size
 
 
 def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """The entries that call a tensor by a second name: each with the one of `names` that it is."""
+    """The entries that call a tensor by a second name: each with the one of `names` that it is.
+
+    A text may happen to be a tensor's name (``author`` = ``name``). So an entry counts if both look
+    like names of tensors: with one last segment, or both of several. Any other counts only beside
+    nothing but such entries, and if its words do not describe a file.
+    """
     found: dict[str, str] = {}
-    for alias, kept in metadata.items():
-        if (kept in names or kept in found) and alias not in names and alias not in _NOT_ALIASES:
+    others = [name for name in metadata if name not in _NOT_ALIASES and name not in names]
+    for alias in others:
+        kept = metadata[alias]
+        if kept in names or kept in found:
             found[alias] = found.get(kept, kept)
-    return found
+    has_texts = len(found) < len(others)
+    return {
+        alias: kept
+        for alias, kept in found.items()
+        if _look_tied(alias, kept) or not (has_texts or _describes(alias))
+    }
+
+
+def _look_tied(alias: str, kept: str) -> bool:
+    return alias.rpartition(".")[2] == kept.rpartition(".")[2] or ("." in alias and "." in kept)
+
+
+def _describes(name: str) -> bool:
+    return not _DESCRIBING.isdisjoint(re.split(r"[\W_]+", name.lower()))
+
+
+_DESCRIBING_WORDS = """
+    architecture author authors base comment created creator dataset date description default
+    format framework hash input key kind label language layer library license main mode model name
+    note notes output owner source summary tag tags target task tensor title tool trigger type
+    url version writer
+"""
+_DESCRIBING = frozenset(_DESCRIBING_WORDS.split())
+"""Words of metadata that describe a file."""
 
 
 def _restored(
@@ -103,11 +166,11 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise malformed(source, RESERVED, "holds something other than strings")
+        raise _malformed(source, RESERVED, "holds something other than strings")
     try:
         "".join((*metadata, *metadata.values())).encode()
     except UnicodeEncodeError:
-        raise malformed(source, RESERVED, "holds half a character (a lone surrogate)") from None
+        raise _malformed(source, RESERVED, "holds half a character (a lone surrogate)") from None
     return metadata
 
 
@@ -118,14 +181,14 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     dtype = BY_SAFETENSORS.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     shape, offsets = entry["shape"], entry["data_offsets"]
     if dtype is None:
-        raise malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
+        raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
     if (
         type(shape) is not list
         or type(offsets) is not list
         or len(offsets) != 2
         or not _are_sizes([*shape, *offsets])
     ):
-        raise malformed(source, key, "its shape or data_offsets hold something other than sizes")
+        raise _malformed(source, key, "its shape or data_offsets hold something other than sizes")
     refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
     if dtype is FLOAT4_PAIRS:
@@ -140,11 +203,11 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
         raise MalformedCheckpoint(what, path=source.path, where=key, hint=_NOT_ACCOUNTED)
     nbits = numel * dtype.bits
     if nbits % 8:
-        raise malformed(
+        raise _malformed(
             source, key, f"its {numel} elements of {dtype.bits} bits do not fill whole bytes"
         )
     if nbits // 8 != end - begin:
-        raise malformed(
+        raise _malformed(
             source, key, f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
         )
     if not key.isascii():
@@ -152,7 +215,7 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
             key.encode()
         except UnicodeEncodeError:
             what = "its name holds half a character (a lone surrogate)"
-            raise malformed(source, key, what) from None
+            raise _malformed(source, key, what) from None
     return dtype, tuple(shape), begin, end
 
 
@@ -164,17 +227,45 @@ def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -
     at = 0
     for begin, end in sorted(spans):
         if begin != at:
-            raise malformed(
+            raise _malformed(
                 source,
                 "data_offsets",
                 f"leave a gap or overlap at byte {min(at, begin)} of the data",
             )
         at = end
     if at != available:
-        raise malformed(source, "data", f"has {available} bytes where the header needs {at}")
+        raise _malformed(source, "data", f"has {available} bytes where the header needs {at}")
+
+
+def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
+    return malformed(what, path=source.path, where=where)
 
 
 # ------------------------------------------------------------------------------------------ writing
+
+
+def header_text(header: Mapping[str, Any]) -> bytes:
+    """A header as JSON, in its shortest form."""
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def header_bytes(text: bytes, nbytes: int | None = None) -> bytes:
+    """What a file begins with: the length, the text, and spaces up to `nbytes` bytes in all (None:
+    to a multiple of 8, as the library does).
+
+    Raises `LimitExceeded` for a header that is too long for the library.
+    """
+    raw = text + b" " * (-len(text) % 8 if nbytes is None else nbytes - 8 - len(text))
+    if len(raw) > (most := in_force().safetensors_header_bytes):
+        raise LimitExceeded(
+            f"its header would take {len(raw)} bytes",
+            limit="safetensors_header_bytes",
+            allowed=most,
+            needed=len(raw),
+            advice="the safetensors library opens headers of at most 100,000,000 bytes: write a "
+            "torch file, or shards",
+        )
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def lay_out_safetensors(
@@ -218,3 +309,135 @@ def _items(
     return Layout(
         tuple(items), at, lambda _index, _crc: b"", lambda _crcs: b"" if items else header
     )
+
+
+class SafetensorsFile(TargetFormat):
+    """What the safetensors library writes: the tensors of one state dict, and strings beside them.
+
+    Tensors of one and the same view are written once; the metadata names the others as aliases of
+    the one that is kept, as the library's `save_model` does.
+    """
+
+    name = "safetensors"
+    noun = "safetensors"
+    suffix = ".safetensors"
+    shards_named = "model.safetensors"
+    holds_metadata = True
+    encodes = True
+
+    def refuse(self, named: Iterable[NamedTensor]) -> None:
+        for key, ref, dtype in named:
+            refuse_unholdable(key, ref, dtype)
+
+    def aliases(
+        self, named: Sequence[tuple[str, TensorRef]], metadata: Mapping[str, str], stays: str = ""
+    ) -> dict[str, str]:
+        """The first name of a view in sorted order is kept, as the library does, or the first that
+        matches `stays`.
+
+        A name is not dropped that the file's metadata needs for something else, or that a reader
+        would take for a text.
+        """
+        views: dict[Hashable, list[str]] = {}
+        for key, ref in named:
+            if ref.numel:
+                views.setdefault(view_identity(ref), []).append(key)
+        taken = {"format", "device", *metadata}
+        aliases = {
+            name: names[0]
+            for names in [
+                sorted(names, key=lambda name: (not fnmatchcase(name, stays), name))
+                for names in views.values()
+                if len(names) > 1
+            ]
+            for name in names[1:]
+            if name not in taken
+        }
+        kept = {key for key, _ in named if key not in aliases}
+        return aliases_in({**metadata, **aliases}, kept)
+
+    def metadata(
+        self, named: Mapping[str, TensorRef], checkpoint: Checkpoint, retag: Retag
+    ) -> dict[str, str]:
+        aliases = _aliases_of(checkpoint)
+        metadata = {
+            name: value
+            for name, value in checkpoint.metadata.items()
+            if name not in aliases and name != "device"
+        }
+        for name in aliases_in(metadata, named):  # what a reader would take for one of ours
+            del metadata[name]
+        if metadata.get("format") not in _OTHER_FRAMEWORKS:
+            metadata["format"] = "pt"
+        tags = {retag(ref.location) for ref in named.values()}
+        if bad := next((tag for tag in tags if not tag.isascii()), None):
+            raise DeviceUnavailable(
+                f"the location tag '{printable(bad)}' is not a device",
+                hint="name one with --device",
+            )
+        if len(tags) == 1:
+            metadata["device"] = tags.pop()
+        return metadata
+
+    def lay_out(
+        self, tensors: Sequence[NamedTensor], metadata: Mapping[str, str], retag: Retag
+    ) -> Layout:
+        return lay_out_safetensors(tensors, metadata)
+
+    def load_checker(self) -> None:
+        import numpy  # noqa: F401 - by which the library opens a file
+        import safetensors  # noqa: F401
+
+    def check_written(self, written: Path, name: PurePath, count: int) -> None:
+        """Let the safetensors library read the header that was written."""
+        with _opened(written, name) as opened:
+            seen = len(opened.keys())
+        if seen != count:
+            raise VerificationFailed(
+                f"the safetensors library sees {seen} tensors in it", path=name
+            )
+
+
+def entries_seen(
+    written: Path, name: PurePath
+) -> tuple[dict[str, str] | None, dict[str, tuple[str, tuple[int, ...]]]]:
+    """What the safetensors library sees in a file that will be `name`: its metadata, and the dtype
+    and the shape of each tensor.
+
+    Raises `VerificationFailed` when it does not open it.
+    """
+    with _opened(written, name) as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return opened.metadata(), {
+            key: (item.get_dtype(), tuple(item.get_shape())) for key, item in slices.items()
+        }
+
+
+@contextlib.contextmanager
+def _opened(written: Path, name: PurePath) -> Iterator[Any]:
+    """A file as the safetensors library has it; `VerificationFailed` where it does not open it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(written, framework="np") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise VerificationFailed(
+            f"the safetensors library does not open it: {error}", path=name
+        ) from error
+
+
+_OTHER_FRAMEWORKS = ("mlx", "flax", "tf")
+"""What transformers reads in another way than torch's files."""
+
+
+def _aliases_of(checkpoint: Checkpoint) -> Collection[str]:
+    """The metadata entries of a safetensors source that became keys."""
+    if not checkpoint.metadata:
+        return ()
+    tensors = (ref for found in checkpoint.state_dicts() for _, ref in found.tensors())
+    own = {ref.storage.name for ref in tensors if ref.is_view}
+    return aliases_in(checkpoint.metadata, own)
+
+
+SAFETENSORS = SafetensorsFile()

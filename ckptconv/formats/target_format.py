@@ -1,23 +1,26 @@
-"""What an output format is: how its files are named and laid out, and what they can hold.
+"""What an output format is: how its files are named and laid out, and what they can hold; and the
+table of all of them.
 
-A new one is a class in a module of its own beside this one, an instance of it in
-`outputs.TARGETS`, and its name in `Target`. Whatever else depends on the format asks it here.
+A new one is a class in a module of its own beside this one, an instance of it, a row in `TARGETS`
+and its name in `Target`. Whatever else depends on the format asks it here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from ckptconv.formats.containers import named as defined
+from ckptconv.tensors.dtypes import UINT8, DType
 
 if TYPE_CHECKING:
-    from ckptconv.formats.layout import Layout
-    from ckptconv.formats.torch_zip import Tree
     from ckptconv.pickles.nodes import Node
     from ckptconv.tensors.compaction import CastRule
-    from ckptconv.tensors.dtypes import DType
-    from ckptconv.tensors.refs import TensorRef
+    from ckptconv.tensors.refs import Storage, TensorRef
     from ckptconv.tree.checkpoint import Checkpoint
+    from ckptconv.tree.walk import Overlay
 
 Target = Literal["torch", "safetensors", "dcp", "npz"]
 """The names of the output formats."""
@@ -29,13 +32,64 @@ Retag = Callable[[str], str]
 """The device tag that a storage gets, by the one that it has."""
 
 
+class WriteItem(NamedTuple):
+    """One payload: after the bytes `lead`, at byte `offset` of the output, `nbytes` bytes of
+    `values`.
+
+    `values` are ready bytes, or a tensor whose values in C order are cast to `dtype`.
+    """
+
+    name: str
+    lead: bytes
+    offset: int
+    nbytes: int
+    values: TensorRef | bytes
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A whole output file of `nbytes` bytes: `items`, what follows each of them, and what ends the
+    file.
+
+    `trail(i, crc)` gives the bytes behind item i, whose payload had the CRC-32 `crc`;
+    `ending(crcs)` those behind all.
+    """
+
+    items: tuple[WriteItem, ...]
+    nbytes: int
+    trail: Callable[[int, int], bytes]
+    ending: Callable[[Sequence[int]], bytes]
+
+
+def one_item(name: str, raw: bytes) -> Layout:
+    """A file of ready bytes."""
+    return Layout(
+        (WriteItem(name, b"", 0, len(raw), raw, UINT8),),
+        len(raw),
+        lambda _index, _crc: b"",
+        lambda _crcs: b"",
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """A tree to write: `root` seen through `overlay`, and all the tensors and bare storages that
+    are in it.
+    """
+
+    root: Node
+    overlay: Overlay
+    tensors: Sequence[TensorRef]
+    storages: Sequence[Storage]
+
+
 class TargetFormat:
     """An output format; what is said here is true of one that holds named tensors and no more.
 
     `name` is what `--to` calls it, `noun` what messages call an output that holds one state dict.
-    Names that end in one of `suffixes` say this format; `claimed` are those that every reader takes
-    for it, and so no other format may have; `suffix` is the one to offer. `shards_named` is what
-    the shards of a folder are named after (empty: it is never split).
+    `suffix` is the end of names to offer. `shards_named` is what the shards of a folder are named
+    after (empty: it is never split).
 
     `is_folder`: a folder, which `make_folder` makes of a torch file. `holds_trees`: it holds
     whole checkpoints, and not only the tensors of one state dict. `keeps_modules`: a whole pickled
@@ -48,8 +102,6 @@ class TargetFormat:
     name: ClassVar[Target]
     noun: ClassVar[str]
     suffix: ClassVar[str]
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    claimed: ClassVar[tuple[str, ...]] = ()
     shards_named: ClassVar[str] = ""
     is_folder: ClassVar[bool] = False
     holds_trees: ClassVar[bool] = False
@@ -78,9 +130,11 @@ class TargetFormat:
         return iter(())
 
     def aliases(
-        self, named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint
+        self, named: Sequence[tuple[str, TensorRef]], metadata: Mapping[str, str], stays: str = ""
     ) -> dict[str, str]:
-        """Dropped name → kept name, for names of one tensor of which it keeps only one."""
+        """Dropped name → kept name, for names of one tensor of which it keeps only one: the one
+        that the pattern `stays` matches, where there is one. `metadata` are the other strings.
+        """
         return {}
 
     def metadata(
@@ -105,8 +159,73 @@ class TargetFormat:
         """Make an output that `is_folder` of the torch file `plain`; it will be known as `name`."""
         raise NotImplementedError
 
+    def load_checker(self) -> None:
+        """Import what `check_written` needs, which is to fail before a file is begun."""
+
     def check_written(self, written: Path, name: PurePath, count: int) -> None:
         """Have the format's own library look at a file of `count` tensors that will be `name`.
 
         Raises `VerificationFailed`.
         """
+
+
+# -------------------------------------------------------------------------------------- the table
+
+
+class Output(NamedTuple):
+    """An output format by the names of its files: those that end in one of `suffixes` say it, and
+    of these `claimed` are those that every reader takes for it, so that no other format may have
+    them. `defined_in` is the instance of it, as ``module.NAME``; it is imported when asked for.
+    """
+
+    name: Target
+    defined_in: str
+    suffixes: tuple[str, ...] = ()
+    claimed: tuple[str, ...] = ()
+
+
+TARGETS: tuple[Output, ...] = (
+    Output(
+        "torch",
+        "torch_output.TORCH",
+        (".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".model"),
+        (".pt", ".pth", ".bin", ".ckpt"),
+    ),
+    Output("safetensors", "safetensors.SAFETENSORS", (".safetensors",), (".safetensors",)),
+    Output("dcp", "dcp_output.DCP"),
+    Output("npz", "npz.NPZ", (".npz",), (".npz",)),
+)
+"""All output formats, in the order in which they are listed."""
+
+FOR_FOLDERS: Target = "safetensors"
+"""What a folder of shards is written in where nobody says."""
+
+
+def target_named(name: str) -> TargetFormat:
+    """The output format that users call so."""
+    found: TargetFormat = defined(next(row.defined_in for row in TARGETS if row.name == name))
+    return found
+
+
+def target_of_suffix(suffix: str) -> TargetFormat | None:
+    """The output format of files whose names end so; None where that does not tell."""
+    return next((target_named(row.name) for row in TARGETS if suffix.lower() in row.suffixes), None)
+
+
+_OTHERS = {
+    "GGUF": ".gguf .ggml", "ONNX": ".onnx", "HDF5": ".h5 .hdf5 .keras", "a numpy array": ".npy",
+    "TensorFlow": ".pb .tflite .index", "Flax": ".msgpack", "Paddle": ".pdparams .pdopt",
+    "Core ML": ".mlmodel", "OpenVINO": ".xml", "TensorRT": ".engine .plan", "JAX": ".orbax",
+    "a table": ".parquet .arrow .feather",
+    "a compressed file": ".gz .bz2 .xz .zst .lz4 .7z .rar .tgz .nemo",
+    "a text": ".json .jsonl .yaml .yml .toml .txt .md .csv .html .py .log",
+}  # fmt: skip
+"""What else a name may say that a file is; nothing of it is written."""
+
+
+def claimant(suffix: str) -> str | None:
+    """What every reader takes files whose names end so for, an output format or another."""
+    low = suffix.lower()
+    claiming = [row.name for row in TARGETS if low in row.claimed]
+    others = [name for name, ends in _OTHERS.items() if low in ends.split()]
+    return next(iter([*claiming, *others]), None)

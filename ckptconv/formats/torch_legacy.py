@@ -9,15 +9,14 @@ and `_legacy_load` (torch/serialization.py), torch/csrc/serialization.cpp.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from collections.abc import Callable
 
+from ckptconv.formats.containers import is_torch_legacy
 from ckptconv.io.guarded import GuardedSource, read_leads
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import named_storages, read_torch_pickle
-from ckptconv.pickles.extents import read_pickles
 from ckptconv.pickles.nodes import Node
+from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printable
 from ckptconv.tensors.dtypes import UINT8, DType
@@ -33,25 +32,12 @@ CONTAINER = Container(
     is_legacy=True,
     names_storages=True,
 )
-_MAGIC = 0x1950A86A20F9469CFC6C
-_BEGINS = re.compile(
-    rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\."
-    % (re.escape(_MAGIC.to_bytes(10, "little")), _MAGIC),
-    re.DOTALL,
-    # the pickled magic number; protocols 4 and 5, which a user may choose, put it into a frame, 0
-    # and 1 write digits
-).match
-HEAD = 32
+_HEAD = 32  # bytes that hold the pickled magic number
 _PROTOCOL = 1001
 _COUNT = 8  # bytes of an element count
 
 
-def is_torch_legacy(head: bytes) -> bool:
-    """Whether a file's `head` (`HEAD` bytes are enough) begins with the pickled magic number."""
-    return _BEGINS(head) is not None
-
-
-def open_torch_legacy(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+def open_torch_legacy(source: Source) -> Checkpoint:
     """Open a legacy checkpoint; reads its pickles, no payload.
 
     The element count of a storage is held against the tree before the storage is first read. Raises
@@ -155,7 +141,7 @@ class _Storages:
         rest = self._source.size - end
         if not rest:
             return
-        again = is_torch_legacy(self._source.read(end, min(rest, HEAD)))
+        again = is_torch_legacy(self._source.read(end, min(rest, _HEAD)))
         raise MalformedCheckpoint(
             f"{rest} bytes follow the last storage",
             where=f"byte {end}",

@@ -1,28 +1,111 @@
-"""The torch zip file as an output format: whole checkpoints, or the tensors of one state dict."""
+"""What `torch.save` writes since torch 1.6, laid out for writing: records under the folder
+``archive``, the pickle first. Source: torch/serialization.py and
+caffe2/serialize/inline_container.cc.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptconv.formats.layout import Layout
-from ckptconv.formats.target_format import NamedTensor, Retag, TargetFormat
-from ckptconv.formats.torch_zip import Tree, lay_out_torch_zip
+from ckptconv.formats import zip_archive
+from ckptconv.formats.target_format import (
+    Layout,
+    NamedTensor,
+    Retag,
+    TargetFormat,
+    Tree,
+    WriteItem,
+)
+from ckptconv.formats.zip_archive import Slot
+from ckptconv.io.crc import crc32
+from ckptconv.objects.torch_write import StoredAs, TorchLeaves
 from ckptconv.pickles.nodes import ORDERED_DICT, Call
-from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.refs import refuse_packed
+from ckptconv.pickles.writer import write_pickle
+from ckptconv.support.records import made
+from ckptconv.tensors.compaction import CastRule, NewStorage, compact
+from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.refs import Storage, TensorRef, refuse_packed
+
+ROOT = "archive"
+"""The folder of the records in what is written."""
+
+
+def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Retag) -> Layout:
+    """The output file for a tree: its pickle, and a record for each storage that its tensors need.
+
+    `cast` gives the element type in which a type is written; `retag` the location tag of a storage.
+    Records are numbered in the order in which the pickle names them, which torch's reader relies
+    on.
+    """
+    placements = compact(tree.tensors, tree.storages, cast)
+    numbers: dict[int, int] = {}
+    ordered: list[NewStorage] = []
+
+    tags: dict[str, str] = {}
+
+    def stored_as(node: TensorRef | Storage) -> tuple[str, StoredAs]:
+        new, dtype, offset, stride, resolved = placements[id(node)]
+        _, _, storage_dtype, location, nbytes = new
+        count = len(ordered)
+        if (number := numbers.setdefault(id(new), count)) == count:
+            ordered.append(new)
+        if (tag := tags.get(location)) is None:
+            tag = tags[location] = retag(location)
+        return str(number), made(
+            StoredAs, (tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
+        )
+
+    pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
+    return _records([
+        ("data.pkl", pickle),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % zip_archive.ALIGNMENT),
+        ("byteorder", b"little"),
+        *((f"data/{number}", new) for number, new in enumerate(ordered)),
+        ("version", b"3\n"),
+        (".data/serialization_id", _serialization_id(pickle)),
+    ])  # fmt: skip
+
+
+def _serialization_id(pickle: bytes) -> bytes:
+    """Forty digits that are the same for the same tree, as torch's are (a name for logs, not a
+    checksum).
+    """
+    return b"%030d%010d" % (len(pickle), crc32(pickle))
+
+
+def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
+    items: list[WriteItem] = []
+    slots: list[Slot] = []
+    end = 0
+    values: TensorRef | bytes
+    folder, lay_out = f"{ROOT}/".encode(), zip_archive.lay_out
+    for name, content in contents:
+        if isinstance(content, bytes):
+            values, dtype, nbytes = content, UINT8, len(content)
+        else:
+            values, dtype, _, _, nbytes = content
+        slot, lead, offset, end = lay_out(folder + name.encode(), end, nbytes)
+        slots.append(slot)
+        items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
+    return Layout(
+        tuple(items),
+        end + zip_archive.ending_size(slots),
+        lambda index, crc: zip_archive.descriptor(slots[index], crc),
+        lambda crcs: zip_archive.ending(slots, crcs, end),
+    )
+
 
 _NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out (--exclude)"
 """What can be done about a tensor that safetensors holds and torch does not."""
 
 
 class TorchFile(TargetFormat):
-    """What `torch.save` writes since torch 1.6."""
+    """What `torch.save` writes since torch 1.6: whole checkpoints, or one state dict's tensors."""
 
     name = "torch"
     noun = "a sharded torch output"
     suffix = ".pt"
-    suffixes = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".th", ".pkl", ".model")
-    claimed = (".pt", ".pth", ".bin", ".ckpt")
     shards_named = "pytorch_model.bin"
     holds_trees = True
     keeps_modules = True

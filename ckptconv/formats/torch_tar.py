@@ -13,9 +13,13 @@ format of POSIX.1-1988 with pax headers.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
+from ckptconv.formats.packed import within_file
+from ckptconv.formats.zip_kinds import CONTAINER as MEMBERS
+from ckptconv.formats.zip_kinds import open_members
 from ckptconv.io.source import MemorySource, RangeSource, Source
 from ckptconv.objects.torch_read import (
     REDUCERS,
@@ -25,10 +29,15 @@ from ckptconv.objects.torch_read import (
     tensor_of_storage,
     window,
 )
-from ckptconv.pickles.extents import read_pickles
-from ckptconv.pickles.nodes import Global, Node
+from ckptconv.pickles.nodes import Global, Node, mapping_pairs
+from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    malformed,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions
@@ -45,24 +54,26 @@ CONTAINER = Container(
 )
 _BLOCK = 512
 _MEMBERS = ("storages", "tensors", "pickle")
-_MOST_MEMBERS = 32  # torch wrote four, each with an extended header at most
+_MOST_MEMBERS = 256  # of what a model is saved with; torch wrote four
 _SMALL = 4096  # the first window for pickles of one tuple
 _HINT = "if it is an ordinary archive, unpack it and name a file in it"
 
 
-def is_tar(head: bytes) -> bool:
-    """Whether a file that starts with `head` (262 bytes are enough) is a tar archive."""
-    return head[257:262] == b"ustar"
-
-
-def open_torch_tar(source: Source, _: Callable[[Source], Checkpoint]) -> Checkpoint:
+def open_torch_tar(source: Source) -> Checkpoint:
     """Open a tar checkpoint; reads its directory, its pickles and the sizes between them, no
-    payload.
+    payload. One of another program is opened as the checkpoints in it, NeMo's for example.
 
-    Raises `UnsupportedCheckpoint` for a tar file that torch did not write, `MalformedCheckpoint`
-    when its members are ambiguous or contradict each other.
+    Raises `UnsupportedCheckpoint` where there is none, `MalformedCheckpoint` when its members are
+    ambiguous or contradict each other.
     """
     members = members_of(source)
+    if members.keys().isdisjoint(_MEMBERS):
+        what = "is a tar file without a checkpoint in it"
+        found = open_members(source, members, UnsupportedCheckpoint(what, hint=_HINT))
+        pairs = mapping_pairs(found.root) or ()
+        if found.container is MEMBERS and len(pairs) == 1:
+            found = replace(found, root=pairs[0][1])
+        return within_file(found, (source,), "tar of checkpoints", CONTAINER.torch_says)
     if missing := [name for name in _MEMBERS if name not in members]:
         raise UnsupportedCheckpoint(
             f"is a tar file, but not one of torch (before 0.1.11): it has no member '{missing[0]}'",
@@ -131,8 +142,7 @@ def _add(source: Source, found: dict[str, Source], name: str, start: int, size: 
         )
     if len(found) == _MOST_MEMBERS:
         raise UnsupportedCheckpoint(
-            f"is a tar file of more than {_MOST_MEMBERS} members, so it is not one of torch "
-            "(before 0.1.11)",
+            f"is a tar file of more than {_MOST_MEMBERS} members",
             path=source.path,
             hint=_HINT,
         )
@@ -183,9 +193,7 @@ def _size(source: Source, extended: str | None, size: int) -> int:
 
 
 def _malformed(source: Source, what: str, where: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
-    )
+    return malformed(what, path=source.path, where=where)
 
 
 def _refuse_rest(member: Source, end: int) -> None:

@@ -11,7 +11,7 @@ before torch 1.4 are another format, `old_torchscript`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptconv.formats.zip_records import (
@@ -23,8 +23,8 @@ from ckptconv.formats.zip_records import (
     root_folder,
 )
 from ckptconv.io.source import Source
-from ckptconv.objects.held_tensors import holds_tensors
-from ckptconv.objects.module_walk import Parts, state_dict_of
+from ckptconv.objects.encodings import holds_tensors
+from ckptconv.objects.pickled_modules import Parts, state_dict_of
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import MalformedCheckpoint, printable
@@ -43,16 +43,9 @@ CONTAINER = Container(
     is_script=True,
     has_checksums=True,
 )
-_Opener = Callable[[Source], Checkpoint]
 
 
-def is_torchscript(records: Records) -> bool:
-    """Whether these are the records of a TorchScript archive of torch 1.4 or newer."""
-    root = root_folder(records, "data.pkl")
-    return root is not None and f"{root}constants.pkl" in records
-
-
-def open_torchscript(source: Source, records: Records, _: _Opener) -> Checkpoint:
+def open_torchscript(source: Source, records: Records) -> Checkpoint:
     """Open a TorchScript archive as its state dict; reads its pickle and the texts of its classes,
     no payload.
 

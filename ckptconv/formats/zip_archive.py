@@ -65,11 +65,6 @@ class Record(NamedTuple):
     crc32: int | None
 
 
-def is_zip(head: bytes) -> bool:
-    """Whether a file that starts with `head` (4 bytes are enough) is a zip archive."""
-    return head[:4] == b"PK\3\4"
-
-
 def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
     """The records of an archive by name, in the order in which they lie in it, and the source of
     their bytes.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 
-from ckptconv.io.source import Source
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.support import errors
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 
 MAX32 = 0xFFFFFFFF
@@ -36,9 +38,7 @@ _ORDINARY = re.compile(rb"\w[\w.-]*/(?:data/)?\w+").fullmatch
 
 def malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
     """The error about an archive that is damaged, cut off or forged."""
-    return MalformedCheckpoint(
-        what, path=source.path, where=where, hint="the file is damaged, cut off or forged"
-    )
+    return errors.malformed(what, path=source.path, where=where)
 
 
 def find_directory(source: Source) -> tuple[int, int, int, bytes]:
@@ -219,3 +219,54 @@ def _zip64_sizes(
             return stored, size, header
         at += 4 + length
     raise malformed(source, "says that it has zip64 sizes, but has none", name)
+
+
+# ---------------------------------------------------------------------------------- several in one
+
+_MOST_IN_VAIN = 10_000
+"""Signatures of end records in payloads that are passed over before the search ends."""
+
+
+def joined_archives(source: Source) -> list[tuple[int, int]]:
+    """Where archives that follow one another, as the items of a DCP folder do, begin in a source,
+    and how long each is; empty where they do not fill it. Offsets count from each one's first byte.
+    """
+    found: list[tuple[int, int]] = []
+    start = vain = 0
+    for at in _signatures(source):
+        if at >= start and _is_end(source, start, at):
+            found.append((start, at + END.size - start))
+            start = at + END.size
+        elif (vain := vain + 1) > _MOST_IN_VAIN:
+            return []
+    return found if start == source.size else []
+
+
+def _signatures(source: Source) -> Iterator[int]:
+    """The places at which an end record may begin."""
+    start = source.data_from(0)
+    while start < source.size:
+        window = source.read(start, min(CHUNK + 3, source.size - start))
+        at = window.find(_END_SIGNATURE)
+        while 0 <= at < CHUNK:
+            yield start + at
+            at = window.find(_END_SIGNATURE, at + 1)
+        start = source.data_from(start + CHUNK)
+
+
+def _is_end(source: Source, start: int, at: int) -> bool:
+    """Whether the archive that begins at `start` has its end record, without a comment, at `at`."""
+    if at + END.size > source.size:
+        return False
+    _, _, _, _, _, size, directory, comment = END.unpack(source.read(at, END.size))
+    end = at
+    locator_at = at - LOCATOR.size
+    locator = source.read(locator_at, LOCATOR.size) if locator_at >= start else b""
+    if locator[:4] == b"PK\6\7":
+        end = start + LOCATOR.unpack(locator)[2]
+        if end + END64.size != locator_at:
+            return False
+        signature, *_, size, directory = END64.unpack(source.read(end, END64.size))
+        if signature != b"PK\6\6":
+            return False
+    return not comment and start + directory + size == end and source.read(start, 4) == b"PK\3\4"

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from ckptconv.formats.registry import Named, open_to_look
-from ckptconv.inspect.inspection import Inspection, OddObject, Part, TensorFacts, TensorList
-from ckptconv.inspect.parts import PartTree, bare_storages, part_of_tree, refs_of, tensor_facts
+from ckptconv.formats.registry import Named, checkpoints_of, open_to_look
+from ckptconv.inspect.inspection import (
+    Contents,
+    Hindrances,
+    Inspection,
+    OddObject,
+    Part,
+    TensorFacts,
+    TensorList,
+    Weights,
+)
+from ckptconv.inspect.parts import PartTree, held_in, part_of_tree, tensor_facts
 from ckptconv.inspect.refusals import files_of, refusals
 from ckptconv.io.guarded import check_places
+from ckptconv.io.location import Location
 from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, children
 from ckptconv.support.choices import spelling_checked
@@ -26,6 +36,9 @@ from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.producers import offered_prefix, producer_of
 from ckptconv.tree.settling import is_part_of_config, plain_form_at, refused_name
 from ckptconv.tree.walk import label_text, place_text, tensor_of, walk
+
+if TYPE_CHECKING:
+    from ckptconv.convert.prescriptions import Prescription
 
 
 @spelling_checked
@@ -48,12 +61,10 @@ def inspect_checkpoint(
         )
     if not isinstance(source, Checkpoint):
         with open_to_look(source, tag=tag) as opened:
-            named = (
-                ()
-                if isinstance(source, (str, os.PathLike))
-                else tuple(str(path) for path in source)
-            )
-            return replace(inspect_checkpoint(opened, depth), named=named if len(named) > 1 else ())
+            found = inspect_checkpoint(opened, depth)
+        if isinstance(source, (str, os.PathLike)) or len(source) == 1:
+            return found
+        return replace(found, named=tuple(map(str, source)))
     if tag is not None:
         raise OptionRefused(
             "tag is for a path, and the checkpoint is open already",
@@ -74,71 +85,80 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     state_dicts = {id(item.node): item for item in checkpoint.state_dicts()}
     overlay: dict[int, Node] = {}
     odd = tuple(_odd_objects(checkpoint.root, overlay))
-    refs = refs_of(checkpoint.root, overlay)
+    refs, bare = held_in(checkpoint.root, overlay)
     root = part_of_tree("", checkpoint.root, PartTree(state_dicts, overlay, not refs), depth, set())
-    content = _content(refs, bare_storages(checkpoint.root, overlay))
+    named = (ref for item in state_dicts.values() for _, ref in item.tensors())
+    files = files_of(checkpoint)
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
         nbytes=checkpoint.nbytes,
-        tensors=content.tensors,
-        stored=sum(storage.nbytes for storage in content.storages),
-        used=content.used,
-        locations=Counter(storage.location for storage in content.storages),
-        dtypes=content.dtypes,
-        state_dicts={item.path: find_wrappers(item.telling_keys) for item in state_dicts.values()},
-        producer=producer_of(checkpoint.root),
-        offered={
-            item.path: prefix
-            for item in state_dicts.values()
-            if (prefix := offered_prefix(checkpoint.root, item.keys))
-        },
-        odd_objects=odd,
+        contents=_contents(
+            [*refs, *_other_names(named)],
+            bare,
+            checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
+        ),
+        weights=Weights(
+            state_dicts={
+                item.path: find_wrappers(item.telling_keys) for item in state_dicts.values()
+            },
+            producer=producer_of(checkpoint.root),
+            offered={
+                item.path: prefix
+                for item in state_dicts.values()
+                if (prefix := offered_prefix(checkpoint.root, item.keys))
+            },
+            modules=checkpoint.modules,
+            training_state=only_training_state(checkpoint.root),
+        ),
+        hindrances=Hindrances(
+            odd_objects=odd,
+            strays=tuple(name for file in files for name in file.facts.strays),
+            protocol=newer_protocol(checkpoint),
+            untyped=tuple(dict.fromkeys(name for file in files for name in _untyped(file))),
+            refused=tuple(refusals(checkpoint)),
+        ),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
         root=root,
-        modules=checkpoint.modules,
-        tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*state_dicts})),
-        lacking=any(stray.is_refused for stray in checkpoint.module_strays),
-        dead=checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
-        strays=tuple(name for file in files_of(checkpoint) for name in file.facts.strays),
-        protocol=newer_protocol(checkpoint),
-        untyped=tuple(
-            dict.fromkeys(name for file in files_of(checkpoint) for name in _untyped(file))
-        ),
-        refused=tuple(refusals(checkpoint)),
         opening=checkpoint.container,
-        training_state=only_training_state(checkpoint.root),
+        tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*state_dicts})),
     )
 
 
-class _Content(NamedTuple):
-    """The storages of a checkpoint, and what its tensors are and use of them."""
+def _other_names(named: Iterable[TensorRef]) -> Iterator[TensorRef]:
+    """The tensors of further keys: a tensor counts under each key, as wherever keys are counted."""
+    seen = set[int]()
+    for ref in named:
+        if id(ref) in seen:
+            yield ref
+        seen.add(id(ref))
 
-    storages: Collection[Storage]
-    tensors: int
-    used: int
-    dtypes: Counter[str]
 
-
-def _content(refs: Sequence[TensorRef], bare: Sequence[Storage]) -> _Content:
+def _contents(refs: Sequence[TensorRef], bare: Sequence[Storage], dead: int) -> Contents:
     """What tensors hold together with bare storages, which are used whole.
 
     One that no tensor has counts as a tensor, if its type is known.
     """
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
     packed = [
-        storage for storage in bare if id(storage) not in storages and storage.dtype is not None
+        storage.dtype
+        for storage in bare
+        if id(storage) not in storages and storage.dtype is not None
     ]
     storages |= {id(storage): storage for storage in bare}
-    used = _used_bytes(refs) | {id(storage): storage.nbytes for storage in bare}
-    dtypes = Counter(
-        [
-            *(ref.dtype.name for ref in refs),
-            *(item.dtype.name for item in packed if item.dtype is not None),
-        ]
+    used = _used_bytes({id(ref): ref for ref in refs}.values()) | {
+        id(storage): storage.nbytes for storage in bare
+    }
+    dtypes = [*(ref.dtype for ref in refs), *packed]
+    return Contents(
+        tensors=len(dtypes),
+        stored=sum(storage.nbytes for storage in storages.values()),
+        used=sum(used.values()),
+        locations=Counter(storage.location for storage in storages.values()),
+        dtypes=Counter(dtype.name for dtype in dtypes),
+        dead=dead,
     )
-    return _Content(storages.values(), len(refs) + len(packed), sum(used.values()), dtypes)
 
 
 def _tensor_list(
@@ -194,17 +214,12 @@ def _unread_protocol(file: Checkpoint) -> int | None:
     if not head:
         return None
     number = head[1] if head[:1] == b"\x80" else 1
-    if number < 2:
-        is_unread = True
-    elif number == 3:
+    is_unread = number < 2
+    if number == 3:
         is_unread = _holds_bytes(file)
-    else:
-        is_unread = _is_newer(number, head)
+    elif number > 3:
+        is_unread = head[2:3] == _FRAME or _MEMOIZE in head
     return number if is_unread else None
-
-
-def _is_newer(number: int, head: bytes) -> bool:
-    return number > 3 and (head[2:3] == _FRAME or _MEMOIZE in head)
 
 
 _FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
@@ -225,10 +240,10 @@ def _untyped(checkpoint: Checkpoint) -> list[str]:
     )
     types = [dtype for dtype in dtypes if BY_NAME[dtype].storage_class is None]
     bare = any(type(node) is Storage and node.dtype is None for _, node in walk(checkpoint.root))
-    return types + ["untyped storages"] * bare
+    return [*types, "untyped storages"] if bare else types
 
 
-def _used_bytes(refs: Sequence[TensorRef]) -> dict[int, int]:
+def _used_bytes(refs: Iterable[TensorRef]) -> dict[int, int]:
     """Bytes used of each storage: the largest sum of what its tensors span, at most its size."""
     used: Counter[int] = Counter()
     for ref in refs:
@@ -248,3 +263,57 @@ def _odd_objects(root: Node, overlay: dict[int, Node]) -> Iterator[OddObject]:
             overlay[id(node)] = plain = plain_form_at(node, place)
             if not is_part_of_config(name, place, plain, configs) or plain is node:
                 yield OddObject(place_text(place), name, plain is not node)
+
+
+# ------------------------------------------------------------------------- several checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """A checkpoint that was looked at: the facts, and what conversion makes it portable (None: it
+    is, or nobody asked).
+    """
+
+    paths: tuple[Location, ...]
+    found: Inspection
+    fix: Prescription | CheckpointError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What could not be opened, and why."""
+
+    paths: tuple[Location, ...]
+    error: CheckpointError
+
+
+def survey(
+    paths: Sequence[str | os.PathLike[str]], depth: int, tag: str | None, *, in_table: bool = False
+) -> Iterator[Surveyed | Unread]:
+    """Look at the checkpoints that paths name; the files of all ranks of one are one.
+
+    For a fix a whole conversion is planned, so of several in a table none is looked for.
+    """
+    groups = checkpoints_of(paths)
+    for group in groups:
+        try:
+            yield _surveyed(group, depth, tag, has_fix=len(groups) == 1 or not in_table)
+        except CheckpointError as error:
+            yield Unread(group, error)
+
+
+def _surveyed(
+    paths: tuple[Location, ...], depth: int, tag: str | None, *, has_fix: bool
+) -> Surveyed:
+    with open_to_look(paths, tag=tag) as checkpoint:
+        found = inspect_checkpoint(checkpoint, depth)
+        fix = _fix(checkpoint) if has_fix and not found.portable else None
+    if len(paths) > 1:
+        found = replace(found, named=tuple(map(str, paths)))
+    return Surveyed(paths, found, fix)
+
+
+def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:
+    from ckptconv.convert.prescriptions import Fix, workable  # planning takes a while to import
+
+    return workable(Fix(), checkpoint)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import overload
+from typing import Any, Generic, TypeVar, overload
 
 from ckptconv.inspect.refusals import Refusal
 from ckptconv.support.errors import printable
-from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text, some_text
 from ckptconv.tree.containers import UNKNOWN, Container
 
@@ -55,11 +56,9 @@ class TensorList(Sequence[TensorFacts]):
         return len(self._all())
 
     def __eq__(self, other: object) -> bool:
-        return (
-            self._all() == tuple(other)
-            if isinstance(other, (TensorList, tuple))
-            else NotImplemented
-        )
+        if not isinstance(other, (TensorList, tuple)):
+            return NotImplemented
+        return self._all() == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -117,55 +116,117 @@ class OddObject:
     has_plain_form: bool
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Inspection:
-    """The facts about one checkpoint. `locations` and `dtypes` count storages and tensors; `nbytes`
-    is the file's size.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The storages and tensors of a checkpoint: `locations` counts storages, `dtypes` tensors.
 
-    `state_dicts` maps the path of each state dict to the wrappers found in its keys; `producer` is
-    the framework that wrote it, where it can be told; `offered` maps paths of state dicts to a
-    prefix that may be taken off. `stored` is the size of the storages and `used` of the bytes that
-    tensors use, which differ where slices dragged whole storages along. `modules` counts the whole
-    modules that are shown as their state dicts; `named` are the files that were named, where they
-    are several.
-
-    `dead` is how much of a zip file its pickle does not refer to: records that were added or left
-    over, bytes between them. `strays` are records outside its folder, `protocol` is that of a
-    pickle, and `untyped` what a legacy file holds, that `weights_only=True` does not read.
-    `lacking`: the state dict of a whole module may lack what its class saves. `opening` is the
-    container, and so who opens it without ckptconv. `training_state` says whose state all its
-    tensors are, where it holds no weights (an optimizer's). `refused` is what its own library
-    refuses besides. `tensor_list` has a record for each tensor, made when it is first looked at.
-    `portable` says whether the checkpoint's own library opens it on any host and a bare model takes
-    its keys, and `reasons` why not.
+    `stored` is the size of the storages and `used` of the bytes that tensors use, which differ
+    where slices dragged whole storages along. `dead` is how much of a zip file its pickle does not
+    refer to: records that were added or left over, bytes between them.
     """
 
-    path: str
-    format: str
-    nbytes: int
     tensors: int
     stored: int
     used: int
     locations: Mapping[str, int]
     dtypes: Mapping[str, int]
+    dead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Whose weights a checkpoint holds, and under which keys.
+
+    `state_dicts` maps the path of each state dict to the wrappers found in its keys; `producer` is
+    the framework that wrote it, where it can be told; `offered` maps paths of state dicts to a
+    prefix that may be taken off. `modules` counts the whole modules that are shown as their state
+    dicts. `training_state` says whose state all tensors are, where there are no weights (an
+    optimizer's).
+    """
+
     state_dicts: Mapping[str, tuple[str, ...]]
     producer: str | None
     offered: Mapping[str, str]
-    odd_objects: tuple[OddObject, ...]
-    metadata: Mapping[str, str]
-    notes: tuple[str, ...]
-    root: Part
     modules: int = 0
-    named: tuple[str, ...] = ()
-    dead: int = 0
+    training_state: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hindrances:
+    """What in a file its own library refuses.
+
+    `odd_objects` are those that `weights_only=True` refuses, `strays` records outside the folder of
+    an archive, `protocol` is that of a pickle, and `untyped` what a legacy file holds, that
+    `weights_only=True` does not read; `refused` is what the library refuses besides.
+    """
+
+    odd_objects: tuple[OddObject, ...]
     strays: tuple[str, ...] = ()
     protocol: int | None = None
     untyped: tuple[str, ...] = ()
-    lacking: bool = False
-    opening: Container = UNKNOWN
-    training_state: str | None = None
     refused: tuple[Refusal, ...] = ()
+
+
+Fact = TypeVar("Fact")
+
+
+class _Of(Generic[Fact]):
+    """A fact of a group of facts, told by what holds the group."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._get = attrgetter(f"{self._group}.{name}")
+
+    @overload
+    def __get__(self, holder: None, owner: type) -> _Of[Fact]: ...
+    @overload
+    def __get__(self, holder: object, owner: type) -> Fact: ...
+    def __get__(self, holder: object, owner: type) -> Any:
+        return self if holder is None else self._get(holder)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection:
+    """The facts about one checkpoint: `nbytes` is the file's size, `contents` and `weights` are
+    what it holds, `hindrances` what keeps it from opening.
+
+    `opening` is the container, and so who opens it without ckptconv; `named` are the files that
+    were named, where they are several. `tensor_list` has a record for each tensor, made when it is
+    first looked at. `portable` says whether the checkpoint's own library opens it on any host and a
+    bare model takes its keys, and `reasons` why not.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    contents: Contents
+    weights: Weights
+    hindrances: Hindrances
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...]
+    root: Part
+    opening: Container = UNKNOWN
+    named: tuple[str, ...] = ()
     tensor_list: TensorList = field(default_factory=TensorList, compare=False)
+
+    tensors = _Of[int]("contents")
+    stored = _Of[int]("contents")
+    used = _Of[int]("contents")
+    locations = _Of[Mapping[str, int]]("contents")
+    dtypes = _Of[Mapping[str, int]]("contents")
+    dead = _Of[int]("contents")
+    state_dicts = _Of[Mapping[str, tuple[str, ...]]]("weights")
+    producer = _Of[str | None]("weights")
+    offered = _Of[Mapping[str, str]]("weights")
+    modules = _Of[int]("weights")
+    training_state = _Of[str | None]("weights")
+    odd_objects = _Of[tuple[OddObject, ...]]("hindrances")
+    strays = _Of[tuple[str, ...]]("hindrances")
+    protocol = _Of[int | None]("hindrances")
+    untyped = _Of[tuple[str, ...]]("hindrances")
+    refused = _Of[tuple[Refusal, ...]]("hindrances")
 
     @property
     def portable(self) -> bool:
@@ -178,23 +239,18 @@ class Inspection:
         return tuple(_reasons(self))
 
     def __repr__(self) -> str:
+        facts = (self.format, size_text(self.nbytes), count_text(self.tensors, "tensor"))
         verdict = "portable" if self.portable else "not portable"
-        return short_repr(
-            "Inspection",
-            Path(self.path).name,
-            self.format,
-            size_text(self.nbytes),
-            count_text(self.tensors, "tensor"),
-            verdict,
-        )
+        return short_repr("Inspection", Path(self.path).name, *facts, verdict)
 
     def _repr_html_(self) -> str:
-        facts = [
+        facts: list[tuple[object, ...]] = [
             ("format", self.format),
             ("size", size_text(self.nbytes)),
             ("tensors", self.tensors),
+            ("saved on", ", ".join(self.locations)),
+            ("dtypes", ", ".join(self.dtypes)),
         ]
-        facts += [("saved on", ", ".join(self.locations)), ("dtypes", ", ".join(self.dtypes))]
         facts += [(f"not portable: {reason.code}", reason.what) for reason in self.reasons]
         facts += [
             (part.name, f"{part.kind}, {count_text(part.tensors, 'tensor')}")
@@ -209,6 +265,8 @@ _SHOWN = 10  # parts in a notebook
 def _reasons(inspection: Inspection) -> Iterator[Reason]:
     if elsewhere := [name for name in inspection.locations if name != "cpu"]:
         yield Reason("device", f"needs {some_text(elsewhere)}")
+    if danger_in(inspection.notes):
+        yield Reason("dangerous", "names what is dangerous to load")
     if inspection.odd_objects:
         yield Reason("object", "holds objects that weights_only=True refuses")
     if inspection.modules == 1:

@@ -24,7 +24,7 @@ def tensor_facts(path: str, key: str | None, ref: TensorRef) -> TensorFacts:
 
 def _tensor_part(name: str, ref: TensorRef) -> Part:
     return Part(
-        name, _kind(ref), 1, ref.nbytes, tensor=tensor_facts(name, None, ref), sort="tensor"
+        name, _described(ref)[0], 1, ref.nbytes, tensor=tensor_facts(name, None, ref), sort="tensor"
     )
 
 
@@ -39,22 +39,25 @@ class PartTree(NamedTuple):
     is_bare: bool = False
 
 
-def refs_of(node: Node, overlay: Mapping[int, Node]) -> list[TensorRef]:
-    """The tensors in a node, numpy's arrays among them."""
-    return [ref for _, inner in walk(node, overlay) if (ref := tensor_of(inner)) is not None]
-
-
-def bare_storages(node: Node, overlay: Mapping[int, Node]) -> list[Storage]:
-    """The storages that stand in a node without a tensor over them, as in a quantized tensor."""
-    return [inner for _, inner in walk(node, overlay) if type(inner) is Storage]
+def held_in(node: Node, overlay: Mapping[int, Node]) -> tuple[list[TensorRef], list[Storage]]:
+    """The tensors in a node, numpy's arrays among them, and the storages that stand in it without
+    a tensor over them, as in a quantized tensor.
+    """
+    refs: list[TensorRef] = []
+    bare: list[Storage] = []
+    for _, inner in walk(node, overlay):
+        if type(inner) is Storage:
+            bare.append(inner)
+        elif (ref := tensor_of(inner)) is not None:
+            refs.append(ref)
+    return refs, bare
 
 
 def part_of_tree(name: str, node: Node, tree: PartTree, depth: int, shown: set[int]) -> Part:
     """A node as a part, with `depth` levels of parts in it; `shown` are the nodes shown so far."""
     if id(node) in shown:
-        return Part(
-            name, f"{_kind(node)}, shared with a part above", 0, 0, (), None, *_sort(node), True
-        )
+        words, sort = _described(node)
+        return Part(name, f"{words}, shared with a part above", 0, 0, (), None, *sort, True)
     if type(node) in (Dict, list, Call):
         shown.add(id(node))
     item = tree.found.get(id(node))
@@ -75,7 +78,8 @@ def part_of_tree(name: str, node: Node, tree: PartTree, depth: int, shown: set[i
     ]
     if item is not None and inside:
         parts.insert(0, _state_dict_part(".", item, tree, depth))
-    return Part(name, _kind(node), len(refs), _nbytes(refs), tuple(parts), None, *_sort(node))
+    words, sort = _described(node)
+    return Part(name, words, len(refs), _nbytes(refs), tuple(parts), None, *sort)
 
 
 _Held = Sequence[TensorRef | Storage]
@@ -103,7 +107,10 @@ def _state_dict_part(name: str, item: StateDict, tree: PartTree, depth: int) -> 
 def _held(node: Node, overlay: Mapping[int, Node]) -> _Held:
     if (ref := tensor_of(node)) is not None:
         return (ref,)
-    return () if type(node) in PLAIN else [*refs_of(node, overlay), *bare_storages(node, overlay)]
+    if type(node) in PLAIN:
+        return ()
+    refs, bare = held_in(node, overlay)
+    return [*refs, *bare]
 
 
 def _all_held(named: Sequence[_Entry]) -> list[TensorRef | Storage]:
@@ -140,23 +147,22 @@ def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
 def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
     refs = _all_held(group)
     if len(group) == 1 and not group[0][0]:
-        if (ref := tensor_of(group[0][1])) is not None:
+        [(_, node, _)] = group
+        if (ref := tensor_of(node)) is not None:
             return _tensor_part(head, ref)
-        return Part(
-            head, _entry_kind(group[0][1]), len(refs), _nbytes(refs), (), None, *_sort(group[0][1])
-        )
+        words, sort = _described(node)
+        return Part(head, _library_name(node) or words, len(refs), _nbytes(refs), (), None, *sort)
     return Part(head, "module", len(group), _nbytes(refs), _modules(group, depth - 1))
 
 
-def _entry_kind(node: Node) -> str:
-    """What a key leads to; of an object that is a tensor to its library, its class."""
-    if (
-        type(node) is Call
-        and node.name == "torch._tensor._rebuild_from_type_v2"
-        and type(node.args[1]) is Global
-    ):
+def _library_name(node: Node) -> str | None:
+    """What an object is called that is a tensor to its library; None for anything else."""
+    if type(node) is not Call:
+        return None
+    is_subclass = node.name == "torch._tensor._rebuild_from_type_v2"
+    if is_subclass and type(node.args[1]) is Global:
         return str(node.args[1].path)
-    return _PACKED.get(node.name, _kind(node)) if type(node) is Call else _kind(node)
+    return _PACKED.get(node.name)
 
 
 _PACKED = {
@@ -165,46 +171,37 @@ _PACKED = {
 }
 
 
-def _kind(node: Node) -> str:
+_Sort = tuple[str, int | None, str | int | float | bool | None]
+
+
+def _described(node: Node) -> tuple[str, _Sort]:
+    """What a node is in words; its sort in one, how many items it has, its value if it is plain or
+    a name.
+    """
+    kind = type(node)
+    name = kind.__name__
     if (ref := tensor_of(node)) is not None:
-        return f"{ref.dtype.name} {list(ref.shape)} on {ref.location}"
-    if type(node) is Call and mapping_pairs(node) is None:
-        return node.name
+        return f"{ref.dtype.name} {list(ref.shape)} on {ref.location}", ("tensor", None, None)
     if (pairs := mapping_pairs(node)) is not None:
-        names = {key for key, _ in pairs if type(key) is str}
-        return "optimizer" if {"state", "param_groups"} <= names else f"dict of {len(pairs)}"
-    if type(node) in (list, tuple):
-        return f"{type(node).__name__} of {len(node)}"
-    if type(node) is Global:
-        return f"the name {node.path}"
-    if type(node) is Storage:
-        return f"storage of {node.nbytes} bytes on {node.location}"
-    if type(node) in (str, int, float, complex, bool, bytes):
-        return f"{type(node).__name__} {label_text(node)[:_VALUE_LENGTH]}"
-    return spoken(node)
-
-
-def _sort(node: Node) -> tuple[str, int | None, str | int | float | bool | None]:
-    """The sort of a node in a word, how many items it has, its value if it is plain or a name."""
-    pairs = mapping_pairs(node)
-    if pairs is not None:
-        names = {key for key, _ in pairs if type(key) is str}
-        return "optimizer" if {"state", "param_groups"} <= names else "dict", len(pairs), None
-    if type(node) in (list, tuple):
-        return type(node).__name__, len(node), None
-    if type(node) is Storage:
-        return "storage", node.nbytes, None
-    if type(node) is Call:
-        return "object", None, node.name
-    if type(node) is Global:
-        return "name", None, node.path
-    if node is None or tensor_of(node) is not None:
-        return "none" if node is None else "tensor", None, None
-    if type(node) in (bool, float) or (type(node) is int and node.bit_length() <= _LONGEST_INT):
-        return type(node).__name__, None, node
-    if type(node) in (str, int, complex, bytes):
-        return type(node).__name__, None, label_text(node)[:_VALUE_LENGTH]
-    return "object", None, spoken(node)
+        if {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}:
+            return "optimizer", ("optimizer", len(pairs), None)
+        return f"dict of {len(pairs)}", ("dict", len(pairs), None)
+    if kind in (list, tuple):
+        return f"{name} of {len(node)}", (name, len(node), None)
+    if kind is Storage:
+        words = f"storage of {node.nbytes} bytes on {node.location}"
+        return words, ("storage", node.nbytes, None)
+    if kind is Call:
+        return node.name, ("object", None, node.name)
+    if kind is Global:
+        return f"the name {node.path}", ("name", None, node.path)
+    if node is None:
+        return spoken(node), ("none", None, None)
+    if kind not in (str, int, float, complex, bool, bytes):
+        return spoken(node), ("object", None, spoken(node))
+    text = label_text(node)[:_VALUE_LENGTH]
+    is_value = kind in (bool, float) or (kind is int and node.bit_length() <= _LONGEST_INT)
+    return f"{name} {text}", (name, None, node if is_value else text)
 
 
 _LONGEST_INT = 64  # bits; longer ones are texts, for few readers of JSON take them

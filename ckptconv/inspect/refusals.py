@@ -18,7 +18,7 @@ from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.settling import refuse_keys
 from ckptconv.tree.walk import Place, tensor_of, walk
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _VERSIONS = range(1, 11)
 # bits without the sign; LONG1 has one byte for the length, and torch does not read LONG4
 _LONGEST_INT = 255 * 8 - 1
@@ -63,7 +63,7 @@ def _refusals(file: Checkpoint) -> Iterator[Refusal]:
             yield Refusal("name", what, "Error while deserializing header", "safetensors")
         yield from _torch_refusals(file)
     elif file.container.by == SAFETENSORS_LIBRARY:
-        if suffix in _TORCH_SUFFIXES:
+        if suffix in TORCH_SUFFIXES:
             what = (
                 "it is a safetensors file with the name of a torch file, and the libraries go by "
                 "the name"

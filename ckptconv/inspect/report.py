@@ -1,16 +1,19 @@
-"""The facts about a checkpoint as text and JSON; all that came out of a file is escaped here."""
+"""The facts about a checkpoint as text and JSON, and several in one table that fits a terminal of
+any width; all that came out of a file is escaped here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unicodedata import combining, east_asian_width
 
-from ckptconv.inspect.facts import is_bloated
+from ckptconv.inspect.facts import Surveyed, Unread, is_bloated
 from ckptconv.inspect.inspection import Inspection, Part
 from ckptconv.io.places import path_of
 from ckptconv.support.errors import CheckpointError, printable
-from ckptconv.support.rows import Row
+from ckptconv.support.report import LISTED, Fields, Level, Row, error_document, listed, note_rows
 from ckptconv.support.text import SHOWN, count_text, part_text, quoted, size_text, some_text
 
 if TYPE_CHECKING:
@@ -19,10 +22,8 @@ if TYPE_CHECKING:
 
 def inspection_lines(found: Inspection) -> Iterator[Row]:
     """The facts about a checkpoint above its tree, as rows."""
-    yield Row(
-        "format",
-        f"{found.format}, {size_text(found.nbytes)}, {count_text(found.tensors, 'tensor')}",
-    )
+    tensors = count_text(found.tensors, "tensor")
+    yield Row("format", f"{found.format}, {size_text(found.nbytes)}, {tensors}")
     if found.producer:
         yield Row("written by", printable(found.producer))
     yield Row("saved on", _counts(found.locations, "storage") or "no device: it holds no tensors")
@@ -34,8 +35,7 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
     yield from _object_lines(found)
     for name, value in list(found.metadata.items())[:SHOWN]:
         yield Row("metadata", f"{printable(name)} = {printable(value, 80)}")
-    for note in found.notes:
-        yield Row("note", printable(note), "warning")
+    yield from note_rows(found.notes)
 
 
 def _key_lines(found: Inspection) -> Iterator[Row]:
@@ -43,12 +43,10 @@ def _key_lines(found: Inspection) -> Iterator[Row]:
         yield Row("keys", f"none: it holds only {found.training_state} state, no weights")
     if found.root.sort == "tensor":
         yield Row("keys", "none: a bare tensor, not a state dict")
-    for path, wrappers in list(found.state_dicts.items())[:_COUNTED]:
-        text = (
-            f"carry the wrapper '{printable('.'.join(wrappers))}.'"
-            if wrappers
-            else "are bare, without a wrapper"
-        )
+    for path, wrappers in list(found.state_dicts.items())[:LISTED]:
+        text = "are bare, without a wrapper"
+        if wrappers:
+            text = f"carry the wrapper '{printable('.'.join(wrappers))}.'"
         yield Row("keys", f"those of {part_text(path)} {text}" if path else text)
         if prefix := found.offered.get(path):
             yield Row(
@@ -56,43 +54,34 @@ def _key_lines(found: Inspection) -> Iterator[Row]:
                 f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} "
                 "removes it",
             )
-    if len(found.state_dicts) > _COUNTED:
-        yield Row("keys", f"and those of {len(found.state_dicts) - _COUNTED:,} more")
+    if len(found.state_dicts) > LISTED:
+        yield Row("keys", f"and those of {len(found.state_dicts) - LISTED:,} more")
 
 
 def _bloat_line(found: Inspection) -> Row:
     used, stored = size_text(found.used), size_text(found.stored)
-    dead = (
-        f", and the pickle does not refer to {size_text(found.dead)} of the file"
-        if found.dead
-        else ""
-    )
-    return Row(
-        "bloat", f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
-    )
+    dead = ""
+    if found.dead:
+        dead = f", and the pickle does not refer to {size_text(found.dead)} of the file"
+    text = f"tensors use {used} of {stored} of storages{dead}; converting drops the rest"
+    return Row("bloat", text)
 
 
 def _object_lines(found: Inspection) -> Iterator[Row]:
-    for odd in found.odd_objects[:SHOWN]:
-        plain = "has a plain form" if odd.has_plain_form else "has no plain form"
-        yield Row(
-            "object",
-            f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by "
-            f"weights_only=True; {plain}",
-        )
-    if len(found.odd_objects) > SHOWN:
-        yield Row("object", f"and {len(found.odd_objects) - SHOWN:,} more")
+    objects = [
+        f"{printable(odd.path) or 'the root'}: {printable(odd.name)}, refused by "
+        f"weights_only=True; has {'a' if odd.has_plain_form else 'no'} plain form"
+        for odd in found.odd_objects
+    ]
+    yield from listed("object", objects, most=SHOWN)
 
 
 def _counts(counted: Any, noun: str) -> str:
     ordered = sorted(counted.items(), key=lambda item: -item[1])
     shown = ", ".join(
-        f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered[:_COUNTED]
+        f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered[:LISTED]
     )
-    return f"{shown} and {len(ordered) - _COUNTED:,} more" if len(ordered) > _COUNTED else shown
-
-
-_COUNTED = 20  # devices, dtypes and state dicts that are listed; --json lists all
+    return f"{shown} and {len(ordered) - LISTED:,} more" if len(ordered) > LISTED else shown
 
 
 def tree_lines(part: Part, limit: int = 40) -> Iterator[str]:
@@ -119,8 +108,8 @@ def _part_text(part: Part) -> str:
     count = count_text(part.tensors, "tensor")
     if part.kind == "module":
         return f"{size}  {count}"
-    one = part.tensors == 1 and not part.parts
-    return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not one else "")
+    is_one = part.tensors == 1 and not part.parts
+    return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not is_one else "")
 
 
 def verdict(
@@ -149,52 +138,165 @@ def _fix_text(found: Inspection, fix: Prescription | CheckpointError | None) -> 
     return f"{lost}. Fix: {printable(command(fix.fix, files, Path('OUT.pt')), 20_000)}"
 
 
+# ------------------------------------------------------------------------- several checkpoints
+
+_HEAD = ("name", "format", "size", "tensors", "dtypes", "devices", "portable")
+_RIGHT = frozenset((2, 3))  # columns of numbers
+_GAP = 2
+_NARROWEST = 12  # cells of the names; where less is left, each checkpoint has lines of its own
+_NAMED = 3  # dtypes and devices that are named; the rest is counted
+
+
+def is_portable(item: Surveyed | Unread) -> bool:
+    """Whether it could be opened, and its own library opens it on any host."""
+    return isinstance(item, Surveyed) and item.found.portable
+
+
+def survey_lines(items: Sequence[Surveyed | Unread], width: int) -> Iterator[Row]:
+    """The table, as rows without labels.
+
+    Where it does not fit `width`, each checkpoint has lines of its own.
+    """
+    rows = [_cells_of(item) for item in items]
+    widths = [max(map(_columns, column)) for column in zip(_HEAD, *rows, strict=True)]
+    room = width - sum(widths[1:]) - _GAP * (len(widths) - 1)
+    fits = room >= min(widths[0], _NARROWEST)
+    widths[0] = min(widths[0], room)
+    if fits:
+        yield Row("", _aligned(_HEAD, widths), "heading")
+    for item, row in zip(items, rows, strict=True):
+        if fits and _columns(row[0]) <= room:
+            yield Row("", _aligned(row, widths))
+        elif fits:
+            yield from (Row("", line) for line in _wrapped(row[0], width, ""))
+            yield Row("", _aligned(("", *row[1:]), widths))
+        else:
+            yield from _stacked(item, row, width)
+        yield from _verdict_lines(item, width, brief=fits)
+    portable = sum(map(is_portable, items))
+    level: Level = "good" if portable == len(items) else "warning"
+    yield Row("", f"{portable} of {len(items)} portable", level)
+
+
+def _cells_of(item: Surveyed | Unread) -> tuple[str, ...]:
+    name = ", ".join(printable(path) for path in item.paths)
+    if isinstance(item, Unread):
+        return (name, *("-" for _ in _HEAD[1:]))
+    found = item.found
+    return (
+        name,
+        found.format,
+        size_text(found.nbytes),
+        f"{found.tensors:,}",
+        _some(found.dtypes),
+        _some(found.locations),
+        "yes" if is_portable(item) else "no",
+    )
+
+
+def _some(counted: Mapping[str, int]) -> str:
+    names = sorted(counted, key=lambda name: -counted[name])
+    shown = ", ".join(printable(name, 30) for name in names[:_NAMED]) or "-"
+    return f"{shown} +{len(names) - _NAMED}" if len(names) > _NAMED else shown
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    padded = []
+    for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        room = " " * (width - _columns(cell))
+        padded.append(room + cell if index in _RIGHT else cell + room)
+    return (" " * _GAP).join(padded).rstrip()
+
+
+def _stacked(item: Surveyed | Unread, row: Sequence[str], width: int) -> Iterator[Row]:
+    yield from (Row("", line, "heading") for line in _wrapped(row[0], width, ""))
+    if isinstance(item, Surveyed):
+        facts = [row[1], row[2], count_text(item.found.tensors, "tensor"), row[4], row[5]]
+        text = ", ".join(fact for fact in facts if fact != "-")
+        yield from (Row("", line) for line in _wrapped(text, width, "  "))
+
+
+def _verdict_lines(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[Row]:
+    """Who opens it anywhere, why nobody does, or why it could not be opened.
+
+    `brief`: not what is said of nearly all.
+    """
+    level: Level = "good"
+    if isinstance(item, Unread):
+        error, level = item.error, "error"
+        where = f"{printable(error.where)}: " if error.where else ""
+        hint = f"; {printable(error.hint, 2000)}" if error.hint else ""
+        text = f"error: {where}{printable(error.what, 2000)}{hint}"
+    elif reasons := item.found.reasons:
+        text = f"not portable: {'; '.join(reason.what for reason in reasons)}"
+        level = "warning"
+    elif brief and item.found.opening.is_usual:
+        return
+    else:
+        text = f"portable ({item.found.opening.by})"
+    yield from (Row("", line, level) for line in _wrapped(text, width, "  "))
+
+
+def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
+    """Lines of at most `width` cells; a word that is longer is cut."""
+    room = max(width - len(indent), 10)
+    line = ""
+    for word in text.split(" "):
+        if line and _columns(line) + 1 + _columns(word) > room:
+            yield indent + line
+            line = ""
+        line = f"{line} {word}" if line else word
+        while _columns(line) > room:
+            fit = next(count for count in range(len(line), 0, -1) if _columns(line[:count]) <= room)
+            yield indent + line[:fit]
+            line = line[fit:]
+    if line:
+        yield indent + line
+
+
+def _columns(text: str) -> int:
+    """The columns that a terminal needs for a text: two for a wide character (Unicode annex 11)."""
+    wide = sum(east_asian_width(char) in "WF" for char in text if not combining(char))
+    return wide + sum(not combining(char) for char in text)
+
+
+# ------------------------------------------------------------------------------------------- JSON
+
+_PART: Fields = Fields(
+    "name kind=sort length value shared dtype=tensor shape=tensor device=tensor tensors "
+    "bytes=nbytes parts",
+    dtype=lambda tensor: tensor and tensor.dtype,
+    shape=lambda tensor: tensor and list(tensor.shape),
+    device=lambda tensor: tensor and tensor.device,
+    parts=lambda parts: _PART.of_all(parts),
+)
+_INSPECTION = Fields(
+    "path format bytes=nbytes tensors stored_bytes=stored dead_bytes=dead used_bytes=used "
+    "locations dtypes state_dicts producer offered_prefixes=offered odd_objects metadata notes "
+    "parts=root.parts portable reasons opened_by=opening.by",
+    state_dicts=lambda found: [
+        {"path": path, "wrappers": list(names)} for path, names in found.items()
+    ],
+    odd_objects=Fields("path object=name plain_form=has_plain_form"),
+    parts=_PART,
+    reasons=Fields("code what"),
+)
+
+
 def inspection_document(
     found: Inspection, fix: Prescription | CheckpointError | None = None
 ) -> dict[str, Any]:
     """The facts about a checkpoint as JSON values."""
-    portable, text = verdict(found, fix)
-    return {
-        "path": found.path,
-        "format": found.format,
-        "bytes": found.nbytes,
-        "tensors": found.tensors,
-        "stored_bytes": found.stored,
-        "dead_bytes": found.dead,
-        "used_bytes": found.used,
-        "locations": dict(found.locations),
-        "dtypes": dict(found.dtypes),
-        "state_dicts": [
-            {"path": path, "wrappers": list(names)} for path, names in found.state_dicts.items()
-        ],
-        "producer": found.producer,
-        "offered_prefixes": dict(found.offered),
-        "odd_objects": [
-            {"path": odd.path, "object": odd.name, "plain_form": odd.has_plain_form}
-            for odd in found.odd_objects
-        ],
-        "metadata": dict(found.metadata),
-        "notes": list(found.notes),
-        "parts": [_part_document(part) for part in found.root.parts],
-        "portable": portable,
-        "reasons": [{"code": reason.code, "what": reason.what} for reason in found.reasons],
-        "opened_by": found.opening.by,
-        "verdict": text,
-    }
+    return {**_INSPECTION.of(found), "verdict": verdict(found, fix)[1]}
 
 
-def _part_document(part: Part) -> dict[str, Any]:
-    tensor = part.tensor
+def survey_document(items: Sequence[Surveyed | Unread]) -> dict[str, Any]:
+    """Several checkpoints as JSON values, errors as items among them."""
     return {
-        "name": part.name,
-        "kind": part.sort,
-        "length": part.length,
-        "value": part.value,
-        "shared": part.shared,
-        "dtype": None if tensor is None else tensor.dtype,
-        "shape": None if tensor is None else list(tensor.shape),
-        "device": None if tensor is None else tensor.device,
-        "tensors": part.tensors,
-        "bytes": part.nbytes,
-        "parts": [_part_document(inner) for inner in part.parts],
+        "checkpoints": [
+            {"path": str(item.paths[0]), **error_document(item.error, 1)}
+            if isinstance(item, Unread)
+            else inspection_document(item.found, item.fix)
+            for item in items
+        ]
     }

@@ -45,7 +45,7 @@ class AppendedLines:
                 raise OutputRefused(
                     "is the report of a batch that runs now",
                     path=self.path,
-                    hint="wait for it, or name another report with --report (report= in code)",
+                    hint="wait for it, or name another report with --report",
                 ) from None
             except OSError:  # a file system without locks
                 return

@@ -131,9 +131,7 @@ def check_output(path: Path, *, force: bool) -> None:
                 "is a pipe, socket or device, which cannot be replaced atomically", path=path
             )
         if mode and not force:
-            raise OutputRefused(
-                "exists", path=path, hint="add --force to replace it (force=True in code)"
-            )
+            raise OutputRefused("exists", path=path, hint="add --force to replace it")
         refuse_missing_folder(path, followed(path).parent)
 
 
@@ -236,9 +234,7 @@ def check_folder(path: Path, *, force: bool) -> None:
                 "is a file, but a folder is to be written", path=path, hint="name another folder"
             )
         if mode and not force:
-            raise OutputRefused(
-                "exists", path=path, hint="add --force to replace it (force=True in code)"
-            )
+            raise OutputRefused("exists", path=path, hint="add --force to replace it")
         if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
             raise OutputRefused(
                 "holds something other than a DCP checkpoint", path=path, hint="name another folder"

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NoReturn
 
 from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Reopening, Source
@@ -20,6 +20,7 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
     MalformedCheckpoint,
+    OutputRefused,
     UnsupportedCheckpoint,
     not_opened,
 )
@@ -44,6 +45,7 @@ class FileSource(Source):
         self._stamp = stamp(found)
         if (note := _NOTING.get()) is not None:
             note(found)
+        note_input((found.st_dev, found.st_ino), self.path)
         # the last bytes fetched for a small read, and their place: small records lie side by side
         self._window = b"", 0
 
@@ -193,6 +195,62 @@ def noting_files(note: Callable[[os.stat_result], None]) -> Iterator[None]:
         _NOTING.reset(token)
 
 
+_INPUTS: ContextVar[dict[tuple[int, int] | str, PurePath] | None]
+_INPUTS = ContextVar("inputs", default=None)
+"""What the run in which this is called has opened to read: files by their device and inode, objects
+of stores by their addresses.
+"""
+
+
+def note_input(named: tuple[int, int] | str, path: PurePath) -> None:
+    """The run has opened a file, or an object, to read."""
+    if (inputs := _INPUTS.get()) is not None:
+        inputs.setdefault(named, path)
+
+
+@contextlib.contextmanager
+def one_run() -> Iterator[None]:
+    """The block is one run: no output takes the place of a file that it has read. Within another
+    one it is part of that.
+    """
+    if _INPUTS.get() is not None:
+        yield
+        return
+    token = _INPUTS.set({})
+    try:
+        yield
+    finally:
+        _INPUTS.reset(token)
+
+
+def refuse_inputs(outputs: Iterable[PurePath], replaced: Iterable[Source] = ()) -> None:
+    """Raise `OutputRefused` where an output is, or is a folder around, a file that this run has
+    read: a checkpoint, a part of one, rules, a list of keys. `replaced` are the sources whose place
+    it is to take.
+    """
+    files = [source for source in replaced if source.is_file()]
+    own = {*(source.fingerprint()[:2] for source in files), *(str(source.path) for source in files)}
+    inputs = _INPUTS.get() or {}
+    read = {named: path for named, path in inputs.items() if named not in own}
+    if not read:
+        return  # names of an earlier set are not asked for: a store has to list them
+    for output in outputs:
+        try:
+            found = output.stat() if isinstance(output, Path) else None
+        except OSError:
+            continue
+        if (str(output) if found is None else (found.st_dev, found.st_ino)) in read:
+            what = "is read by this run, so it cannot be one of its outputs"
+            raise OutputRefused(what, path=output, hint="name another file")
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            real = Path(os.path.realpath(output))
+            local = (path for path in read.values() if isinstance(path, Path))
+            inside = [path for path in local if Path(os.path.realpath(path)).is_relative_to(real)]
+            if inside:
+                what = f"holds {inside[0].name}, which is read by this run"
+                raise OutputRefused(what, path=output, hint="name another folder")
+
+
 def stamp(found: os.stat_result) -> tuple[int, ...]:
     """What changes when a file is written to, or when its name is given to another."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -254,6 +312,22 @@ def refuse_changed(sources: Iterable[Source]) -> None:
         source.check_unchanged()
 
 
+_RESERVED = 16
+"""Descriptors for the program itself: streams, modules, locks, outputs, pipes."""
+
+
+def kept_open(most: int) -> int:
+    """How many files of a checkpoint may be open at a time: `most`, or as many as this process may
+    open where that is less.
+
+    Several checkpoints are open where they are compared or merged: one has a quarter.
+    """
+    allowed = platforms.most_open_files()
+    if allowed is None:
+        return most
+    return min(most, max(1, (allowed - _RESERVED) // 4))
+
+
 class FilePool:
     """Any number of files of which a few are open at a time: a checkpoint of 3,000 ranks has more
     than a process may open.
@@ -264,7 +338,7 @@ class FilePool:
 
     def __init__(self) -> None:
         self._open: dict[PooledSource, None] = {}  # the one used last stands last
-        self._most = in_force().open_files
+        self._most = kept_open(in_force().open_files)
 
     def hold(self, source: PooledSource) -> None:
         """Note that `source` is open and in use; close the one that was not used for longest where

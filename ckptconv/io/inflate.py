@@ -59,6 +59,8 @@ class InflatedSource(Source):
     spool does not change any more.
     """
 
+    is_inflated = True
+
     def __init__(
         self,
         parent: Source,
@@ -144,3 +146,21 @@ class InflatedSource(Source):
             raise MalformedCheckpoint(
                 f"is not deflated as declared ({error})", path=self.path, where=self._name
             ) from error
+
+
+class UnpackedSource(InflatedSource):
+    """A whole file that was compressed, from the `pieces` of its plain bytes: nothing else tells
+    how many they are, so all are made at once.
+    """
+
+    def __init__(self, parent: Source, pieces: Iterator[bytes]) -> None:
+        self._parent, self._offset, self._deflated = parent, 0, parent.size
+        self._spool = Spool()
+        try:
+            spooled, start = self._spool.append(pieces)
+        except BaseException:
+            self._spool.close()
+            raise
+        self.path, self.size = parent.path, spooled.size
+        self._plain = RangeSource(spooled, start, self.size)
+        self._plain.path = self.path

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
@@ -23,6 +23,11 @@ class LocalPlace(Location):
     """A path of this host."""
 
     at: Path
+    ends_in_slash: bool = field(default=False, compare=False)
+
+    @property
+    def says_folder(self) -> bool:
+        return self.ends_in_slash
 
     @property
     def path(self) -> Path:

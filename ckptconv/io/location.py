@@ -59,6 +59,11 @@ class Location(ABC):
         return str(self.path)
 
     @property
+    def says_folder(self) -> bool:
+        """Whether its name ends in a slash, and so means a folder, which need not be there."""
+        return False
+
+    @property
     @abstractmethod
     def parent(self) -> Location:
         """The folder that it lies in."""

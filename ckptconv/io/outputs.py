@@ -23,13 +23,13 @@ from ckptconv.io.destination import (
     new_file,
     refuse_missing_folder,
 )
-from ckptconv.io.files import let_go
+from ckptconv.io.files import let_go, refuse_inputs
 from ckptconv.io.hidden_folders import remove_kept, remove_leftovers, staging_folder
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
 from ckptconv.io.places import local_path
 from ckptconv.io.source import Source
-from ckptconv.io.staging import ShardNames, ShardSet, put_file, put_folder, put_new_folder, put_set
+from ckptconv.io.staging import ShardNames, put_file, put_folder, put_new_folder, put_set
 from ckptconv.support import platforms
 from ckptconv.support.errors import OutputRefused
 from ckptconv.support.signals import held_back
@@ -96,12 +96,22 @@ class LocalDraft(Draft):
 
 
 class _Staged(Destination):
-    """An output that is made in a hidden folder; `size` is what all its files will have."""
+    """An output that is made in a hidden folder; `size` is what all its files will have, `replaces`
+    are the sources whose place it may take.
+    """
 
     path: Path
 
-    def __init__(self, path: Path, *, force: bool, fsync: bool, size: int) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        *,
+        force: bool,
+        fsync: bool,
+        size: int,
+        replaces: Iterable[Source] = (),
+    ) -> None:
+        self.path, self._replaces = path, tuple(replaces)
         self._force, self._fsync, self._size = force, fsync, size
         self._drafts: list[LocalDraft] = []
         self._made: Path | None = None
@@ -109,6 +119,7 @@ class _Staged(Destination):
 
     def __enter__(self) -> _Staged:
         with self._leaving:
+            refuse_inputs(self._taken(), self._replaces)
             self._made = self._prepared(self._leaving)
             check_space(self._made / self.path.name, self._size, self.path)
             self._leaving = self._leaving.pop_all()
@@ -159,6 +170,10 @@ class _Staged(Destination):
         """How errors call the draft of that name."""
         return self.path.parent / name
 
+    def _taken(self) -> Iterable[Path]:
+        """The places that it takes."""
+        return [self.path]
+
     @abstractmethod
     def _prepared(self, leaving: ExitStack) -> Path:
         """Refuse what must not be written; the hidden folder, which goes when `leaving` does."""
@@ -188,16 +203,21 @@ class SetOutput(_Staged):
     def __init__(
         self,
         path: Path,
-        files: ShardSet,
+        files: ShardNames,
         *,
         in_folder: bool,
         force: bool,
         fsync: bool,
         size: int,
+        replaces: Iterable[Source] = (),
     ) -> None:
-        super().__init__(path, force=force, fsync=fsync, size=size)
-        self._files, self._in_folder = files, in_folder
-        self._is_new = False
+        super().__init__(path, force=force, fsync=fsync, size=size, replaces=replaces)
+        self._names, self._files = files, files.in_folder(path.parent)
+        self._in_folder, self._is_new = in_folder, False
+
+    def _taken(self) -> Iterable[Path]:
+        yield self.path
+        yield from (self.path.parent / name for name in self._names.taken())
 
     def _prepared(self, leaving: ExitStack) -> Path:
         folder = self.path.parent
@@ -304,14 +324,34 @@ def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
 
 
 def file_output(
-    place: Location, *, force: bool, fsync: bool, size: int, read_back: bool = False
+    place: Location,
+    *,
+    force: bool,
+    fsync: bool,
+    size: int,
+    read_back: bool = False,
+    replaces: Iterable[Source] = (),
 ) -> Destination:
-    """One file at `place`; with `read_back` its draft will be read before it is put there."""
+    """One file at `place`; with `read_back` its draft will be read before it is put there. Of what
+    the run has read it may take the place of `replaces` alone.
+    """
     if (path := place.local()) is not None:
-        return FileOutput(path, force=force, fsync=fsync, size=size)
+        return FileOutput(path, force=force, fsync=fsync, size=size, replaces=replaces)
     from ckptconv.io.remote.output import remote_output
 
-    return remote_output(place, force=force, read_back=read_back)
+    return remote_output(place, force=force, read_back=read_back, replaces=replaces)
+
+
+def write_file(place: Location, *pieces: memoryview | bytes, force: bool) -> int:
+    """Put a file of these runs of bytes in its place, whole or not at all; returns its size."""
+    size = sum(map(len, pieces))
+    with file_output(place, force=force, fsync=True, size=size) as output:
+        with output.draft(place.name, size) as draft:
+            for piece in pieces:
+                draft.stream.write(memoryview(piece))
+            draft.commit()
+        output.commit()
+    return size
 
 
 def set_output(
@@ -323,26 +363,30 @@ def set_output(
     fsync: bool,
     size: int,
     read_back: bool = False,
+    replaces: Iterable[Source] = (),
 ) -> Destination:
     """Shards and an index, named after `place`; `in_folder`: in a folder that may be made."""
     if (path := place.local()) is not None:
         return SetOutput(
             path,
-            files.in_folder(path.parent),
+            files,
             in_folder=in_folder,
             force=force,
             fsync=fsync,
             size=size,
+            replaces=replaces,
         )
     from ckptconv.io.remote.output import remote_output
 
-    return remote_output(place, force=force, read_back=read_back, files=files)
+    return remote_output(place, force=force, read_back=read_back, files=files, replaces=replaces)
 
 
-def folder_output(place: Location, *, force: bool, fsync: bool, size: int) -> FolderOutput:
+def folder_output(
+    place: Location, *, force: bool, fsync: bool, size: int, replaces: Iterable[Source] = ()
+) -> FolderOutput:
     """A folder at `place`, into which others write files of this host."""
     path = local_path(place, "a folder of this kind is made on this machine only")
-    return FolderOutput(path, force=force, fsync=fsync, size=size)
+    return FolderOutput(path, force=force, fsync=fsync, size=size, replaces=replaces)
 
 
 def _close_replaced(inputs: Iterable[Source], paths: Callable[[], Iterable[Path]]) -> None:

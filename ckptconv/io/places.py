@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
-from ckptconv.support.addresses import address_in, how_to_get
+from ckptconv.support.addresses import address_in, holds_credentials, how_to_get, shown
 from ckptconv.support.errors import UnsupportedCheckpoint
+
+_SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 
 
 def place_of(named: str | os.PathLike[str] | Location) -> Location:
@@ -19,13 +22,27 @@ def place_of(named: str | os.PathLike[str] | Location) -> Location:
     if isinstance(named, Location):
         return named
     if (address := address_in(named)) is None:
-        return LocalPlace(Path(named))
+        return LocalPlace(Path(named), os.fspath(named).endswith(_SLASHES))
     if address.lower().startswith("file:"):
         what = "is an address of this machine"
         raise UnsupportedCheckpoint(what, path=address, hint=how_to_get(address))
+    if holds_credentials(address):
+        raise UnsupportedCheckpoint(
+            "holds a name or a key, and addresses of this kind take none",
+            path=shown(address),
+            hint="leave out what stands before the @: ckptconv help remote (credentials) says "
+            "where keys are looked for",
+        )
     from ckptconv.io.remote.place import remote_place
 
     return remote_place(address)
+
+
+def places_of(
+    named: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> tuple[Location, ...]:
+    """The places that the user named: of one name one, else those of all ranks' files."""
+    return tuple(map(place_of, [named] if isinstance(named, (str, os.PathLike)) else named))
 
 
 def path_of(named: str | os.PathLike[str]) -> PurePath:

@@ -51,6 +51,8 @@ class Source(ABC):
 
     path: PurePath
     size: int
+    is_inflated = False
+    """Whether its bytes were inflated, from what may be far fewer."""
 
     @property
     def name(self) -> str:

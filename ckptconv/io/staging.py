@@ -85,6 +85,12 @@ class ShardNames:
     claimed: Sequence[str] = ()
     companions: Sequence[str] = ()
 
+    def taken(self) -> Iterator[str]:
+        """What it takes the place of or removes, but for indexes: they go with their shards."""
+        yield from self.shards
+        yield from self.companions
+        yield from (name for name in self.earlier() if not name.endswith(".index.json"))
+
     def in_folder(self, folder: Path) -> ShardSet:
         """The files in a folder of this host."""
         return ShardSet(

@@ -204,8 +204,9 @@ class OutputStream:
         if self._thread is None:
             for _ in range(_BUFFERS - 1):
                 self._free.put(memoryview(bytearray(CHUNK)))
-            self._thread = threading.Thread(target=self._drain, name="ckptconv-writer", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._drain, name="ckptconv-writer", daemon=True)
+            thread.start()  # there may be no memory for it, and then there is nobody to wait for
+            self._thread = thread
         self._full.put(self._buffer)
         self._buffer, self._filled = self._free.get(), 0
         self._raise_failure()

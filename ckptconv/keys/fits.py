@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
-from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.report import Fields, html_table, short_repr
 
 Shape = tuple[int, ...] | None
 """The shape of the tensor under a key; None, which fits all, where there is none or none known."""
 Shapes = Mapping[str, Shape]
 Ties = Sequence[Sequence[str]]
 """The keys of a target that are names of one tensor, group by group."""
+
+
+SAME_KEYS, WRAPPERS = "the same keys", "wrappers"
+"""The ways to fit keys that do not assign any to a key of another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ class Fit:
     several source keys could be meant for, `nearest` those for which something similar is left.
     `unexpected` are the source keys that are left over, and `mismatched` those of the right name
     and another shape. `filled` maps target keys that the source lacks to the source key of another
-    name of the same tensor. `how` says in a word or two what the renaming is.
+    name of the same tensor. `how` says in a word or two what the renaming is. `preset` names the
+    framework's rules under which the keys would fit, where they do not and there are such.
     """
 
     how: str
@@ -53,6 +59,14 @@ class Fit:
     ambiguous: tuple[Candidates, ...] = ()
     nearest: tuple[Candidates, ...] = ()
     filled: Mapping[str, str] = field(default_factory=dict)
+    preset: str = ""
+
+    @property
+    def assigned(self) -> Mapping[str, str]:
+        """The source keys that became keys of other names, by more than wrappers around them."""
+        if self.how in (SAME_KEYS, WRAPPERS):
+            return {}
+        return {old: new for old, new in self.renames.items() if old != new}
 
     @property
     def covers(self) -> bool:
@@ -63,6 +77,10 @@ class Fit:
     def fits(self) -> bool:
         """Whether the target is covered and no key of the source is left over."""
         return self.covers and not self.unexpected
+
+    def document(self) -> dict[str, Any]:
+        """What became of each key, as JSON values."""
+        return _FIT.of(self)
 
     def _counts(self) -> list[tuple[str, int]]:
         named = ("renames", "filled", "missing", "unexpected", "mismatched", "ambiguous")
@@ -85,3 +103,15 @@ class Fit:
             (("unexpected", "", key) for key in self.unexpected),
         )
         return html_table(f"{self._verdict}: {self.how}", chain(*lists, pairs))
+
+
+def _choices(items: Sequence[Candidates]) -> dict[str, list[str]]:
+    return {item.key: list(item.source_keys) for item in items}
+
+
+_FIT = Fields(
+    "how fits covers renames missing unexpected mismatched ambiguous nearest filled",
+    mismatched=Fields("key source_key source target"),
+    ambiguous=_choices,
+    nearest=_choices,
+)

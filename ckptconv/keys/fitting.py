@@ -23,6 +23,7 @@ from ckptconv.keys.name_matching import (
     same_names,
     suffixes,
 )
+from ckptconv.keys.presets import PRESETS, Preset
 
 _NEAREST = 3
 """Candidates that are named for one key."""
@@ -53,6 +54,24 @@ def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
     >>> fit_keys({"embed.w": (2,)}, target, [("embed.w", "head.w")]).filled
     {'head.w': 'embed.w'}
     """
+    fit = _fit_ties(source, target, ties)
+    return fit if fit.fits else replace(fit, preset=_preset(source, target, ties))
+
+
+def _preset(source: Shapes, target: Shapes, ties: Ties) -> str:
+    """The framework's rules that leave out what stands in the way (a counter of averages, say)."""
+    for name in PRESETS:
+        preset = Preset(name)
+        if preset.leaves_out and not preset.idle([*source]):
+            step = preset.step([*source])
+            new = {after: shape for key, shape in source.items() if (after := step(key))}
+            if _fit_ties(new, target, ties).fits:
+                return name
+    return ""
+
+
+def _fit_ties(source: Shapes, target: Shapes, ties: Ties) -> Fit:
+    """As `fit_keys`, by the keys and their ties alone."""
     fit = _fit_all(source, target)
     if fit.covers or not (absent := _absent_names(fit, source, target, ties)):
         return fit

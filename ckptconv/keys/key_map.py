@@ -32,7 +32,7 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import KeyConflict, OptionRefused, printable
-from ckptconv.support.showing import short_repr
+from ckptconv.support.report import short_repr
 from ckptconv.support.text import first_few
 
 _IN_REPR = 10  # rules
@@ -231,10 +231,6 @@ class KeyMap:
             if number in self.orders:
                 renamed = reordered(renamed, self.orders[number])
         return renamed
-
-    def module_path(self, path: str) -> str:
-        """The new name of a module path, as `_metadata` has them (the root is the empty path)."""
-        return self.module_paths(path)[0]
 
     def module_paths(self, path: str) -> tuple[str, ...]:
         """The new names of a module path: one, but where undoing a mapping tells several apart that

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptconv.keys.fits import Shapes
+from ckptconv.keys.fits import SAME_KEYS, WRAPPERS, Shapes
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.support.errors import KeyConflict, LimitExceeded
 from ckptconv.support.limits import in_force
@@ -16,9 +16,9 @@ Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may b
 
 def same_names(source: Shapes, target: Shapes) -> Iterator[tuple[str, bool, Names, Names]]:
     """The ways to read the keys of both sides: its name, whether it leaves no doubt, both names."""
-    yield "the same keys", True, {key: key for key in source}, {key: key for key in target}
+    yield SAME_KEYS, True, {key: key for key in source}, {key: key for key in target}
     sources, targets = _bare(source), _bare(target)
-    yield "wrappers", True, sources, targets
+    yield WRAPPERS, True, sources, targets
     heads = _head(sources), _head(targets)
     if any(heads):
         yield _prefix_text(*heads), False, _cut(sources, heads[0]), _cut(targets, heads[1])

@@ -31,6 +31,19 @@ peft's `PeftModel`; timm's `ModelEma`; mmengine's `BaseAveragedModel` (``steps``
 `EMA`.
 """
 
+_SIGNS = {"swa": ("n_averaged",), "ema-pytorch": ("initted", "step", "ema_model.")}
+"""The starts of keys that only what writes them has, all of them, by the preset that helps."""
+
+
+def told_preset(keys: Sequence[str]) -> str | None:
+    """The preset whose framework adds keys of its own to a state dict, as these tell."""
+    told = (
+        name
+        for name, signs in _SIGNS.items()
+        if all(any(key.startswith(sign) for key in keys) for sign in signs)
+    )
+    return next(told, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Preset(Rule):

@@ -259,7 +259,7 @@ def _yaml_entries(text: str, path: PurePath) -> list[_Entry]:
     try:
         import yaml
     except ImportError:
-        hint = "pip install 'ckptconv[yaml]', or write the rules as JSON or TOML"
+        hint = "pip install 'pyyaml>=6', or write the rules as JSON or TOML"
         raise MissingDependency("needs PyYAML", path=path, hint=hint) from None
     try:
         root: Any = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -16,6 +16,7 @@ from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.source import CHUNK
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.keys.naming_metadata import followed, naming_entries
 from ckptconv.live.storages import (
     MapLocation,
     Restorer,
@@ -23,8 +24,8 @@ from ckptconv.live.storages import (
     is_read_once,
     lies_mappable,
 )
+from ckptconv.objects.known_names import VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.plain import tensor_form
-from ckptconv.objects.torch_names import VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.torch_read import Window, window
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
 from ckptconv.support.choices import (
@@ -39,12 +40,14 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
     too_deep,
+    warn,
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
+from ckptconv.tensors.scaled_weights import refuse_apart
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.renaming import rename_state_dicts
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
@@ -65,6 +68,7 @@ def load_portable(
     only: str | None = None,
     keys: Literal["strip", "keep"] | KeyRules = "strip",
     mmap: bool = True,
+    verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
     on_progress: OnProgress | None = None,
@@ -78,6 +82,7 @@ def load_portable(
     only: str | None = None,
     keys: Literal["strip", "keep"] | KeyRules = "strip",
     mmap: bool = True,
+    verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
     on_progress: OnProgress | None = None,
@@ -91,6 +96,7 @@ def load_portable(
     only: str | None = None,
     keys: Literal["strip", "keep"] | KeyRules = "strip",
     mmap: bool = True,
+    verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
     on_progress: OnProgress | None = None,
@@ -101,17 +107,20 @@ def load_portable(
     `map_location` means what it means in `torch.load`, with ``cpu`` as the default, ``auto`` for
     the best device here, and None for the devices that the file names. Several state dicts need
     `only`, the path of one. With `mmap` (the default) tensors on the CPU are mapped copy-on-write,
-    as by `torch.load(mmap=True)`: nothing is read until it is used, and the file must not be
-    overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is safe); with
-    ``mmap=False``, or where they cannot be mapped, they are read at once and checked against the
-    archive's CRC-32. `unknown` says
-    what to do, with `whole`, about objects that `weights_only=True` refuses and that have no plain
-    form, and in any case about what a whole module holds outside its state dict. A sequence of
-    paths are the files of all ranks of one checkpoint; `tag` picks a step where `path` is a folder
+    as by `torch.load(mmap=True)`: nothing is read ahead, so damage in the file is not seen, and it
+    must not be overwritten in place meanwhile (`save_portable` and ckptconv replace files, which is
+    safe). `verify` first reads what is mapped and holds it against the CRC-32 that a zip file has
+    of each tensor (safetensors has none). With ``mmap=False``, or where they cannot be mapped,
+    tensors are read at once and checked so. `unknown` says what to do, with `whole`, about objects
+    that `weights_only=True` refuses and that have no plain form, and in any case about what a whole
+    module holds outside its state dict. A sequence of paths are the files of all ranks of one
+    checkpoint; `tag` picks a step where `path` is a folder
     of several. `on_progress` is called with a `Progress` (phase ``read``, bytes), about once a MiB
-    that is read; what is mapped is not. Nothing in the file is executed.
+    that is read; what is mapped is not without `verify`. Nothing in the file is executed.
 
-    Raises `CheckpointError`; `DeviceUnavailable` when a tag cannot be served here.
+    Warns with a `CheckpointWarning` where a framework's own rule chose the state dict (timm's
+    average, say), or where the keys are not the file's own. Raises `CheckpointError`;
+    `DeviceUnavailable` when a tag cannot be served here.
 
     >>> load_portable("ddp_cuda3.pt")["features.0.weight"].device  # doctest: +SKIP
     device(type='cpu')
@@ -119,14 +128,15 @@ def load_portable(
     rules = rules_of(keys)
     refuse_other("unknown", unknown, UNKNOWN)
     refuse_no_text(only=only)
-    refuse_no_flag(whole=whole, mmap=mmap)
+    refuse_no_flag(whole=whole, mmap=mmap, verify=verify)
     require_torch("making live tensors")
     with open_certain(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
+        checkpoint.refuse_part()
         try:
             with collector_paused():
                 root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)
-                meter = Meter("read", _bytes_to_read(settled, mmap), on_progress)
-                storages = Storages(Restorer(map_location), mmap, meter)
+                meter = Meter("read", _bytes_to_read(settled, mmap, verify), on_progress)
+                storages = Storages(Restorer(map_location), mmap, verify, meter)
                 wanted = [*_first_used(settled)]
                 large = [item for item in wanted if isinstance(item, Storage)]
                 small = [
@@ -138,7 +148,7 @@ def load_portable(
                 refuse_changed(checkpoint.sources)
                 return loaded
         except CheckpointError as error:
-            raise error.at(path=checkpoint.path) from error.__cause__
+            raise checkpoint.blamed(error) from error.__cause__
 
 
 def _selected(
@@ -149,12 +159,21 @@ def _selected(
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
         settle_strays(checkpoint, root, unknown)
-        rename_state_dicts(find_state_dicts(root), overlay, rules)
+        found = find_state_dicts(root, checkpoint.root, only)
+        renamed, _ = rename_state_dicts(found, overlay, rules)
+        _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
     else:
         chosen = checkpoint.state_dict(only)
+        warn(chosen.notes)
         settle_strays(checkpoint, chosen.node, unknown)
         keys = map_keys(chosen.keys, rules, chosen.path, chosen.telling_keys, chosen.keys_beside)
         refuse_idle([keys], rules)
+        names = dict(zip(keys.old, keys.new, strict=True))
+        tensors = dict(chosen.tensors())
+        after = {new: ref for old, ref in tensors.items() if (new := names[old]) is not None}
+        if after.keys() != tensors.keys():
+            refuse_apart(tensors, after)
+        _tell_metadata(checkpoint, names)
         root = renamed_state_dict(chosen, keys.new, keys.renamed_modules)
         if type(root) is Dict:
             root = _ordered(root)
@@ -167,6 +186,24 @@ def _selected(
     for check in settled.checks:
         check()
     return root, overlay, settled
+
+
+def _tell_metadata(checkpoint: Checkpoint, names: Mapping[str, str | None]) -> None:
+    """Warn of codes that are read by metadata, which tensors do not have; refuse other names for
+    them, which nobody could read by the metadata of the file.
+    """
+    needed = naming_entries(followed(checkpoint.metadata, names))
+    if not needed:
+        return
+    where = next(iter(needed))
+    if any(new not in (old, None) for old, new in names.items()):
+        raise RefusedObject(
+            "is metadata by which codes are read, and names them as they are in the file",
+            where=where,
+            hint="leave the keys as they are (keys='keep'), or rename them in the file: "
+            "ckptconv edit",
+        )
+    warn([f"{where} is metadata by which codes are read; it is in Checkpoint.metadata, not here"])
 
 
 def _first_used(settled: Settled) -> Iterator[TensorRef | Storage]:
@@ -182,7 +219,7 @@ def _first_used(settled: Settled) -> Iterator[TensorRef | Storage]:
     yield from (storage for storage in settled.storages if id(storage) not in seen)
 
 
-def _bytes_to_read(settled: Settled, mmap: bool) -> int:
+def _bytes_to_read(settled: Settled, mmap: bool, verify: bool) -> int:
     """The bytes read when all tensors are made, at most. What is put together or turned around is
     read once more for its checksum.
     """
@@ -198,6 +235,7 @@ def _bytes_to_read(settled: Settled, mmap: bool) -> int:
     gathered = [ref for ref in settled.tensors if not ref.is_view]
     pieces = [piece.storage for ref in gathered for piece in ref.pieces]
     turned = [storage for storage in read.values() if not is_read_once(storage)]
+    turned += [storage for storage, _ in views if verify and id(storage) not in read]
     checked = {
         id(whole): whole
         for storage in (*turned, *pieces)

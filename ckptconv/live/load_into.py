@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import open_certain
 from ckptconv.keys.fits import Fit, Shapes
 from ckptconv.keys.fitting import fit_keys
+from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.live.load import load_portable
 from ckptconv.support.choices import refuse_no_flag, spelling_checked
-from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject, printable
+from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject, printable, warn
 from ckptconv.support.progress import OnProgress
-from ckptconv.support.showing import html_table, short_repr
-from ckptconv.support.text import first_few
+from ckptconv.support.report import html_table, short_repr
+from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.scaled_weights import find_scaled
 from ckptconv.tree.fitted_keys import module_paths
 from ckptconv.tree.settling import Unknown
@@ -37,15 +39,31 @@ class ShapeMismatch:
     checkpoint: tuple[int, ...]
 
 
+class LoadCast(NamedTuple):
+    """A key whose values became those of the model's dtype; `overflowed` of them, finite before,
+    are beyond its range.
+    """
+
+    key: str
+    checkpoint: torch.dtype
+    model: torch.dtype
+    overflowed: int
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadResult:
     """The result of `load_into`, under the model's own keys (unexpected ones: under the
     checkpoint's bare keys).
+
+    `assigned` has the keys of the checkpoint that went to keys of other names (wrappers apart), and
+    `casts` those whose dtype is not that of the model.
     """
 
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
     mismatched: tuple[ShapeMismatch, ...]
+    assigned: Mapping[str, str] = field(default_factory=dict)
+    casts: tuple[LoadCast, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -53,7 +71,7 @@ class LoadResult:
         return not (self.missing_keys or self.unexpected_keys or self.mismatched)
 
     def __repr__(self) -> str:
-        named = ("missing_keys", "unexpected_keys", "mismatched")
+        named = ("missing_keys", "unexpected_keys", "mismatched", "assigned", "casts")
         counts = [f"{len(getattr(self, name)):,} {name}" for name in named if getattr(self, name)]
         return short_repr("LoadResult", "fits" if self.fits else "does not fit", *counts)
 
@@ -83,7 +101,10 @@ def load_into(
     The keys are fitted to the model's by `fit_keys`: whatever wrappers, prefixes or inserted
     segments either side has, as long as names and shapes leave one possibility; of tied weights one
     name is enough. With `strict`, anything missing, unexpected or of another shape raises
-    `KeyMismatch` and the model stays as it was; without, what fits is loaded. `assign` as in
+    `KeyMismatch` and the model stays as it was; without, what fits is loaded. Values take the dtype
+    of the model: `casts` of the result says which, a `CheckpointWarning` tells of values beyond its
+    range, and what would lose their imaginary part is a `RefusedObject`. A buffer that the model
+    does not save (TorchScript does) may be there with the model's own values. `assign` as in
     `load_state_dict`; `only`, `tag`, `unknown` and `on_progress` (bytes that are read) as in
     `load_portable`.
 
@@ -98,10 +119,10 @@ def load_into(
     require_torch("loading into a model")
     target = live_shapes(model)
     state_dict = load_portable(path, only=only, tag=tag, unknown=unknown, on_progress=on_progress)
-    for key in [
-        key for key, value in state_dict.items() if _is_beside(key, value) and key not in target
-    ]:
-        del state_dict[key]
+    unsaved = _unsaved_buffers(model, target)
+    for key, value in [*state_dict.items()]:
+        if key not in target and (_is_beside(key, value) or _is_same(value, unsaved.get(key))):
+            del state_dict[key]
     fit = fit_keys(
         {key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model)
     )
@@ -111,13 +132,37 @@ def load_into(
     mismatched = tuple(
         ShapeMismatch(item.key, item.target or (), item.source or ()) for item in fit.mismatched
     )
-    result = LoadResult(missing, unexpected, mismatched)
+    casts = () if assign else tuple(_casts(model, usable, path))
+    result = LoadResult(missing, unexpected, mismatched, fit.assigned, casts)
     if strict and not result.fits:
-        raise _mismatch(result, fit, path)
-    if not assign and (cast := _to_be_cast(model, usable)):
+        raise _mismatch(result, fit, path, model)
+    if cast := {item.key for item in casts}:
         _refuse_codes(path, only, tag, {old for old, new in fit.renames.items() if new in cast})
+    warn(
+        f"{printable(item.key)}: {count_text(item.overflowed, 'value')} of {item.checkpoint} are "
+        f"beyond the range of the model's {item.model}"
+        for item in casts
+        if item.overflowed
+    )
     model.load_state_dict(usable, strict=False, assign=assign)
     return result
+
+
+def _unsaved_buffers(model: torch.nn.Module, target: Shapes) -> dict[str, torch.Tensor]:
+    """The buffers that are not in the model's state dict, by their keys without wrappers."""
+    found = {key: value for key, value in model.named_buffers() if key not in target}
+    bare = map_keys([*target, *found], STRIP).new[len(target) :]
+    return {key: value for key, value in zip(bare, found.values(), strict=True) if key}
+
+
+def _is_same(value: Any, other: torch.Tensor | None) -> bool:
+    """Whether a value is that of a buffer, bit for bit."""
+    return (
+        hasattr(value, "dtype")
+        and not (other is None or other.is_meta)
+        and (value.shape, value.dtype) == (other.shape, other.dtype)
+        and (value.cpu() == other.cpu()).all().item()
+    )
 
 
 def _is_beside(key: str, value: Any) -> bool:
@@ -125,24 +170,49 @@ def _is_beside(key: str, value: Any) -> bool:
     return "." not in key and isinstance(value, (bool, int, float, str, type(None)))
 
 
-def _to_be_cast(model: torch.nn.Module, usable: Mapping[str, Any]) -> set[str]:
-    """The keys whose values `load_state_dict` would copy into another dtype."""
+def _casts(
+    model: torch.nn.Module, usable: Mapping[str, Any], path: str | os.PathLike[str]
+) -> Iterator[LoadCast]:
+    """The keys whose values `load_state_dict` would copy into another dtype; `RefusedObject` where
+    that takes their imaginary part.
+    """
     own = model.state_dict()
-    dtypes = {key: getattr(own.get(key), "dtype", None) for key in usable}
-    return {
-        key
-        for key, value in usable.items()
-        if dtypes[key] not in (None, getattr(value, "dtype", None))
-    }
+    for key, value in usable.items():
+        before, after = (getattr(item, "dtype", None) for item in (value, own.get(key)))
+        if before is None or after is None or before == after:
+            continue
+        if before.is_complex and not after.is_complex:
+            what = f"is of {before}, the model's of {after}: its imaginary part would be lost"
+            hint = "build the model with the dtype of the checkpoint, or load with assign=True"
+            raise RefusedObject(what, path=path, where=key, hint=hint)
+        yield LoadCast(key, before, after, _beyond(value, after))
+
+
+def _beyond(values: torch.Tensor, dtype: torch.dtype) -> int:
+    """How many finite values are beyond the range of a dtype, counted where they are."""
+    import torch
+
+    if dtype == torch.bool or values.is_quantized:
+        return 0
+    parts = values if values.layout == torch.strided else values.to_dense()
+    parts = torch.view_as_real(parts) if parts.is_complex() else parts
+    if not (dtype.is_floating_point or dtype.is_complex):
+        span, numbers = torch.iinfo(dtype), parts.double()
+        return int(((numbers < span.min) | (numbers > span.max)).sum())
+    if parts.is_floating_point() and torch.finfo(parts.dtype).max <= torch.finfo(dtype).max:
+        return 0
+    numbers = parts.double() if parts.dtype.itemsize > 4 else parts.float()
+    made = numbers.to(dtype.to_real()).to(numbers.dtype)  # rounded: what rounds into it is within
+    return int((numbers.isfinite() & ~made.isfinite()).sum())
 
 
 def _refuse_codes(
-    path: str | os.PathLike[str], only: str | None, tag: str | None, cast: Collection[str]
+    path: str | os.PathLike[str], only: str | None, tag: str | None, cast: Set[str]
 ) -> None:
     """Raise `RefusedObject` where codes or their scales would be copied as if they were values."""
     with open_certain(path, tag=tag) as checkpoint:
         found = find_scaled(dict(checkpoint.state_dict(only).tensors()))
-    if item := next((item for item in found if item.codes in cast or item.scale in cast), None):
+    if item := next((item for item in found if {item.codes, *item.needed} & cast), None):
         what = (
             f"holds codes that mean nothing without their scale {printable(item.scale)}; the "
             "model has another dtype there"
@@ -182,7 +252,9 @@ def _unmet(
     if not missing and not unexpected:
         return missing, unexpected
     try:
-        seen = _skeleton(model).load_state_dict(usable, strict=False)
+        with warnings.catch_warnings():  # that nothing is copied is the point
+            warnings.simplefilter("ignore")
+            seen = _skeleton(model).load_state_dict(usable, strict=False)
     except (
         Exception
     ):  # a module that cannot be copied, or a hook of the user's: the plain comparison stands
@@ -208,7 +280,9 @@ def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _mismatch(result: LoadResult, fit: Fit, path: str | os.PathLike[str]) -> KeyMismatch:
+def _mismatch(
+    result: LoadResult, fit: Fit, path: str | os.PathLike[str], model: torch.nn.Module
+) -> KeyMismatch:
     parts = [
         f"{len(names)} {word} ({first_few(names, 3)})"
         for word, names in (
@@ -224,9 +298,24 @@ def _mismatch(result: LoadResult, fit: Fit, path: str | os.PathLike[str]) -> Key
     return KeyMismatch(
         f"its keys are not the model's: {'; '.join(parts)}",
         path=path,
-        hint="strict=False loads what fits and returns the rest",
+        hint=_hint(fit, model),
         fit=fit,
     )
+
+
+def _hint(fit: Fit, model: torch.nn.Module) -> str:
+    """What to do about keys that are not the model's."""
+    if fit.preset:
+        return (
+            f"keys=KeyRules.of([('preset', '{fit.preset}')]) of load_portable leaves out what that "
+            "framework adds, and load_state_dict takes the rest"
+        )
+    if hasattr(model, "from_pretrained"):
+        return (
+            f"{type(model).__name__}.from_pretrained(folder) knows the names under which its "
+            "library saves; strict=False loads what fits and returns the rest"
+        )
+    return "strict=False loads what fits and returns the rest"
 
 
 def _carry_metadata(state_dict: Any, usable: Any, fit: Fit, model: torch.nn.Module) -> None:

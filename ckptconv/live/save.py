@@ -74,7 +74,7 @@ def save_portable(
         tags=tag_map(device),
         dtype=None if dtype is None else floating_dtype(dtype),
     )
-    check_place(path, to, force=force)
+    check_place(path, options, force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:

@@ -62,12 +62,13 @@ def is_read_once(storage: Storage) -> bool:
 class Storages:
     """Makes live storages, one for each in the file, so that what was shared stays shared."""
 
-    def __init__(self, restore: Restorer, mmap: bool, meter: Meter) -> None:
+    def __init__(self, restore: Restorer, mmap: bool, verify: bool, meter: Meter) -> None:
         import torch
 
         self._torch = torch
         self._restore = restore
         self._mmap = mmap
+        self._verify = verify
         self._meter = meter
         self._maps: dict[int, torch.UntypedStorage | None] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
@@ -92,6 +93,8 @@ class Storages:
             and lies_mappable(storage, dtype)
             and (mapped := self._mapped(source)) is not None
         ):
+            if self._verify:
+                self.check_read(storage)
             part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
             return part
         if is_read_once(storage):
@@ -137,7 +140,7 @@ class Storages:
     def check_read(self, storage: Storage) -> None:
         """Hold a storage that is read, or the one that it is part of, against its checksum, once.
 
-        What is mapped is not: nothing is read for it.
+        What is mapped is not, but to verify it: nothing is read for it.
         """
         whole = storage.part_of or storage
         if id(whole) not in self._checked:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.io.source import MemorySource
+from ckptconv.objects.torch_write import plain_sizes
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.tensors.checksums import check_storage
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
@@ -80,13 +81,14 @@ def _four_bits(node: Node) -> Saved | None:
     if node is None:
         return Saved([])
     found = fields(node)
+    shape = plain_sizes(found.get("shape"))
     kind, inner = found.get("quant_type"), fields(found.get("state2"))
     tensors = [("absmax", found.get("absmax")), ("quant_map", found.get("code"))]
     plain = {
         "quant_type": kind,
         "blocksize": found.get("blocksize"),
         "dtype": _dtype(found),
-        "shape": _shape(found),
+        "shape": None if shape is None else list(shape),
     }
     used: tuple[TensorRef, ...] = ()
     if found.get("nested") is True:
@@ -124,15 +126,6 @@ def _dtype(found: Mapping[str, Node]) -> str | None:
         if type(dtype) is Global and dtype.module == "torch" and dtype.name in BY_NAME
         else None
     )
-
-
-def _shape(found: Mapping[str, Node]) -> list[int] | None:
-    size: Node = found.get("shape")
-    if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
-        size = size.args[0]
-    if type(size) not in (tuple, list) or any(type(number) is not int for number in size):
-        return None
-    return list(size)
 
 
 def _number(ref: Node) -> float | None:

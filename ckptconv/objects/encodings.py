@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptconv.objects.plain import spoken_name, tensor_form
+from ckptconv.objects.plain import is_array, spoken_name, tensor_form
+from ckptconv.objects.torch_read import Window, is_tensor_call
 from ckptconv.objects.torch_write import plain_sizes
-from ckptconv.pickles.nodes import ORDERED_DICT, Call, Global, Node
+from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, PersistentId, children
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, contiguous_stride, view_of
@@ -105,6 +106,28 @@ def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
     """
     real = _REALS.get(ref.dtype.name)
     return None if real is None else (BY_NAME[real].safetensors or "", (*ref.shape, 2))
+
+
+LEAVES = (TensorRef, TensorObject, Storage, Window)
+_HOLDERS = frozenset((*LEAVES, Call, Dict, list, tuple, PersistentId))
+
+
+def holds_tensors(value: Node) -> bool:
+    """Whether a tensor, a storage or an array of numbers is somewhere in a value.
+
+    A tensor itself holds what its state does.
+    """
+    seen: set[int] = set()
+    work = [value.state if type(value) is TensorObject else value]
+    while work:
+        node = work.pop()
+        if type(node) not in _HOLDERS or id(node) in seen:
+            continue
+        if type(node) in LEAVES or is_tensor_call(node) or is_array(node):
+            return True
+        seen.add(id(node))
+        work += [child for _, child in children(node) if type(child) in _HOLDERS]
+    return False
 
 
 _REALS = {"complex128": "float64", "complex32": "float16"}

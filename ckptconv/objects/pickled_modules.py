@@ -1,22 +1,89 @@
-"""The pickled state of an `nn.Module`: which of its attributes are parameters, buffers and
-children, and what else it saves.
+"""Modules as the state dict that `torch.nn.Module.state_dict` gives: names, order, and what of a
+pickled module is saved.
 
-Source of the names: `torch.nn.Module` (torch/nn/modules/module.py).
+Which attributes are parameters, buffers and children differs between pickled modules, whose state
+is read here, and TorchScript, which tells them by `Parts`. Source of the names: `torch.nn.Module`
+(torch/nn/modules/module.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ckptconv.objects.bitsandbytes import Saved, fields, saved_beside
-from ckptconv.objects.held_tensors import holds_tensors
-from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.objects.encodings import PARAMETERS, holds_tensors
+from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
+from ckptconv.support.errors import LimitExceeded
+from ckptconv.support.limits import Limits, in_force
+from ckptconv.tensors.refs import TensorObject, TensorRef
+
+NamedNodes = list[tuple[str, Node]]
+
+
+class Parts(NamedTuple):
+    """What a module itself holds: named parameters, saved buffers, in order, and its children."""
+
+    tensors: NamedNodes
+    children: list[tuple[str, Call]]
+
+
+def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
+    """The OrderedDict that `module.state_dict()` would give: a module's own tensors, then those of
+    each of its children.
+
+    Tensors are detached, as they are there. Raises `LimitExceeded` when modules nest too deeply,
+    hold themselves, or are shared so often that their names would not end.
+    """
+    pairs: list[tuple[Node, Node]] = []
+    work: list[tuple[str, Call, int]] = [("", module, 0)]
+    known: dict[int, Parts] = {}
+    count = written = 0
+    most = in_force()
+    while work:
+        prefix, current, depth = work.pop()
+        if (parts := known.get(id(current))) is None:
+            parts = known[id(current)] = parts_of(current)
+        count += 1
+        written += len(prefix) * (len(parts.tensors) + len(parts.children))
+        if depth > most.depth or count > most.modules or written > most.names:
+            raise _too_many(prefix, depth, count, most)
+        pairs += [(prefix + name, detached(value)) for name, value in parts.tensors]
+        work += [(f"{prefix}{name}.", child, depth + 1) for name, child in reversed(parts.children)]
+    made = Call(ORDERED_DICT, ())
+    made.pairs = pairs
+    return made
+
+
+def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceeded:
+    limit = "names"
+    if depth > most.depth:
+        limit = "depth"
+    elif count > most.modules:
+        limit = "modules"
+    what = "a module contains itself, or too many modules"
+    return LimitExceeded(what, limit=limit, allowed=getattr(most, limit), where=prefix[:60] + "…")
+
+
+def detached(value: Node) -> Node:
+    """The tensor of a state dict for a parameter or buffer: no gradient, no Parameter around it.
+
+    Other objects stay.
+    """
+    if type(value) is TensorObject and value.cls is None:
+        value = value.tensor
+    if type(value) is TensorRef and value.requires_grad:
+        return value._replace(requires_grad=False)
+    if type(value) is Call and value.name in PARAMETERS and value.args:
+        return value.args[0]
+    return value
+
+
+# ---------------------------------------------------------------------------------- pickled modules
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _NOT_SAVED = "_non_persistent_buffers_set"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-
-NamedNodes = list[tuple[str, Node]]
 
 
 def is_module(node: Node) -> bool:

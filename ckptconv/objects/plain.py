@@ -178,6 +178,7 @@ def _windows_path(call: Call, _: Node) -> Node:
 
 _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
             "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "c8": "2f", "c16": "2d"}  # fmt: skip
+_MOMENTS = {"M8": "numpy.datetime64", "m8": "numpy.timedelta64"}
 _COMPLEX = Global("builtins", "complex")
 _ELEMENTS = {
     **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
@@ -188,6 +189,7 @@ _ELEMENTS = {
     "c8": "complex64",
     "c16": "complex128",
 }
+"""torch's names of the types that numpy calls by a letter and the size in bytes."""
 _ARRAY_CLASSES = ("numpy.ndarray", "numpy.memmap")
 _NOWHERE = Path("an array in the pickle")
 
@@ -213,6 +215,9 @@ def spoken_name(node: Node, name: str) -> str:
     """How messages call an object whose class or function is `name`: an array by its dtype, not by
     how it is pickled.
     """
+    if type(node) is Call and name == "numpy._core.multiarray.scalar" and node.args:
+        element = _element(node.args[0])
+        return _MOMENTS.get(element[0], name) if element else name
     if type(node) is not Call or name not in _ARRAYS:
         return name
     inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
@@ -220,22 +225,7 @@ def spoken_name(node: Node, name: str) -> str:
         (part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None
     )
     code = dtype.args[0] if dtype is not None and dtype.args else None
-    return f"numpy array of {_CODES.get(code, code)}" if type(code) is str else "numpy array"
-
-
-_CODES = {
-    "b1": "bool",
-    "f2": "float16",
-    "f4": "float32",
-    "f8": "float64",
-    "c8": "complex64",
-    "c16": "complex128",
-} | {
-    f"{code}{size}": f"{name}{8 * size}"
-    for code, name in (("i", "int"), ("u", "uint"))
-    for size in (1, 2, 4, 8)
-}
-"""numpy's names of the types that pickled arrays call by a letter and the size in bytes."""
+    return f"numpy array of {_ELEMENTS.get(code, code)}" if type(code) is str else "numpy array"
 
 
 def is_array(node: Node) -> bool:
@@ -250,6 +240,8 @@ def _number(call: Call, _: Node) -> Node:
     element = _element(call.args[0]) if len(call.args) == 2 else None
     raw = _raw_bytes(call.args[1]) if element else None
     code = _NUMBERS.get(element[0]) if element else None
+    if element is not None and raw is not None and element[0] in _MOMENTS:
+        return training_objects.moment(call.args[0], raw) or call
     if element is None or raw is None or code is None or len(raw) != struct.calcsize(code):
         return call
     parts = struct.unpack((">" if element[1] else "<") + code, raw)

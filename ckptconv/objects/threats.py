@@ -1,20 +1,28 @@
 """What a global that a pickle names can do: plain (part of ordinary checkpoints), unknown, or
 dangerous, and why.
 
-The names of Python's own library, of torch and of numpy are a closed world: what is not in
-`known_names` as plain is dangerous, for every victim has it. The tables below say why, where more
-is to be said: what runs commands or code, reaches other modules, files, the network or memory, or
-loads further pickles. Names of other packages are unknown, but for those in the tables. No name is
-ever imported. Names of python 2 are judged under both names. Sources: the documentation of Python's
-standard library, of numpy and of torch; `_compat_pickle` for the names of python 2.
+The names of Python's own library, of torch with what it requires, of numpy and of safetensors are a
+closed world: what is not in `known_names` as plain is dangerous, for every victim has it. The lists
+in threats.txt say why, where more is to be said: what runs commands or code, reaches other modules,
+files, the network or memory, or loads further pickles. Names of other packages are unknown, but for
+those in the lists. No name is ever imported. Names of python 2 are judged under both names.
+Sources: the documentation of Python's standard library, of numpy and of torch; `_compat_pickle` for
+the names of python 2.
 """
 
 from __future__ import annotations
 
 import _compat_pickle
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from ckptconv.objects.known_names import ALWAYS_THERE, MAKERS, PLAIN
+from ckptconv.pickles.making import CALLED_RESULT
+from ckptconv.pickles.nodes import Call, Global
+from ckptconv.pickles.traces import CHANGERS, rebuilds
+from ckptconv.support.errors import printable
+from ckptconv.support.name_lists import names_beside
+from ckptconv.support.report import DANGER
 
 Level = Literal["plain", "unknown", "dangerous"]
 LEVELS: tuple[Level, ...] = ("plain", "unknown", "dangerous")
@@ -28,94 +36,25 @@ class Verdict(NamedTuple):
     reason: str
 
 
-_MODULES = {
-    "runs commands of the system": """
-        os posix nt subprocess _posixsubprocess commands popen2 pexpect syslog pty platform sh
-        _osx_support _aix_support distutils setuptools pip ensurepip venv pkg_resources pydoc
-        torch.utils.collect_env torch.utils.cpp_extension torch._inductor torch._dynamo
-        torch.distributed.run torch.distributed.launch torch.distributed.launcher
-        torch.distributed.elastic numpy.f2py numpy.distutils asyncio _asyncio multiprocessing
-        concurrent uuid _winapi antigravity webbrowser torch.multiprocessing
-    """,
-    "runs code that it is given": """
-        codeop pdb bdb timeit trace profile cProfile doctest runpy idlelib unittest lib2to3 IPython
-        torch.utils.bottleneck torch.testing torch.fx.graph_module torch.fx.experimental
-        torch.utils._config_module torch.distributed.rpc torch.package numpy.testing sympy
-        cloudpickle compileall py_compile _pyrepl torch.jit.unsupported_tensor_ops test.support
-        test.libregrtest tkinter turtle turtledemo xdoctest pytest _pytest nose _testcapi
-        _testinternalcapi
-    """,
-    "imports any module": "importlib imp pkgutil zipimport _frozen_importlib "
-    "_frozen_importlib_external _imp modulefinder",
-    "reaches everything in the process": """
-        sys inspect gc ctypes _ctypes cffi faulthandler mmap signal _signal atexit threading _thread
-        _threading_local sysconfig site tracemalloc cgitb
-    """,
-    "reads, writes or deletes files": """
-        shutil io _io _pyio tempfile glob fileinput linecache tarfile zipfile gzip bz2 lzma sqlite3
-        _sqlite3 dbm filecmp mailbox logging posixpath ntpath genericpath
-    """,
-    "opens connections": """
-        socket _socket socketserver ssl _ssl http httplib urllib urllib2 urllib3 requests aiohttp
-        httpx ftplib telnetlib smtplib poplib imaplib nntplib xmlrpc xmlrpclib torch.hub
-        torchvision.datasets.utils huggingface_hub select selectors asyncore asynchat smtpd paramiko
-    """,
-    "loads further pickles, which are executed": """
-        pickle _pickle cPickle dill joblib shelve marshal jsonpickle torch.serialization
-        torch.utils.data.datapipes pickletools
-    """,
+_SECTIONS = names_beside(__file__)
+_REACHED = frozenset(_SECTIONS.pop("reached through others"))
+"""Modules that are attributes of many others, and so can be reached through a name with dots."""
+_BY_MODULE = {
+    module: reason.removeprefix("module ")
+    for reason, modules in _SECTIONS.items()
+    if reason.startswith("module ")
+    for module in modules
 }
-"""Modules of which every name is dangerous but the plain ones below; modules within them too."""
-
-_NAMES = {
-    "runs code that it is given": """
-        code.interact code.InteractiveConsole code.InteractiveInterpreter code.compile_command
-        builtins.eval builtins.exec builtins.execfile builtins.compile builtins.breakpoint
-        numpy._core._multiarray_tests torch.jit.CompilationUnit torch.jit.script torch.jit.load
-        torch.jit.trace torch.compile pandas.eval pandas.core.computation.eval.eval yaml.load
-        yaml.unsafe_load yaml.full_load builtins.help
-    """,
-    "imports any module": "builtins.__import__ torch.ops.load_library torch.classes.load_library "
-    "torch.utils._import_utils",
-    "reaches any attribute of any object": """
-        builtins.getattr builtins.setattr builtins.delattr builtins.globals builtins.locals
-        builtins.vars builtins.dir operator.itemgetter operator.attrgetter operator.methodcaller
-        builtins.__build_class__ builtins.type builtins.super operator.setitem operator.delitem
-        builtins.object.__getattribute__
-    """,
-    "calls what it is given": """
-        functools.partial functools.partialmethod functools.reduce operator.call builtins.apply
-        builtins.map builtins.filter builtins.sorted builtins.iter builtins.max builtins.min
-        itertools.starmap itertools.accumulate itertools.takewhile itertools.dropwhile
-        itertools.filterfalse itertools.groupby weakref.finalize contextlib.ExitStack
-        sched.scheduler
-    """,
-    "reads, writes or deletes files": """
-        builtins.open builtins.file codecs.open numpy.load numpy.save numpy.savez numpy.memmap
-        numpy.fromfile numpy.genfromtxt numpy.loadtxt numpy.savetxt numpy.lib.npyio
-        numpy.lib._npyio_impl numpy.DataSource pandas.read_pickle pandas.io numpy.ctypeslib
-        torch.save torch.from_file pathlib.Path.unlink
-    """,
-    "loads further pickles, which are executed": "torch.load torch.serialization.load",
-    "makes functions from byte code": "types.CodeType types.FunctionType types.MethodType "
-    "types.LambdaType",
-    "decodes text or bytes, which hides what they hold": "codecs.decode _codecs.decode "
-    "codecs.getdecoder",
-    "waits for input, or ends the process": "builtins.input builtins.raw_input builtins.exit "
-    "builtins.quit",
+"""Modules of which every name is dangerous but the plain ones, and why; modules in them too."""
+_BY_NAME = {
+    name: reason
+    for reason, names in _SECTIONS.items()
+    if not reason.startswith("module ")
+    for name in names
 }
-"""Dangerous names of modules that are not dangerous as such."""
-
-_BY_MODULE = {module: reason for reason, text in _MODULES.items() for module in text.split()}
-_BY_NAME = {name: reason for reason, text in _NAMES.items() for name in text.split()}
+"""Dangerous names of modules that are not dangerous as such, and why."""
 # parts; a name of a file may have thousands
 _LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))
-_OFTEN_REACHED = """
-    os posix nt sys subprocess importlib builtins shutil socket runpy pickle ctypes pty webbrowser
-    inspect operator multiprocessing threading tempfile urllib
-"""
-_REACHED = frozenset(_OFTEN_REACHED.split())
-"""Modules that are attributes of many others, and so can be reached through a name with dots."""
 _NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins", "importlib"))
 """Names that no package gives a module of its own."""
 _SHORT_NAMES = frozenset(("np", "th"))
@@ -147,6 +86,36 @@ def judge(module: str, name: str) -> Verdict:
 
 def _precedence(verdict: Verdict) -> int:
     return {"dangerous": 2 if verdict is _NEITHER else 0, "plain": 1, "unknown": 3}[verdict.level]
+
+
+def danger_note(named: Iterable[tuple[str, str]], calls: Iterable[Call] = ()) -> str | None:
+    """The note on a file whose pickles name these globals and make these calls; None where nothing
+    of that is dangerous. `scan` looks further: at how values are used, and at what is not read.
+    """
+    found = {name: judge(*name) for name in named if name[1] != "getattr"}
+    if found.pop(CALLED_RESULT, None):
+        what = "the file calls what another call gives, which may be anything"
+        return f"{DANGER}{what}; {DO_NOT_LOAD}"
+    for call in calls:
+        if call.name in CHANGERS and not (call.args and rebuilds(call.args[0])):
+            what = f"the file has {call.name} call something that does not rebuild a tensor"
+            return f"{DANGER}{what}; {DO_NOT_LOAD}"
+        if call.name == "builtins.getattr":  # as old pickles name methods
+            match call.args:
+                case (Global(module=module, name=name), str() as attribute):
+                    found[module, f"{name}.{attribute}"] = judge(module, f"{name}.{attribute}")
+                case _:
+                    found["builtins", "getattr"] = judge("builtins", "getattr")
+    bad = [item for item in found.items() if item[1].level == "dangerous"]
+    if not bad:
+        return None
+    worst, verdict = min(bad, key=lambda item: (_precedence(item[1]), item[0]))
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    path = printable(".".join(worst))
+    return f"{DANGER}the file names {path}{more} ({verdict.reason}); {DO_NOT_LOAD}"
+
+
+DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE"
 
 
 def gives_what_was_there(module: str, name: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.io.source import MemorySource
-from ckptconv.objects.torch_names import UTILS
+from ckptconv.objects.known_names import UTILS
 from ckptconv.pickles.making import Reducer
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, spoken
 from ckptconv.pickles.reader import read_pickle

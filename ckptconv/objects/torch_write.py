@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckptconv.objects.torch_names import UTILS
+from ckptconv.objects.known_names import UTILS
 from ckptconv.objects.torch_read import (
     REBUILD_FROM_TYPE,
     REBUILD_PARAMETER,

@@ -10,27 +10,15 @@ and functools.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
+import decimal
+import fractions
+from collections.abc import Callable, Iterator, Sequence
 
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node
 
 _OMEGACONF = "omegaconf."
 _HISTORY = "mmengine.logging.history_buffer.HistoryBuffer"
 _CONFIG = "without its types and flags, interpolations as text"
-HOW = {
-    "omegaconf.dictconfig.DictConfig": _CONFIG,
-    "omegaconf.listconfig.ListConfig": _CONFIG,
-    "omegaconf.tupleconfig.TupleConfig": _CONFIG,
-    _HISTORY: "its methods as names",
-    "_io.BytesIO": "its bytes, without the position in them",
-    "functools.partial": "as text",
-    "datetime.datetime": "as ISO text",
-    "datetime.date": "as ISO text",
-    "datetime.time": "as ISO text",
-    "datetime.timezone": "as text",
-    "datetime.timedelta": "in seconds",
-}
-"""What the plain form of an object says of it, and what it does not."""
 
 
 def is_config(name: str) -> bool:
@@ -77,25 +65,20 @@ def _history(call: Call, state: Node) -> Node:
 def _code_name(node: Node) -> str | None:
     """The name of a class or function, also of one that is pickled as the attribute of another."""
     if type(node) is Global:
-        return code_name(node)
+        return node.path
     if (
         type(node) is Call
         and node.name == "builtins.getattr"
         and [type(part) for part in node.args] == [Global, str]
     ):
-        return f"{code_name(node.args[0])}.{node.args[1]}"
+        return f"{node.args[0].path}.{node.args[1]}"
     return None
-
-
-def code_name(node: Global) -> str:
-    """The name of a class or function as python 3 has it: protocol 2 says ``long`` for ``int``."""
-    return _PYTHON3.get(node.path, node.path)
 
 
 def is_class(node: Global) -> bool:
     """Whether a name is written as that of a class, or is a type of Python itself."""
     if node.path.startswith("builtins."):
-        return code_name(node).removeprefix("builtins.") in _TYPES
+        return node.path.removeprefix("builtins.") in _TYPES
     return node.name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
@@ -105,11 +88,6 @@ _TYPES = frozenset(
         *("list", "object", "set", "str", "tuple", "type"),
     ]
 )
-_PYTHON3 = {
-    "builtins.long": "builtins.int",
-    "builtins.unicode": "builtins.str",
-    "builtins.xrange": "builtins.range",
-}
 
 
 def _list(call: Call, state: Node) -> Node:
@@ -150,10 +128,7 @@ def _partial(call: Call, state: Node) -> Node:
     if type(function) is not Global or len(values) > _MOST or None in written:
         return call
     names = [*("" for _ in args), *(f"{name}=" for name, _ in kwargs.pairs)]
-    words = [
-        code_name(function),
-        *(f"{name}{text}" for name, text in zip(names, written, strict=True)),
-    ]
+    words = [function.path, *(f"{name}{text}" for name, text in zip(names, written, strict=True))]
     return f"functools.partial({', '.join(words)})"
 
 
@@ -168,7 +143,7 @@ def _written(value: Node) -> str | None:
         return repr(value) if value.bit_length() <= _LONGEST else None
     if type(value) in (float, bool, type(None)):
         return repr(value)
-    return code_name(value) if type(value) is Global else None
+    return value.path if type(value) is Global else None
 
 
 def functions_of(call: Call) -> Iterator[Global]:
@@ -190,7 +165,7 @@ def functions_of(call: Call) -> Iterator[Global]:
 # -------------------------------------------------------------------------------------------- dates
 
 
-def _dated(make: Callable[[Call], str | float]) -> Callable[[Call, Node], Node]:
+def _made(make: Callable[[Call], Node]) -> Callable[[Call, Node], Node]:
     """A form of an object that its arguments make; the call itself where they do not."""
 
     def form(call: Call, state: Node) -> Node:
@@ -198,7 +173,7 @@ def _dated(make: Callable[[Call], str | float]) -> Callable[[Call, Node], Node]:
             return call
         try:
             return make(call)
-        except (ValueError, OverflowError, TypeError):
+        except (ArithmeticError, ValueError, TypeError):
             return call
 
     return form
@@ -270,33 +245,101 @@ def _timezone(call: Call) -> str:
     return plain if str(zone) == plain else f"{zone} ({plain})"
 
 
-OF_STATE = (_config, _history, _list, _buffer, _partial)
+# ----------------------------------------------------------------------------- numbers and the like
+
+
+def _range(call: Call) -> Node:
+    """A range, as what reads it like one: a list; but not a long one, of a few bytes."""
+    numbers = range(*_ints(call.args))
+    if len(numbers) > _MOST_NUMBERS:
+        raise ValueError
+    return list(numbers)
+
+
+_MOST_NUMBERS = 10_000
+
+
+def _slice(call: Call) -> str:
+    """A slice; not its three numbers, which index something else."""
+    return str(slice(*(None if part is None else _ints([part])[0] for part in call.args)))
+
+
+def _decimal(call: Call) -> str:
+    (text,) = call.args
+    if type(text) is not str or len(text) > _LONGEST:
+        raise ValueError
+    return str(decimal.Decimal(text))
+
+
+def _fraction(call: Call) -> str:
+    """A fraction, pickled as two numbers since Python 3.12 and as text before."""
+    given: Sequence[Node] = call.args
+    if len(given) == 1 and type(given[0]) is str and len(given[0]) <= _LONGEST:
+        given = [int(part) for part in given[0].split("/")]  # not by Fraction: it reads 1e99999999
+    return str(fractions.Fraction(*_ints(given)))
+
+
+def _ints(values: Sequence[Node]) -> list[int]:
+    if any(type(value) is not int or value.bit_length() > _LONGEST for value in values):
+        raise ValueError
+    return list(values)
+
+
+def _uuid(call: Call, state: Node) -> Node:
+    number = (_attributes(state) or {}).get("int")
+    if call.args or type(number) is not int or not 0 <= number < 1 << 128:
+        return call
+    text = f"{number:032x}"
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def moment(dtype: Call, raw: bytes) -> str | None:
+    """A datetime64 or timedelta64 as numpy writes it; None where its dtype has no unit."""
+    import numpy as np  # seldom needed, and slow to load
+
+    match dtype.state:
+        case (_, str() as order, *_, (_, (bytes() as unit, int() as count, 1, *_))):
+            code = f"{'>' if order == '>' else '<'}{dtype.args[0]}[{count}{unit.decode('latin-1')}]"
+        case _:
+            return None
+    if not unit.isalpha():
+        return None
+    try:
+        return str(np.frombuffer(raw, code)[0])
+    except (TypeError, ValueError, IndexError):
+        return None
+
+
+OF_STATE = (_config, _history, _list, _buffer, _partial, _uuid)
 """The forms that look at the state of an object."""
 
+_TABLE: dict[str, tuple[Callable[[Call, Node], Node], str]] = {
+    "omegaconf.dictconfig.DictConfig": (_config, _CONFIG),
+    "omegaconf.listconfig.ListConfig": (_config, _CONFIG),
+    "omegaconf.tupleconfig.TupleConfig": (_config, _CONFIG),
+    _HISTORY: (_history, "its methods as names"),
+    "_io.BytesIO": (_buffer, "its bytes, without the position in them"),
+    "functools.partial": (_partial, "as text"),
+    "datetime.datetime": (_made(_datetime), "as ISO text"),
+    "datetime.date": (_made(_date), "as ISO text"),
+    "datetime.time": (_made(_time), "as ISO text"),
+    "datetime.timezone": (_made(_timezone), "as text"),
+    "datetime.timedelta": (_made(_seconds), "in seconds"),
+    "builtins.range": (_made(_range), "as the list of its numbers"),
+    "builtins.slice": (_made(_slice), "as text"),
+    "decimal.Decimal": (_made(_decimal), "as text"),
+    "fractions.Fraction": (_made(_fraction), "as text"),
+    "uuid.UUID": (_uuid, "as text"),
+}
+HOW = {name: how for name, (_, how) in _TABLE.items()} | {
+    "numpy.datetime64": "as ISO text",
+    "numpy.timedelta64": "as text",
+}
+"""What the plain form of an object says of it, and what it does not."""
+_NODES = ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path", "Enum")
 FORMS: dict[str, Callable[[Call, Node], Node]] = {
-    **dict.fromkeys((name for name in HOW if is_config(name)), _config),
-    **{
-        f"omegaconf.nodes.{kind}Node": _config
-        for kind in (
-            "Any",
-            "String",
-            "Integer",
-            "Float",
-            "Boolean",
-            "Bytes",
-            "Path",
-            "Enum",
-            "InterpolationResult",
-        )
-    },
+    **{name: form for name, (form, _) in _TABLE.items()},
+    **{f"omegaconf.nodes.{kind}Node": _config for kind in (*_NODES, "InterpolationResult")},
     "omegaconf.base.UnionNode": _config,
-    _HISTORY: _history,
     "fastcore.foundation.L": _list,
-    "_io.BytesIO": _buffer,
-    "functools.partial": _partial,
-    "datetime.datetime": _dated(_datetime),
-    "datetime.date": _dated(_date),
-    "datetime.time": _dated(_time),
-    "datetime.timezone": _dated(_timezone),
-    "datetime.timedelta": _dated(_seconds),
 }

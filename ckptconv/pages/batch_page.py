@@ -5,28 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from html import escape
 
 from ckptconv import __version__
 from ckptconv.batch.receipts import Receipt
 from ckptconv.batch.totals import Totals, totals_headline
-from ckptconv.io.outputs import check_place_free, file_output
+from ckptconv.io.outputs import check_place_free, write_file
 from ckptconv.io.places import place_of
-from ckptconv.pages.assets import source_hash, style
-from ckptconv.support.errors import printable
+from ckptconv.pages.html import asset, escaped, page, tiles, verdict
 from ckptconv.support.text import seconds_text, size_text
-
-_TABLE = """
-.batch { width: 100%; border-collapse: collapse; font-size: 14px; }
-.batch th, .batch td { text-align: left; vertical-align: top; padding: 6px 10px 6px 0;
-  border-top: 1px solid var(--line); overflow-wrap: anywhere; }
-.batch .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.batch .good { color: var(--good); } .batch .bad { color: var(--bad); }
-.batch .why { color: var(--quiet); font-size: 13px; }
-section { margin-top: 32px; }
-@media (max-width: 700px) { .batch .less { display: none; } }
-"""
-"""What the table of a batch adds to the style sheet of pages."""
 
 
 def write_batch_page(totals: Totals, path: str | os.PathLike[str], *, force: bool) -> int:
@@ -36,53 +22,30 @@ def write_batch_page(totals: Totals, path: str | os.PathLike[str], *, force: boo
     """
     place = place_of(path)
     check_place_free(place, is_folder=False, force=force)
-    raw = batch_page_text(totals).encode()
-    with file_output(place, force=force, fsync=True, size=len(raw)) as output:
-        with output.draft(place.name, len(raw)) as draft:
-            draft.stream.write(raw)
-            draft.commit()
-        output.commit()
-    return len(raw)
+    return write_file(place, batch_page_text(totals).encode(), force=force)
 
 
 def batch_page_text(totals: Totals) -> str:
     """The whole page; the same receipts make the same text."""
-    looks = style() + _TABLE
-    policy = (
-        f"default-src 'none'; style-src {source_hash(looks)}; base-uri 'none'; form-action 'none'"
+    body = (
+        *_head(totals),
+        "<main>\n",
+        *_failures(totals),
+        *_table(totals),
+        f"</main>\n<footer>Made by ckptconv {__version__}.</footer>\n",
     )
-    return "".join(
-        (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-            '<meta name="color-scheme" content="light dark">\n',
-            f'<meta name="generator" content="ckptconv {__version__}">\n',
-            f"<title>{_text(totals_headline(totals))}</title>\n<style>{looks}</style>\n</head>\n",
-            "<body>\n",
-            *_head(totals),
-            "<main>\n",
-            *_failures(totals),
-            *_table(totals),
-            f"</main>\n<footer>Made by ckptconv {__version__}.</footer>\n</body>\n</html>\n",
-        )
-    )
-
-
-def _text(value: object, limit: int = 2000) -> str:
-    """A text as HTML: one line, what cannot be seen escaped, and nothing in it markup."""
-    return escape(printable(value, limit))
+    return page(totals_headline(totals), body, looks=asset("page.css") + asset("batch.css"))
 
 
 def _head(totals: Totals) -> Iterator[str]:
     yield '<header class="page">\n<h1>Batch of conversions</h1>\n'
-    yield f'<p class="subtitle">{_text(totals_headline(totals))}</p>\n'
+    yield f'<p class="subtitle">{escaped(totals_headline(totals))}</p>\n'
     yield '<ul class="verdicts" aria-label="Verdicts">\n'
-    yield _verdict("good", f"✓ {totals.done + totals.earlier:,} done")
+    yield verdict("good", f"✓ {totals.done + totals.earlier:,} done")
     if totals.failed:
-        yield _verdict("bad", f"✗ {totals.failed:,} failed")
+        yield verdict("bad", f"✗ {totals.failed:,} failed")
     if totals.left:
-        yield _verdict("warn", f"{totals.left:,} not begun, or not ended")
+        yield verdict("warn", f"{totals.left:,} not begun, or not ended")
     yield "</ul>\n"
     read, written, tensors = (
         sum(getattr(receipt, name) for receipt in totals.receipts)
@@ -97,13 +60,8 @@ def _head(totals: Totals) -> Iterator[str]:
         ("Time", seconds_text(totals.passed())),
         ("Formats", kinds or "none"),
     ]
-    yield '<dl class="tiles">\n'
-    yield from (f"<div><dt>{name}</dt><dd>{_text(told)}</dd></div>\n" for name, told in facts)
-    yield "</dl>\n</header>\n"
-
-
-def _verdict(level: str, text: str) -> str:
-    return f'<li class="{level}">{_text(text)}</li>\n'
+    yield from tiles(facts)
+    yield "</header>\n"
 
 
 def _failures(totals: Totals) -> Iterator[str]:
@@ -113,7 +71,7 @@ def _failures(totals: Totals) -> Iterator[str]:
         return
     yield '<section><h2>Failures</h2>\n<ul class="verdicts">\n'
     for kind, count in kinds.most_common():
-        yield _verdict("bad", f"{kind}: {count:,}")
+        yield verdict("bad", f"{kind}: {count:,}")
     yield "</ul></section>\n"
 
 
@@ -140,16 +98,16 @@ def _row(receipt: Receipt) -> Iterator[str]:
     ]  # fmt: skip
     yield "<tr>"
     for told, (_, kind) in zip(cells, _COLUMNS, strict=False):
-        yield f'<td class="{kind}">{_text(told)}</td>'
+        yield f'<td class="{kind}">{escaped(told)}</td>'
     yield f"<td>{''.join(_told(receipt))}</td></tr>\n"
 
 
 def _told(receipt: Receipt) -> Iterator[str]:
     """The verdict on one job, and its notes."""
     if receipt.error is not None:
-        yield f'<span class="bad">✗ {_text(receipt.error.kind)}</span>'
-        yield f'<div class="why">{_text(receipt.error.message)}</div>'
+        yield f'<span class="bad">✗ {escaped(receipt.error.kind)}</span>'
+        yield f'<div class="why">{escaped(receipt.error.message)}</div>'
         return
     words = "done, verified" if receipt.verified is not None else "done"
     yield f'<span class="good">✓ {words}</span>'
-    yield from (f'<div class="why">{_text(note)}</div>' for note in receipt.notes)
+    yield from (f'<div class="why">{escaped(note)}</div>' for note in receipt.notes)

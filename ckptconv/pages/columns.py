@@ -157,21 +157,15 @@ def packed(numbers: Array, letters: int) -> str:
 def _pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
     import numpy as np
 
-    far = [pair.deviation for pair in pairs]
-    measures = [
-        [_number(None if one is None else value) for value in (one.rel_l2, one.cosine, one.max_abs)]
-        if one is not None
-        else [float("nan")] * 3
-        for one in far
-    ]
-    differing = [at for at, one in enumerate(far) if one is not None]
+    far = [pair.deviation for pair in pairs if pair.deviation is not None]
+    measures = [_number(value) for one in far for value in (one.rel_l2, one.cosine, one.max_abs)]
     return {
         "a": _steps([pair.a for pair in pairs]),
         "b": _steps([pair.b for pair in pairs]),
         "state": [STATES.index(pair.state) for pair in pairs],
-        "differing": differing,
-        "measures": packed(np.array([measures[at] for at in differing]), _FIGURE),
-        "counts": [[one.count, one.numel, one.nans] for one in far if one is not None],
+        "differing": [at for at, pair in enumerate(pairs) if pair.deviation is not None],
+        "measures": packed(np.array(measures), _FIGURE),
+        "counts": [[one.count, one.numel, one.nans] for one in far],
     }
 
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptconv.diff.checkpoints import compare
-from ckptconv.diff.difference import Difference
+from ckptconv.diff.report import Difference
 from ckptconv.formats.registry import Named, open_certain
+from ckptconv.io.files import one_run, refuse_inputs
 from ckptconv.io.location import Location
-from ckptconv.io.outputs import check_place_free, file_output
+from ckptconv.io.outputs import check_place_free, write_file
 from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import rules_of
-from ckptconv.pages.facts import PageFacts
-from ckptconv.pages.gather import facts_of, facts_of_both
+from ckptconv.pages.facts import PageFacts, facts_of, facts_of_both
 from ckptconv.pages.page import page_text
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
-from ckptconv.support.errors import OutputRefused
+from ckptconv.support.errors import printable
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
-from ckptconv.support.showing import short_repr
+from ckptconv.support.report import Fields, short_repr
 from ckptconv.support.text import count_text, size_text
 
 
@@ -43,6 +43,21 @@ class Page:
         )
 
 
+PAGE = Fields("path bytes=nbytes sources tensors same")
+"""The document of a page that was written."""
+
+
+def page_headline(page: Page) -> str:
+    """The line that says what was written."""
+    about = ", ".join(printable(name) for name in page.sources)
+    verdict = {None: "", True: "; they are the same", False: "; they differ"}[page.same]
+    return (
+        f"{printable(page.path)}: {size_text(page.nbytes)}, about {about} "
+        f"({count_text(page.tensors, 'tensor')}){verdict}"
+    )
+
+
+@one_run()
 @spelling_checked
 def report(
     source: Named,
@@ -84,14 +99,16 @@ def report(
             on_progress=on_progress,
         )
         return page
-    place = _free_place(output, force, source)
+    place = _free_place(output, force)
     with collector_paused(), open_certain(source, tag=tag) as checkpoint:
+        refuse_inputs([place.path])  # now, not when all values have been read
         facts = facts_of(
             source, checkpoint, values=values, only=only, tag=tag, on_progress=on_progress
         )
     return _written(facts, place, force=force)
 
 
+@one_run()
 def report_difference(
     a: Named,
     b: Named,
@@ -108,13 +125,14 @@ def report_difference(
     **given: Any,
 ) -> tuple[Page, Difference]:
     """Write a page about how two checkpoints differ, with the options of `diff_checkpoints`."""
-    place = _free_place(output, force, a, b)
+    place = _free_place(output, force)
     rules = rules_of(keys)
     with collector_paused(), ExitStack() as opened:
         both = (
             opened.enter_context(open_certain(a, tag=tag)),
             opened.enter_context(open_certain(b, tag=tag_b)),
         )
+        refuse_inputs([place.path])
         parts = (only, only if only_b is None else only_b or None)
         found = compare(*both, rules, parts, on_progress=on_progress, **given)
         facts = facts_of_both(
@@ -123,38 +141,18 @@ def report_difference(
     return _written(facts, place, force=force), found.difference
 
 
-def _free_place(output: str | os.PathLike[str], force: bool, *sources: Named) -> Location:
+def _free_place(output: str | os.PathLike[str], force: bool) -> Location:
     """The output as a place that may be written, before anything is read."""
     place = place_of(output)
-    for source in sources:
-        paths = [source] if isinstance(source, (str, os.PathLike)) else source
-        for path in paths:
-            if _is_same(place, place_of(path)):
-                raise OutputRefused(
-                    "is the checkpoint that the page is about", path=place, hint="name another file"
-                )
     check_place_free(place, is_folder=False, force=force)
     return place
 
 
-def _is_same(place: Location, read: Location) -> bool:
-    """Whether two places are one file."""
-    here, there = place.local(), read.local()
-    if here is None or there is None:
-        return place == read
-    return here.exists() and there.exists() and here.samefile(there)
-
-
 def _written(facts: PageFacts, place: Location, *, force: bool) -> Page:
-    raw = page_text(facts).encode()
-    with file_output(place, force=force, fsync=True, size=len(raw)) as output:
-        with output.draft(place.name, len(raw)) as draft:
-            draft.stream.write(raw)
-            draft.commit()
-        output.commit()
+    size = write_file(place, page_text(facts).encode(), force=force)
     return Page(
         str(place),
-        len(raw),
+        size,
         tuple(file.name for file in facts.files),
         sum(len(file.tensors) for file in facts.files),
         None if facts.difference is None else facts.difference.same,

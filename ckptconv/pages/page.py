@@ -1,26 +1,25 @@
 """The page as HTML: its head in Python, the data for what its script shows.
 
-Every text that comes from a checkpoint goes through `_text`; the script gets it as JSON. The policy
-in the head lets nothing run and nothing load but the script and the style sheet of the page itself.
+Every text that comes from a checkpoint goes through `escaped`; the script gets it as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 
 from ckptconv import __version__
-from ckptconv.diff.difference import Difference
-from ckptconv.diff.report import difference_headline, difference_lines
+from ckptconv.diff.report import Difference, difference_headline, difference_lines
 from ckptconv.inspect.report import inspection_lines
-from ckptconv.pages.assets import script, source_hash, style
+from ckptconv.objects.threats import Level
 from ckptconv.pages.columns import data_text, shown_name
 from ckptconv.pages.facts import STATES, FileFacts, PageFacts, Shared
+from ckptconv.pages.html import asset, escaped, filled, page, script, tiles, verdict
 from ckptconv.pages.profile import profile_section
 from ckptconv.pages.treemap import map_svg
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
+from ckptconv.support.report import Row
 from ckptconv.support.text import count_text, size_text, some_text
 
 _LISTED = 40  # storages in the list
@@ -28,32 +27,10 @@ _LISTED = 40  # storages in the list
 
 def page_text(facts: PageFacts) -> str:
     """The whole page; the same facts make the same text."""
-    policy = (
-        f"default-src 'none'; script-src {source_hash(script())}; "
-        f"style-src {source_hash(style())}; base-uri 'none'; form-action 'none'"
-    )
-    return "".join(
-        (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-            '<meta name="color-scheme" content="light dark">\n',
-            f'<meta name="generator" content="ckptconv {__version__}">\n',
-            f"<title>{_text(_title(facts))}</title>\n<style>{style()}</style>\n</head>\n<body>\n",
-            *_body(facts),
-            f'<script type="application/json" id="data">{data_text(facts)}</script>\n',
-            f"<script>{script()}</script>\n</body>\n</html>\n",
-        )
-    )
-
-
-def _text(value: object, limit: int = 2000) -> str:
-    """A text as HTML: one line, what cannot be seen escaped, and nothing in it markup."""
-    return escape(printable(value, limit))
-
-
-def _title(facts: PageFacts) -> str:
-    return " → ".join(map(_short, facts.files))
+    data = f'<script type="application/json" id="data">{data_text(facts)}</script>\n'
+    run = f"<script>{script()}</script>\n"
+    title = " → ".join(map(_short, facts.files))
+    return page(title, (*_body(facts), data, run), looks=asset("page.css"), code=script())
 
 
 def _short(file: FileFacts) -> str:
@@ -62,32 +39,24 @@ def _short(file: FileFacts) -> str:
 
 
 def _body(facts: PageFacts) -> Iterator[str]:
+    sides: tuple[str | None, ...] = ("A", "B") if facts.difference is not None else (None,)
     yield '<header class="page">\n'
     if facts.difference is not None:
         yield from _comparison(facts, facts.difference)
         yield '<div class="files">\n'
-    for side, file in zip("AB", facts.files, strict=False):
-        yield from _file(file, side if facts.difference is not None else None)
-    yield "</div>\n" * (facts.difference is not None)
+    for side, file in zip(sides, facts.files, strict=True):
+        yield from _file(file, side)
+    if facts.difference is not None:
+        yield "</div>\n"
     yield "</header>\n<main>\n"
     yield from _map(facts)
     yield from profile_section(facts)
-    yield from _table(facts)
-    for side, file in zip("AB", facts.files, strict=False):
-        yield from _sharing(file, side if facts.difference is not None else None)
+    yield filled("table.html", noun="Tensors" if facts.difference is None else "Keys")
+    for side, file in zip(sides, facts.files, strict=True):
+        yield from _sharing(file, side)
     yield "</main>\n"
     yield f"<footer>Made by ckptconv {__version__}. Nothing in the checkpoint was run.</footer>\n"
-    yield _FLOATING
-
-
-_FLOATING = """\
-<aside id="detail" role="dialog" aria-label="One tensor" hidden>
-<div class="top"><button type="button" id="close">Close</button></div>
-<div id="detail-body"></div>
-</aside>
-<div id="tip" hidden></div>
-<div id="spoken" class="hidden-text" aria-live="polite"></div>
-"""
+    yield asset("floating.html")
 
 
 # ----------------------------------------------------------------------------------------- the head
@@ -101,8 +70,8 @@ def _file(file: FileFacts, side: str | None) -> Iterator[str]:
     facts = [found.format]
     facts += [f"written by {found.producer}"] if found.producer else []
     facts += [file.name] if short != file.name else []
-    yield f'<div class="file">\n<{heading}>{mark}<bdi>{_text(short)}</bdi></{heading}>\n'
-    yield f'<p class="subtitle">{_text(" · ".join(facts))}</p>\n'
+    yield f'<div class="file">\n<{heading}>{mark}<bdi>{escaped(short)}</bdi></{heading}>\n'
+    yield f'<p class="subtitle">{escaped(" · ".join(facts))}</p>\n'
     yield from _verdicts(file)
     yield from _tiles(file)
     yield from _command(file)
@@ -115,31 +84,31 @@ def _verdicts(file: FileFacts) -> Iterator[str]:
     found = file.inspection
     yield '<ul class="verdicts" aria-label="Verdicts">\n'
     if found.portable:
-        yield _verdict("good", f"✓ opens anywhere as it is ({found.opening.by})")
+        yield verdict("good", f"✓ opens anywhere as it is ({found.opening.by})")
     for reason in found.reasons:
-        yield _verdict("warn", f"not portable: {reason.what}")
+        yield verdict("warn", f"not portable: {reason.what}")
     if file.no_fix:
-        yield _verdict("bad", f"no conversion fixes it: {file.no_fix}")
+        yield verdict("bad", f"no conversion fixes it: {file.no_fix}")
     if file.lost:
-        yield _verdict("warn", f"the fix leaves out {some_text([*file.lost])}")
-    marks = {"plain": ("good", "✓ "), "unknown": ("warn", ""), "dangerous": ("bad", "✗ ")}
-    level, mark = marks[file.scan.level] if file.scan.level else ("warn", "not scanned: ")
+        yield verdict("warn", f"the fix leaves out {some_text([*file.lost])}")
     text = file.scan.text.removeprefix(f"{printable(file.name)}: ")
-    yield _verdict(level, f"{mark}{text if not file.scan.level else f'scan: {text}'}")
+    level, mark = _MARKS[file.scan.level]
+    yield verdict(level, mark + text)
     if file.unread:
-        counted = count_text(len(file.unread), "tensor")
-        yield _verdict(
-            "warn",
-            f"not shown below: {counted} whose numbers are not known ({some_text([*file.unread])})",
-        )
-    odd = sum(1 for item in file.tensors if (one := item.statistics) and (one.nan or one.infinite))
-    if odd:
-        yield _verdict("warn", f"{count_text(odd, 'tensor')} with NaN or infinite values")
+        counted, names = count_text(len(file.unread), "tensor"), some_text([*file.unread])
+        yield verdict("warn", f"not shown below: {counted} whose numbers are not known ({names})")
+    known = [item.statistics for item in file.tensors if item.statistics is not None]
+    if odd := sum(1 for one in known if one.nan or one.infinite):
+        yield verdict("warn", f"{count_text(odd, 'tensor')} with NaN or infinite values")
     yield "</ul>\n"
 
 
-def _verdict(level: str, text: str) -> str:
-    return f'<li class="{level}">{_text(text)}</li>\n'
+_MARKS: dict[Level | None, tuple[str, str]] = {
+    "plain": ("good", "✓ scan: "),
+    "unknown": ("warn", "scan: "),
+    "dangerous": ("bad", "✗ scan: "),
+    None: ("warn", "not scanned: "),
+}
 
 
 def _tiles(file: FileFacts) -> Iterator[str]:
@@ -150,7 +119,7 @@ def _tiles(file: FileFacts) -> Iterator[str]:
         counted, of = "Values", "in all tensors; which of them are the model is not certain"
     if file.parameters_of == "":
         of = "in the state dict"
-    tiles = [
+    shown: list[tuple[str, ...]] = [
         ("Size", size_text(found.nbytes), f"{found.nbytes:,} bytes"),
         (counted, _amount(file.parameters), f"{file.parameters:,} {of}"),
         ("Tensors", f"{len(file.tensors):,}", f"{size_text(found.used)} of values"),
@@ -159,11 +128,8 @@ def _tiles(file: FileFacts) -> Iterator[str]:
     ]
     if found.stored > found.used or found.dead:
         unused = size_text(found.stored - found.used + found.dead)
-        tiles.append(("Dead bytes", unused, "that no tensor uses"))
-    yield '<dl class="tiles">\n'
-    for label, value, more in tiles:
-        yield f"<div><dt>{label}</dt><dd>{_text(value)}<small>{_text(more)}</small></dd></div>\n"
-    yield "</dl>\n"
+        shown.append(("Dead bytes", unused, "that no tensor uses"))
+    yield from tiles(shown)
 
 
 def _amount(count: int) -> str:
@@ -178,19 +144,19 @@ def _amount(count: int) -> str:
     return str(count)
 
 
-def _most(counted: object) -> tuple[str, str]:
+def _most(counted: Mapping[str, int]) -> tuple[str, str]:
     """The most common of several, and the others with their counts."""
-    pairs = sorted(dict(counted).items(), key=lambda item: (-item[1], item[0]))  # type: ignore[call-overload]
+    pairs = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
     if not pairs:
         return "–", ""
     more = ", ".join(f"{printable(name)} {count:,}" for name, count in pairs[:4])
-    return str(pairs[0][0]), more + ", …" * (len(pairs) > 4)
+    return pairs[0][0], f"{more}, …" if len(pairs) > 4 else more
 
 
 def _command(file: FileFacts) -> Iterator[str]:
     if file.command is not None:
         yield (
-            f'<div class="command"><span>Fix</span><code>{_text(file.command, 20_000)}</code>'
+            f'<div class="command"><span>Fix</span><code>{escaped(file.command, 20_000)}</code>'
             '<button type="button" class="copy">Copy</button></div>\n'
         )
 
@@ -198,22 +164,22 @@ def _command(file: FileFacts) -> Iterator[str]:
 def _details(rows: Iterable[Row]) -> Iterator[str]:
     yield '<details class="more"><summary>All facts</summary>\n<dl class="facts">\n'
     for row in rows:
-        yield f'<dt>{_text(row.label)}</dt><dd class="{row.level}">{_text(row.text)}</dd>\n'
+        yield f'<dt>{escaped(row.label)}</dt><dd class="{row.level}">{escaped(row.text)}</dd>\n'
     yield "</dl></details>\n"
 
 
 def _comparison(facts: PageFacts, found: Difference) -> Iterator[str]:
-    names = [f"<bdi>{_text(_short(file))}</bdi>" for file in facts.files]
+    names = [f"<bdi>{escaped(_short(file))}</bdi>" for file in facts.files]
     yield f"<h1>{names[0]} → {names[1]}</h1>\n"
-    yield f'<p class="subtitle">{_text(difference_headline(found), 4000)}</p>\n'
+    yield f'<p class="subtitle">{escaped(difference_headline(found), 4000)}</p>\n'
     yield '<ul class="verdicts" aria-label="Differences">\n'
     states = [pair.state for pair in facts.pairs]
     for state in STATES:
         if count := states.count(state):
             level = "good" if state == "same" else "warn"
-            yield _verdict(level, f"{count_text(count, 'tensor')}: {state}")
+            yield verdict(level, f"{count_text(count, 'tensor')}: {state}")
     for text in found.damaged[:_LISTED]:
-        yield _verdict("bad", f"damaged: {text}")
+        yield verdict("bad", f"damaged: {text}")
     yield "</ul>\n"
     yield from _details(difference_lines(found))
 
@@ -232,7 +198,9 @@ _OF_PAIRS = (("state", "difference"), ("relL2", "relative L2"))
 
 def _map(facts: PageFacts) -> Iterator[str]:
     is_pair = facts.difference is not None
-    offered = [*_OF_PAIRS * is_pair, *_COLORINGS, *_OF_VALUES * facts.has_values]
+    offered = [*_OF_PAIRS, *_COLORINGS] if is_pair else [*_COLORINGS]
+    if facts.has_values:
+        offered += _OF_VALUES
     options = "".join(f'<option value="{key}">{label}</option>' for key, label in offered)
     yield '<section aria-labelledby="map-title">\n<div class="bar">'
     yield '<h2 id="map-title">Map by bytes</h2>'
@@ -245,28 +213,6 @@ def _map(facts: PageFacts) -> Iterator[str]:
         drawn = map_svg([shown_name(item.name) for item in tensors], tensors)
         yield f'<div>{title}<div class="mapbox" id="map-{place}">{drawn}</div></div>\n'
     yield '</div>\n<div class="legend" id="legend" aria-label="Colours"></div>\n</section>\n'
-
-
-def _table(facts: PageFacts) -> Iterator[str]:
-    noun = "Keys" if facts.difference is not None else "Tensors"
-    yield (
-        '<section aria-labelledby="table-title">\n<div class="bar">'
-        f'<h2 id="table-title">{noun}</h2>'
-        '<span class="note"><span id="found" role="status"></span>'
-        '<span id="within-zoom" hidden> within <bdi id="within"></bdi></span></span>'
-        '<label class="searching"><span class="hidden-text">Search</span><input type="search" '
-        'id="search" placeholder="Search: name, dtype, shape, …" autocomplete="off" '
-        'spellcheck="false"></label></div>\n'
-        f'<div class="grid" id="grid" role="table" aria-label="{noun}">\n'
-        '<div class="head" id="head" role="row"></div>\n'
-        '<div class="rows" id="rows" tabindex="0" role="rowgroup" aria-label="Rows: arrows move, '
-        'Enter opens one"><div class="inner" id="inner"></div>'
-        '<p class="nothing" id="nothing" hidden>No tensor has all these words.</p></div>\n'
-        "</div>\n<noscript><p>Zoom and the table need JavaScript; the page loads nothing.</p>"
-        "</noscript>\n"
-        '<p class="note keys">Keys: <kbd>/</kbd> search, <kbd>↑</kbd> <kbd>↓</kbd> move, '
-        "<kbd>Enter</kbd> open, <kbd>Esc</kbd> close or zoom out.</p>\n</section>\n"
-    )
 
 
 def _sharing(file: FileFacts, side: str | None) -> Iterator[str]:

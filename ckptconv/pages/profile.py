@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from statistics import median
 
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
 from ckptconv.support.text import count_text
-from ckptconv.values.facts import number_text
+from ckptconv.values.report import number_text
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d{1,6}(?=\.|$)")
 _SERIES, _POINTS = 48, 400  # that are drawn
@@ -99,7 +99,7 @@ def profile_section(facts: PageFacts) -> Iterator[str]:
     yield (
         '<section><div class="bar"><h2>Profile over depth</h2><span class="note">'
         f"{_key('std')}std &nbsp; {_key('max')}abs-max, log scale, from the first layer to the last"
-        f"{'; A thin, B wide' * (len(sides) > 1)}</span></div>\n"
+        f"{'; A thin, B wide' if len(sides) > 1 else ''}</span></div>\n"
         '<div class="profiles">\n'
     )
     drawn = [_figure(name, [side.get(name) for side in named]) for name in names[:_SERIES]]
@@ -130,7 +130,7 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
     lines = ""
     for side, one in reversed([*enumerate(drawn)]):
         if one is not None:
-            kind = " of-b" * side
+            kind = " of-b" if side else ""
             lines += _line(f"line-std{kind}", one.depths, one.std, frame)
             lines += _line(f"line-max{kind}", one.depths, one.abs_max, frame)
     shown = escape(shown_name(name))
@@ -192,13 +192,11 @@ def _thinned(one: Series) -> Series:
     """At most so many points, the last among them."""
     step = -(-len(one.depths) // _POINTS)
     keep = sorted({*range(0, len(one.depths), step), len(one.depths) - 1})
-    return Series(
-        one.name,
-        one.nbytes,
-        tuple(one.depths[at] for at in keep),
-        tuple(one.std[at] for at in keep),
-        tuple(one.abs_max[at] for at in keep),
-        one.each,
+    return replace(
+        one,
+        depths=tuple(one.depths[at] for at in keep),
+        std=tuple(one.std[at] for at in keep),
+        abs_max=tuple(one.abs_max[at] for at in keep),
     )
 
 

@@ -211,7 +211,9 @@ def map_svg(names: Sequence[str], tensors: Sequence[PageTensor]) -> str:
 
 def _drawn(cell: Cell, color: str) -> str:
     x, y, w, h = cell.box
-    kind = f"group d{min(cell.depth, 3)}" if cell.is_group else color + " rest" * cell.is_rest
+    kind = f"{color} rest" if cell.is_rest else color
+    if cell.is_group:
+        kind = f"group d{min(cell.depth, 3)}"
     box = (
         f'<rect class="{kind}" x="{x + _GAP / 2:.1f}" y="{y + _GAP / 2:.1f}" '
         f'width="{max(w - _GAP, 0.3):.1f}" height="{max(h - _GAP, 0.3):.1f}"/>'

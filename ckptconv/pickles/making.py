@@ -1,43 +1,94 @@
-"""What the opcodes of a pickle make of the values on its stack: globals, calls and containers."""
+"""What the opcodes of a pickle make of the values on its stack: globals, calls and containers.
+
+Dicts that are made of arguments (`OrderedDict(pairs)`, `defaultdict(factory, dict)`,
+`Counter(dict)`, `dict(pairs)`) become calls without these, whose pairs are what the class would
+have made of them at that moment, so that nobody behind the reader has to look for the items of a
+dict in two places. What cannot be told without running something (the items of an object of an
+unknown class) stays an argument. Source: collections and builtins of CPython.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TypeAlias
 
-from ckptconv.pickles.mapping_calls import IGNORE_NEW_ARGUMENTS, NO_LISTS, merged
 from ckptconv.pickles.nodes import (
     ABSENT,
+    COUNTER,
+    DEFAULT_DICT,
+    DICT,
     FROZENSET,
+    MAPPINGS,
+    ORDERED_DICT,
     SET,
     Call,
     Dict,
     Global,
     Node,
 )
-from ckptconv.support.errors import MalformedCheckpoint, malformed
+from ckptconv.pickles.traces import CALLERS
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, malformed
+from ckptconv.support.limits import in_force
 
 Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
+_Pairs: TypeAlias = list[tuple[Node, Node]]
+_Reading: TypeAlias = Callable[[Node, Global], _Pairs | None]
+
+_IGNORE_NEW_ARGUMENTS = MAPPINGS | {
+    "builtins.set",
+    "builtins.list",
+    "builtins.bytearray",
+    "collections.deque",
+}
+"""Classes whose `__new__` does nothing with its arguments: `__init__` does, which NEWOBJ does not
+call.
+"""
+
+_NO_LISTS = MAPPINGS | {"builtins.set", "builtins.frozenset"}
+"""Classes that have neither `append` nor `extend`."""
+
+_NAMED: ContextVar[set[tuple[str, str]] | None] = ContextVar("globals that are named", default=None)
+
+
+CALLED_RESULT = ("", "what a call gives")
+"""Noted in place of a name where a stream calls what is no global."""
+
+
+@contextlib.contextmanager
+def names_noted() -> Iterator[set[tuple[str, str]]]:
+    """The globals that the streams read within the block name, as module and name.
+
+    Those of values are among them that a stream makes and drops again, which no tree shows; so is
+    `CALLED_RESULT`, where something is called that has no name.
+    """
+    noted: set[tuple[str, str]] = set()
+    token = _NAMED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NAMED.reset(token)
+
+
+def _note_called_result() -> None:
+    if (noted := _NAMED.get()) is not None:
+        noted.add(CALLED_RESULT)
 
 
 class NodeMaker:
     """Makes the nodes of one stream; `position` is the byte that errors name.
 
     BUILD, APPEND and SETITEM touch nothing but the containers and calls of this very stream.
-    `reducers` and `states` are those of `read_pickle`.
+    `reducers` are those of `read_pickle`.
     """
 
-    def __init__(
-        self,
-        reducers: Mapping[str, Reducer],
-        states: Mapping[str, Callable[[Node], Node]] | None = None,
-    ) -> None:
+    def __init__(self, reducers: Mapping[str, Reducer]) -> None:
         self.position = 0
         self._reducers = reducers
         self._globals: dict[tuple[str, str], Global] = {}
         self._known: dict[Global, Reducer] = {}
-        self._states = {} if states is None else states
-        self._smaller: dict[Global, Callable[[Node], Node]] = {}
 
     def _malformed(self, what: str) -> MalformedCheckpoint:
         return malformed(f"the pickle {what} (near byte {self.position})")
@@ -46,10 +97,10 @@ class NodeMaker:
         known = self._globals.get((module, name))
         if known is None:
             known = self._globals[module, name] = Global(module, name)
+            if (noted := _NAMED.get()) is not None:
+                noted.add((module, name))
             if reducer := self._reducers.get(known.path):
                 self._known[known] = reducer
-            if smaller := self._states.get(known.path):
-                self._smaller[known] = smaller
         return known
 
     def _set_items(self, target: Node, flat: list[Node]) -> None:
@@ -61,12 +112,12 @@ class NodeMaker:
             target.pairs.extend(zip(flat[::2], flat[1::2]))  # noqa: B905 (the length is even)
         else:  # it has none yet, or those of an argument
             set_now = list(zip(flat[::2], flat[1::2]))  # noqa: B905
-            target.pairs = merged([*target.pairs, *set_now]) if target.pairs else set_now
+            target.pairs = _merged([*target.pairs, *set_now]) if target.pairs else set_now
 
     def _extend(self, target: Node, flat: list[Node]) -> None:
         if type(target) is list:
             target.extend(flat)
-        elif type(target) is Call and target.name not in NO_LISTS:
+        elif type(target) is Call and target.name not in _NO_LISTS:
             target.items = [*target.items, *flat] if target.items else flat
         else:
             raise self._malformed("appends to something that is not a list")
@@ -76,19 +127,21 @@ class NodeMaker:
             raise self._malformed("sets the state of something that was not made by a call")
         if target.state is not ABSENT:
             raise self._malformed("sets the state of one object twice")
-        smaller = (
-            self._smaller.get(target.func)
-            if self._smaller and type(target.func) is Global
-            else None
-        )
-        target.state = state if smaller is None else smaller(state)
+        target.state = state
 
     def _called(self, func: Node, args: tuple[Node, ...]) -> Node:
-        reducer = self._known.get(func) if type(func) is Global else None
+        if type(func) is not Global:
+            _note_called_result()
+            return Call(func, args)
+        if func.path in CALLERS and args and type(args[0]) is not Global:
+            _note_called_result()
+        reducer = self._known.get(func)
         return Call(func, args) if reducer is None else reducer(args)
 
     def _new(self, cls: Node, args: tuple[Node, ...], kwargs: Node) -> Call:
-        if type(cls) is Global and cls.path in IGNORE_NEW_ARGUMENTS:
+        if type(cls) is not Global:
+            _note_called_result()
+        if type(cls) is Global and cls.path in _IGNORE_NEW_ARGUMENTS:
             return Call(cls, (), new=True)
         return Call(cls, args, new=True, kwargs=kwargs)
 
@@ -106,3 +159,135 @@ class NodeMaker:
             stack[-1].args[0].extend(made)
         else:
             raise self._malformed("adds to something that is not a set")
+
+
+# ---------------------------------------------------------------------------- dicts of arguments
+
+
+class MappingCalls:
+    """The calls of one stream that make dicts; what they copy counts against the limit `nodes`,
+    eight for an item.
+    """
+
+    def __init__(self) -> None:
+        self._copied = 0
+
+    def reducers(self) -> dict[str, Reducer]:
+        """What makes the calls of these classes of their arguments."""
+        return {
+            ORDERED_DICT.path: lambda args: (
+                self._made(ORDERED_DICT, (), args, _items) if args else Call(ORDERED_DICT, ())
+            ),
+            DICT.path: lambda args: self._made(DICT, (), args, _items),
+            COUNTER.path: lambda args: self._made(COUNTER, (), args, _counts),
+            DEFAULT_DICT.path: self._default_dict,
+        }
+
+    def _default_dict(self, args: tuple[Node, ...]) -> Node:
+        if args and type(args[0]) not in (Global, Call, type(None)):
+            raise _bad_call(DEFAULT_DICT, "a factory that cannot be called")
+        return self._made(DEFAULT_DICT, args[:1], args[1:], _items)
+
+    def _made(
+        self, cls: Global, kept: tuple[Node, ...], given: tuple[Node, ...], read: _Reading
+    ) -> Call:
+        if len(given) > 1:
+            raise _bad_call(cls, f"{len(kept) + len(given)} arguments")
+        if given:
+            self._refuse_many(_size(given[0]))
+        pairs = read(given[0], cls) if given else []
+        if pairs is None:
+            return Call(cls, (*kept, *given))
+        made = Call(cls, kept)
+        if pairs:
+            made.pairs = tuple(_merged(pairs))
+        return made
+
+    def _refuse_many(self, count: int) -> None:
+        self._copied += count
+        if self._copied * _WEIGHT > (most := in_force().nodes):
+            what = f"the pickle copies more than {most // _WEIGHT} items into dicts"
+            raise LimitExceeded(what, limit="nodes", allowed=most, needed=self._copied * _WEIGHT)
+
+
+def _merged(pairs: _Pairs) -> _Pairs:
+    """Items as a dict has them when they are set one after the other: the place of the first, the
+    value of the last.
+    """
+    return list(dict(pairs).items()) if all(_is_plain(key) for key, _ in pairs) else pairs
+
+
+def _size(given: Node) -> int:
+    """How much is looked at to read the items of an argument."""
+    if type(given) is Dict or type(given) is Call:
+        return len(given.pairs)
+    return len(given) if type(given) in (list, tuple, str) else 0
+
+
+def _items(given: Node, cls: Global) -> _Pairs | None:
+    """The items of a mapping, or the pairs in a sequence; None where that cannot be told."""
+    if (pairs := _pairs_of(given)) is not None:
+        return pairs
+    if type(given) in (list, tuple):
+        found = [_pair(element, cls) for element in given]
+        return None if None in found else [pair for pair in found if pair is not None]
+    if type(given) in (str, bytes) and not given:
+        return []
+    if type(given) in _NO_PAIRS:
+        raise _bad_call(cls, "something that does not hold pairs")
+    return None
+
+
+def _pairs_of(node: Node) -> _Pairs | None:
+    """The items of a dict whose items are known, in a list of its own."""
+    if type(node) is Dict:
+        return list(node.pairs)
+    if type(node) is not Call or node.name not in MAPPINGS or node.items:
+        return None
+    return None if len(node.args) > (node.name == DEFAULT_DICT.path) else list(node.pairs)
+
+
+def _pair(element: Node, cls: Global) -> tuple[Node, Node] | None:
+    """A key and its value; None for an object that may be a pair."""
+    if type(element) in (list, tuple):
+        if len(element) != 2:
+            raise _bad_call(cls, f"an item of {len(element)} parts, where a pair is needed")
+        return element[0], element[1]
+    if type(element) in _NO_PAIRS and (type(element) not in (str, bytes) or len(element) != 2):
+        raise _bad_call(cls, "an item that is not a pair")
+    return None
+
+
+def _counts(given: Node, cls: Global) -> _Pairs | None:
+    """The items of a mapping, or how often each element of a sequence stands in it."""
+    if given is None:
+        return []
+    if (pairs := _pairs_of(given)) is not None:
+        return pairs
+    if type(given) in (list, tuple, str):
+        elements: Sequence[Node] = given
+        return list(Counter(elements).items()) if all(map(_is_plain, elements)) else None
+    if type(given) in (int, float, bool):
+        raise _bad_call(cls, "a number")
+    return None
+
+
+def _is_plain(key: Node) -> bool:
+    """Whether a key may be hashed: not ints that may all have one hash."""
+    return (
+        -_LARGE_INT < key < _LARGE_INT
+        if type(key) is int
+        else type(key) in (str, bytes, bool, type(None))
+    )
+
+
+# nodes that a copied item counts for: a stream of a few bytes may ask for millions of them
+_WEIGHT = 8
+_LARGE_INT = 1 << 60
+_NO_PAIRS = (str, bytes, int, float, bool, type(None))
+
+
+def _bad_call(cls: Global, what: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(
+        f"the pickle calls {cls.path} with {what}", hint="the file is damaged or forged"
+    )

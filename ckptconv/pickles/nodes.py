@@ -31,8 +31,9 @@ class Global:
 
     @property
     def path(self) -> str:
-        """The dotted name, python 2's module names given as python 3's."""
-        return f"{_PYTHON3_MODULES.get(self.module, self.module)}.{self.name}"
+        """The dotted name, python 2's names (which protocol 2 has) given as python 3's."""
+        path = f"{_PYTHON3_MODULES.get(self.module, self.module)}.{self.name}"
+        return _PYTHON3_NAMES.get(path, path)
 
     def __repr__(self) -> str:
         return f"Global({self.path})"
@@ -43,6 +44,11 @@ _PYTHON3_MODULES = {
     "copy_reg": "copyreg",
     "numpy.core.multiarray": "numpy._core.multiarray",
     "numpy.core.numeric": "numpy._core.numeric",
+}
+_PYTHON3_NAMES = {
+    "builtins.long": "builtins.int",
+    "builtins.unicode": "builtins.str",
+    "builtins.xrange": "builtins.range",
 }
 
 

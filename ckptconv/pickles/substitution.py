@@ -48,23 +48,10 @@ def containers(root: Node) -> list[Node]:
             continue
         seen.add(id(node))
         found.append(node)
-        work.extend(_inner(node))
+        if type(node) is Call:
+            work.append(node.func)
+        work.extend(_parts(node))
     return found
-
-
-def _inner(node: Node) -> Iterable[Node]:
-    if type(node) is Dict:
-        return [part for pair in node.pairs for part in pair]
-    if type(node) is Call:
-        inner = [
-            node.func,
-            *node.args,
-            *node.items,
-            *(part for pair in node.pairs for part in pair),
-        ]
-        return inner if node.state is ABSENT else [*inner, node.state]
-    given: Sequence[Node] = node
-    return given
 
 
 def substituted(root: Node, holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> Node:

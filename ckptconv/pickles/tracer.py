@@ -15,17 +15,9 @@ from collections.abc import Callable, Sized
 from typing import Any
 
 from ckptconv.io.source import Source
-from ckptconv.pickles.byte_window import (
-    LONGEST_NAME,
-    Broken,
-    ByteWindow,
-    Cut,
-    Form,
-    Held,
-    text_of,
-)
-from ckptconv.pickles.traces import Alarm, Made, NamedGlobal, Trace, Use
-from ckptconv.pickles.watched import (
+from ckptconv.pickles.byte_window import LONGEST_NAME, Broken, ByteWindow, Cut, Form, Held, text_of
+from ckptconv.pickles.opcodes import FIXED, LINES, SIZED, STOP
+from ckptconv.pickles.traces import (
     ATTRIBUTES,
     BYTES_CLASSES,
     CALLERS,
@@ -33,6 +25,11 @@ from ckptconv.pickles.watched import (
     ENCODE,
     NESTED_LOADERS,
     WATCHED,
+    Alarm,
+    Made,
+    NamedGlobal,
+    Trace,
+    Use,
     rebuilds,
 )
 from ckptconv.support.limits import in_force
@@ -113,7 +110,7 @@ class _Tracer(ByteWindow):
                 index = 0
             opcode = self._window[index]
             self._at += 1
-            if opcode == 0x2E:  # STOP
+            if opcode == STOP:
                 self._stack.pop()
                 if self._at < self._frame_end:
                     self.alarm(
@@ -387,8 +384,7 @@ class _Tracer(ByteWindow):
         else:
             self._stack[-1] = _OTHER if kind == "storage" else _STRANGE
 
-    def extension(self, width: int) -> None:
-        code = self.number(width)
+    def extension(self, code: int) -> None:
         what = (
             f"a global is named by its number, {code}, in a registry of the process, so it is "
             "unknown"
@@ -396,62 +392,43 @@ class _Tracer(ByteWindow):
         self.alarm(what, by_chance=True)
         self.push(_OTHER)
 
+    def other(self, *_: Any) -> None:
+        """A value that does not matter here, whatever its argument."""
+        self.push(_OTHER)
 
-_Step = Callable[[_Tracer], Any]
-
-
-def _other(width: int) -> _Step:
-    return lambda tracer: tracer.push(_OTHER) if tracer.take(width) is not None else None
-
-
-def _line_of(act: Callable[[_Tracer, Held], Any], form: Form = "bytes") -> _Step:
-    return lambda tracer: act(tracer, tracer.line(form))
+    def text(self, held: Held) -> None:
+        self.push(self.short(held))
 
 
-def _sized(width: int, act: Callable[[_Tracer, Held], Any], form: Form = "bytes") -> _Step:
-    return lambda tracer: act(tracer, tracer.pass_over(tracer.number(width), form))
-
-
-def _index_of(act: Callable[[_Tracer, int], Any]) -> _Step:
-    """A step on the memo by a line of digits."""
-    return lambda tracer: act(tracer, tracer.digits())
-
-
-def _pushed_text(tracer: _Tracer, held: Held) -> None:
-    tracer.push(tracer.short(held))
-
-
-_STEPS: dict[int, _Step] = {
-    # NONE, NEWTRUE, NEWFALSE, NEXT_BUFFER, empty ones
-    **dict.fromkeys(b"N]}\x88\x89\x8f\x97", _other(0)),
-    **dict.fromkeys(b"FIL", _line_of(lambda tracer, _: tracer.push(_OTHER))),
+_FORMS: dict[int, Form] = {
+    **dict.fromkeys(b"X\x8c\x8d", "utf-8"),
+    ord("V"): "raw-unicode-escape",
+    ord("S"): "quoted",
+}
+"""How arguments are written that are not bytes as they stand."""
+_DIGITS = frozenset(b"gp")  # lines that are an index of the memo
+_LOOK_THEMSELVES = frozenset(b"ci\x95")
+"""Opcodes of two lines, and FRAME: what is done for them takes their argument from the window."""
+_ACTS: dict[int, Callable[..., Any]] = {
+    # numbers, NONE, NEWTRUE, NEWFALSE, NEXT_BUFFER and containers that are empty
+    **dict.fromkeys(b"JKMGFIL\x8a\x8bN]}\x88\x89\x8f\x97", _Tracer.other),
     **dict.fromkeys(b"ld\x91", _Tracer.container),  # LIST, DICT, FROZENSET
     **dict.fromkeys(b"eu\x90", _Tracer.add_marked),  # APPENDS, SETITEMS, ADDITEMS
-    **dict.fromkeys(b"\x8a", _sized(1, lambda tracer, _: tracer.push(_OTHER))),  # LONG1
-    **dict.fromkeys(b"\x8b", _sized(4, lambda tracer, _: tracer.push(_OTHER))),  # LONG4
-    ord("J"): _other(4),
-    ord("K"): _other(1),
-    ord("M"): _other(2),
-    ord("G"): _other(8),
+    **dict.fromkeys(b"TUS", _Tracer.python2_text),
+    **dict.fromkeys(b"VX\x8c\x8d", _Tracer.text),
+    **dict.fromkeys(b"BC\x8e\x96", _Tracer.constant),
+    **dict.fromkeys(b"ghj", _Tracer.get),
+    **dict.fromkeys(b"pqr", _Tracer.put),
+    **dict.fromkeys(b"\x82\x83\x84", _Tracer.extension),
+    **dict.fromkeys(b"\x80\x98", lambda *_: None),  # PROTO, READONLY_BUFFER
     ord(")"): lambda tracer: tracer.push(()),
     ord("("): _Tracer.mark,
     ord("0"): _Tracer.pop,
     ord("1"): _Tracer.to_mark,
     ord("2"): lambda tracer: tracer.push(tracer._stack[-1]),
-    ord("P"): _line_of(lambda tracer, _: tracer.push(_STRANGE)),
+    ord("P"): lambda tracer, _: tracer.push(_STRANGE),
     ord("Q"): _Tracer.persistent,
     ord("R"): _Tracer.reduce,
-    ord("S"): _line_of(_Tracer.python2_text, "quoted"),
-    ord("T"): _sized(4, _Tracer.python2_text),
-    ord("U"): _sized(1, _Tracer.python2_text),
-    ord("V"): _line_of(_pushed_text, "raw-unicode-escape"),
-    ord("X"): _sized(4, _pushed_text, "utf-8"),
-    0x8C: _sized(1, _pushed_text, "utf-8"),
-    0x8D: _sized(8, _pushed_text, "utf-8"),
-    ord("B"): _sized(4, _Tracer.constant),
-    ord("C"): _sized(1, _Tracer.constant),
-    0x8E: _sized(8, _Tracer.constant),
-    0x96: _sized(8, _Tracer.constant),
     ord("a"): lambda tracer: tracer.drop(1),
     ord("s"): lambda tracer: tracer.drop(2),
     ord("b"): _Tracer.build,
@@ -462,20 +439,30 @@ _STEPS: dict[int, _Step] = {
     0x85: lambda tracer: tracer.tuple_of(1),
     0x86: lambda tracer: tracer.tuple_of(2),
     0x87: lambda tracer: tracer.tuple_of(3),
-    ord("g"): _index_of(_Tracer.get),
-    ord("h"): lambda tracer: tracer.get(tracer.number(1)),
-    ord("j"): lambda tracer: tracer.get(tracer.number(4)),
-    ord("p"): _index_of(_Tracer.put),
-    ord("q"): lambda tracer: tracer.put(tracer.number(1)),
-    ord("r"): lambda tracer: tracer.put(tracer.number(4)),
     0x94: lambda tracer: tracer.put(len(tracer._memo)),
-    0x80: lambda tracer: tracer.take(1),
     0x81: lambda tracer: tracer.new_object(2),
     0x92: lambda tracer: tracer.new_object(3),
-    0x82: lambda tracer: tracer.extension(1),
-    0x83: lambda tracer: tracer.extension(2),
-    0x84: lambda tracer: tracer.extension(4),
     0x93: _Tracer.global_of_stack,
     0x95: _Tracer.frame,
-    0x98: lambda tracer: None,
 }
+"""What opcodes do to the stack and the memo, with their argument."""
+
+
+def _step(opcode: int, act: Callable[..., Any]) -> Callable[[_Tracer], Any]:
+    """What takes the argument of an opcode from the window, and does what the opcode does."""
+    form = _FORMS.get(opcode, "bytes")
+    if opcode in _DIGITS:
+        return lambda tracer: act(tracer, tracer.digits())
+    if opcode in _LOOK_THEMSELVES:
+        return act
+    if opcode in LINES:
+        return lambda tracer: act(tracer, tracer.line(form))
+    if opcode in SIZED:
+        width = SIZED[opcode]
+        return lambda tracer: act(tracer, tracer.pass_over(tracer.number(width), form))
+    if width := FIXED[opcode]:
+        return lambda tracer: act(tracer, tracer.number(width))
+    return act
+
+
+_STEPS = {opcode: _step(opcode, act) for opcode, act in _ACTS.items()}

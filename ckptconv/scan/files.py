@@ -9,24 +9,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptconv.formats.first_reads import scanned_first
-from ckptconv.formats.folders.dcp_metadata import read_metadata
-from ckptconv.formats.joined_archives import joined_archives
-from ckptconv.formats.registry import open_file
+from ckptconv.formats.containers import named, open_file, scanned_first
+from ckptconv.formats.zip_directory import joined_archives
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
-from ckptconv.scan.findings import Sighting
-from ckptconv.scan.inflating import Room
+from ckptconv.scan.pickles import Room, Sighting
 from ckptconv.scan.scanner import Scanner
 from ckptconv.support.choices import refuse_no_path, spelling_checked
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import Limits, in_force, limits
 from ckptconv.support.progress import Meter, OnProgress
-from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text
 
 __all__ = ["Scan", "ScannedFile", "Sighting", "scan_checkpoint"]
@@ -281,7 +278,7 @@ def _with_items(file: ScannedFile, path: Location) -> ScannedFile:
 
 def _item_findings(place: Location) -> Iterator[Sighting]:
     with closing(place.open()) as source:
-        items = read_metadata(source).items.values()
+        items = named("folders.dcp_metadata.read_metadata")(source).items.values()
     places: dict[str, set[tuple[int, int]]] = {}
     for item in items:
         places.setdefault(item.relative_path, set()).add((item.offset, item.length))

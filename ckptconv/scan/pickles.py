@@ -3,21 +3,91 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from ckptconv.io.source import MemorySource, RangeSource, Source
-from ckptconv.objects.threats import Verdict, gives_what_was_there, judge
+from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
+from ckptconv.objects.threats import Level, Verdict, gives_what_was_there, judge
 from ckptconv.pickles.byte_window import Held
 from ckptconv.pickles.tracer import held_bytes, trace_pickle
-from ckptconv.pickles.traces import NamedGlobal, Trace
-from ckptconv.pickles.watched import ATTRIBUTES, NESTED_LOADERS
-from ckptconv.scan.findings import Sighting
-from ckptconv.scan.heads import (
-    BEGINS,
-    SHORT,
-)
-from ckptconv.scan.inflating import Room
+from ckptconv.pickles.traces import ATTRIBUTES, NESTED_LOADERS, NamedGlobal, Trace
 from ckptconv.support.limits import in_force
+
+_BEGINS = re.compile(rb"\x80[\0-\5]").match
+_SHORT = 16  # bytes that may be a pickle by chance: a text may begin with "N." or "I1\n."
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """One thing that a pickle of a file names or does.
+
+    `where` is the record, and the stream within it, in which it stands; `name` the global as the
+    pickle has it (empty where there is none), `at` the byte of the stream.
+    """
+
+    where: str
+    name: str
+    level: Level
+    reason: str
+    at: int
+
+
+@dataclass(slots=True)
+class Room:
+    """How much more work a file of `size` bytes may make.
+
+    That is what it has inflated to, and what was followed for nothing.
+
+    Records of a broken archive may lie in each other, and pickles may seem to begin anywhere: of a
+    small file that is made to, each look would take as long as the last.
+    """
+
+    size: int
+    inflated: int = 0
+    inflated_pickles: int = 0
+    followed: int = 0
+    is_used_up: bool = False
+
+    def inflate(
+        self, source: Source, offset: int, stored: int, *, pickle: bool
+    ) -> tuple[bytes, bool]:
+        """What a deflated run inflates to, as far as there is room; and whether there is more."""
+        most = in_force()
+        free = most.pickle_free if pickle else most.inflated_free
+        left = max(free, most.pickle_ratio * self.size) - (
+            self.inflated_pickles if pickle else self.inflated
+        )
+        limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
+        inflated = inflated_head(source, offset, stored, limit) if limit > 0 else b""
+        if pickle:
+            self.inflated_pickles += len(inflated)
+        else:
+            self.inflated += len(inflated)
+        return inflated, len(inflated) >= limit
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether so much was followed for nothing that the search ends."""
+        return self.followed > max(in_force().scanned_in_vain, self.size // _PART_IN_VAIN)
+
+
+_PART_IN_VAIN = 64  # random bytes that seem to be a pickle break after a few
+
+
+def inflated_head(source: Source, offset: int, stored: int, limit: int) -> bytes:
+    """At most the first `limit` bytes of a deflated run, as far as it inflates."""
+    inflater = zlib.decompressobj(-15)
+    made = bytearray()
+    with contextlib.suppress(zlib.error):
+        step = min(CHUNK, max(limit, 512))
+        for start in range(0, stored, step):
+            piece = source.read(offset + start, min(step, stored - start))
+            made += inflater.decompress(piece, limit - len(made))
+            if inflater.eof or len(made) >= limit:
+                break
+    return bytes(made)
 
 
 class PickleScanner:
@@ -80,7 +150,7 @@ class PickleScanner:
         is_passed = certain or not trace.constants
         self._room.followed += 0 if certain or (trace.end and is_passed) else trace.followed
         named = self._judged(trace, where)
-        has_proto = BEGINS(source.read(start, min(2, source.size - start))) is not None
+        has_proto = _BEGINS(source.read(start, min(2, source.size - start))) is not None
         is_chance = array and not trace.names
         alarms = [
             alarm
@@ -90,7 +160,7 @@ class PickleScanner:
         is_bad = bool(alarms) or any(finding.level == "dangerous" for finding in named)
         is_begun = has_proto and bool(trace.names or trace.cut) and not is_chance
         is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
-        is_likely = has_proto or bool(trace.names) or trace.end - start > SHORT
+        is_likely = has_proto or bool(trace.names) or trace.end - start > _SHORT
         if is_told if trace.broken is not None else (is_likely or is_bad):
             self._count(where, start)
             self.findings += named
@@ -144,7 +214,7 @@ def _verdict(name: NamedGlobal, trace: Trace) -> Verdict:
 
 
 def _misused(trace: Trace) -> Iterator[tuple[NamedGlobal, Verdict, int]]:
-    """Plain globals of which what they gave is changed though it was there before, or is called."""
+    """Globals of which what they gave is called, or is changed though it was there before."""
     for (use, name), at in trace.uses.items():
         if use == "changed" and gives_what_was_there(*name):
             yield (
@@ -154,7 +224,7 @@ def _misused(trace: Trace) -> Iterator[tuple[NamedGlobal, Verdict, int]]:
                 ),
                 at,
             )
-        elif use == "called" and judge(*name).level == "plain":
+        elif use == "called" and judge(*name).level != "dangerous":
             yield name, Verdict("dangerous", "makes an object that is called in turn"), at
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ckptconv.scan.files import Scan, ScannedFile, Sighting
-from ckptconv.scan.heads import is_inert
+from ckptconv.scan.scanner import is_inert
 from ckptconv.support.errors import printable
-from ckptconv.support.rows import Row
+from ckptconv.support.report import LISTED, Fields, Row
 from ckptconv.support.text import count_text
-
-_LISTED = 20  # findings of one file; --json lists all
 
 
 def scan_headline(scan: Scan) -> str:
@@ -50,46 +47,21 @@ def scans_headline(levels: Sequence[str]) -> str:
 def scan_lines(scan: Scan) -> Iterator[Row]:
     """What was found, as rows, file by file; plain names are left out."""
     for file in scan.files:
-        told = [finding for finding in file.findings if finding.level != "plain"]
-        for finding in told[:_LISTED]:
-            yield Row(finding.level, _finding_text(scan, file, finding))
-        if len(told) > _LISTED:
-            yield Row(
-                told[_LISTED].level, f"{printable(file.path)}: and {len(told) - _LISTED:,} more"
-            )
+        odd = [finding for finding in file.findings if finding.level != "plain"]
+        yield from (Row(one.level, _finding_text(scan, file, one)) for one in odd[:LISTED])
+        if len(odd) > LISTED:
+            yield Row(odd[LISTED].level, f"{printable(file.path)}: and {len(odd) - LISTED:,} more")
 
 
 def _finding_text(scan: Scan, file: ScannedFile, finding: Sighting) -> str:
-    place = (
-        [file.path] * (len(scan.files) > 1)
-        + [finding.where] * bool(finding.where)
-        + [finding.name] * bool(finding.name)
-    )
-    return ": ".join([*(printable(part) for part in place), printable(finding.reason, 500)])
+    place = [file.path if len(scan.files) > 1 else "", finding.where, finding.name]
+    return ": ".join([*(printable(part) for part in place if part), printable(finding.reason, 500)])
 
 
-def scan_document(scan: Scan) -> dict[str, Any]:
-    """A scan as JSON values, plain names included."""
-    return {
-        "path": scan.path,
-        "level": scan.level,
-        "files": [
-            {
-                "path": file.path,
-                "kind": file.kind,
-                "level": file.level,
-                "pickles": file.pickles,
-                "findings": [
-                    {
-                        "level": item.level,
-                        "name": item.name,
-                        "where": item.where,
-                        "byte": item.at,
-                        "reason": item.reason,
-                    }
-                    for item in file.findings
-                ],
-            }
-            for file in scan.files
-        ],
-    }
+SCAN = Fields(
+    "path level files",
+    files=Fields(
+        "path kind level pickles findings", findings=Fields("level name where byte=at reason")
+    ),
+)
+"""The document of a scan, plain names included."""

@@ -4,6 +4,7 @@ run.
 `torch.jit.load` compiles the texts under ``code/`` and runs the `__setstate__` of modules; all else
 runs when the module is called. In them, ``torch.NAME`` is the operator ``aten::NAME`` and
 ``ops.NAMESPACE.NAME`` any other; archives for mobiles name operators in ``bytecode.pkl`` too.
+Operators are judged by namespace and name: those of `aten` that compute stand in script_code.txt.
 Sources: torch/csrc/jit/frontend/lexer.h, torch/csrc/jit/serialization.
 """
 
@@ -15,8 +16,8 @@ from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptconv.objects.threats import Verdict, judge_script_class
-from ckptconv.scan.script_operators import judge_operator
 from ckptconv.support.json_text import read_object
+from ckptconv.support.name_lists import names_beside
 
 Kind: TypeAlias = Literal["text", "bytecode", "model"]
 
@@ -213,3 +214,42 @@ def _string_end(text: bytes, at: int, end: re.Pattern[bytes]) -> int:
             return match.start() if match[0] == b"\n" else match.end()
         at = match.end() + 1
     return len(text)
+
+
+# ---------------------------------------------------------------------------------------- operators
+
+_NAMES = names_beside(__file__)
+_ATEN = frozenset(_NAMES["aten"])
+_COMPUTING = frozenset(_NAMES["namespaces"])
+_FILES = "reads or writes the file that it is given"
+_MACHINES = "calls other machines"
+_DANGEROUS = {
+    "aten::save": _FILES,
+    "aten::from_file": _FILES,
+    "debugprims::load_tensor": _FILES,
+    "prim::rpc_async": _MACHINES,
+    "prim::rpc_sync": _MACHINES,
+    "prim::rpc_remote": _MACHINES,
+    "prim::PythonOp": "runs a function of Python",
+    "prim::IgnoredPythonOp": "runs a function of Python",
+}
+
+
+def judge_operator(namespace: str, name: str) -> Verdict:
+    """How a call of `namespace::name` in the code of a TorchScript archive is judged."""
+    if reason := _DANGEROUS.get(f"{namespace}::{name}"):
+        return Verdict("dangerous", reason)
+    if namespace in _COMPUTING or (namespace == "aten" and _base(name) in _ATEN):
+        return Verdict("plain", "computes")
+    return Verdict("unknown", "an unknown operator; its code would run where it is installed")
+
+
+def _base(name: str) -> str:
+    """The name of an operator without its variant: `_foo_backward_` and `foo_out` are `foo`."""
+    while True:
+        short = name.strip("_") or name
+        for end in _NAMES["variants"]:
+            short = short.removesuffix(end)
+        if short in ("", name):
+            return name
+        name = short

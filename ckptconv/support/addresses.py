@@ -1,4 +1,7 @@
-"""Recognizes addresses of other machines, and says how to get the file from there."""
+"""Recognizes addresses of other machines, and says how to get the file from there.
+
+What is secret in an address is known here, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,10 @@ _TOOLS = {
     "https": "curl -LO {address}",
     "ftp": "curl -O {address}",
 }
-
-_SENDERS = {
-    "s3": "aws s3 cp",
-    "gs": "gcloud storage cp",
-    "gcs": "gcloud storage cp",
-    "hf": "huggingface-cli upload",
-}
+_WEB = ("http", "https")
+_NAMED_ELSEWHERE = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "hf")
+"""Schemes whose credentials no address holds: they are the environment's."""
+_HOST = re.compile(r"(?:[^/]*@)?(?:\[[^\]/]*\]|[^/:@]*)(?::\d*)?").fullmatch
 
 
 class UrlPath(PurePosixPath):
@@ -67,6 +67,40 @@ def address_in(path: object) -> str | None:
     return text if "://" in text else f"{found[1]}://{found[2]}"
 
 
+def holds_credentials(address: str) -> bool:
+    """Whether an address of a service that takes none holds a name or a key before its bucket.
+
+    >>> [holds_credentials(f"s3://{text}/a") for text in ("b", "KEY:SECRET@b", "KEY:SEC/RET@b")]
+    [False, True, True]
+    """
+    scheme, _, rest = address.partition("://")
+    bucket = rest.partition("/")[0]
+    if scheme.lower() not in _NAMED_ELSEWHERE or bucket.startswith("arn:"):
+        return False
+    # Azure's buckets are CONTAINER@ACCOUNT
+    return ":" in bucket or ("@" in bucket and not scheme.lower().startswith(("az", "abfs")))
+
+
+def shown(address: str) -> str:
+    """An address without what may be secret in it.
+
+    >>> shown("https://me:secret@host/a.pt?signature=secret#x"), shown("sftp://me:secret@host/a.pt")
+    ('https://host/a.pt', 'sftp://me@host/a.pt')
+    >>> shown("s3://KEY:SEC/RET@bucket/a.pt"), shown("hf://user:secret@org/name")
+    ('s3://***@bucket/a.pt', 'hf://***@org/name')
+    """
+    scheme, _, rest = address.partition("://")
+    if scheme.lower() in _WEB:
+        rest = rest.partition("#")[0].partition("?")[0]
+    host, slash, path = rest.partition("/")
+    # a password may hold a slash, and so end behind what looks like the host
+    if holds_credentials(address) or ("@" in path and not _HOST(host)):
+        return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    user, at, server = host.rpartition("@")
+    named = "" if scheme.lower() in _WEB else f"{user.partition(':')[0]}{at}"
+    return f"{scheme}://{named}{server}{slash}{path}"
+
+
 def how_to_get(address: str) -> str:
     """The command that brings the file at `address` here."""
     scheme, _, rest = address.partition("://")
@@ -85,20 +119,6 @@ def how_to_get(address: str) -> str:
         if command
         else "copy it to this machine first"
     )
-
-
-def how_to_send(address: str) -> str:
-    """What to do where an output was to go to `address`."""
-    scheme = address.partition("://")[0].lower()
-    if scheme == "file":
-        return f"leave out {scheme}://"
-    tool = {
-        "s3": "aws s3 cp",
-        "gs": "gcloud storage cp",
-        "gcs": "gcloud storage cp",
-        "hf": "huggingface-cli upload",
-    }.get(scheme)
-    return "write a file here, and upload it" + (f": {tool} …" if tool else "")
 
 
 def _on_hub(scheme: str, rest: str) -> tuple[str, str, str] | None:

@@ -17,7 +17,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 KEYS = ("strip", "keep")
 WRAPPERS = ("strip", "module", "add-module", "keep")
-TIED = ("alias", "duplicate")
 UNKNOWN = ("refuse", "drop", "keep")
 NOUNS = {"to": "a format", "max_shard_size": "a size", "dtype": "a floating dtype"}
 """What an option is, where that is more than a choice."""
@@ -29,9 +28,9 @@ def refuse_other(option: str, given: object, choices: Sequence[str], *, further:
 
     `further` says what else may be given.
 
-    >>> refuse_other("tied", "both", TIED)
+    >>> refuse_other("keys", "both", KEYS)
     Traceback (most recent call last):
-    ckptconv.support.errors.OptionRefused: tied='both' is not a choice; choose alias or duplicate
+    ckptconv.support.errors.OptionRefused: keys='both' is not a choice; choose strip or keep
     """
     if type(given) is not str or given not in choices:
         raise not_one(option, given, f"choose {', '.join(choices[:-1])} or {choices[-1]}{further}")

@@ -2,16 +2,21 @@
 
 Every message reads ``{path}: {where}: {what}; {hint}`` and is a single printable line: text that
 came out of a file is escaped before it gets in. Raising is done where the fact is known; this
-module only holds the words' shape.
+module only holds the words' shape. Options are written as on the command line, and said in the
+words of who called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol
 
 _LONGEST_NAME = 200
 
@@ -27,9 +32,76 @@ def printable(text: object, limit: int = _LONGEST_NAME) -> str:
     )
 
 
-ErrorCode = Literal["", "checksum", "cut-off", "compressed", "dangerous"]
+_ON_COMMAND_LINE: ContextVar[bool] = ContextVar("called from the command line", default=False)
+is_on_command_line = _ON_COMMAND_LINE.get
+
+
+@contextlib.contextmanager
+def on_command_line(told: bool = True) -> Iterator[None]:
+    """Within the block, options are named as on the command line, else as in Python."""
+    token = _ON_COMMAND_LINE.set(told)
+    try:
+        yield
+    finally:
+        _ON_COMMAND_LINE.reset(token)
+
+
+def worded(text: str) -> str:
+    """A text that names options as on the command line, in the words of who called.
+
+    >>> with on_command_line(False):
+    ...     worded("--force replaces it, --only PATH takes one part; leave --dtype out")
+    'force=True replaces it, only=PATH takes one part; leave dtype out'
+    """
+    return text if is_on_command_line() else _OPTION.sub(_in_python, text)
+
+
+# A command to copy stays as it is. What follows an option is its value, but for words of prose.
+_OPTION = re.compile(
+    r"ckptconv [a-z-]+ (?:[A-Z]|--)[^;]*"
+    r"|(?P<leave>leave |without )?--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"
+    r"(?:[ =](?P<value>'[^']*'|(?!(?:SENTENCE)\b)[^\s,;()]+))?".replace(
+        "SENTENCE",
+        "and|at|changes|does|for|is|it|keeps|leaves?|lists?|looks|makes?|matches|names?|only|or|out"
+        "|replaces?|says|sends|so|takes?|the|to|undoes|where|which|without|writes?",
+    )
+)
+_FLAGS = frozenset(("force", "verify", "drop-unexpected", "with-files", "reverse", "ignore-dtype"))
+_VALUED = """
+    only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
+    preset rules like model cast map-location keep-dtype drop metadata tied max-shard-size report
+    save-mapping integers prefix match address engine jobs regex
+"""
+_OPTIONS = _FLAGS | frozenset(_VALUED.split())
+_NOT_OPTIONS = {
+    "limit": "ckptconv.limits({})",
+    "unpinned": "ckptconv.limits(unpinned=True)",
+    "allow-hosts": "CKPTCONV_ALLOW_HOSTS={}",
+    "json": "the fit of this error",
+}
+"""What is an option of the command line alone."""
+
+
+def _in_python(found: re.Match[str]) -> str:
+    """An option as Python has it; what is no option of ours stays as it is."""
+    name, value = found["name"], found["value"]
+    if name in _NOT_OPTIONS:
+        return _NOT_OPTIONS[name].format(value)
+    if name not in _OPTIONS:
+        return found[0]
+    word, before = name.replace("-", "_"), found["leave"] or ""
+    if name in _FLAGS:
+        made = word if before else f"{word}=True"
+        return f"{before}{made}" + (f" {value}" if value else "")
+    if not value:
+        return f"{before}{word}"
+    text = value if value.isupper() and value.isalpha() else '"' + value.strip("'") + '"'
+    return f"{before}{word}={text}"
+
+
+ErrorCode = Literal["", "checksum", "cut-off", "compressed", "dangerous", "text"]
 """What a program asks of an error beyond its class: the bytes differ from their checksum, the end
-of an archive is missing, a whole file is compressed, an object must not be loaded.
+of an archive is missing, a whole file is compressed, an object must not be loaded, it is a text.
 """
 
 
@@ -67,8 +139,8 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         place = [printable(part) for part in (self.path, self.where) if part]
-        line = ": ".join([*place, printable(self.what, 2000)])
-        return f"{line}; {printable(self.hint, 2000)}" if self.hint else line
+        line = ": ".join([*place, printable(worded(self.what), 2000)])
+        return f"{line}; {printable(worded(self.hint), 2000)}" if self.hint else line
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
@@ -92,6 +164,50 @@ def _made_again(kind: type[CheckpointError], args: tuple[Any, ...]) -> Checkpoin
     made = kind.__new__(kind)
     made.args = args
     return made
+
+
+_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "can't start new thread")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came of, is that this process gets no more memory.
+
+    A library that cannot be mapped is an `ImportError`, and a thread without a stack a
+    `RuntimeError`, each with the system's words in it.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(error, (ImportError, RuntimeError)):
+            said = str(error).lower()
+            if any(words in said for words in _NO_MEMORY):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+OUT_OF_MEMORY = "out of memory: this process may take no more of it"
+"""What is said of such an error, wherever it ends a piece of work."""
+
+
+class CheckpointWarning(UserWarning):
+    """What a call decided for its caller where a framework's own rule decides: which of two models
+    was taken, what was left out. `warnings.simplefilter("error", CheckpointWarning)` makes it an
+    error.
+    """
+
+
+def warn(notes: Iterable[str]) -> None:
+    """Each of `notes` as a `CheckpointWarning` of the code that called ckptconv.
+
+    It is shown once for each line of that code, as Python's filters do by default.
+    """
+    frame, level = sys._getframe(1), 2
+    ours = ("ckptconv", "contextlib")  # a block of ours is entered by the other
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
+        frame, level = frame.f_back, level + 1
+    for note in notes:
+        warnings.warn(printable(worded(note), 2000), CheckpointWarning, stacklevel=level)
 
 
 class MalformedCheckpoint(CheckpointError):
@@ -187,10 +303,7 @@ class LimitExceeded(CheckpointError):
         self.limit, self.allowed, self.needed = limit, allowed, needed
         enough = 2 * allowed if needed is None else needed
         if raising is None:
-            raising = (
-                f"if the file is right, raise the limit: --limit {limit}={enough} "
-                f"(ckptconv.limits({limit}={enough}) in code)"
-            )
+            raising = f"if the file is right, raise the limit: --limit {limit}={enough}"
         hint = f"{advice}; {raising}" if advice else raising
         super().__init__(
             f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint
@@ -231,10 +344,16 @@ class KeyMismatch(CheckpointError):
         path: object = None,
         where: object = None,
         hint: str | None = None,
-        fit: object = None,
+        fit: _Documented | None = None,
     ) -> None:
         super().__init__(what, path=path, where=where, hint=hint)
         self.fit = fit
+
+
+class _Documented(Protocol):
+    """What can be told as JSON values."""
+
+    def document(self) -> dict[str, Any]: ...
 
 
 class OptionRefused(CheckpointError, ValueError):

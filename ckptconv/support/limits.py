@@ -101,6 +101,10 @@ class Limits:
     """
     remote_seconds: float = 120.0
     """Seconds for which a failing request to another machine is tried again."""
+    unpinned: bool = False
+    """Whether files are read of which a server tells neither a tag nor a date, so that nobody knows
+    whether all of its answers are of one version.
+    """
     rules_bytes: int = 100_000_000
     """Size of a file of key rules, or of a mapping."""
     regex_seconds: float = 10.0
@@ -185,7 +189,12 @@ def _checked(name: str, value: float) -> float:
         near = get_close_matches(str(name), NAMES, 1)
         hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(NAMES)}"
         raise UnknownOption(f"there is no limit {name!r}", hint=hint)
-    whole = type(getattr(DEFAULTS, name)) is int
+    kind = type(getattr(DEFAULTS, name))
+    if kind is bool:
+        if type(value) is bool:
+            return value
+        raise OptionRefused(f"the limit {name} is True or False, not {value!r:.100}")
+    whole = kind is int
     if type(value) not in (int, float) or (whole and type(value) is not int):
         raise OptionRefused(
             f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}"

@@ -41,6 +41,13 @@ try:
 except ImportError:
     _fcntl = None
 
+try:
+    import resource as _posix_resource
+
+    _resource: Any = _posix_resource
+except ImportError:
+    _resource = None
+
 _os: Any = os  # by which what this system may lack is asked for
 _signal: Any = signal
 
@@ -76,6 +83,14 @@ def open_to_read(path: str | os.PathLike[str]) -> int:
         raise
 
 
+def most_open_files() -> int | None:
+    """How many descriptors this process may have open at a time; None where nobody says."""
+    if _resource is None:
+        return None
+    soft: int = _resource.getrlimit(_resource.RLIMIT_NOFILE)[0]
+    return None if soft == _resource.RLIM_INFINITY else soft
+
+
 def create_file(path: Path) -> int:
     """A descriptor of a new file, in binary mode, to write and read.
 
@@ -109,14 +124,33 @@ def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
         os.unlink(file.name)  # noqa: PTH108 (a process that is killed leaves nothing)
 
 
+def file_of_process(content: bytes, suffix: str) -> str:
+    """The path of a new temporary file of these bytes, which this process removes at its end."""
+    import atexit
+    import tempfile
+
+    fd, path = tempfile.mkstemp(suffix=suffix)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+    maker = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == maker:  # and not a process that was forked from it
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
+
+    atexit.register(remove)
+    return path
+
+
 def after_fork_in_child(forget: Callable[[], None]) -> None:
     """Have `forget` called in each process that is forked from this one, where that can be."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=forget)
 
 
-def share_memory_between_threads() -> None:
-    """Have threads take the memory that others have freed.
+def share_memory_between_threads(pools: int = 2) -> None:
+    """Have threads take the memory that others have freed: all of so many pools.
 
     glibc keeps it for each thread: of 16 threads that fetch 8 MiB at a time, hundreds of megabytes.
     It is a setting of the whole process, so only a program of our own makes it.
@@ -124,7 +158,7 @@ def share_memory_between_threads() -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, pools)
 
 
 _M_ARENA_MAX = -8  # malloc.h of glibc
@@ -509,16 +543,23 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def passed_on(fd: int) -> Any:
-    """An open file for a process that `multiprocessing` is about to start, which gets its own
-    descriptor by ``detach()``; None on Windows.
+@dataclass(frozen=True, slots=True)
+class PassedOn:
+    """An open file for a process that `multiprocessing` starts, which gets a descriptor, or None on
+    Windows. It is duplicated when it is pickled: no server has to hand it over.
     """
-    if ON_WINDOWS:
-        return None
-    from multiprocessing import reduction
 
-    maker: Any = reduction
-    return maker.DupFd(fd)
+    fd: int
+
+    def __reduce__(self) -> tuple[Callable[..., int | None], tuple[Any, ...]]:
+        from multiprocessing import reduction
+
+        maker: Any = reduction
+        return _detached, (None if ON_WINDOWS else maker.DupFd(self.fd),)
+
+
+def _detached(duplicate: Any) -> int | None:
+    return None if duplicate is None else int(duplicate.detach())
 
 
 def free_bytes(folder: Path) -> int | None:

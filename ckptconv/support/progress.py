@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Phase = Literal["read", "measure", "write", "verify", "sync", "deliver"]
+Phase = Literal["open", "read", "measure", "write", "verify", "sync", "deliver"]
 
 _STEP = 1 << 20
 

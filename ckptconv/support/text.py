@@ -86,6 +86,11 @@ def part_text(path: str) -> str:
     return f"{bare} itself" if path.endswith(".") and path != "." else bare
 
 
+def of_part(path: str) -> str:
+    """What is said behind a noun of the part that it is in; nothing for the root."""
+    return f" of {part_text(path)}" if path else ""
+
+
 def look_hint(path: PurePath) -> str:
     """The command that shows what a checkpoint holds; only a file has one of its own."""
     name = (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
 from ckptconv.io.source import Source
-from ckptconv.tensors.refs import Piece, Storage, TensorRef
+from ckptconv.tensors.computed import ComputedSource
+from ckptconv.tensors.refs import Piece, Storage, TensorRef, box_of, origins
 from ckptconv.tensors.stream import verbatim_runs
 
 Run = tuple[Source, int, int]
+Part = tuple[Storage, int, int]
 
 _STEP = 4 << 20  # bytes of each piece of a gathered tensor that are wanted at about the same time
 
@@ -27,9 +29,8 @@ def read_soon(*values: Iterable[TensorRef | Storage]) -> Iterator[None]:
     for value in chain.from_iterable(zip_longest(*values)):
         if value is None:
             continue
-        storages = [value] if isinstance(value, Storage) else [one.storage for one in value.pieces]
         is_near = True
-        for storage in storages:
+        for storage in origins([value]):
             key = id(storage.source)
             if key not in near:
                 near[key] = storage.source.fetched_from(0) is None
@@ -53,22 +54,43 @@ def read_soon(*values: Iterable[TensorRef | Storage]) -> Iterator[None]:
 def runs_of(value: TensorRef | Storage) -> list[Run]:
     """The bytes that are read for a storage or a tensor, in about the order in which they are."""
     if isinstance(value, Storage):
-        return [(value.source, value.offset, value.nbytes)]
+        return _runs_in(value, 0, value.nbytes)
     if (runs := verbatim_runs(value)) is not None:
-        return [(storage.source, storage.offset + first, nbytes) for storage, first, nbytes in runs]
+        return [run for part in runs for run in _runs_in(*part)]
+    return _interleaved([_extent(piece, value.dtype.itemsize) for piece in value.pieces])
+
+
+def _runs_in(storage: Storage, first: int, nbytes: int) -> list[Run]:
+    """The bytes that are read for a run of a storage: of one that is computed, those of its inputs,
+    as they are wanted side by side.
+    """
+    source, offset = storage.source, storage.offset + first
+    if not isinstance(source, ComputedSource):
+        return [(source, offset, nbytes)]
+    runs: list[Run] = []
+    for at in range(offset, offset + nbytes, _STEP):
+        for ref, (start, shape) in source.needs(at, min(_STEP, offset + nbytes - at)):
+            whole = box_of(ref, start, shape)
+            inner = verbatim_runs(whole)
+            parts = [_extent(piece, ref.dtype.itemsize) for piece in whole.pieces]
+            runs += _interleaved(inner if inner is not None else parts)
+    return runs
+
+
+def _interleaved(parts: Sequence[Part]) -> list[Run]:
+    """The bytes of parts of storages, in steps of each in turn."""
     steps = [
-        (at / max(1, nbytes), number, (source, offset + at, min(_STEP, nbytes - at)))
-        for number, piece in enumerate(value.pieces)
-        for source, offset, nbytes in [_extent(piece, value.dtype.itemsize)]
+        (at / nbytes, number, (storage, first + at, min(_STEP, nbytes - at)))
+        for number, (storage, first, nbytes) in enumerate(parts)
         for at in range(0, nbytes, _STEP)
     ]
-    return [run for _, _, run in sorted(steps, key=lambda step: step[:2])]
+    steps.sort(key=lambda step: step[:2])
+    return [run for _, _, step in steps for run in _runs_in(*step)]
 
 
-def _extent(piece: Piece, itemsize: int) -> Run:
+def _extent(piece: Piece, itemsize: int) -> Part:
     """The bytes of a storage from the first to the last value of a piece."""
     if 0 in piece.shape:
-        return piece.storage.source, piece.storage.offset, 0
+        return piece.storage, 0, 0
     reach = sum((size - 1) * step for size, step in zip(piece.shape, piece.stride, strict=True))
-    first = piece.storage.offset + piece.offset * itemsize
-    return piece.storage.source, first, (reach + 1) * itemsize
+    return piece.storage, piece.offset * itemsize, (reach + 1) * itemsize

@@ -28,7 +28,7 @@ these cases too, on every machine and at every offset.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -57,7 +57,7 @@ _SINGLE_NAN_TYPES = frozenset({"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m
 @dataclass(frozen=True, slots=True)
 class Cast:
     """One run after its cast: the target's bytes (format ``B``), and how many finite values became
-    infinite or NaN.
+    infinite or NaN, or values 448 because they are beyond it.
     """
 
     data: memoryview
@@ -82,6 +82,25 @@ class _Narrowing:
     payload: int = 0
     saturates: bool = False
 
+    def counted(self, numbers: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+        """Which of the values at or above the limit count as lost: infinite ones only where they
+        become numbers.
+        """
+        import numpy as np
+
+        counted: NDArray[np.bool_] = np.isfinite(numbers)
+        return ~np.isnan(numbers) if self.saturates else counted
+
+
+def overflow_text(targets: Iterable[str]) -> str:
+    """What casts to these dtypes make of values that they cannot hold."""
+    found = {name: _NARROWINGS[name] for name in targets if name in _NARROWINGS}
+    made = {
+        "448" if item.saturates else "NaN" if item.over == item.nan else "infinite"
+        for item in found.values()
+    }
+    return " or ".join(sorted(made)) or "infinite"
+
 
 def cast(values: memoryview, source: DType, target: DType) -> Cast:
     """Cast the whole little-endian elements in `values`, a contiguous view; any cut of a tensor
@@ -89,14 +108,14 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
 
     Memory: the result and at most 2 MiB; a 16-bit `source` also leaves behind one table per target,
     of up to 576 KiB. Where both types are one, the result is `values` itself. Raises
-    `CheckpointError` when either is not a floating type.
+    `CheckpointError` when they differ and either is not a floating type.
     """
+    if source is target:
+        return Cast(values.cast("B"), 0)
     if not (source.is_floating and target.is_floating):
         raise CheckpointError(
             f"cannot cast {source.name} to {target.name}", hint="only floating types are cast"
         )
-    if source is target:
-        return Cast(values.cast("B"), 0)
     import numpy as np
 
     items = np.frombuffer(values, f"<u{source.itemsize}")
@@ -168,7 +187,7 @@ def _narrow(narrowing: _Narrowing, scratch: Bits, items: Bits, codes: Bits) -> i
         return 0
     special = np.flatnonzero((bits & _MAGNITUDE) >= limit)
     codes[special] = _special_codes(narrowing, bits[special])
-    return 0 if narrowing.saturates else int(np.count_nonzero(np.isfinite(numbers[special])))
+    return int(np.count_nonzero(narrowing.counted(numbers[special])))
 
 
 def _special_codes(narrowing: _Narrowing, bits: Bits) -> Bits:
@@ -256,8 +275,9 @@ def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
         cast(numbers.view(np.uint8).data, BY_NAME["float32"], target).data, f"<u{target.itemsize}"
     )
     narrowing = _NARROWINGS.get(target.name)
-    limit = np.inf if narrowing is None or narrowing.saturates else narrowing.limit
-    overflows = np.isfinite(numbers) & (np.abs(numbers) >= limit)
+    overflows = np.zeros(numbers.size, bool)
+    if narrowing is not None:
+        overflows = narrowing.counted(numbers) & (np.abs(numbers) >= narrowing.limit)
     magnitudes = np.flatnonzero(overflows) & (numbers.size // 2 - 1)
     return codes, overflows, int(magnitudes.min(initial=numbers.size))
 

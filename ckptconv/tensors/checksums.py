@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Counting
-from ckptconv.tensors.refs import Storage
+from ckptconv.tensors.refs import Storage, origins
 
 
 class Checksums:
@@ -28,25 +28,33 @@ class Checksums:
         self._copied: dict[int, tuple[Storage, list[tuple[int, int, int]]]] = {}
 
     def read(self, storage: Storage) -> None:
-        """Check a storage, or the one that it is part of, by reading all of it, once."""
-        whole = storage.part_of or storage
-        if id(whole) not in self._settled:
-            self._settled.add(id(whole))
-            check_storage(whole, self._meter)
+        """Check a storage, or the one that it is part of, by reading all of it, once; of one that
+        is computed, those of its inputs.
+        """
+        for origin in origins([storage]):
+            whole = origin.part_of or origin
+            if id(whole) not in self._settled:
+                self._settled.add(id(whole))
+                check_storage(whole, self._meter)
 
     def copied(self, storage: Storage, first: int, nbytes: int, crc: int) -> None:
-        """Note that `nbytes` bytes of a storage, from its byte `first` on, have this CRC-32."""
+        """Note that `nbytes` bytes of a storage, from its byte `first` on, have this CRC-32; none,
+        that it is to be checked by `finish`.
+        """
         whole = storage.part_of or storage
         if whole.crc32 is None or id(whole) in self._settled:
             return
-        if storage.source is not whole.source:  # what was copied are not its bytes but made of them
-            self.read(whole)
-        elif nbytes == whole.nbytes:
+        if nbytes and nbytes == whole.nbytes:
             self._settled.add(id(whole))
             refuse_crc(whole, crc)
-        else:
-            _, runs = self._copied.setdefault(id(whole), (whole, []))
-            runs.append((storage.offset + first - whole.offset, nbytes, crc))
+            return
+        _, runs = self._copied.setdefault(id(whole), (whole, []))
+        start = storage.offset + first - whole.offset
+        if runs and sum(runs[-1][:2]) == start:  # one run of what is read from end to end
+            before, count, known = runs.pop()
+            runs.append((before, count + nbytes, combined_crc(known, crc, nbytes)))
+        elif nbytes:
+            runs.append((start, nbytes, crc))
 
     def join(self, later: Checksums) -> None:
         """Take over what another one knows, which is not to be used any more."""

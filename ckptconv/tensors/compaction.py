@@ -2,7 +2,8 @@
 
 Tensors that share a storage keep sharing one. Bytes that no tensor uses are left out, so that a
 slice does not drag its whole storage along; a tensor with holes that is alone is written without
-them. A cast applies to whole storages, so that sharing survives it.
+them. A cast applies to whole storages, so that sharing survives it: tensors of one storage that
+become different types share it only with those of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ckptconv.tensors.refs import (
     contiguous_stride,
     is_contiguous,
     joined,
+    view_identity,
     whole_storage,
 )
 
@@ -83,8 +85,31 @@ def compact(
         if key not in groups:
             placed[id(ref)] = _alone(ref, cast)
     for group in groups.values():
-        placed.update(_shared(group, cast))
+        for together in _together(group, cast):
+            placed.update(_shared(together, cast))
     return placed
+
+
+def count_parted(refs: Iterable[TensorRef], cast: CastRule) -> int:
+    """How many more storages the tensors need because a cast parts some that share one."""
+    groups: dict[int, list[TensorRef]] = {}
+    for ref in refs:
+        if len(pieces := ref.pieces) == 1:
+            groups.setdefault(id(pieces[0].storage), []).append(ref)
+    return sum(len(_together(group, cast)) - 1 for group in groups.values() if len(group) > 1)
+
+
+def _together(group: list[TensorRef], cast: CastRule) -> list[list[TensorRef]]:
+    """The tensors of one storage in groups that can go on sharing one: all of them where none is
+    cast, else those of the same types. What the neg bit turns is written alone when it is cast.
+    """
+    parts: dict[object, list[TensorRef]] = {}
+    for ref in group:
+        kind: object = (ref.dtype, cast(ref), view_identity(ref) if ref.neg else None)
+        if cast(ref) is ref.dtype:  # bytes of another order are turned by their type
+            kind = ref.dtype if ref.storage.big_endian else None
+        parts.setdefault(kind, []).append(ref)
+    return list(parts.values())
 
 
 def _new(values: TensorRef, dtype: DType, storage_dtype: DType | None, location: str) -> NewStorage:
@@ -137,30 +162,27 @@ def _alone(ref: TensorRef, cast: CastRule) -> Placed:
 
 
 def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placed]:
-    storage, sources, targets = (
-        group[0].storage,
-        {ref.dtype for ref in group},
-        {cast(ref) for ref in group},
-    )
-    mixed, recast = len(sources) > 1, any(cast(ref) is not ref.dtype for ref in group)
-    if (recast and (mixed or len(targets) > 1 or any(ref.neg for ref in group))) or (
-        mixed and storage.big_endian
-    ):
-        return {id(ref): _gathered(ref, cast) for ref in group}
-    source, target = (UINT8, UINT8) if mixed else (sources.pop(), targets.pop())
+    first = group[0]
+    storage, source, target = first.storage, first.dtype, cast(first)
+    if len(group) == 1 or (first.neg and target is not source):
+        placed = _alone(first, cast)
+        return {id(ref): placed for ref in group}
+    mixed = any(ref.dtype is not source for ref in group)
+    if mixed:
+        source = target = UINT8
     runs = _used_runs(group, storage.nbytes - storage.nbytes % source.itemsize)
     values = joined([whole_storage(storage, start, stop, source) for start, stop in runs])
     new = _new(values, target, None if mixed else _class_of(target), storage.location)
     starts = [start for start, _ in runs]
     kept = accumulate((stop - start for start, stop in runs), initial=0)
     shifts = [start - before for start, before in zip(starts, kept)]  # noqa: B905 (one more sum than runs)
-    placed = {}
+    made_of = {}
     for ref in group:
-        first = ref.byte_span()[0] if ref.numel else starts[0]
-        moved = first - shifts[bisect_right(starts, first) - 1]
+        begin = ref.byte_span()[0] if ref.numel else starts[0]
+        moved = begin - shifts[bisect_right(starts, begin) - 1]
         dtype = ref.dtype if mixed else target
-        placed[id(ref)] = Placed(new, dtype, moved // ref.dtype.itemsize, ref.stride)
-    return placed
+        made_of[id(ref)] = Placed(new, dtype, moved // ref.dtype.itemsize, ref.stride)
+    return made_of
 
 
 def _used_runs(group: list[TensorRef], nbytes: int) -> list[tuple[int, int]]:

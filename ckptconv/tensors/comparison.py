@@ -47,9 +47,7 @@ class Span(NamedTuple):
     @property
     def has_crc(self) -> bool:
         """Whether a checksum is declared that these bytes go into."""
-        return any(
-            (storage.part_of or storage).crc32 is not None for storage in (self.first, self.second)
-        )
+        return self.first.has_crc or self.second.has_crc
 
 
 # -------------------------------------------------------------------------------------------- bytes

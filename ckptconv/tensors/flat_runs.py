@@ -2,8 +2,7 @@
 one tensor.
 
 A run is contiguous where it lies and in the C order of the tensor, but seldom a box of it: a
-partition ends anywhere. `shaped` cuts each run into the few boxes that it is. `widened` shows a
-storage as float32, cast while it is read.
+partition ends anywhere. `shaped` cuts each run into the few boxes that it is.
 """
 
 from __future__ import annotations
@@ -14,14 +13,10 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from ckptconv.io.source import CHUNK, Fingerprint, Source
 from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.tensors.casting import cast
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride
 from ckptconv.tensors.stream import verbatim_range
-
-FLOAT32 = BY_NAME["float32"]
 
 
 class Run(NamedTuple):
@@ -159,92 +154,3 @@ def flat_boxes(shape: Shape, first: int, stop: int) -> Iterator[tuple[Shape, Sha
         rows = min(shape[axis] - start[axis], (stop - first) // inner[axis])
         yield start, (*(1,) * axis, rows, *shape[axis + 1 :])
         first += rows * inner[axis]
-
-
-# --------------------------------------------------------------------------------------- as float32
-
-
-class Widener:
-    """Shows floating tensors as float32, as `tensor.float()` makes them; those that share a storage
-    share its stand-in.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, str], tuple[Storage, Storage]] = {}
-
-    def __call__(self, ref: TensorRef) -> TensorRef:
-        """`ref` as float32; itself where it is float32 already, or of no floating type."""
-        if ref.dtype is FLOAT32 or not ref.dtype.is_floating:
-            return ref
-        pieces = tuple(
-            piece._replace(storage=self._storage(piece.storage, ref.dtype)) for piece in ref.pieces
-        )
-        return ref._replace(dtype=FLOAT32, pieces=pieces)
-
-    def _storage(self, storage: Storage, dtype: DType) -> Storage:
-        known = self._made.get((id(storage), dtype.name))
-        if known is None:
-            source = _Float32Source(storage, dtype)
-            wide = Storage(
-                source,
-                0,
-                source.size,
-                storage.location,
-                storage.name,
-                FLOAT32,
-                part_of=storage.part_of or storage,
-            )
-            # kept, so that its id stays its own
-            known = self._made[id(storage), dtype.name] = wide, storage
-        return known[0]
-
-
-class _Float32Source(Source):
-    """The elements of a storage as float32, little-endian; nothing is kept, each read casts what it
-    returns.
-    """
-
-    def __init__(self, storage: Storage, dtype: DType) -> None:
-        self.path = storage.source.path
-        self._count = storage.nbytes // dtype.itemsize
-        self.size = self._count * FLOAT32.itemsize
-        self._storage, self._dtype = storage, dtype
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        while view:
-            first, skipped = divmod(offset, FLOAT32.itemsize)
-            count = min(
-                -(-(skipped + len(view)) // FLOAT32.itemsize), CHUNK // self._dtype.itemsize
-            )
-            found = self._cast(first, count)[skipped : skipped + len(view)]
-            view[: len(found)] = found
-            view, offset = view[len(found) :], offset + len(found)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
-        whole = bytearray(nbytes)
-        self.read_into(offset, memoryview(whole))
-        return bytes(whole)
-
-    def fingerprint(self) -> Fingerprint:
-        storage = self._storage
-        whole = storage.source.fingerprint()
-        return (whole, storage.offset, storage.nbytes, storage.big_endian, self._dtype.name)
-
-    def needs_closing(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """Nothing to give back: the source of the storage is its opener's."""
-
-    def _cast(self, first: int, count: int) -> memoryview:
-        size = self._dtype.itemsize
-        raw = self._storage.source.read(self._storage.offset + first * size, count * size)
-        if self._storage.big_endian and size > 1:
-            import numpy as np
-
-            raw = np.frombuffer(raw, f"u{size}").byteswap().tobytes()
-        return cast(memoryview(raw), self._dtype, FLOAT32).data

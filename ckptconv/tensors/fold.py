@@ -16,7 +16,8 @@ from ckptconv.io.crc import crc32
 from ckptconv.support.progress import Counting, Meter
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.refs import Storage, TensorRef
+from ckptconv.tensors.computed import noting
+from ckptconv.tensors.refs import Storage, TensorRef, origins
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
 
 
@@ -78,8 +79,8 @@ def fold(
         _feed(iter_chunks(ref), folders, meter)
         return
     for storage, first, nbytes in runs:
-        chunks = storage.source.stream([(storage.offset + first, nbytes)])
-        if checksums is None or _whole(storage).crc32 is None:
+        chunks = noting(storage.source, checksums).stream([(storage.offset + first, nbytes)])
+        if checksums is None or not storage.has_crc:
             _feed(chunks, folders, meter)
         else:
             crc = RunningCrc()
@@ -117,7 +118,7 @@ def fold_all(
         if (view := _view(ref)) not in made:
             made[view] = ref, folders_of(ref)
     folded = [(ref, folders) for ref, folders in made.values() if folders]
-    wholes = {id(whole): whole for ref in refs for whole in map(_whole, _storages(ref))}
+    wholes = {id(whole): whole for whole in map(_whole, origins(refs))}
     checked = [whole for whole in wholes.values() if whole.crc32 is not None]
     meter = tell(_bytes_read([ref for ref, _ in folded], checked))
     checksums = Checksums(meter)
@@ -169,7 +170,7 @@ def _by_storage(folded: Sequence[Folded[F]]) -> tuple[list[Folded[F]], list[Fold
     first, and the others, the small ones among them.
     """
     counts = Counter(
-        key for ref, _ in folded for key in {id(_whole(storage)) for storage in _storages(ref)}
+        key for ref, _ in folded for key in {id(_whole(storage)) for storage in origins([ref])}
     )
     apart: list[Folded[F]] = []
     together: list[Folded[F]] = []
@@ -179,10 +180,8 @@ def _by_storage(folded: Sequence[Folded[F]]) -> tuple[list[Folded[F]], list[Fold
             ref.nbytes > _SMALL
             and verbatim_runs(ref) is not None
             and all(
-                counts[id(_whole(storage))] == 1
-                and storage.source.is_for_threads()
-                and _whole(storage).source is storage.source
-                for storage in _storages(ref)
+                counts[id(_whole(storage))] == 1 and storage.source.is_for_threads()
+                for storage in origins([ref])
             )
         )
         (apart if alone else together).append(item)
@@ -215,7 +214,7 @@ def _folded_apart(
 
     def work(items: Sequence[Folded[F]]) -> None:
         for ref, folders in items:
-            own = {id(whole): whole for whole in map(_whole, _storages(ref)) if id(whole) in by_id}
+            own = {id(one): one for one in map(_whole, origins([ref])) if id(one) in by_id}
             checksums = Checksums(shared)
             fold(ref, *folders, checksums=checksums, meter=shared)
             checksums.finish(own.values())
@@ -226,12 +225,8 @@ def _folded_apart(
                 pass
         finally:
             shared.stop()
-    done = {id(_whole(storage)) for ref, _ in apart for storage in _storages(ref)}
+    done = {id(_whole(storage)) for storage in origins([ref for ref, _ in apart])}
     return [storage for storage in checked if id(storage) not in done]
-
-
-def _storages(ref: TensorRef) -> Iterable[Storage]:
-    return (piece.storage for piece in ref.pieces)
 
 
 def _whole(storage: Storage) -> Storage:
@@ -252,9 +247,9 @@ def _bytes_read(refs: Iterable[TensorRef], checked: Iterable[Storage]) -> int:
     for ref in refs:
         total += ref.nbytes
         for storage, first, nbytes in verbatim_runs(ref) or ():
-            if storage.source is (whole := _whole(storage)).source:
-                start = storage.offset + first - whole.offset
-                covered.setdefault(id(whole), []).append((start, nbytes))
+            whole = _whole(storage)
+            start = storage.offset + first - whole.offset
+            covered.setdefault(id(whole), []).append((start, nbytes))
     for whole in checked:
         at = 0
         total += whole.nbytes

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptconv.support.progress import Meter
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.fold import fold
 from ckptconv.tensors.refs import TensorRef
 
 if TYPE_CHECKING:
@@ -75,18 +73,6 @@ class NonFiniteCounter:
 def nonfinite_counters(ref: TensorRef) -> tuple[NonFiniteCounter, ...]:
     """The counter for a tensor's values; none if its type has only finite values."""
     return (NonFiniteCounter(ref.dtype),) if ref.dtype.kind in ("float", "complex") else ()
-
-
-def count_nonfinite(ref: TensorRef, meter: Meter | None = None) -> NonFinite:
-    """Read a tensor once and count; (0, 0) for types that have only finite values.
-
-    Memory is bounded by a few chunks. `meter` counts the bytes that are read.
-    """
-    counters = nonfinite_counters(ref)
-    if not counters:
-        return NonFinite(0, 0)
-    fold(ref, *counters, meter=meter)
-    return counters[0].nonfinite
 
 
 def _told(words: Words, name: str) -> tuple[Any, Any]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptconv.io.source import MemorySource, Reopening, Source
 from ckptconv.support.errors import CheckpointError
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.computed import Computed, ComputedSource
 from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.operations import Parameters
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef
 
 _IN_MEMORY = PurePath("memory")
@@ -22,20 +25,25 @@ class NotPacked(Exception):
 
 
 class _PackedStorage(NamedTuple):
-    """A storage: `place` is the number of its file, -1 where `raw` are its bytes; `part_of` the
-    number of another storage, -1 where there is none.
+    """A storage without its source: `place` is the number of its file, or its bytes, or what they
+    are computed from; `part_of` the number of another storage, -1 where there is none.
     """
 
-    place: int
+    place: int | bytes | _PackedComputed
     offset: int
-    nbytes: int
-    location: str
-    name: str
-    dtype: DType | None
-    crc32: int | None
-    big_endian: bool
     part_of: int
-    raw: bytes
+    facts: tuple[Any, ...]
+    """From `nbytes` to `big_endian`, as `Storage` has them."""
+
+
+class _PackedComputed(NamedTuple):
+    """What a storage is computed from, as `Computed` has it."""
+
+    operation: str
+    inputs: tuple[_PackedTensor, ...]
+    parameters: Parameters
+    dtype: DType
+    shape: Shape
 
 
 class _PackedPiece(NamedTuple):
@@ -73,29 +81,26 @@ class PackedTensors:
         """The tensors again; each file is opened once."""
         sources = [open_place(place) for place in self.places]
         storages: list[Storage] = []
+        checked = Checksums()
         for item in self.storages:
-            if item.place >= 0:
-                source, offset = sources[item.place], item.offset
+            source: Source
+            if isinstance(item.place, int):
+                source = sources[item.place]
+            elif isinstance(item.place, bytes):
+                source = MemorySource(item.place, _IN_MEMORY)
             else:
-                source, offset = MemorySource(item.raw, _IN_MEMORY), 0
+                inputs = tuple(_unpacked(ref, storages) for ref in item.place.inputs)
+                value = Computed(item.place.operation, inputs, *item.place[2:])
+                source = ComputedSource(value, checked)
             part_of = storages[item.part_of] if item.part_of >= 0 else None
-            storages.append(
-                Storage(
-                    source, offset, item.nbytes, item.location, item.name, item.dtype, item.crc32,
-                    item.big_endian, part_of,
-                )
-            )  # fmt: skip
-        refs = [
-            TensorRef(
-                ref.dtype,
-                ref.shape,
-                ref.stride,
-                tuple(Piece(storages[piece.storage], *piece[1:]) for piece in ref.pieces),
-                *ref[4:],
-            )
-            for ref in self.tensors
-        ]
+            storages.append(Storage._make((source, item.offset, *item.facts, part_of)))
+        refs = [_unpacked(ref, storages) for ref in self.tensors]
         return [refs[number] for number in self.numbers]
+
+
+def _unpacked(ref: _PackedTensor, storages: Sequence[Storage]) -> TensorRef:
+    pieces = tuple(Piece(storages[piece.storage], *piece[1:]) for piece in ref.pieces)
+    return TensorRef(ref.dtype, ref.shape, ref.stride, pieces, *ref[4:])
 
 
 def packed(refs: Sequence[TensorRef]) -> PackedTensors:
@@ -103,16 +108,7 @@ def packed(refs: Sequence[TensorRef]) -> PackedTensors:
     packing = _Packing()
     distinct = {id(ref): ref for ref in refs}
     numbers = {key: number for number, key in enumerate(distinct)}
-    tensors = tuple(
-        _PackedTensor(
-            ref.dtype,
-            ref.shape,
-            ref.stride,
-            tuple(_PackedPiece(packing.storage(piece.storage), *piece[1:]) for piece in ref.pieces),
-            *ref[4:],
-        )
-        for ref in distinct.values()
-    )
+    tensors = tuple(packing.tensor(ref) for ref in distinct.values())
     order = tuple(numbers[id(ref)] for ref in refs)
     return PackedTensors(tuple(packing.places), tuple(packing.storages), tensors, order)
 
@@ -131,23 +127,34 @@ class _Packing:
         if (known := self._numbers.get(id(storage))) is not None:
             return known
         part_of = -1 if storage.part_of is None else self.storage(storage.part_of)
-        place, offset, raw = self._place(storage)
-        self.storages.append(
-            _PackedStorage(
-                place, offset, storage.nbytes, storage.location, storage.name, storage.dtype,
-                storage.crc32, storage.big_endian, part_of, raw,
-            )
-        )  # fmt: skip
+        place, offset = self._place(storage)
+        self.storages.append(_PackedStorage(place, offset, part_of, storage[2:-1]))
         self._numbers[id(storage)] = number = len(self.storages) - 1
         return number
 
-    def _place(self, storage: Storage) -> tuple[int, int, bytes]:
-        """The number of a storage's file, and where it lies in it; or its bytes."""
+    def tensor(self, ref: TensorRef) -> _PackedTensor:
+        """A tensor, with the numbers of its storages."""
+        pieces = tuple(
+            _PackedPiece(self.storage(piece.storage), *piece[1:]) for piece in ref.pieces
+        )
+        return _PackedTensor(ref.dtype, ref.shape, ref.stride, pieces, *ref[4:])
+
+    def _place(self, storage: Storage) -> tuple[int | bytes | _PackedComputed, int]:
+        """The number of a storage's file, and where it lies in it; its bytes; or what they are
+        computed from.
+        """
         if not storage.nbytes:
-            return -1, 0, b""
+            return b"", 0
+        if isinstance(storage.source, ComputedSource):
+            value = storage.source.value
+            inputs = tuple(self.tensor(ref) for ref in value.inputs)
+            made = _PackedComputed(
+                value.operation, inputs, value.parameters, value.dtype, value.shape
+            )
+            return made, storage.offset
         source, offset = storage.source.comes_from(storage.offset)
         if source.is_in_memory():
-            return -1, 0, source.read(offset, storage.nbytes)
+            return source.read(offset, storage.nbytes), 0
         number = self._known.get(id(source))
         if number is None:
             reopening = source.reopening()
@@ -155,7 +162,7 @@ class _Packing:
                 raise NotPacked
             number = self.places.setdefault(reopening, len(self.places))
             self._known[id(source)] = number
-        return number, offset, b""
+        return number, offset
 
 
 def check_same(source: Source, wanted: Reopening) -> Source:

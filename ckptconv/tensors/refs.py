@@ -8,7 +8,7 @@ afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from ckptconv.io.source import Source
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from ckptconv.support.limits import in_force
 from ckptconv.support.records import made
-from ckptconv.support.showing import short_repr
+from ckptconv.support.report import short_repr
 from ckptconv.tensors.dtypes import UINT8, DType
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class Storage(NamedTuple):
     crc32: int | None = None
     big_endian: bool = False
     part_of: Storage | None = None
+
+    @property
+    def has_crc(self) -> bool:
+        """Whether a checksum is declared that its bytes go into."""
+        return (self.part_of or self).crc32 is not None
 
 
 class Piece(NamedTuple):
@@ -133,6 +138,27 @@ class TensorRef(NamedTuple):
                 return False
             expected *= size
         return True
+
+
+class DerivedSource(Source):
+    """A source whose bytes are made of those of tensors, its `inputs`."""
+
+    inputs: tuple[TensorRef, ...]
+
+
+def origins(values: Iterable[TensorRef | Storage]) -> Iterator[Storage]:
+    """The storages that lie in files (or in memory), of which the bytes of some values are made:
+    their own, and those of the inputs of what is computed, through any number of operations.
+    """
+    work = [*values][::-1]
+    while work:
+        value = work.pop()
+        storages = (value,) if isinstance(value, Storage) else [one.storage for one in value.pieces]
+        for storage in storages:
+            if isinstance(storage.source, DerivedSource):
+                work.extend(reversed(storage.source.inputs))
+            else:
+                yield storage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,6 +284,21 @@ def refuse_packed(named: Iterable[tuple[str, TensorRef]], hint: str) -> None:
     for place, ref in named:
         if ref.dtype.is_packed:
             raise RefusedObject(f"torch has no dtype {ref.dtype.name}", where=place, hint=hint)
+
+
+def box_of(ref: TensorRef, start: Shape, shape: Shape) -> TensorRef:
+    """The box of a tensor at `start`, which lies inside, as a tensor of its own."""
+    pieces = []
+    for piece in ref.pieces:
+        low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
+        ends = zip(start, shape, piece.start, piece.shape, strict=True)
+        size = tuple(min(a + n, b + m) - c for c, (a, n, b, m) in zip(low, ends, strict=True))
+        if all(count > 0 for count in size) or len(ref.pieces) == 1:
+            within = zip(low, piece.start, piece.stride, strict=True)
+            offset = piece.offset + sum((a - b) * step for a, b, step in within)
+            place = tuple(a - b for a, b in zip(low, start, strict=True))
+            pieces.append(Piece(piece.storage, offset, size, piece.stride, place))
+    return ref._replace(shape=shape, pieces=tuple(pieces))
 
 
 def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:

@@ -1,9 +1,9 @@
 """Weights that are codes beside a scale: which tensors of a state dict are codes, and what scales
 them.
 
-Told by names and types alone, names compared word by word (``weight_scale`` is a scale of
-``weight``, ``weight_scaler`` is not). The same prefix goes before both. What is known, by the last
-segments of the keys:
+Told by names and types alone, names compared word by word: a word that begins or ends with
+"scale" names one (``weight_scale``, ``wscales``). The same prefix goes before both. What is known,
+by the last segments of the keys:
 
 | written by | codes | scale |
 |---|---|---|
@@ -19,6 +19,7 @@ segments of the keys:
 | bitsandbytes | ``weight`` (uint8; int8) | ``weight.absmax``; ``SCB`` |
 | HQQ; quanto | ``W_q``; ``weight._data`` | ``scale``; ``weight._scale`` |
 | torchao | ``_weight_qdata`` | ``_weight_scale`` |
+| nunchaku | ``qweight`` (int8) | ``wscales``, ``wtscale`` |
 | EETQ; Marlin | ``weight``; ``B`` | ``weight_scales``; ``s`` |
 | ExLlama 2, 3; QuIP# | ``q_weight``, ``trellis``; ``Qidxs`` | ``q_scale``, ``suh``; ``SU`` |
 
@@ -27,31 +28,50 @@ Float8 tensors without any scale beside them are values: plain fp8 checkpoints a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
+from collections.abc import Hashable, Iterator, Mapping, Set
 from typing import NamedTuple
 
-from ckptconv.support.errors import RefusedObject
+from ckptconv.support.errors import RefusedObject, printable
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.refs import TensorRef, view_identity
 
 
 class ScaledWeight(NamedTuple):
-    """The key of codes, and that of what scales them."""
+    """The key of codes, that of what scales them, and those of all that they are read with: this
+    scale, others, zero points, the order of groups, a table of values.
+    """
 
     codes: str
     scale: str
+    needed: tuple[str, ...]
 
 
-_SCALES = frozenset(("scale", "scales", "qscale", "amax"))
-_AROUND = _SCALES | {"inv", "2", "global"}
+_AROUND = frozenset(("inv", "2", "global", "per", "tensor"))
 """Words in the name of a scale that are not part of the name of what it scales."""
+_BESIDE = frozenset(
+    (
+        *("zero", "zeros", "qzeros", "wzeros", "point", "g", "idx", "shape", "biases"),
+        *("codebooks", "format", "nested", "pre", "quant", "map", "comfy"),
+    )
+)
+"""Words of what stands beside a scale and is read with the same codes: ``weight_zero_point``."""
 _PACKED_ENDINGS = ("_packed", "_blocks", "_qdata", "_data")
 _CODE_NAMES = frozenset(("weight", "qweight", "W_q", "codes"))
 """Integers under these names are codes where the module has a scale, whatever else it has."""
 _PAIRS = {"weight": "SCB", "B": "s", "q_weight": "q_scale", "trellis": "suh", "Qidxs": "SU"}
 _MARK = "scaled_fp8"
+_QUANT_STATE = ".quant_state."
 _ONLY_SCALES = BY_NAME["float8_e8m0fnu"]
+
+
+def _is_scale(word: str) -> bool:
+    """Whether a word names a scale: it begins or ends with one, as ``qscale``, ``wscales`` do."""
+    one = word.lower().removesuffix("s")
+    return one.startswith("scale") or one.endswith("scale") or one in ("amax", "absmax")
+
+
+def _names_scale(name: str) -> bool:
+    return any(map(_is_scale, name.split("_")))
 
 
 def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
@@ -59,8 +79,10 @@ def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
     scales = _Scales(tensors)
     found = []
     for key, ref in tensors.items():
-        if _may_be_codes(key, ref.dtype) and (scale := scales.of(key, ref.dtype)) is not None:
-            found.append(ScaledWeight(key, scale))
+        if _may_be_codes(key, ref.dtype):
+            needed = tuple(dict.fromkeys(scales.of(key, ref.dtype)))
+            if (scale := scales.first(needed, ref.dtype)) is not None:
+                found.append(ScaledWeight(key, scale, needed))
     return found
 
 
@@ -69,7 +91,7 @@ def _may_be_codes(key: str, dtype: DType) -> bool:
     return (
         (_is_float8(dtype) or dtype.kind in ("int", "bits"))
         and name != _MARK
-        and _SCALES.isdisjoint(name.split("_"))
+        and not _names_scale(name)
     )
 
 
@@ -78,62 +100,67 @@ def _is_float8(dtype: DType) -> bool:
 
 
 class _Scales:
-    """The scales of a state dict, by the prefix of their keys and the name of what they scale
-    (empty: all that is there).
+    """The scales of a state dict, and what stands beside them, by the prefix of their keys and the
+    name of what they scale (empty: all that is there).
     """
 
     def __init__(self, tensors: Mapping[str, TensorRef]) -> None:
         self._tensors = tensors
-        self._named: dict[str, dict[str, str]] = {}
+        self._named: dict[str, dict[str, list[str]]] = {}
         self._marks: list[str] = []
         for key in tensors:
             prefix, _, name = key.rpartition(".")
             if name == _MARK:
                 self._marks.append(key)
-            elif name == "absmax" or not _SCALES.isdisjoint(words := name.split("_")):
-                scaled = (
-                    ""
-                    if name == "absmax"
-                    else "_".join(word for word in words if word not in _AROUND)
-                )
-                self._named.setdefault(prefix, {}).setdefault(scaled, key)
+            elif _QUANT_STATE in key:
+                self._add(key.partition(_QUANT_STATE)[0], "", key)
+            elif (scaled := _scaled_by(name)) is not None:
+                self._add(prefix, scaled, key)
 
-    def of(self, key: str, dtype: DType) -> str | None:
-        """The key of what scales the tensor `key`, if it is codes.
+    def _add(self, prefix: str, scaled: str, key: str) -> None:
+        self._named.setdefault(prefix, {}).setdefault(scaled, []).append(key)
+
+    def first(self, keys: tuple[str, ...], dtype: DType) -> str | None:
+        """The first of these that scales codes of this type.
 
         A scale of float8 beside float8 is none: both are values, of a checkpoint that was cast as a
         whole.
         """
-        if not _is_float8(dtype):
-            return next(self._of_integers(key, dtype), None)
-        # or below it: weight.scale
-        named = chain(self._named_of(key, always=True), self._named.get(key, {}).values())
-        found = (scale for scale in named if not _is_float8(self._tensors[scale].dtype))
-        return next(
-            chain(
-                found, (mark for mark in self._marks if key.startswith(mark.removesuffix(_MARK)))
-            ),
-            None,
-        )
+        for key in keys:
+            name = key.rpartition(".")[2]
+            is_scale = _names_scale(name) or name in _PAIRS.values() or name == _MARK
+            if is_scale and not (
+                _is_float8(dtype) and name != _MARK and _is_float8(self._tensors[key].dtype)
+            ):
+                return key
+        return None
 
-    def _of_integers(self, key: str, dtype: DType) -> Iterator[str]:
+    def of(self, key: str, dtype: DType) -> Iterator[str]:
+        """The keys of what the tensor `key` is read with, if it is codes."""
         prefix, dot, name = key.rpartition(".")
-        yield from self._named_of(key, always=dtype.kind == "bits" or name in _CODE_NAMES)
-        # bitsandbytes: as if the weight were a module
-        if below := self._named.get(key, {}).get(""):
-            yield below
-        if name in _PAIRS and (pair := f"{prefix}{dot}{_PAIRS[name]}") in self._tensors:
+        there, below = self._named.get(prefix, {}), self._named.get(key, {})
+        for scaled in _names_of_codes(name):
+            yield from there.get(scaled, ())
+        if dtype.kind in ("bits", "float") or name in _CODE_NAMES:
+            yield from there.get("", ())
+        yield from below.get("", ())  # weight.scale; bitsandbytes: as if the weight were a module
+        if _is_float8(dtype):
+            yield from (mark for mark in self._marks if key.startswith(mark.removesuffix(_MARK)))
+        elif name in _PAIRS and (pair := f"{prefix}{dot}{_PAIRS[name]}") in self._tensors:
             yield pair
 
-    def _named_of(self, key: str, *, always: bool) -> Iterator[str]:
-        """The scales that speak of a tensor by its name; or, `always`, that stand beside it and
-        speak of nothing else.
-        """
-        prefix, _, name = key.rpartition(".")
-        there = self._named.get(prefix, {})
-        yield from (there[scaled] for scaled in _names_of_codes(name) if scaled in there)
-        if always and "" in there:
-            yield there[""]
+
+def _scaled_by(name: str) -> str | None:
+    """The name of what a tensor of this name is read with; None where it names no scale, nor what
+    stands beside one.
+    """
+    words = name.split("_")
+    rest = [
+        word
+        for word in words
+        if word not in _AROUND and word not in _BESIDE and not _is_scale(word)
+    ]
+    return None if len(rest) == len(words) else "_".join(rest)
 
 
 def _names_of_codes(name: str) -> Iterator[str]:
@@ -159,9 +186,56 @@ def quantization_scales(tensors: Mapping[str, TensorRef]) -> list[str]:
     ]
 
 
-def refuse_cast(
-    tensors: Mapping[str, TensorRef], kept: Collection[str], dtype: DType, path: str
-) -> None:
+def refuse_apart(before: Mapping[str, TensorRef], after: Mapping[str, TensorRef]) -> None:
+    """Raise `RefusedObject` where codes of `before` are in `after` without all that they are read
+    with, or under names by which nobody finds it: whoever reads them then takes them for values.
+    """
+    if not (found := find_scaled(before)):
+        return
+    written: dict[Hashable, list[str]] = {}
+    for key, ref in after.items():
+        written.setdefault(view_identity(ref), []).append(key)
+    still = {item.codes: item.needed for item in find_scaled(after)}
+    for item in found:
+        for new in written.get(view_identity(before[item.codes]), ()):
+            there = {view_identity(after[key]) for key in still.get(new, ())}
+            for key in (item.scale, *item.needed):
+                if (view := view_identity(before[key])) not in there:
+                    raise _apart(item, before[item.codes].dtype, key, new, written.get(view, []))
+
+
+def _apart(
+    item: ScaledWeight, dtype: DType, needed: str, new: str, names: list[str]
+) -> RefusedObject:
+    """What is told of codes, now `new`, apart from what they need, which has these names."""
+    is_scale = needed == item.scale or _names_scale(needed.rpartition(".")[2])
+    told = "scale" if is_scale else "part"
+    if not names:
+        return RefusedObject(
+            f"holds {dtype.name} codes, and would be written without their {told} {needed}",
+            where=item.codes,
+            hint=f"keep the {told}, or leave out both",
+        )
+    return RefusedObject(
+        f"holds {dtype.name} codes, and by the new names {printable(new)} and "
+        f"{printable(names[0])} nobody finds their {told} {needed}",
+        where=item.codes,
+        hint="give both the same prefix, and keep the last part of their names",
+    )
+
+
+def refuse_mean(tensors: Mapping[str, TensorRef]) -> None:
+    """Raise `RefusedObject` for tensors of which some are codes: no mean of them can be made."""
+    for codes, scale, _ in find_scaled(tensors):
+        raise RefusedObject(
+            f"holds {tensors[codes].dtype.name} codes that need their scale {scale}, and a mean "
+            "of them is not that of the values",
+            where=codes,
+            hint="average the weights as they were before they were quantised",
+        )
+
+
+def refuse_cast(tensors: Mapping[str, TensorRef], kept: Set[str], dtype: DType, path: str) -> None:
     """Raise `RefusedObject` where codes or their scales are among the keys that are `kept`, to be
     cast to `dtype`.
 
@@ -169,10 +243,14 @@ def refuse_cast(
     its block needs.
     """
     base = f"{path}." if path else ""
-    found = [item for item in find_scaled(tensors) if item.codes in kept or item.scale in kept]
-    hint = "leave --dtype out (dtype= in code), or leave them out with --exclude, the scale too"
+    found = [
+        item
+        for item in find_scaled(tensors)
+        if item.codes in kept or not kept.isdisjoint(item.needed)
+    ]
+    hint = "leave --dtype out, or leave them out with --exclude, the scale too"
     if found:
-        codes, scale = found[0]
+        codes, scale, _ = found[0]
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         what = f"holds {tensors[codes].dtype.name} codes that need their scale {base}{scale}{more}"
         raise RefusedObject(
@@ -187,9 +265,7 @@ def refuse_cast(
     ]
     if quantized:
         what = f"is the scale of quantized values; it is not cast to {dtype.name}"
-        raise RefusedObject(
-            what, where=f"{base}{quantized[0]}", hint="leave --dtype out (dtype= in code)"
-        )
+        raise RefusedObject(what, where=f"{base}{quantized[0]}", hint="leave --dtype out")
     for key, ref in tensors.items():
         if key in kept and (
             ref.dtype is _ONLY_SCALES or ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed

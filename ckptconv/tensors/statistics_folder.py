@@ -392,7 +392,7 @@ class _Folded:
             moments.mean if moments.count else None,
             moments.std(),
             len(buckets.counts),
-            distinct_is_exact=False,
+            distinct_is_exact=not self._numel,
             of_magnitudes=self._dtype.kind == "complex",
             distribution=(self._narrow() or buckets) if moments.count else None,
         )

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.io.source import CHUNK
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride, is_contiguous
+from ckptconv.tensors.refs import (
+    Piece,
+    Shape,
+    Storage,
+    TensorRef,
+    box_of,
+    contiguous_stride,
+    is_contiguous,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,15 +63,15 @@ def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:
         if not count:
             continue
         first = sum(start * step for start, step in zip(piece.start, steps, strict=True))
-        is_run = is_contiguous(piece.shape, piece.stride) and _is_run(piece.shape, ref.shape)
-        if first != at or not is_run or (piece.storage.big_endian and ref.dtype.word > 1):
+        in_order = is_contiguous(piece.shape, piece.stride) and is_run(piece.shape, ref.shape)
+        if first != at or not in_order or (piece.storage.big_endian and ref.dtype.word > 1):
             return None
         at += count
         runs.append((piece.storage, piece.offset * ref.dtype.itemsize, count * ref.dtype.itemsize))
     return runs if at == ref.numel else None
 
 
-def _is_run(box: Shape, shape: Shape) -> bool:
+def is_run(box: Shape, shape: Shape) -> bool:
     """Whether a box's elements follow each other in the C order of `shape`.
 
     Then it is of ones, then of any size, then of whole dimensions.
@@ -183,24 +191,15 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
     import numpy as np
 
     out = np.empty(shape, dtype=f"V{ref.dtype.itemsize}")
-    for piece in ref.pieces:
-        low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
-        high = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)
-        )
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            inside: Any = (
-                *(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True)),
-                ...,
-            )
-            within = tuple(a - b for a, b in zip(low, piece.start, strict=True))
-            _fill(out[inside], piece, within, ref.dtype.itemsize)
+    for piece in box_of(ref, start, shape).pieces:
+        places = zip(piece.start, piece.shape, strict=True)
+        inside: Any = (*(slice(at, at + size) for at, size in places), ...)
+        _fill(out[inside], piece, ref.dtype.itemsize)
     return out
 
 
-def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
-    """Copy the box of `piece` at `start` into `out`, reading spans that hold mostly wanted bytes.
+def _fill(out: Array, piece: Piece, itemsize: int) -> None:
+    """Copy `piece` into `out`, reading spans that hold mostly wanted bytes.
 
     A box whose bytes lie far apart in the file is halved along the dimension of the largest step
     until a read of its span fetches at most four times what is wanted, or is small anyway.
@@ -208,7 +207,7 @@ def _fill(out: Array, piece: Piece, start: Shape, itemsize: int) -> None:
     import numpy as np
     from numpy.lib.stride_tricks import as_strided
 
-    work = [(out, piece.offset + sum(a * b for a, b in zip(start, piece.stride, strict=True)))]
+    work = [(out, piece.offset)]
     while work:
         box, first = work.pop()
         reach = [(size - 1) * step for size, step in zip(box.shape, piece.stride, strict=True)]

@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 from ckptconv.objects.plain import is_array, plain_form, tensor_form
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Node, children, mapping_pairs
-from ckptconv.tensors.refs import TensorObject, TensorRef
-from ckptconv.tree.labels import USUAL, looks_like_a_module, names_number, names_training_state
+from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
+from ckptconv.tree.labels import (
+    USUAL,
+    looks_like_a_module,
+    names_generator,
+    names_number,
+    names_scaler,
+    names_training_state,
+    words,
+)
 from ckptconv.tree.walk import (
     CONTAINERS,
     PLAIN,
@@ -91,11 +99,16 @@ class Candidate:
 
 
 class Holder(NamedTuple):
-    """A container in which tensors stand that somebody may want, and their labels."""
+    """A container in which tensors stand that somebody may want, and their pairs in it."""
 
     place: Place
     node: Node
-    labels: tuple[Node, ...]
+    tensors: Tensors
+
+    @property
+    def labels(self) -> list[Node]:
+        """Theirs."""
+        return [label for label, _ in self.tensors]
 
 
 class Survey(NamedTuple):
@@ -121,9 +134,27 @@ class Survey(NamedTuple):
         best = [item for item in candidates if item.rank == first]
         return best, [item for item in candidates if item.rank < first]
 
-    def left_by(self, chosen: Candidate) -> list[Holder]:
-        """The containers whose tensors are left out where `chosen` is taken."""
-        return [item for item in self.holders if not chosen.holds(item.place, item.node)]
+    def lost_by(self, chosen: Candidate) -> list[Holder]:
+        """The containers with tensors that are lost where `chosen` is taken: they stand outside of
+        it, and none of its own is the very same view.
+        """
+        left = [item for item in self.holders if not chosen.holds(item.place, item.node)]
+        if not left:
+            return []
+        kept = {
+            view_identity(ref) for _, value in chosen.pairs if (ref := tensor_of(value)) is not None
+        }
+        lost = [
+            item._replace(
+                tensors=[
+                    (label, value)
+                    for label, value in item.tensors
+                    if (ref := tensor_of(value)) is None or view_identity(ref) not in kept
+                ]
+            )
+            for item in left
+        ]
+        return [item for item in lost if item.tensors]
 
 
 def survey(root: Node) -> Survey:
@@ -164,7 +195,7 @@ class _Look:
             return
         if place is not None and _names_state(place[1]):
             place = self._outside.get(id(node), place)
-        if is_optimizer(node) or (
+        if is_training_state(node) or (
             place is not None and _names_state(place[1]) and not _stands_for_tensor(node)
         ):
             self.aside[id(node)] = None
@@ -186,11 +217,14 @@ class _Look:
         self._fill((place, None, node))
         if id(node) in self._closed:
             return
-        wanted = self._wanted(node, tensors)
+        wanted = self._wanted(place, node, tensors)
         if pairs is not None and id(node) not in self._inner:
+            owned = [] if wanted else [pair for pair in pairs if _is_own(*pair)]
+            if owned and all(self._is_random(place, node, *pair) for pair in owned):
+                return
             self._mappings.append((place, node, pairs, tensors, not wanted))
         if wanted:
-            self.holders.append(Holder(place, node, tuple(wanted)))
+            self.holders.append(Holder(place, node, wanted))
 
     def finish(self) -> None:
         """Take note of which training states hold tensors, when all other nodes were seen."""
@@ -221,8 +255,12 @@ class _Look:
         beside = [
             value for key, value in others if id(value) in self._full and not _is_own(key, value)
         ]
+        packed = [
+            (key, value) for key, value in others if id(value) in self._full and _is_own(key, value)
+        ]
         is_module = any(
-            type(key) is str and looks_like_a_module(key) for key, _ in tensors or pairs
+            type(key) is str and looks_like_a_module(key)
+            for key, _ in (*(tensors or pairs), *packed)
         )
         has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
         made = Candidate(
@@ -244,16 +282,26 @@ class _Look:
             for holder in self.holders
         )
 
-    def _wanted(self, node: Node, tensors: Tensors) -> list[Node]:
-        """The labels of the tensors of a container that somebody may want."""
+    def _wanted(self, place: Place, node: Node, tensors: Tensors) -> Tensors:
+        """Those of the tensors of a container that somebody may want."""
         numbered = id(node) in self._numbered
+        above = None if place is None else place[1]
+        if type(node) in (list, tuple) and node[0] == _NUMPYS_GENERATOR:
+            return []
         return [
-            label
+            (label, value)
             for label, value in tensors
             # nearly all: decided without a call
             if (type(label) is str and "." in label and "/" not in label)
-            or _is_wanted(label, value, numbered=numbered)
+            or _is_wanted(label, value, numbered=numbered, above=above)
         ]
+
+    def _is_random(self, place: Place, node: Node, label: Node, value: Node) -> bool:
+        tensor = tensor_of(value) or tensor_form(value)
+        above = None if place is None else place[1]
+        return tensor is not None and _is_random_state(
+            label, tensor, numbered=id(node) in self._numbered, above=above
+        )
 
     def _classify(self, place: Place, node: Node) -> None:
         label, parent = (None, None) if place is None else place[1:]
@@ -268,7 +316,10 @@ class _Look:
             or is_attributes
         ):
             self._inner.add(id(node))
-        if id(parent) in self._numbered or (type(label) is str and names_number(label)):
+        if id(parent) in self._numbered or (
+            type(label) is str
+            and (names_number(label) or (names_scaler(label) and _scales_gradients(node)))
+        ):
             self._numbered.add(id(node))
 
     def _fill(self, place: Place) -> None:
@@ -361,11 +412,15 @@ def _is_packed(key: Node) -> bool:
     return type(key) is str and key.rpartition(".")[2] in _PACKED
 
 
-def _is_wanted(label: Node, value: Node, *, numbered: bool) -> bool:
-    """Whether somebody may want a tensor: not a random state, not a number of the training."""
+def _is_wanted(label: Node, value: Node, *, numbered: bool, above: Node = None) -> bool:
+    """Whether somebody may want a tensor: not a random state, not a number of the training. `above`
+    is the label of what it stands in.
+    """
     if _names_state(label):
         return False
     tensor = tensor_of(value) or tensor_form(value)
+    if tensor is not None and _is_random_state(label, tensor, numbered=numbered, above=above):
+        return False
     if tensor is None or tensor.numel != 1:
         return True
     if type(label) is not str:
@@ -373,18 +428,59 @@ def _is_wanted(label: Node, value: Node, *, numbered: bool) -> bool:
     return looks_like_a_module(label) or not (numbered or names_number(label))
 
 
+_NUMPYS_GENERATOR = "MT19937"
+"""With what `numpy.random.get_state()` begins; its numbers follow."""
+_OF_GENERATORS = (5056, 816, 44, 16)
+"""Bytes of a state of torch's generators: CPU, CUDA of old, MPS, CUDA (ATen/*GeneratorImpl.cpp)."""
+_LARGE = 100  # bytes of a state that tells by its size alone
+
+
+def _is_random_state(label: Node, tensor: TensorRef, *, numbered: bool, above: Node = None) -> bool:
+    """Whether a tensor is what `torch.get_rng_state()` gives, by its form and its label; in a list
+    it has that of the list, and where none stands above it, its size must tell.
+    """
+    if tensor.dtype.name != "uint8" or len(tensor.shape) != 1 or tensor.numel not in _OF_GENERATORS:
+        return False
+    named = label if type(label) is str else above
+    if named is None:
+        return tensor.numel > _LARGE
+    return numbered or (type(named) is str and names_generator(named))
+
+
+def is_random_state(node: Node) -> bool:
+    """Whether a tensor without a label is the state of a random generator."""
+    tensor = tensor_of(node)
+    return tensor is not None and _is_random_state(None, tensor, numbered=False)
+
+
+def _scales_gradients(node: Node) -> bool:
+    """Whether a scaler is that of gradients: it grows. Those of the data are wanted."""
+    pairs = dict_pairs(node) or ()
+    return any(type(key) is str and "growth" in words(key) for key, _ in pairs)
+
+
 def _names_state(label: Node) -> bool:
     return type(label) is str and "." not in label and names_training_state(label)
 
 
-def is_optimizer(node: Node) -> bool:
-    """Whether a node is what `optimizer.state_dict()` gives (torch/optim/optimizer.py)."""
+_OF_STATES = ("state", "param_groups", "hypers", "bit_generator")
+
+
+def is_training_state(node: Node) -> bool:
+    """Whether a node is what `optimizer.state_dict()` gives (torch/optim/optimizer.py,
+    fastai/optimizer.py), or numpy's `get_state(legacy=False)`.
+    """
     pairs = mapping_pairs(node)
     if pairs is None or len(pairs) < 2:
         return False
-    parts = (
-        {key: value for key, value in pairs if key in ("state", "param_groups")}
-        if len(pairs) < 50
-        else {}
-    )
+    parts = {key: value for key, value in pairs if key in _OF_STATES} if len(pairs) < 50 else {}
+    if "bit_generator" in parts:
+        return mapping_pairs(parts.get("state")) is not None
+    if _is_list(parts.get("hypers")):  # fastai's: a list of the parameters' states
+        return type(parts.get("state")) is list
     return mapping_pairs(parts.get("state")) is not None and type(parts.get("param_groups")) is list
+
+
+def _is_list(node: Node) -> bool:
+    """Whether a node is a list, or a class's (fastai saves its `hypers` as fastcore's `L`)."""
+    return type(node) is list or (type(node) is Call and type(plain_form(node)) is list)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptconv.io.source import Source
+from ckptconv.objects.threats import DO_NOT_LOAD
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.addresses import UrlPath
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.support.limits import Limits, held, in_force, merged
-from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.containers import Container
+from ckptconv.tree.settling import DROP_DANGEROUS
 from ckptconv.tree.state_dicts import StateDict, find_state_dicts
 from ckptconv.tree.walk import tensors_of
 
@@ -51,6 +55,18 @@ class Stray:
 PICKLE_HEAD = 16  # bytes of `FileFacts.head`
 
 
+class Part(NamedTuple):
+    """What a file is that holds one part of a checkpoint, and what to do. `mark` is the number that
+    the name of an output must have to hold it alone (empty: none may). `is_copied`: the other parts
+    are among the files beside it that a copy of its folder has.
+    """
+
+    what: str
+    hint: str
+    mark: str = ""
+    is_copied: bool = False
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
     """An open checkpoint: a tree whose tensors (`TensorRef`) are still in the file.
@@ -65,7 +81,8 @@ class Checkpoint:
     file holds besides its tree; `limits` are those under which it was opened; `index_metadata` is
     what the index of shards says besides their total size; `files` are the shards of an index, each
     as it was opened; `reread` opens what was opened by an index alone again, with all that stands
-    before the payloads (`certain`). Use it as a context manager, or `close()` it.
+    before the payloads (`certain`); `part` is what the file is if it is not the whole checkpoint.
+    Use it as a context manager, or `close()` it.
     """
 
     path: PurePath
@@ -86,6 +103,7 @@ class Checkpoint:
     has_whole_modules: bool = False
     files: tuple[Checkpoint, ...] = ()
     reread: Callable[[], Checkpoint] | None = None
+    part: Part | None = None
 
     @property
     def format(self) -> str:
@@ -126,6 +144,14 @@ class Checkpoint:
         for source in self.sources:
             source.close()
 
+    def blamed(self, error: CheckpointError) -> CheckpointError:
+        """An error about it; of a dangerous checkpoint it says so, and not how to keep objects."""
+        if danger_in(self.notes) and error.code != "dangerous":
+            is_to_keep = error.hint is None or "--unknown keep" in error.hint
+            error.hint = DROP_DANGEROUS if is_to_keep else f"{error.hint}; {DO_NOT_LOAD}"
+            error.code = error.code or "dangerous"
+        return error.at(path=self.path)
+
     def certain(self) -> Checkpoint:
         """The same checkpoint, its strides, storages and checksums as the files themselves have
         them, not as an index tells of them. It is closed with this one.
@@ -136,6 +162,14 @@ class Checkpoint:
             return self
         with held(self.limits):
             return self.reread()
+
+    def refuse_part(self, output: str = "") -> None:
+        """Raise `UnsupportedCheckpoint` for one part of a checkpoint, which is not to be taken for
+        the whole, unless the name `output` says which part it is too.
+        """
+        mark = self.part.mark if self.part else ""
+        if self.part and not (mark and re.search(rf"(?<!\d){re.escape(mark)}(?!\d)", output)):
+            raise UnsupportedCheckpoint(self.part.what, path=self.path, hint=self.part.hint)
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """Every tensor of the tree with the path at which it is first met."""

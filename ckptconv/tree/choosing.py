@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
-from ckptconv.pickles.nodes import Node, mapping_pairs, spoken
+from ckptconv.pickles.nodes import Call, Node, mapping_pairs, spoken
 from ckptconv.support.errors import AmbiguousStateDict, printable
 from ckptconv.support.text import count_text, first_few, look_hint, part_text
+from ckptconv.tree.bytes_within import refuse_bytes
 from ckptconv.tree.candidates import (
     Candidate,
     Holder,
     Survey,
+    is_random_state,
     survey,
 )
 from ckptconv.tree.labels import names_average
-from ckptconv.tree.producers import Producer, averages_weights, producer_in
+from ckptconv.tree.producers import Producer, averages_weights, is_bare, producer_in
 from ckptconv.tree.state_dicts import (
     _LISTED,
     FoundPart,
     StateDict,
     bare_tensors,
-    chain_of,
     choice_of_parts,
     joined,
     listed_parts,
+    nested_parts,
+    nested_state_dict,
     own_of,
     part_at,
     state_dict_at,
@@ -44,16 +48,27 @@ def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict
     Raises `AmbiguousStateDict` if that is not clear.
     """
     part = part_at(root, only, path)
+    if only is None:
+        refuse_bytes(root, path)
+        if type(root) is Call and only_training_state(root) is not None:
+            raise _no_state_dict(part, survey(root), only, path)
+    nested = None if only is None else nested_state_dict(part)
+    found = nested or _chosen(root, part, only, path)
+    return replace(found, is_bare=is_bare(root, joined(part.path, found.path)))
+
+
+def _chosen(root: Node, part: FoundPart, only: str | None, path: PurePath) -> StateDict:
     surveyed = survey(part.node)
     if part.own_only:
         return own_of(part, surveyed, path)
-    if only is None and (loaded := _loaded_by_framework(root, surveyed)) is not None:
+    if only is None and (loaded := _loaded_by_framework(root, surveyed, path)) is not None:
         return loaded
     best, lesser = surveyed.ranked()
     if len(best) == 1:
-        _refuse_loss(best[0], surveyed, part.path, path)
+        _refuse_loss(best[0], surveyed, part, path)
         return state_dict_at(best[0])
-    if not best and (bare := bare_tensors(part.node)) is not None:
+    bare = None if best else bare_tensors(part.node)
+    if bare is not None and (only or not all(map(is_random_state, bare.values))):
         return bare
     if best:
         also = [item for item in lesser if item.is_module]
@@ -61,7 +76,7 @@ def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict
         raise AmbiguousStateDict(
             f"holds {len(names)} state dicts: {listed_parts(names)}",
             path=path,
-            hint=choice_of_parts(names),
+            hint=choice_of_parts(_with_nested(names, part)),
         )
     raise _no_state_dict(part, surveyed, only, path)
 
@@ -77,6 +92,9 @@ def _no_state_dict(
         what = f"holds only {whose} state: no weights"
     elif lists := list(_lists_of_tensors(part)):
         hint = choice_of_parts(lists)
+    elif type(part.node) in (list, tuple) and surveyed.holders:
+        what = f"is a {type(part.node).__name__} whose tensors have no names, and no state dict"
+        hint = f"a torch output keeps it as it is; or {choice_of_parts(_tensors_inside(part))}"
     return AmbiguousStateDict(what, path=path, where=only, hint=hint)
 
 
@@ -87,16 +105,23 @@ def _lists_of_tensors(part: FoundPart) -> Iterator[str]:
             yield joined(part.path, place_text(place))
 
 
+def _tensors_inside(part: FoundPart) -> list[str]:
+    """The paths of the tensors in a part."""
+    return [
+        joined(part.path, place_text(place)) for place, node in walk(part.node) if is_tensor(node)
+    ]
+
+
 def only_training_state(root: Node) -> str | None:
     """Whose state all tensors of a tree are (``an optimizer's``); None if some are weights.
 
-    A tensor by itself is nobody's.
+    A tensor by itself is nobody's, but for a random state.
     """
-    if (
-        is_tensor(root)
-        or survey(root).holders
-        or not any(is_tensor(node) for _, node in walk(root))
-    ):
+    if is_tensor(root):
+        return "a training's" if is_random_state(root) else None
+    if type(root) is Call and root.name.endswith("Buffer"):  # Stable Baselines 3's, and others'
+        return "a replay buffer's"
+    if survey(root).holders or not any(is_tensor(node) for _, node in walk(root)):
         return None
     labels = {
         key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str
@@ -104,83 +129,70 @@ def only_training_state(root: Node) -> str | None:
     return "an optimizer's" if "param_groups" in labels else "a training's"
 
 
-def _loaded_by_framework(root: Node, surveyed: Survey) -> StateDict | None:
-    """What the framework that wrote a checkpoint loads, with a note on what else could be meant.
+def _loaded_by_framework(root: Node, surveyed: Survey, path: PurePath) -> StateDict | None:
+    """What the framework that wrote a checkpoint loads for inference, with a note on what else
+    could be meant.
 
-    Not where tensors stand above it: no framework puts weights there.
+    Refused where a part beside it, which the framework does not write, holds tensors.
     """
     producer = producer_in(root)
-    if producer is None or producer.loads is None:
+    if producer is None:
         return None
-    item = next((item for item in surveyed.candidates if item.path == producer.loads), None)
-    if item is None or any(holder.node is root for holder in surveyed.left_by(item)):
+    by_path = {item.path: item for item in surveyed.candidates}
+    item = next((by_path[name] for name in producer.loads if name in by_path), None)
+    if item is None:
         return None
-    others = [other.path for other in surveyed.candidates if other is not item]
-    return state_dict_at(item, tuple(_framework_notes(producer, root, others)))
+    others = [other for other in by_path if other != item.path]
+    left = [
+        holder for holder in surveyed.lost_by(item) if _first_label(holder) not in producer.beside
+    ]
+    if left:
+        raise _loss(item.path, others, left, FoundPart("", root, own_only=False), path)
+    return state_dict_at(item, tuple(_framework_notes(producer, root, item.path, others)))
 
 
-def _framework_notes(producer: Producer, root: Node, others: Sequence[str]) -> Iterator[str]:
-    name = printable(producer.loads or "")
-    what = "the averaged weights" if averages_weights(root) else "the model"
+def _first_label(holder: Holder) -> object:
+    return next(iter(labels_of(holder.place)), None)
+
+
+def _framework_notes(
+    producer: Producer, root: Node, taken: str, others: Sequence[str]
+) -> Iterator[str]:
+    is_average = names_average(taken) or averages_weights(root)
+    what = "the averaged weights" if is_average else "the model"
     if others:
         yield (
-            f"{name} is taken, where {producer.name} has {what}, not {listed_parts(others)} "
-            "(--only PATH takes another)"
+            f"{printable(taken)} is taken, where {producer.name} has {what}, not "
+            f"{listed_parts(others)} (--only PATH takes another)"
         )
-    elif averages_weights(root):
-        yield f"{name} holds {what}, as {producer.name} saves them"
+    elif is_average:
+        yield f"{printable(taken)} holds {what}, as {producer.name} saves them"
 
 
-def _refuse_loss(chosen: Candidate, surveyed: Survey, base: str, path: PurePath) -> None:
-    """Refuse a choice that leaves out what somebody may want.
-
-    That is what stands above it, is more than it has, looks like a module's or like a copy of it,
-    may be another part of the same model (Megatron nests embedding, encoder and output layer), or
-    is an average.
-    """
-    left = surveyed.left_by(chosen)
-    others = [item for item in surveyed.candidates if item is not chosen]
-    count = sum(len(holder.labels) for holder in left)
-    packed = [
-        item
-        for item in surveyed.holders
-        if item.node is not chosen.node and chosen.holds(item.place, item.node)
-    ]
-    if (
-        count <= chosen.count + sum(len(holder.labels) for holder in packed)
-        and not any(
-            item.is_module or item.shares_keys(chosen) or _is_beside(item, chosen)
-            for item in others
-        )
-        and not any(_stands_above(holder, chosen) or _is_average(holder) for holder in left)
-    ):
+def _refuse_loss(chosen: Candidate, surveyed: Survey, part: FoundPart, path: PurePath) -> None:
+    """Refuse a choice that leaves out a tensor which somebody may want, however small it is."""
+    left = surveyed.lost_by(chosen)
+    if not left:
         return
-    names = [joined(base, item.path) for item in (chosen, *others)]
-    examples = _examples(left, base)
+    others = [item.path for item in surveyed.candidates if item is not chosen]
+    raise _loss(chosen.path, others, left, part, path)
+
+
+def _loss(
+    chosen: str, others: Sequence[str], left: Sequence[Holder], part: FoundPart, path: PurePath
+) -> AmbiguousStateDict:
+    names = [joined(part.path, name) for name in (chosen, *others)]
+    count = sum(len(holder.labels) for holder in left)
     what = (
         f"taking its state dict at {part_text(names[0])} would leave out "
-        f"{count_text(count, 'other tensor')}: {examples}"
+        f"{count_text(count, 'other tensor')}: {_examples(left, part.path)}"
     )
-    raise AmbiguousStateDict(what, path=path, hint=choice_of_parts(names))
+    return AmbiguousStateDict(what, path=path, hint=choice_of_parts(_with_nested(names, part)))
 
 
-def _is_beside(item: Candidate, chosen: Candidate) -> bool:
-    """Whether a candidate is under the same label of the root as the chosen, deeper one."""
-    labels = labels_of(chosen.place)
-    return len(labels) > 1 and labels_of(item.place)[:1] == labels[:1]
-
-
-def _stands_above(holder: Holder, chosen: Candidate) -> bool:
-    """Whether tensors stand in a dict that the candidate's is in, or in a list there."""
-    node = holder.node
-    if type(node) in (list, tuple) and holder.place is not None:
-        node = holder.place[2]
-    return any(place[2] is node for place in chain_of(chosen.place))
-
-
-def _is_average(holder: Holder) -> bool:
-    labels = [*holder.labels, *(place[1] for place in chain_of(holder.place))]
-    return any(type(label) is str and names_average(label) for label in labels)
+def _with_nested(names: Sequence[str], part: FoundPart) -> list[str]:
+    """The choices, and the dicts of dicts of tensors that hold several of them."""
+    return [*names, *(name for name in nested_parts(part) if name not in names)]
 
 
 def _examples(left: Sequence[Holder], base: str) -> str:

@@ -203,6 +203,8 @@ def _text(shape: Shape) -> str:
 
 
 def _hint(fit: Fit) -> str:
+    if fit.preset:
+        return f"--preset {fit.preset} leaves out what that framework adds, and they fit"
     if fit.covers:
         return "--drop-unexpected leaves out what the target does not have"
     if fit.ambiguous:

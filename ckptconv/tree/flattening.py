@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptconv.objects.composites import Check, is_composite, parts_check
-from ckptconv.objects.encodings import PARAMETERS, Recipe, flat, written_form
-from ckptconv.objects.held_tensors import holds_tensors
+from ckptconv.objects.encodings import PARAMETERS, Recipe, flat, holds_tensors, written_form
 from ckptconv.objects.plain import spoken_name
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Global, Node

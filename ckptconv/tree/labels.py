@@ -16,6 +16,7 @@ _LONGEST = 300  # characters of a label that is a name; a longer one names nothi
 _STATE_WORDS = """
     optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs
 """
+_GENERATOR_WORDS = "generator generators random rng seed cpu cuda gpu mps xpu torch"
 _TRAILING_WORDS = """
     state states dict dicts all list cpu cuda gpu mps xpu npu hpu xla torch numpy np python
 """
@@ -23,21 +24,30 @@ _NUMBER_WORDS = """
     loss losses nll elbo acc accuracy best metric metrics fitness score scores reward rewards err
     error errors mse rmse mae wer cer bleu dice iou miou map ap f1 auc prec precision recall top
     psnr ssim fid lpips perplexity ppl val epoch epochs step steps iter iters iteration iterations
-    update updates averaged count decay lr time elapsed seed token tokens ntokens samples progress
+    update updates n_averaged count decay lr time elapsed seed token tokens ntokens samples progress
+    history hist grad amp
 """
-_USUAL_NAMES = """
+_WHOLE_NAMES = """
     state_dict model_state_dict model model_state net network module weights params params_ema ema
-    ema_state_dict model_ema ema_model state_dict_ema generator discriminator netG netD G D encoder
-    decoder backbone head teacher student actor critic policy
+    ema_state_dict model_ema ema_model state_dict_ema
+"""
+_NETWORK_NAMES = """
+    generator discriminator netG netD G D encoder decoder backbone head teacher student actor critic
+    policy
 """
 _STATES = frozenset(_STATE_WORDS.split())
 _OF_RANKS = frozenset(("loader", "loaders", "dataloader", "dataloaders", "sampler", "samplers"))
 _TRAILING = frozenset(_TRAILING_WORDS.split())
+_GENERATORS = frozenset(_GENERATOR_WORDS.split())
 _NUMBERS = frozenset(_NUMBER_WORDS.split())
 _STATE = frozenset(("state", "states"))
+_SCALERS = frozenset(("scaler", "scalers"))
 _OF_MODULES = frozenset(("weight", "bias", "running"))
 
-USUAL = frozenset(_USUAL_NAMES.split())
+WHOLE = frozenset(_WHOLE_NAMES.split())
+"""Labels under which training scripts keep the state dict of a whole model."""
+
+USUAL = WHOLE.union(_NETWORK_NAMES.split())
 """Labels under which training scripts keep a state dict."""
 
 
@@ -58,6 +68,14 @@ def names_training_state(label: str) -> bool:
     )
 
 
+def names_generator(label: str) -> bool:
+    """Whether a label is one under which a random state may be kept: ``generator_state``, ``cuda``.
+
+    It is that of networks too: the value tells.
+    """
+    return not _GENERATORS.isdisjoint(words(label))
+
+
 def names_rank_state(label: str) -> bool:
     """Whether a label names what each rank of a training has for itself: a random state, the state
     of its data loader.
@@ -76,6 +94,12 @@ def _last(found: tuple[str, ...]) -> str | None:
 def names_number(label: str) -> bool:
     """Whether a label names a number of the training: a loss, an accuracy, a count of steps."""
     return label.lower() in _NUMBERS or not _NUMBERS.isdisjoint(words(label))
+
+
+@lru_cache(maxsize=4096)
+def names_scaler(label: str) -> bool:
+    """Whether a label names a scaler: of gradients, or of the data."""
+    return not _SCALERS.isdisjoint(words(label))
 
 
 @lru_cache(maxsize=4096)

@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ckptconv.objects.module_walk import Parts, state_dict_of
-from ckptconv.objects.pickled_modules import child_modules, is_module, saved_tensors
+from ckptconv.objects.pickled_modules import (
+    Parts,
+    child_modules,
+    is_module,
+    saved_tensors,
+    state_dict_of,
+)
 from ckptconv.pickles.nodes import Call, Node
 from ckptconv.pickles.substitution import substituted
 from ckptconv.support.text import first_few_in_short

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ckptconv.keys.wrappers import bare_key, drop_unmistakable
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
-from ckptconv.tree.candidates import is_optimizer
+from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.state_dicts import StateDict, chain_of
@@ -103,14 +103,16 @@ def optimizer_states(
         },
     }
     for place, node in walk(root, over):
-        state = _named_flat(place, node) if not is_optimizer(node) else _state(place, node)
+        state = _state(place, node) if is_training_state(node) else _named_flat(place, node)
         if state is not None:
             over[id(node)] = None
             yield state
 
 
-def _state(place: Place, node: Node) -> OptimizerState:
+def _state(place: Place, node: Node) -> OptimizerState | None:
     parts = dict(mapping_pairs(node) or ())
+    if type(parts.get("param_groups")) is not list:  # fastai's has hypers, numpy's generator none
+        return None
     states = dict(mapping_pairs(parts["state"]) or ())
     groups = [dict(mapping_pairs(group) or ()) for group in parts["param_groups"]]
     names = dict.fromkeys(key for key in states if type(key) is str)

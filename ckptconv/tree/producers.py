@@ -22,14 +22,16 @@ class Producer(NamedTuple):
     """A framework: its name, the labels at the root that only it leaves, where its version stands,
     and what it loads.
 
-    `loads` is the path of the state dict that it takes for the model, ``.`` for what stands at the
-    root. None: that depends.
+    `loads` are the paths of the state dict that it takes for the model in inference, ``.`` for what
+    stands at the root; the first that is there. Empty: that depends. `beside` are the labels at the
+    root under which it keeps further tensors of its own.
     """
 
     name: str
     matches: Callable[[Labels], bool]
     version: Callable[[Labels], Node] = lambda _: None
-    loads: str | None = None
+    loads: tuple[str, ...] = ()
+    beside: frozenset[str] = frozenset()
 
 
 def _has(*names: str) -> Callable[[Labels], bool]:
@@ -63,11 +65,36 @@ _RANDOM_STATES = re.compile(r"random_states_\d+").fullmatch
 
 _VERSION = "pytorch-lightning_version"
 
+_LIGHTNINGS = frozenset(
+    (
+        *("callbacks", "loops", "current_model_state", "averaging_state"),
+        *("hyper_parameters", "datamodule_hyper_parameters"),
+    )
+)
+
 PRODUCERS = (
-    Producer("PyTorch Lightning", _has(_VERSION), lambda labels: labels[_VERSION], "state_dict"),
-    Producer("DeepSpeed", _has("ds_version"), lambda labels: labels["ds_version"], "module"),
+    Producer(
+        "PyTorch Lightning",
+        _has(_VERSION),
+        lambda labels: labels[_VERSION],
+        ("state_dict",),
+        _LIGHTNINGS,
+    ),
+    Producer(
+        "DeepSpeed",
+        _has("ds_version"),
+        lambda labels: labels["ds_version"],
+        ("module",),
+        frozenset(("frozen_param_fragments", "frozen_param_shapes", "param_shapes")),
+    ),
     Producer("Ultralytics", _is_ultralytics, lambda labels: labels.get("version")),
-    Producer("MMEngine", _is_mm, _inside("meta", "mmengine_version"), "state_dict"),
+    Producer(
+        "MMEngine",
+        _is_mm,
+        _inside("meta", "mmengine_version"),
+        ("state_dict",),
+        frozenset(("ema_state_dict", "message_hub", "meta")),
+    ),
     Producer("nanoGPT", _has("model", "model_args", "iter_num")),
     Producer(
         "Megatron-LM",
@@ -75,11 +102,17 @@ PRODUCERS = (
         lambda labels: labels["checkpoint_version"],
     ),
     Producer("fvcore (detectron2)", _has("model", "optimizer", "iteration")),
-    Producer("timm", _has("state_dict", "arch", "version", "epoch"), loads="state_dict"),
+    # load_state_dict(use_ema=True) of timm/models/_helpers.py, the default of load_checkpoint
     Producer(
-        "torchtitan", _has("optimizer", "lr_scheduler", "train_state", "dataloader"), loads="."
+        "timm",
+        _has("state_dict", "arch", "version", "epoch"),
+        loads=("state_dict_ema", "state_dict"),
+        beside=frozenset(("state_dict",)),
     ),
-    Producer("accelerate", _is_accelerate, loads="model"),
+    Producer(
+        "torchtitan", _has("optimizer", "lr_scheduler", "train_state", "dataloader"), loads=(".",)
+    ),
+    Producer("accelerate", _is_accelerate, loads=("model",)),
 )
 """The frameworks that are told, the most particular first."""
 
@@ -117,6 +150,13 @@ def averages_weights(root: Node) -> bool:
     return _has("state_dict", "current_model_state", "averaging_state")(labels) or (
         _is_mm(labels) and "ema_state_dict" in labels
     )
+
+
+def is_bare(root: Node, path: str) -> bool:
+    """Whether the state dict at a path of a tree is one of which its framework has taken DDP's
+    wrapper off: Lightning saves that of its own module.
+    """
+    return path == "state_dict" and any(label == _VERSION for label, _ in _pairs(root))
 
 
 def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:

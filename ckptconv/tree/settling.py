@@ -10,11 +10,11 @@ from functools import cache
 from typing import Literal
 
 from ckptconv.objects.composites import Check, is_composite, parts_check
+from ckptconv.objects.known_names import COPIES, VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.plain import plain_form, spoken_name
-from ckptconv.objects.threats import judge
-from ckptconv.objects.torch_names import COPIES, VALUELESS, WEIGHTS_ONLY
+from ckptconv.objects.threats import DO_NOT_LOAD, judge
 from ckptconv.objects.torch_read import is_tensor_call
-from ckptconv.objects.training import HOW, code_name, functions_of, is_class, is_config
+from ckptconv.objects.training import HOW, functions_of, is_class, is_config
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, attributes, mapping_pairs
 from ckptconv.support.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.support.limits import in_force
@@ -294,7 +294,7 @@ def _form(node: Node) -> Node:
         is_harmless = node.name != "functools.partial" or all(map(_is_harmless, functions_of(node)))
         return plain_form(node) if is_harmless else node
     if type(node) is Global:
-        return code_name(node) if is_class(node) and _is_harmless(node) else node
+        return node.path if is_class(node) and _is_harmless(node) else node
     if (
         type(node) is TensorObject
         and type(node.cls) is Global
@@ -356,12 +356,12 @@ def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
     return RefusedObject(
         f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
         where=place or "the whole file",
-        hint=f"{DO_NOT_LOAD}; --unknown drop replaces it by None" if dangerous else hint,
+        hint=DROP_DANGEROUS if dangerous else hint,
         code="dangerous" if dangerous else "",
     )
 
 
-DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE"
+DROP_DANGEROUS = f"{DO_NOT_LOAD}; --unknown drop replaces it by None"
 
 
 def _is_dangerous(path: str) -> bool:

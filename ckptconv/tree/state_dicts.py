@@ -7,15 +7,15 @@ error lists the choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePath
 from typing import NamedTuple
 
-from ckptconv.objects.held_tensors import holds_tensors
+from ckptconv.objects.encodings import holds_tensors
 from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
-from ckptconv.support.showing import html_table, short_repr
+from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few, look_hint, part_text, quoted
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.candidates import (
@@ -24,12 +24,13 @@ from ckptconv.tree.candidates import (
     Survey,
     dict_pairs,
     is_of_no_module,
+    is_training_state,
     metadata_of,
     survey,
     tells_of_wrappers,
 )
-from ckptconv.tree.labels import names_average
-from ckptconv.tree.producers import averages_weights
+from ckptconv.tree.labels import WHOLE, names_average, names_training_state
+from ckptconv.tree.producers import averages_weights, is_bare
 from ckptconv.tree.walk import (
     PLAIN,
     Place,
@@ -52,8 +53,9 @@ class StateDict:
     A path that ends in a dot means only the tensors that stand in the dict itself, beside others:
     `own` are then the numbers of their pairs. A key that is not text is given as text, so two may
     be equal; a value is a `TensorRef`, a `TensorObject`, or whatever else training left under the
-    key. `place` is where the dict hangs. `notes` tell where the keys are not the file's own, and
-    what else there was to choose.
+    key. `place` is where the dict hangs. `is_bare`: its framework takes DDP's wrapper off, so a
+    ``module.`` is an attribute of the model. `notes` tell where the keys are not the file's own,
+    and what else there was to choose.
     """
 
     path: str
@@ -63,6 +65,7 @@ class StateDict:
     notes: tuple[str, ...] = ()
     own: tuple[int, ...] | None = None
     place: Place = None
+    is_bare: bool = False
 
     @property
     def prefix(self) -> str:
@@ -71,18 +74,14 @@ class StateDict:
 
     @property
     def telling_keys(self) -> tuple[str, ...]:
-        """The keys that tell which wrappers stand around the model; all where none does."""
+        """The keys that tell which wrappers stand around the model; all where none does. That of a
+        bare one is a key of no module too.
+        """
         named = zip(self.keys, self.values, strict=True)
-        return (
-            tuple(
-                [
-                    key
-                    for key, value in named
-                    if "." in key or tells_of_wrappers(self.place, key, value)
-                ]
-            )
-            or self.keys
+        telling = tuple(
+            [key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)]
         )
+        return (*(telling or self.keys), *([""] if self.is_bare else ()))
 
     @property
     def keys_beside(self) -> tuple[str, ...]:
@@ -152,13 +151,20 @@ def _attributes(node: Node, base: str) -> Iterator[tuple[str, Node, bool]]:
 # ------------------------------------------------------------------------------------------ finding
 
 
-def find_state_dicts(root: Node) -> list[StateDict]:
+def find_state_dicts(
+    root: Node, whole: Node | None = None, only: str | None = None
+) -> list[StateDict]:
     """The state dicts of a tree, by content: those that come first, and the others that look like a
-    module's.
+    module's. `root` is the part at the path `only` of the `whole` tree, where one was asked for.
     """
     surveyed = survey(root)
     best, _ = surveyed.ranked()
-    return [state_dict_at(item) for item in surveyed.candidates if item in best or item.is_module]
+    top = root if whole is None else whole
+    return [
+        replace(state_dict_at(item), is_bare=is_bare(top, joined(only or "", item.path)))
+        for item in surveyed.candidates
+        if item in best or item.is_module
+    ]
 
 
 def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
@@ -175,19 +181,90 @@ def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     )
 
 
-def bare_tensors(node: Node) -> StateDict | None:
-    """A state dict for a lone tensor, or for a list of nothing but tensors; None for the rest."""
-    if is_tensor(node):
-        note = "it is one tensor, not a state dict: its key is 'tensor'"
-        return StateDict("", Dict([("tensor", node)]), ("tensor",), (node,), (note,))
-    if type(node) not in (list, tuple) or not node or not all(map(is_tensor, node)):
+def nested_state_dict(part: FoundPart) -> StateDict | None:
+    """A dict of dicts whose leaves are all tensors as one state dict, its keys joined by dots:
+    Megatron and flax nest a model.
+
+    None where a label in it names a whole model, where a tensor is a number of the training or the
+    like, and where two keys would be equal.
+    """
+    found: list[tuple[str, Node]] = []
+    work: list[tuple[str, Node]] = [("", part.node)]
+    is_nested = False
+    while work:
+        name, value = work.pop()
+        if is_tensor(value):
+            found.append((name, value))
+            continue
+        pairs = dict_pairs(value)
+        is_plain = PLAIN.issuperset({type(key) for key, _ in pairs or ()})
+        if pairs is None or not is_plain or is_training_state(value):
+            return None
+        is_nested = is_nested or value is not part.node
+        named = [(label_text(key), inner) for key, inner in pairs]
+        if any(
+            dict_pairs(inner) is not None and (label in WHOLE or names_average(label))
+            for label, inner in named
+        ) or (part.own_only and value is part.node and any(is_tensor(inner) for _, inner in named)):
+            return None
+        lead = f"{name}." if name else ""
+        work += [(lead + label, inner) for label, inner in reversed(named)]
+    wanted = sum(len(holder.tensors) for holder in survey(part.node).holders) if is_nested else 0
+    if not wanted or len({key for key, _ in found}) < len(found) or wanted < len(found):
         return None
-    keys = tuple(map(str, range(len(node))))
-    note = (
-        f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their keys "
-        "are their numbers"
+    note = "it is a dict of dicts of tensors: its keys are joined by dots"
+    return _of_pairs(part.path, found, note)
+
+
+def nested_parts(part: FoundPart) -> list[str]:
+    """The paths of the dicts of dicts of tensors in a part, and of itself."""
+    inside = [
+        FoundPart(joined(part.path, label_text(key)), value, own_only=False)
+        for key, value in dict_pairs(part.node) or ()
+        if not (type(key) is str and names_training_state(key))
+    ]
+    itself = FoundPart(part.path or ".", part.node, own_only=not part.path)
+    return [item.path for item in (*inside, itself) if nested_state_dict(item) is not None]
+
+
+def _of_pairs(path: str, pairs: Sequence[tuple[str, Node]], note: str) -> StateDict:
+    """The state dict of named tensors that do not stand in one dict."""
+    keys, values = zip(*pairs, strict=True)
+    return StateDict(path, Dict(list(pairs)), keys, values, (note,))
+
+
+def bare_tensors(node: Node) -> StateDict | None:
+    """A state dict for a lone tensor, for a list of nothing but tensors, or of pairs of names and
+    tensors; None for the rest.
+    """
+    if is_tensor(node):
+        return _of_pairs(
+            "", [("tensor", node)], "it is one tensor, not a state dict: its key is 'tensor'"
+        )
+    if type(node) not in (list, tuple) or not node:
+        return None
+    if all(map(is_tensor, node)):
+        note = (
+            f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their "
+            "keys are their numbers"
+        )
+        return _of_pairs("", [(str(index), item) for index, item in enumerate(node)], note)
+    pairs = [(item[0], item[1]) for item in node if _is_named_tensor(item)]
+    if len(dict(pairs)) < len(node):
+        return None
+    return _of_pairs(
+        "", pairs, "it is a list of names and tensors, such as list(state_dict.items())"
     )
-    return StateDict("", Dict(list(zip(keys, node, strict=True))), keys, tuple(node), (note,))
+
+
+def _is_named_tensor(node: Node) -> bool:
+    """Whether a node is a pair of a name and a tensor."""
+    return (
+        type(node) in (list, tuple)
+        and len(node) == 2
+        and type(node[0]) is str
+        and is_tensor(node[1])
+    )
 
 
 # ----------------------------------------------------------------------------------------- refusing
@@ -212,10 +289,7 @@ def listed_parts(names: Sequence[str]) -> str:
 
 def choice_of_parts(names: Sequence[str]) -> str:
     more = ", …" * (len(names) > _LISTED)
-    return (
-        f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more} "
-        "(only= in code)"
-    )
+    return f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more}"
 
 
 # ------------------------------------------------------------------------------------ parts by path
@@ -236,7 +310,7 @@ def find(root: Node, path: str, file: PurePath) -> Node:
     whatever it is called.
     """
     part = part_at(root, path, file)
-    if not part.own_only:
+    if not part.own_only or nested_state_dict(part) is not None:
         return part.node
     state_dict = own_of(part, survey(part.node), file)
     return own_node(state_dict)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ckptconv.objects.bitsandbytes import Saved
-from ckptconv.objects.held_tensors import LEAVES
+from ckptconv.objects.encodings import LEAVES
 from ckptconv.objects.pickled_modules import (
     child_modules,
     other_attributes,

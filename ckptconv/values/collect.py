@@ -11,8 +11,8 @@ from ckptconv.support.choices import refuse_no_text, refuse_no_texts, spelling_c
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.statistics_folder import StatisticsFolder
-from ckptconv.values.facts import CheckpointStatistics, TensorStatistics
 from ckptconv.values.named import NamedValue, named_values
+from ckptconv.values.report import CheckpointStatistics, TensorStatistics
 
 _THREADS = min(4, os.cpu_count() or 1)
 

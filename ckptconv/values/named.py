@@ -1,4 +1,4 @@
-"""All tensors of a checkpoint under all their names, quantized ones decoded."""
+"""All tensors of a checkpoint under all their names, quantized ones decoded, as arrays of numpy."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.objects.encodings import Recipe, flat, packed_codes
-from ckptconv.objects.held_tensors import holds_tensors
+from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
-from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.support.errors import OptionRefused, UnsupportedCheckpoint, printable
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.packing import BITS, float4_numbers
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef
+from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import chain_of, find
 from ckptconv.tree.walk import CONTAINERS, place_text, walk
-from ckptconv.values.arrays import array_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,3 +184,36 @@ def _dequantized(
     if recipe["scheme"] == "per_tensor_affine" and bits <= 8:
         numbers = decode(memoryview(bytes(range(1 << bits))), 0)
     return NamedValue(name, integers, dtype, shape, decode, bits, numbers)
+
+
+# -------------------------------------------------------------------------------- as an array
+
+
+def numpy_type(dtype: DType) -> Any:
+    """The numpy type of a type's elements, of ml_dtypes where numpy has none; None where neither
+    has one.
+    """
+    import ml_dtypes
+    import numpy as np
+
+    if dtype.numpy is None:
+        return None
+    return np.dtype(getattr(ml_dtypes, dtype.numpy, dtype.numpy)).newbyteorder("<")
+
+
+def array_of(ref: TensorRef, start: Shape | None = None, shape: Shape | None = None) -> Array:
+    """The box of a tensor at `start` of this shape (by default all of it), in C order.
+
+    complex32, which numpy does not have, becomes complex64. `UnsupportedCheckpoint` for a type
+    whose elements numpy and ml_dtypes have no numbers for.
+    """
+    import numpy as np
+
+    start = (0,) * len(ref.shape) if start is None else start
+    shape = ref.shape if shape is None else shape
+    kind = numpy_type(ref.dtype)
+    if kind is None and ref.dtype.name != "complex32":
+        raise UnsupportedCheckpoint(f"numpy has no type for elements of {ref.dtype.name}")
+    raw = read_box(ref, start, shape).view(np.uint8) if 0 not in shape else np.zeros(0, np.uint8)
+    values: Array = raw.view("<f2").astype(np.float32) if kind is None else raw
+    return values.view(np.complex64 if kind is None else kind).reshape(shape)

@@ -1,23 +1,34 @@
-"""One tensor of a checkpoint by its name, and a part of it by indices."""
+"""One tensor of a checkpoint by its name, a part of it by indices, and its values: as text, as
+plain numbers, as files of numpy (one as ``.npy``, several as ``.npz``).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
 from math import prod
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.support.errors import AmbiguousStateDict, OptionRefused, printable
+from ckptconv.formats.npz import NPZ, bad_names, holds, lay_out_arrays
+from ckptconv.io.crc import crc32
+from ckptconv.io.outputs import file_output, write_file
+from ckptconv.io.places import place_of
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    OptionRefused,
+    RefusedObject,
+    printable,
+)
 from ckptconv.support.text import first_few, look_hint
-from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType
 from ckptconv.tensors.packing import packed_nbytes, unpacked
 from ckptconv.tensors.refs import Shape
-from ckptconv.values.arrays import array_of
-from ckptconv.values.named import NamedValue, NamedValues
+from ckptconv.values.named import NamedValue, NamedValues, array_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -200,16 +211,10 @@ def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
     if not out.size:
         return out
     rows = raw.reshape(-1, raw.shape[-1]) if raw.ndim else raw.reshape(1, 1)
-    made = out.reshape(rows.shape)
-    width = item.ref.shape[-1] if item.ref.shape else 1
-    outer = shape[:-1]
-    for at, row in enumerate(rows):
-        index = np.unravel_index(at, outer) if outer else ()
-        flat = 0
-        for size, start, step in zip(item.ref.shape[:-1], starts[:-1], index, strict=True):
-            flat = flat * size + start + int(step)
-        before = flat * width + (starts[-1] if starts else 0)
-        made[at] = item.decode(memoryview(row.tobytes()), before)
+    decoded = out.reshape(rows.shape)
+    for at, place in enumerate(_rows_of(starts, shape)):
+        before = _flat_place(item.ref.shape, place)
+        decoded[at] = item.decode(memoryview(rows[at].tobytes()), before)
     return out
 
 
@@ -221,18 +226,22 @@ def _taken_apart(item: NamedValue, starts: Shape, shape: Shape) -> Array:
     if not out.size:
         return out
     rows = out.reshape(-1, shape[-1]) if shape else out.reshape(1, 1)
-    for at, row in enumerate(rows):
-        index = np.unravel_index(at, shape[:-1]) if shape[:-1] else ()
-        outer = [start + int(step) for start, step in zip(starts[:-1], index, strict=True)]
-        first = starts[-1] if starts else 0
+    for row, place in zip(rows, _rows_of(starts, shape), strict=True):
         if item.decode is None:  # pairs, of which each row has whole ones
             assert item.numbers is not None
-            row[:] = item.numbers[_codes(item, outer, first, len(row))]
+            row[:] = item.numbers[_codes(item, place[:-1], place[-1] if place else 0, len(row))]
         else:  # end to end, whatever the shape
-            before = _flat_place(item.shape, [*outer, first])
+            before = _flat_place(item.shape, place)
             codes = _codes(item, [], before, len(row))
             row[:] = item.decode(codes.data.cast("B"), before)
     return out
+
+
+def _rows_of(starts: Shape, shape: Shape) -> Iterator[list[int]]:
+    """The place of the first element of each row of a part."""
+    outer = (range(start, start + size) for start, size in zip(starts, shape[:-1], strict=False))
+    for place in product(*outer):
+        yield [*place, *starts[-1:]]
 
 
 def _flat_place(shape: Shape, index: Sequence[int]) -> int:
@@ -316,3 +325,81 @@ def _edge_values(item: NamedValue, box: Box) -> Array:
         made[tuple(place for (_, place), gone in kept if not gone)] = values
     assert made is not None
     return made
+
+
+# ---------------------------------------------------------------------------- files of numpy
+
+
+def _written_type(item: NamedValue) -> DType:
+    """The type that numpy gets; `OptionRefused` for one that it does not have by itself (bfloat16,
+    8-bit floats).
+    """
+    dtype = BY_NAME["float64"] if item.decode is not None else item.dtype
+    dtype = BY_NAME["complex64"] if dtype.name == "complex32" else dtype
+    if not holds(dtype):
+        raise OptionRefused(
+            f"numpy has no dtype {item.dtype.name} by itself",
+            hint="write it as float32 with: ckptconv convert IN OUT.npz --include NAME --dtype f32",
+        )
+    return dtype
+
+
+def check_whole(item: NamedValue, box: Box) -> None:
+    """Hold a tensor of which all is wanted against its checksums; of parts, others are not read.
+
+    Raises `MalformedCheckpoint`.
+    """
+    if all(len(numbers) == size for numbers, size in zip(box.ranges, item.shape, strict=True)):
+        checksums = Checksums()
+        for piece in item.ref.pieces:
+            checksums.read(piece.storage)
+
+
+def write_npy(item: NamedValue, box: Box, output: Path, *, force: bool) -> None:
+    """Write a part of a tensor, whole or not at all; its values are in memory meanwhile.
+
+    Raises `OptionRefused` for types that numpy does not have by itself, `OutputRefused` where the
+    file may not be written.
+    """
+    import io
+
+    import numpy as np
+
+    _written_type(item)
+    values = np.asarray(values_of(item, box), order="C")
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(values))
+    raw = values.reshape(-1).view(np.uint8).data
+    write_file(place_of(output), head.getvalue(), raw, force=force)
+
+
+def write_npz(chosen: Sequence[tuple[NamedValue, Box]], output: Path, *, force: bool) -> None:
+    """Write parts of several tensors as one archive, whole or not at all, under their names.
+
+    The values of one of them are in memory at a time. Raises `OptionRefused` as `write_npy` does,
+    `RefusedObject` for names that an archive cannot hold, `OutputRefused`.
+    """
+    import numpy as np
+
+    named = [(item.name, _written_type(item), box.shape, b"") for item, box in chosen]
+    names = [name for name, _, _, _ in named]
+    for name, what in bad_names(names).items():
+        raise RefusedObject(what, where=name, hint="write it by itself, with --npy")
+    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+        raise OptionRefused(f"{twice} is named twice", hint="name each tensor once")
+    layout = lay_out_arrays(named)
+    place = place_of(output)
+    with file_output(place, force=force, fsync=True, size=layout.nbytes) as destination:
+        with destination.draft(output.name, layout.nbytes) as draft:
+            crcs: list[int] = []
+            for at, (item, box) in enumerate(chosen):
+                values = np.asarray(values_of(item, box), order="C").reshape(-1).view(np.uint8)
+                draft.stream.write(layout.items[at].lead)
+                draft.stream.write(values.data)
+                crcs.append(crc32(values.data))
+                draft.stream.write(layout.trail(at, crcs[-1]))
+            draft.stream.write(layout.ending(crcs))
+            draft.commit()
+        if place.local() is not None and (made := draft.place.local()) is not None:
+            NPZ.check_written(made, output, len(chosen))
+        destination.commit()

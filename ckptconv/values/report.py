@@ -1,20 +1,156 @@
-"""Statistics of tensors as text and JSON; everything that came out of a file is escaped here."""
+"""What the values of the tensors of a checkpoint are, in figures, and how that is shown: as text,
+JSON and HTML. Everything that came out of a file is escaped here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 from ckptconv.support.errors import OptionRefused, printable
-from ckptconv.support.rows import Level, Row
+from ckptconv.support.report import Fields, Level, Row, html_table, short_repr
 from ckptconv.support.text import count_text, some_text
-from ckptconv.tensors.statistics import QUANTILE_ERROR
-from ckptconv.values.facts import HEAD, CheckpointStatistics, TensorStatistics, number_text, row
+from ckptconv.tensors.refs import Shape
+from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
 from ckptconv.values.named import NamedValue
 from ckptconv.values.picking import Box, plain_values
+
+HEAD = (
+    "tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "abs-max",
+    "distinct",
+)  # fmt: skip
+"""What the columns of a table of tensors are."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TensorStatistics:
+    """The statistics of one tensor, and what it is: `dtype` by torch's name, `nbytes` that its
+    values take, the device tag `location` that it was saved with.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+    location: str
+    statistics: Statistics
+
+    def __repr__(self) -> str:
+        name, dtype, shape, low, high, mean, std, *_ = row(self)
+        figures = f"min {low}, max {high}, mean {mean}, std {std}"
+        return short_repr("TensorStatistics", name, dtype, shape, figures)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.name, [HEAD, row(self)])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckpointStatistics:
+    """The statistics of the tensors of a checkpoint, in its order.
+
+    `unread` are the names of tensors whose numbers ckptconv does not know how to read, such as
+    those of six bits.
+    """
+
+    path: str
+    format: str
+    tensors: tuple[TensorStatistics, ...]
+    unread: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[TensorStatistics]:
+        return iter(self.tensors)
+
+    def __getitem__(self, name: str) -> TensorStatistics:
+        """The statistics of the tensor of this name; `KeyError` where there is none."""
+        for item in self.tensors:
+            if item.name == name:
+                return item
+        raise KeyError(name)
+
+    def __repr__(self) -> str:
+        return short_repr(
+            "CheckpointStatistics", self.path, self.format, count_text(len(self.tensors), "tensor")
+        )
+
+    def _repr_html_(self) -> str:
+        return html_table(self.path, [HEAD, *map(row, self.tensors)])
+
+
+def row(item: TensorStatistics) -> tuple[str, ...]:
+    """The figures of a tensor as texts, under `HEAD`."""
+    known = item.statistics
+    return (
+        printable(item.name, 500) or "the root",
+        item.dtype,
+        "×".join(map(str, item.shape)) or "scalar",
+        *map(number_text, (known.minimum, known.maximum, known.mean, known.std)),
+        f"{known.zeros:,}",
+        f"{known.nan:,}",
+        f"{known.infinite:,}",
+        number_text(known.abs_max),
+        _distinct_text(known),
+    )
+
+
+def _distinct_text(known: Statistics) -> str:
+    if known.distinct is None:
+        return "-"
+    return f"{known.distinct:,}" if known.distinct_is_exact else f"≥{known.distinct:,}"
+
+
+def number_text(value: float | int | None) -> str:
+    """A figure in at most ten characters; a dash where there is none.
+
+    >>> number_text(0.123456), number_text(-3), number_text(1e-30), number_text(None)
+    ('0.1235', '-3', '1e-30', '-')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, int) and abs(value) < 10**7:
+        return str(value)
+    return f"{float(value):.4g}"
+
+
+Sort = Literal["order", "name", "min", "max", "abs-max", "mean", "std", "zeros", "nan", "size"]
+"""What `stats` sorts by; all but ``order`` and ``name`` begin with the largest."""
+
+
+def in_order(found: CheckpointStatistics, sort: Sort, top: int | None) -> list[TensorStatistics]:
+    """The tensors sorted, the first `top` of them (None: all); those without a figure come last."""
+    tensors = list(found.tensors)
+    if sort == "name":
+        tensors.sort(key=lambda item: item.name)
+    elif sort != "order":
+        tensors.sort(key=lambda item: _rank(_figure(item, sort)))
+    return tensors[:top]
+
+
+def _rank(figure: float | int | None) -> tuple[bool, float]:
+    return figure is None, 0.0 if figure is None else -figure
+
+
+def _figure(item: TensorStatistics, sort: Sort) -> float | int | None:
+    known = item.statistics
+    return {
+        "min": known.minimum,
+        "max": known.maximum,
+        "abs-max": known.abs_max,
+        "mean": known.mean,
+        "std": known.std,
+        "zeros": known.zeros,
+        "nan": known.nan + known.infinite,
+        "size": item.nbytes,
+    }[sort]
+
+
+# ---------------------------------------------------------------------------------- the table
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The fractions whose quantiles are told."""
@@ -39,7 +175,7 @@ def statistics_lines(
     rows = [row(item) for item in tensors]
     every = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
     shown = _fitting(every, width, sort)
-    head, rows = _taken(HEAD, shown), [_taken(cells, shown) for cells in rows]
+    head, *rows = (tuple(cells[at] for at in shown) for cells in (HEAD, *rows))
     widths = [every[at] for at in shown]
     room = max(width - sum(widths[1:]) - 2 * (len(widths) - 1), _NARROWEST)
     widths[0] = min(widths[0], room)
@@ -51,15 +187,12 @@ def statistics_lines(
         yield Row("", _aligned((_cut(cells[0], room), *cells[1:]), widths, left), level)
     if more := len(found.tensors) - len(tensors):
         yield Row("", f"and {more:,} more")
-    if rows and (lacking := [name for at, name in enumerate(HEAD) if at not in shown]):
-        yield Row("", f"no room for {', '.join(lacking)}: widen the terminal, or use --json")
+    lacking = ", ".join(name for at, name in enumerate(HEAD) if at not in shown)
+    if rows and lacking:
+        yield Row("", f"no room for {lacking}: widen the terminal, or use --json")
     if found.unread:
-        yield Row(
-            "",
-            f"the numbers of {count_text(len(found.unread), 'tensor')} are not read: "
-            f"{some_text([*found.unread])}",
-            "warning",
-        )
+        unread = f"the numbers of {count_text(len(found.unread), 'tensor')} are not read"
+        yield Row("", f"{unread}: {some_text([*found.unread])}", "warning")
     yield Row("", *_total(found))
 
 
@@ -76,10 +209,6 @@ def _fitting(widths: Sequence[int], width: int, sort: str) -> list[int]:
             break
         shown.append(at)
     return sorted(shown)
-
-
-def _taken(cells: Sequence[str], shown: Sequence[int]) -> tuple[str, ...]:
-    return tuple(cells[at] for at in shown)
 
 
 def _is_odd(item: TensorStatistics) -> bool:
@@ -109,7 +238,7 @@ def _cut(name: str, width: int) -> str:
     return f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"
 
 
-# ---------------------------------------------------------------------------------------- histogram
+# -------------------------------------------------------------------------------- a histogram
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _HEIGHT = 8  # lines
@@ -150,50 +279,42 @@ def _bar(count: int, largest: int, line: int) -> str:
     return _BARS[max(0, min(8, eighths))]
 
 
-# --------------------------------------------------------------------------------- JSON, notebooks
+# ------------------------------------------------------------------------------------------- JSON
+
+_TENSOR = Fields(
+    "name dtype shape nbytes location numel=statistics.numel nan=statistics.nan "
+    "infinite=statistics.infinite zeros=statistics.zeros min=statistics.minimum "
+    "max=statistics.maximum abs_max=statistics.abs_max mean=statistics.mean std=statistics.std "
+    "distinct=statistics.distinct distinct_is_exact=statistics.distinct_is_exact "
+    "of_magnitudes=statistics.of_magnitudes quantiles=statistics "
+    "quantile_error=statistics.distinct_is_exact",
+    quantiles=lambda known: _quantiles(known),
+    quantile_error=lambda is_exact: 0.0 if is_exact else QUANTILE_ERROR,
+)
+
+
+def _quantiles(known: Statistics) -> dict[str, float] | None:
+    values = known.quantiles(QUANTILES)
+    if values is None:
+        return None
+    return {f"{q:g}": value for q, value in zip(QUANTILES, values, strict=True)}
 
 
 def statistics_document(
     found: CheckpointStatistics, tensors: Sequence[TensorStatistics], *, bins: int = 0
 ) -> dict[str, Any]:
     """The statistics of some of the tensors as a JSON object; with `bins`, histograms too."""
+    documents = [_TENSOR.of(item) for item in tensors]
+    for document, item in zip(documents, tensors, strict=True):
+        if bins:
+            document["histogram"] = item.statistics.histogram(bins)
     return {
         "path": found.path,
         "format": found.format,
-        "tensors": [_tensor_document(item, bins) for item in tensors],
+        "tensors": documents,
         "left_out": len(found.tensors) - len(tensors),
         "unread": list(found.unread),
     }
-
-
-def _tensor_document(item: TensorStatistics, bins: int) -> dict[str, Any]:
-    known = item.statistics
-    quantiles = known.quantiles(QUANTILES)
-    document: dict[str, Any] = {
-        "name": item.name,
-        "dtype": item.dtype,
-        "shape": list(item.shape),
-        "nbytes": item.nbytes,
-        "location": item.location,
-        "numel": known.numel,
-        "nan": known.nan,
-        "infinite": known.infinite,
-        "zeros": known.zeros,
-        "min": known.minimum,
-        "max": known.maximum,
-        "abs_max": known.abs_max,
-        "mean": known.mean,
-        "std": known.std,
-        "distinct": known.distinct,
-        "distinct_is_exact": known.distinct_is_exact,
-        "of_magnitudes": known.of_magnitudes,
-        "quantiles": quantiles
-        and {f"{q:g}": value for q, value in zip(QUANTILES, quantiles, strict=True)},
-        "quantile_error": 0.0 if known.distinct_is_exact else QUANTILE_ERROR,
-    }
-    if bins:
-        document["histogram"] = known.histogram(bins)
-    return document
 
 
 _MOST_VALUES = 1_000_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
@@ -12,6 +14,7 @@ from ckptconv.batch.choosing import engine_of
 from ckptconv.batch.engines import Engine, OnExecutor, Serial
 from ckptconv.batch.processes import Processes
 from ckptconv.batch.work import Task
+from ckptconv.cli.batching import batch
 from helpers.engine_conformance import (
     EngineConformance,
     KillingJob,
@@ -73,3 +76,34 @@ def test_engines_have_names():
             engine_of(wrong, None)  # type: ignore[arg-type]
     with pytest.raises(OptionRefused, match="workers=0"):
         engine_of("serial", 0)
+
+
+def test_tasks_are_done_by_the_workers_that_could_be_started(tmp_path, monkeypatch):
+    start, may_start = Processes._started, iter([True, False])
+
+    def started(engine):
+        if not next(may_start):
+            raise OSError(errno.EAGAIN, "no more processes")
+        return start(engine)
+
+    monkeypatch.setattr(Processes, "_started", started)
+    checkpoint(tmp_path / "a.pt")
+    jobs = [Job(tmp_path / "a.pt", tmp_path / f"{at}.safetensors") for at in range(4)]
+    with Processes(3) as engine:
+        found = drained(engine, [Task(at, job) for at, job in enumerate(jobs)])
+    assert [found[at].given.state for at in range(4)] == ["done"] * 4
+
+
+def test_words_of_an_engine_are_not_before_the_document(tmp_path, monkeypatch, capsys):
+    class Talking(Serial):
+        def start(self, work):
+            print("(raylet) a node died")
+            super().start(work)
+
+    monkeypatch.setattr("ckptconv.cli.batching.engine_of_words", lambda *_: Talking())
+    checkpoint(tmp_path / "a.pt")
+    asked = [str(tmp_path / "a.pt"), "--out-dir", str(tmp_path / "out"), "--to", "safetensors"]
+    batch.main([*asked, "--json"], standalone_mode=False)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["done"] == 1
+    assert printed.err == "(raylet) a node died\n"

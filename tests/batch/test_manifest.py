@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptconv import BatchRefused, Job, Options
+from ckptconv import BatchRefused, Job, Options, convert_checkpoint, load_portable
 from ckptconv.batch.checks import check_jobs
-from ckptconv.batch.finding import find_checkpoints, jobs_below
+from ckptconv.batch.finding import Passed, find_checkpoints, jobs_below
 from ckptconv.batch.identity import stamps
 from ckptconv.batch.manifest import job_of, manifest_line, read_manifest
 from ckptconv.io.places import place_of
@@ -42,6 +42,19 @@ def test_a_line_says_what_differs_from_the_command(tmp_path):
         tag="5",
         fsync=False,
     )
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing\n"])
+def test_a_manifest_without_a_job_is_refused(text, tmp_path):
+    (tmp_path / "m.jsonl").write_text(text)
+    with pytest.raises(BatchRefused, match=r"m\.jsonl: names no job"):
+        read_manifest(tmp_path / "m.jsonl", COMMON)
+
+
+@pytest.mark.parametrize(("name", "count"), [("a.pt", 1), ("A.SAFETENSORS", 1), ("_SUCCESS", 0)])
+def test_a_checkpoint_without_bytes_is_a_job_that_fails(name, count, tmp_path):
+    (tmp_path / name).touch()
+    assert len(find_checkpoints(place_of(tmp_path)).checkpoints) == count
 
 
 def test_all_that_is_wrong_is_told_with_its_line(tmp_path):
@@ -144,6 +157,62 @@ def test_every_checkpoint_below_a_folder_is_found_and_a_folder_of_shards_is_one(
     assert "beside the weights" in passed["optimizer.pt"]
 
 
+@pytest.fixture
+def models(tmp_path):
+    """A tree of models' folders, of files that are none, and of a model in modules."""
+    tensors = {"a": torch.ones(8), "b": torch.zeros(8)}
+    for name in ("m1", "m2", "m3", "plain", "st", "st/2_Dense"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        if name != "plain":
+            (tmp_path / "in" / name / "config.json").write_text("{}")
+    made = tmp_path / "in"
+    torch.save(tensors, made / "m1/pytorch_model.bin")
+    torch.save({"a": torch.ones(2)}, made / "m2/pytorch_model.bin")
+    save_file(tensors, made / "m2/model.safetensors")
+    convert_checkpoint(made / "m1/pytorch_model.bin", made / "m3", max_shard_size=32)
+    torch.save(tensors, made / "plain/pytorch_model.bin")
+    (made / "plain/readme.txt").write_text("of no model")
+    (made / "m1/README.md").write_text("of a model")
+    for name in ("st", "st/2_Dense"):
+        save_file(tensors, made / name / "model.safetensors")
+    (made / "st/modules.json").write_text('[{"path": ""}, {"path": "2_Dense"}]')
+    return made
+
+
+@pytest.mark.parametrize("given, files", [
+    ({"to": "safetensors"}, {
+        "m1/model.safetensors", "m2/model.safetensors", "m3/model.safetensors",
+        "plain/pytorch_model.safetensors", "st/model.safetensors", "st/2_Dense/model.safetensors",
+    }),
+    ({"to": "safetensors", "with_files": True}, {
+        "m1/model.safetensors", "m1/config.json", "m1/README.md", "m2/model.safetensors",
+        "m2/config.json", "m3/model.safetensors", "m3/config.json",
+        "plain/pytorch_model/model.safetensors", "st/model.safetensors", "st/config.json",
+        "st/modules.json", "st/2_Dense/model.safetensors", "st/2_Dense/config.json",
+    }),
+    ({"to": "torch", "with_files": True}, {
+        "m1/pytorch_model.bin", "m1/config.json", "m1/README.md", "m2/pytorch_model.bin",
+        "m2/config.json", "m3/pytorch_model.bin", "m3/config.json",
+        "plain/pytorch_model/pytorch_model.bin", "st/pytorch_model.bin", "st/config.json",
+        "st/modules.json", "st/2_Dense/model.safetensors", "st/2_Dense/config.json",
+    }),
+])  # fmt: skip
+def test_the_folder_of_a_model_is_one_checkpoint_and_stays_one(given, files, models, tmp_path):
+    passed: list[Passed] = []
+    jobs = jobs_below([place_of(models)], place_of(tmp_path / "out"), Job("in", "out",
+                      Options(**given)), passed)  # fmt: skip
+    check_jobs(jobs)
+    assert [(Path(item.path).name, item.reason) for item in passed] == [
+        ("pytorch_model.bin", "are weights that its library does not read")
+    ]
+    for job in jobs:
+        Path(job.output).parent.mkdir(parents=True, exist_ok=True)
+        job.run()
+    made = {path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {path.relative_to(tmp_path / "out").as_posix() for path in made} == files
+    assert load_portable(tmp_path / "out/m2")["a"].tolist() == [1.0] * 8
+
+
 def test_outputs_lie_below_the_folder_as_their_sources_do(runs, tmp_path):
     out = place_of(runs / "portable")
     common = Job("in", "out", Options(to="safetensors"))
@@ -151,7 +220,8 @@ def test_outputs_lie_below_the_folder_as_their_sources_do(runs, tmp_path):
     outputs = {str(Path(job.output).relative_to(runs / "portable")) for job in jobs}
     assert outputs == {
         "damaged.safetensors", "flat.safetensors", "a/arrays.safetensors", "a/old.safetensors",
-        "a/x.safetensors", "a/deep/legacy.safetensors", "dcp/step-5.safetensors", "hf.safetensors",
+        "a/x.safetensors", "a/deep/legacy.safetensors", "dcp/step-5.safetensors",
+        "hf/model.safetensors",
     }  # fmt: skip
     torch.save({"w": torch.ones(3)}, tmp_path / "runs/x.y.pt")
     sharded = Job("in", "out", Options(to="torch", max_shard_size="1MB"))
@@ -177,7 +247,7 @@ def test_what_a_folder_needs_is_said(runs):
 
 
 def test_a_value_that_is_none_is_refused_by_the_words_of_the_options():
-    for words in ({"dtype": 7}, {"tied": "both"}, {"rename": "nothing"}):
+    for words in ({"dtype": 7}, {"unknown": "both"}, {"rename": "nothing"}):
         with pytest.raises(CheckpointError):
             job_of({"source": "a", "output": "b", **words}, Job("i", "o"))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ckptconv import convert_checkpoint
 from helpers.program import SAMPLES, run, run_process
 
 
@@ -83,21 +84,47 @@ def test_shares_are_all_of_it_once(room):
     assert "7 of 7 done" in run("batch", "--status", *reports, cwd=room).out
 
 
-def test_what_is_wrong_is_told_before_anything_is_written(room):
+def test_checkpoints_of_one_name_are_named_after_their_whole_names(room):
     shutil.copy(SAMPLES / "tied.pt", room / "runs/a.bin")
-    done = run(*WORDS, cwd=room)
-    assert done.exit == 2 and not (room / "out/a.safetensors").exists()
-    assert "runs/a.pt: has the output of runs/a.bin: out/a.safetensors" in done.err
-    assert "1 problem; nothing was written" in done.err
-    dry = run(*WORDS, "--dry-run", "--json", cwd=room)
-    assert dry.exit == 2
-    lines = [json.loads(line) for line in json.loads(dry.out)["jobs_planned"]]
-    lines[1]["output"] = "out/other.safetensors"
-    (room / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert run("batch", "m.jsonl", "-q", "--jobs", "1", cwd=room).exit == 0
+    run("convert", "runs/a.pt", "runs/b.safetensors", cwd=room)
+    shutil.copy(SAMPLES / "tied.pt", room / "runs/b.pt")
+    assert run(*WORDS, cwd=room).exit == 0
     assert sorted(path.name for path in (room / "out").rglob("*.safetensors")) == [
-        "a.safetensors", "other.safetensors", "tied.safetensors",
+        "a.bin.safetensors", "a.pt.safetensors", "b.pt.safetensors", "b.safetensors",
+        "tied.safetensors",
     ]  # fmt: skip
+
+
+def test_what_is_wrong_is_told_before_anything_is_written(room):
+    lines = [
+        {"source": "runs/a.pt", "output": "out/y.pt"},
+        {"source": "runs/a.pt", "output": "out/y.pt/z.pt"},
+        {"source": "runs/a.pt", "output": "out/y.pt"},
+    ]
+    (room / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = run("batch", "m.jsonl", cwd=room)
+    assert done.exit == 2 and not (room / "out").exists()
+    assert "m.jsonl:2: its output lies in the output of m.jsonl:" in done.err
+    assert "m.jsonl:3: has the output of m.jsonl:1: out/y.pt" in done.err
+    assert "2 problems; nothing was written" in done.err
+    dry = run("batch", "m.jsonl", "--dry-run", "--json", cwd=room)
+    assert dry.exit == 2
+    assert len(json.loads(dry.out)["jobs_planned"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gone", "lost", "--out-dir", "out"), ["gone: no such", "lost: no such"]),
+        (("runs", "--out-dir", "m.jsons/out", "--to", "torch"), ["outputs cannot be made: Not a"]),
+        (("m.jsons", "--out-dir", "out", "--to", "torch"), ["name ends in .jsonl; rename it"]),
+    ],
+)
+def test_words_that_cannot_be_meant_so_are_refused_by_name(words, said, room):
+    (room / "m.jsons").write_text('{"source": "runs/a.pt", "output": "out/y.pt"}\n')
+    done = run("batch", *words, cwd=room)
+    assert done.exit == 2 and not (room / "out").exists()
+    assert all(text in done.err for text in said), done.err
 
 
 @pytest.mark.parametrize(
@@ -112,6 +139,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(room):
         (("batch", "m.jsonl", "--address", "auto"), "--address needs --engine ray"),
         (("batch", "m.jsonl", "--dtype", "int3"), "int3"),
         (("batch", "none.jsonl"), "no such file"),
+        (("batch", "s3://b/m.jsonl"), "s3://b/m.jsonl: is a manifest, which is read on this"),
         (("batch", "none", "--out-dir", "o", "--to", "torch"), "no such file"),
         (("batch", "--status", "none"), "no such file"),
         (("batch", "--status", "runs/a.pt"), "is not the report of a batch"),
@@ -142,9 +170,11 @@ def test_a_page_tells_of_all_and_runs_nothing(room):
 def test_what_is_passed_over_is_said(room):
     (room / "runs/table.bin").write_bytes(b"nothing known" * 50)
     torch.save({"state": {}}, room / "runs/optimizer.pt")
+    torch.save(torch.nn.CrossEntropyLoss().state_dict(), room / "runs/criterion.pt")
     done = run(*WORDS, "--jobs", "1", cwd=room)
-    assert done.exit == 0 and "2 files passed over" in done.err
+    assert done.exit == 0 and "3 files passed over" in done.err
     assert re.search(r"runs/optimizer.pt +is what training left beside the weights", done.err)
+    assert re.search(r"runs/criterion.pt +is the state of a loss, without tensors", done.err)
 
 
 def test_ctrl_c_stops_at_once_and_the_next_run_goes_on(room):
@@ -285,6 +315,61 @@ def test_a_page_and_a_report_do_not_take_the_place_of_what_is_converted(option, 
     (room / "m.jsonl").write_text('{"source": "runs/a.pt", "output": "o/a.safetensors"}')
     done = run("batch", "m.jsonl", option, name, "--force", "--engine", "serial", cwd=room)
     assert done.exit == 2 and f"{name}: is named twice" in done.err
+
+
+@pytest.mark.parametrize("word", ["--rules", "--metadata-from", "--like"])
+@pytest.mark.parametrize("page", ["read.json", "./runs/../read.json", "link.json"])
+def test_a_page_does_not_take_the_place_of_what_the_jobs_read_beside_their_sources(
+    word, page, room
+):
+    before = '{"note": "kept"}'
+    (room / "read.json").write_text(before)
+    (room / "link.json").symlink_to("read.json")
+    words = ("batch", "runs", "--out-dir", "o", "--to", "safetensors", word, "read.json")
+    done = run(*words, "--html", page, "--force", cwd=room)
+    assert done.exit == 2 and "read.json: is named twice" in done.err.replace("link", "read")
+    assert (room / "read.json").read_text() == before
+
+
+@pytest.mark.parametrize("source", ["hf", "hf/model.safetensors.index.json"])
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json"])
+def test_no_page_and_no_job_takes_the_place_of_a_file_of_a_set(source, name, room):
+    torch.save({"a": torch.ones(8), "b": torch.ones(8)}, room / "in.pt")
+    convert_checkpoint(room / "in.pt", room / "hf", to="safetensors", max_shard_size=40)
+    before = (room / "hf" / "model-00001-of-00002.safetensors").read_bytes()
+    (room / "m.jsonl").write_text(json.dumps({"source": source, "output": "o.pt"}))
+    page = f"hf/{name}"
+    if source == "hf" or name.startswith("model"):
+        done = run("batch", "m.jsonl", "--html", page, "--force", cwd=room)
+        assert done.exit == 2 and "name another file" in done.err
+    other = json.dumps({"source": "runs/a.pt", "output": page, "to": "safetensors"})
+    with (room / "m.jsonl").open("a") as manifest:
+        manifest.write(f"\n{other}\n")
+    if name.startswith("model"):
+        done = run("batch", "m.jsonl", "--force", cwd=room)
+        assert done.exit == 2 and "the source of m.jsonl:1" in done.err, done.err
+    assert (room / "hf" / "model-00001-of-00002.safetensors").read_bytes() == before
+
+
+def test_no_job_writes_what_another_one_reads(room):
+    (room / "rules.toml").write_text("rules = []")
+    jobs = [
+        {"source": "runs/a.pt", "output": "rules.toml", "to": "safetensors"},
+        {"source": "runs/a.pt", "output": "b.safetensors", "rules": "rules.toml"},
+    ]
+    (room / "m.jsonl").write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
+    done = run("batch", "m.jsonl", "--force", cwd=room)
+    assert done.exit == 2 and "m.jsonl:1: writes what m.jsonl:2 reads" in done.err
+    assert (room / "rules.toml").read_text() == "rules = []"
+
+
+def test_a_page_of_reports_does_not_take_the_place_of_one(room):
+    assert run(*WORDS, "--engine", "serial", "-q", cwd=room).exit == 0
+    report = room / "out/ckptconv-batch.jsonl"
+    before = report.read_text()
+    done = run("batch", "--status", str(report), "--html", str(report), "--force", cwd=room)
+    assert done.exit == 2 and "is named twice" in done.err
+    assert report.read_text() == before
     assert (room / "runs/a.pt").read_bytes() == (SAMPLES / "ddp_cuda3.pt").read_bytes()
     assert not (room / "o/a.safetensors").exists()
 
@@ -294,3 +379,11 @@ def test_a_failure_that_is_of_another_file_is_told_with_its_source(room):
     (room / "m.jsonl").write_text(json.dumps(line))
     done = run("batch", "m.jsonl", "--engine", "serial", cwd=room)
     assert done.exit == 1 and "[1/1] failed  runs/a.pt: none.safetensors: no such" in done.err
+
+
+def test_a_tag_that_is_sent_to_two_places_is_refused_as_in_convert(room):
+    twice = ("--map-location", "cuda:3=cpu", "--map-location", "cuda:3=cuda:1")
+    done = run("batch", "runs", "--out-dir", "out", "--to", "torch", *twice, cwd=room)
+    assert done.exit == run("convert", "runs/a.pt", "out.pt", *twice, cwd=room).exit == 2
+    assert "sends cuda:3 to both cpu and cuda:1; keep one" in done.err
+    assert not (room / "out").exists()

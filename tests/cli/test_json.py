@@ -25,15 +25,15 @@ import torch
 from click.testing import CliRunner
 
 from ckptconv import Job, convert_many
-from ckptconv.batch.totals import Totals, totals_document
+from ckptconv.batch.totals import TOTALS, Totals
 from ckptconv.cli.main import cli
 from ckptconv.devices.gpu_choice import GpuChoice
 from ckptconv.devices.host import Gpu, Host
-from ckptconv.devices.report import choice_document, host_document
+from ckptconv.devices.report import CHOICE, host_document
 from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.site import Site
 from ckptconv.io.remote.store import Unfinished
-from ckptconv.support.strict_json import json_text
+from ckptconv.support.json_text import json_text
 from helpers.folder_store import FolderStore
 from helpers.http_server import HttpServer
 from helpers.program import ROOT, SAMPLES, Finished, environment, run
@@ -351,7 +351,7 @@ def test_batch_prints_what_the_page_says(room, monkeypatch):
     totals = Totals(1)
     read = {"rules.toml": [["", 1, 2, 3]]}
     totals.add(replace(receipt, tries=2, notes=("a note",), read=read))
-    found.append(strict(json_text({"reports": [], **totals_document(totals)}) + "\n"))
+    found.append(strict(json_text({"reports": [], **TOTALS.of(totals)}) + "\n"))
     (room / "in/config.json").write_text("{}")
     (room / "n.jsonl").write_text(
         '{"source": "in/tied.pt", "output": "model", "to": "safetensors", "with_files": true}\n'
@@ -447,7 +447,7 @@ def test_devices_prints_what_the_page_says(room):
 
 def test_devices_export_prints_what_the_page_says(room):
     gpu = Gpu(0, 1, "H100", "GPU-1", 80, 79)
-    made = strict(json_text(choice_document(GpuChoice((gpu,), "GPU-1", ("odd",)))) + "\n")
+    made = strict(json_text(CHOICE.of(GpuChoice((gpu,), "GPU-1", ("odd",)))) + "\n")
     none = run("devices", "--export", "--json", cwd=room, env={"PATH": str(room)})
     hold(
         "devices --export",

@@ -5,6 +5,7 @@ why it stopped.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import zipfile
@@ -28,6 +29,7 @@ from ckptconv import (
 from ckptconv import save_portable as save
 from ckptconv import scan_checkpoint as scan
 from ckptconv.io import stream as outputs
+from ckptconv.io.remote.missing import EXTRA
 from ckptconv.support.addresses import address_in, how_to_get
 from ckptconv.tensors.dtypes import floating_dtype
 from helpers.program import SAMPLES, assert_one_error, run, run_bytes, run_on_terminal
@@ -117,7 +119,59 @@ def test_without_the_extra_one_line_says_what_to_install(address, room):
     blocked = "import sys\nfor name in ('obstore', 'urllib3', 'botocore'): sys.modules[name] = None"
     done = run("inspect", address, cwd=room, before=blocked)
     line = assert_one_error(done)
-    assert "needs ckptconv[remote]; pip install 'ckptconv[remote]'" in line
+    assert line.endswith(f"needs obstore, botocore and urllib3; {EXTRA}")
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("s3://KEY:very-secret@bucket/x.pt", "s3://***@bucket/x.pt"),
+        ("s3://KEY:very-se/cret@bucket/x.pt", "s3://***@bucket/x.pt"),
+        ("s3:/KEY:very-secret@bucket/x.pt", "s3://***@bucket/x.pt"),
+        ("gs://very-secret@bucket/x.pt", "gs://***@bucket/x.pt"),
+        ("hf://user:very-secret@x/y", "hf://***@x/y"),
+        ("abfss://KEY:very-secret@one.dfs.core.windows.net/x.pt",
+            "abfss://***@one.dfs.core.windows.net/x.pt"),
+    ],
+)  # fmt: skip
+def test_a_key_in_an_address_is_refused_before_it_is_sent_and_never_shown(address, told, room):
+    """Nobody answers here: who asked would be told so."""
+    (room / "jobs.jsonl").write_text(json.dumps({"source": address, "output": "b.pt"}))
+    for words in (
+        ("inspect", address), ("scan", address), ("doctor", address), ("diff", "a.pt", address),
+        ("convert", address, "b.pt"), ("convert", "a.pt", address), ("stats", address),
+        ("convert", "a.pt", "b.pt", "--like", address), ("cleanup", address),
+        ("convert", "a.pt", "b.pt", "--save-mapping", address), ("merge", "a.pt", address, "b.pt"),
+        ("batch", address, "--out-dir", "o", "--to", "torch"), ("batch", "jobs.jsonl"),
+        ("batch", "a.pt", "--out-dir", address, "--to", "torch"),
+        ("report", address, "-o", "r.html"),
+    ):  # fmt: skip
+        done = run(*words, cwd=room, env=UNREACHED)
+        assert f"{told}: holds a name or a key" in done.err, words
+        assert "cret" not in done.err + done.out, words
+        document = run(*words, *["--json"] * (words[0] != "cleanup"), cwd=room, env=UNREACHED)
+        assert "cret" not in document.out + document.err, words
+    with pytest.raises(CheckpointError, match="holds a name or a key") as raised:
+        open_checkpoint(address)
+    assert raised.value.path == told
+
+
+MISSING = {
+    1: ["inspect none.pt", "convert none.pt b.pt", "convert a.pt b.pt --like none.pt",
+        "convert a.pt b.pt --rules none.json", "convert a.pt b.safetensors --metadata-from none",
+        "merge a.pt none.pt b.pt", "average a.pt none.pt b.pt", "stats none.pt", "show none.pt a",
+        "report none.pt -o b.html", "edit none.safetensors --rename a=b"],
+    2: ["doctor none.pt", "diff a.pt none.pt", "scan none.pt", "doctor a.pt --like none.pt",
+        "batch none.pt --out-dir o --to torch", "batch none.jsonl"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", MISSING)
+def test_a_missing_file_is_no_answer_and_no_wrong_usage(code, room):
+    for command in MISSING[code]:
+        done = run(*command.split(), cwd=room)
+        assert done.exit == code and "no such file" in done.err, command
+        assert "--help" not in done.err, command
 
 
 @pytest.mark.parametrize("option", [(), ("--save-mapping", "s3://bucket/map.json")])

@@ -23,10 +23,10 @@ from ckptconv import convert_checkpoint
 from ckptconv.cli.main import cli
 from ckptconv.convert import execute as convert
 from ckptconv.convert import flat_planner as flat_plans
-from ckptconv.formats import torch_zip
+from ckptconv.formats import torch_output
 from ckptconv.io.source import MemorySource
 from ckptconv.pickles.census import held_stream, take_census
-from ckptconv.pickles.extents import read_pickles
+from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import PickleReader
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.tree import modules, renaming
@@ -156,7 +156,7 @@ def test_arguments_that_vanish_fail_verify(tmp_path, monkeypatch):
         == 2
     )
     (tmp_path / "out.pt").unlink()
-    monkeypatch.setattr("ckptconv.pickles.mapping_calls._items", lambda *_: [])
+    monkeypatch.setattr("ckptconv.pickles.making._items", lambda *_: [])
     assert_only_the_count_sees_it(tmp_path / "in.pt", "data/1: is named by the pickle", monkeypatch)
 
 
@@ -173,7 +173,7 @@ def test_a_shard_that_is_not_read_to_the_end_fails_verify(tmp_path, monkeypatch)
     for number in (1, 2):
         tree = {
             "weights": {f"{number}.{name}": torch.ones(2) for name in "ab"},
-            "rest": {"x": torch.ones(3)},
+            "optimizer": {"x": torch.ones(3)},
         }
         torch.save(tree, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
     names = {
@@ -231,10 +231,11 @@ def test_a_state_dict_that_loses_a_key_when_it_is_renamed_fails_verify(tmp_path,
 
 def test_a_part_that_is_left_out_and_not_listed_fails_verify(tmp_path, monkeypatch):
     torch.save(
-        {"state_dict": {"a.w": torch.ones(2)}, "tables": {"t": [torch.ones(3)]}}, tmp_path / "in.pt"
+        {"state_dict": {"a.w": torch.ones(2)}, "optimizer": {"t": [torch.ones(3)]}},
+        tmp_path / "in.pt",
     )
     plan = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", verify=True).plan
-    assert [item.path for item in plan.skipped] == ["tables"]
+    assert [item.path for item in plan.skipped] == ["optimizer"]
     monkeypatch.setattr(flat_plans, "_other_parts", lambda *_: iter(()))
     with pytest.raises(
         VerificationFailed, match="was read, but is neither in the output nor listed"
@@ -259,7 +260,7 @@ def test_what_was_not_asked_for_or_is_listed_is_accounted_for(options, tmp_path)
             "extra": {"t": torch.ones(1)},
         },
         "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1e-3}]},
-        "odd": Holder(torch.ones(5)),
+        "optimizers": Holder(torch.ones(5)),
     }
     tree["state_dict"].pop("extra")
     torch.save(tree, tmp_path / "in.pt")
@@ -360,14 +361,14 @@ def test_the_count_follows_the_memo_of_every_protocol(tmp_path):
 
 def test_an_output_whose_pickle_names_less_than_was_planned_fails_verify(tmp_path, monkeypatch):
     torch.save({"a": torch.ones(2), "b": [torch.ones(3)]}, tmp_path / "in.pt")
-    sound = torch_zip.write_pickle
+    sound = torch_output.write_pickle
 
     def holed(root, leaf, overlay=None):
         made = sound(root, leaf, overlay)
         root.pairs = root.pairs[:1]  # and so do the plan and the reader of the output see less
         return sound(root, leaf, overlay) if made else made
 
-    monkeypatch.setattr(torch_zip, "write_pickle", holed)
+    monkeypatch.setattr(torch_output, "write_pickle", holed)
     monkeypatch.setattr(convert, "refuse_unaccounted", lambda _: None)
     with pytest.raises(
         VerificationFailed, match="archive/data/1: was written, but the pickle does not name it"

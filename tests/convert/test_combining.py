@@ -257,10 +257,19 @@ def test_what_is_not_taken_is_said(tmp_path):
     assert "2 keys of b.pt get b. before them" in notes and "_metadata" in notes
     done = run("average", "a.pt", "b.pt", "mean.pt", "--json", cwd=tmp_path)
     assert "left out: epoch, loss" in " ".join(done.json()["notes"])
+    timm = {"epoch": 3, "arch": "resnet18", "version": 2, "state_dict": Net().state_dict()}
+    torch.save({**timm, "state_dict_ema": Net().state_dict()}, tmp_path / "t.pt")
+    done = run("average", "t.pt", "b.pt", "mean2.pt", "--json", cwd=tmp_path)
+    assert "t.pt: state_dict_ema is taken, where timm has" in " ".join(done.json()["notes"])
     wrapped = {f"module.{key}": value for key, value in Net().state_dict().items()}
     torch.save(wrapped, tmp_path / "w.pt")
     done = run("average", "w.pt", "b.pt", "m2.pt", "--json", cwd=tmp_path)
     assert "w.pt: module is stripped from its keys" in " ".join(done.json()["notes"])
+    assert done.json()["state_dicts"][0]["example"] == ["module.fc.weight", "fc.weight"]
+    torch.save(wrapped, tmp_path / "w2.pt")
+    done = run("average", "w.pt", "w2.pt", "b.pt", "m4.pt", cwd=tmp_path)
+    assert "w.pt, w2.pt: module is stripped from its keys" in done.err
+    assert "2 of 2 keys renamed, e.g. module.fc.weight → fc.weight" in done.err
     done = run("merge", "w.pt", "c.safetensors", "m3.pt", "--save-mapping", "m.json", cwd=tmp_path)
     assert done.exit == 1 and "no mapping undoes" in done.err
     found = torch.load(tmp_path / "mean.pt", weights_only=True)

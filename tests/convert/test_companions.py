@@ -30,6 +30,7 @@ from ckptconv.convert import companions as beside
 from ckptconv.convert.execute import execute_plan
 from ckptconv.convert.planner import plan_conversion
 from ckptconv.io import staging
+from helpers import oracle
 from helpers.crash_scenes import contents, hidden
 from helpers.program import run
 
@@ -155,21 +156,55 @@ def test_a_dry_run_lists_them_and_writes_nothing(room):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (b'{"torch_dtype": "float32"}', "torch_dtype float32"),
-        (b'{"dtype": "float16"}', "dtype float16"),
+        (b'{"torch_dtype": "float32"}', b'{"torch_dtype": "bfloat16"}'),
+        (
+            b'{"a": 1e-05,\n "text": {"dtype" : "torch.float16"}}\n',
+            b'{"a": 1e-05,\n "text": {"dtype" : "torch.bfloat16"}}\n',
+        ),
         (b'{"torch_dtype": "bfloat16"}', None),
         (b'{"torch_dtype": 32}', None),
+        (rb'{"a": "\"dtype\": \"float32\""}', None),
         (b"{", None),
         (b"[]", None),
     ],
 )
-def test_a_config_that_names_another_dtype_is_copied_and_told(room, config, says):
+def test_a_config_says_the_dtype_that_the_weights_have_now(room, config, says):
     (room / "hf" / "config.json").write_bytes(config)
-    result = convert_checkpoint(room / "hf", room / "out", dtype="bf16", **QUICKLY)
+    result = convert_checkpoint(room / "hf", room / "out", dtype="bf16", verify=True, **QUICKLY)
     told = [note for note in result.plan.notes if "config.json" in note]
-    expected = f"config.json stays as it is and says {says}, but tensors are cast to bfloat16"
-    assert told == ([expected] if says else [])
-    assert (room / "out" / "config.json").read_bytes() == config
+    assert told == (["config.json of the copy says dtype bfloat16"] if says else [])
+    assert (room / "out" / "config.json").read_bytes() == (says or config)
+    assert (room / "hf" / "config.json").read_bytes() == config
+
+
+def test_a_config_stays_where_only_some_weights_become_another_dtype(room):
+    result = convert_checkpoint(room / "hf", room / "out", cast="layer0.weight=bf16", **QUICKLY)
+    assert (room / "out" / "config.json").read_bytes() == TAKEN["config.json"]
+    told = "config.json stays as it is and says dtype float32, but tensors are cast to bfloat16"
+    assert told in result.plan.notes
+
+
+def test_a_model_of_several_modules_is_whole_or_refused(room):
+    hf = room / "hf"
+    (hf / "modules.json").write_text(
+        json.dumps([{"idx": at, "path": path} for at, path in enumerate(("", "1_Pooling", "2_D"))])
+    )
+    for name in ("1_Pooling", "2_D"):
+        (hf / name).mkdir()
+        (hf / name / "config.json").write_text(name)
+    convert_checkpoint(hf, room / "configs", **QUICKLY)
+    assert (room / "configs" / "1_Pooling" / "config.json").read_text() == "1_Pooling"
+    torch.save({"linear.weight": torch.ones(2)}, hf / "2_D" / "pytorch_model.bin")
+    (hf / "2_D" / "code.py").write_text("")
+    for words in (("convert", "hf", "out.pt"), ("average", "hf", "hf", "out.pt")):
+        done = run(*words, cwd=room)
+        assert done.exit == 1 and "2_D hold weights too; copy all with --with-files" in done.err
+    with pytest.raises(CheckpointError, match="2_D hold weights too"):
+        ckptconv.load_portable(hf)
+    convert_checkpoint(hf, room / "out", verify=True, **QUICKLY)
+    assert oracle.load(room / "out" / "2_D" / "pytorch_model.bin").keys() == {"linear.weight"}
+    assert not (room / "out" / "2_D" / "code.py").exists()
+    assert run("convert", "hf/pytorch_model.bin", "one.pt", cwd=room).exit == 0
 
 
 def test_a_folder_without_such_files_is_told(tmp_path):
@@ -182,11 +217,19 @@ def test_a_folder_without_such_files_is_told(tmp_path):
 @pytest.mark.parametrize("name", ["adapter_model.bin", "diffusion_pytorch_model.bin"])
 def test_a_name_that_its_program_would_not_find_is_told(room, name):
     (room / "hf" / "pytorch_model.bin").rename(room / "hf" / name)
-    result = convert_checkpoint(room / "hf" / name, room / "out", **QUICKLY)
+    (room / "hf" / "pytorch_model.bin.index.json").unlink()
+    (room / "out").mkdir()
+    (room / "named").mkdir()
+    given = room / "out" / "model.safetensors"
+    result = convert_checkpoint(room / "hf" / name, given, **QUICKLY)
     wanted = name.replace(".bin", ".safetensors")
     assert result.plan.notes[-1].endswith(
         f"looks for {wanted}, but the output is model.safetensors"
     )
+    convert_checkpoint(room / "hf" / name, room / "named" / wanted, **QUICKLY)
+    convert_checkpoint(room / "hf", room / "same", **QUICKLY)
+    assert contents(room / "named") == contents(room / "same")
+    assert (room / "same" / wanted).is_file() and (room / "same" / "config.json").is_file()
 
 
 def test_a_plan_can_be_pickled_with_them(room):
@@ -295,7 +338,7 @@ def test_in_the_folder_of_the_source_the_files_stay(room):
     before = contents(room / "hf")
     result = convert_checkpoint(room / "hf", room / "hf", dtype="bf16", **QUICKLY)
     after = contents(room / "hf")
-    assert result.plan.notes[-2].startswith("config.json stays as it is and says torch_dtype")
+    assert result.plan.notes[-2].startswith("config.json stays as it is and says dtype float32")
     assert after.pop("model.safetensors") and after == before
     assert result.plan.beside.copied == () and "stay as they are" in result.plan.notes[-1]
 

@@ -13,13 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv import convert_checkpoint, diagnose, load_into, open_checkpoint
+from ckptconv import (
+    convert_checkpoint,
+    diagnose,
+    diff_checkpoints,
+    inspect_checkpoint,
+    load_into,
+    load_portable,
+    open_checkpoint,
+)
 from ckptconv.convert.key_targets import shapes_like
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
     KeyMismatch,
     MalformedCheckpoint,
+    OptionRefused,
     UnsupportedCheckpoint,
 )
 from helpers.program import SAMPLES, assert_one_error, run
@@ -27,6 +36,8 @@ from helpers.program import SAMPLES, assert_one_error, run
 torch = pytest.importorskip("torch")
 safe_open = pytest.importorskip("safetensors").safe_open
 save_model = pytest.importorskip("safetensors.torch").save_model
+load_file = pytest.importorskip("safetensors.torch").load_file
+load_model = pytest.importorskip("safetensors.torch").load_model
 
 DDP, BARE, COMPILED, TRAIN, TIED = (
     SAMPLES / name
@@ -471,3 +482,54 @@ def test_both_names_missing_are_missing(tied_net, tmp_path):
         set(caught.value.fit.missing) == {"embed.weight", "head.weight"}
         and not caught.value.fit.filled
     )
+
+
+def test_what_load_file_does_not_give_is_said_and_another_name_may_stay(tied_net, tmp_path):
+    torch.save(tied_net.Net().state_dict(), tmp_path / "in.pt")
+    seen = {}
+    for tied in ("alias", "head.*", "duplicate"):
+        done = run("convert", "in.pt", "out.safetensors", "-f", "--tied", tied, cwd=tmp_path)
+        assert done.exit == 0, done.err
+        lacking = (
+            tied_net.Net()
+            .load_state_dict(load_file(tmp_path / "out.safetensors"), strict=False)
+            .missing_keys
+        )
+        if lacking:  # which is strict about a second name that is there
+            assert load_model(tied_net.Net(), tmp_path / "out.safetensors") == (set(), [])
+        assert load_portable(tmp_path / "out.safetensors").keys() >= {"embed.weight", "head.weight"}
+        seen[tied] = lacking
+        assert ("load_file does not give" in done.err) == bool(lacking)
+        assert all(f"{name} = " in done.err for name in lacking)
+        for like, severity in ((None, "warning"), ("in.pt", "error")):
+            found = diagnose(tmp_path / "out.safetensors", like=like and tmp_path / like)
+            told = [item.severity for item in found.findings if item.code == "aliases"]
+            assert told == [severity] * bool(lacking)
+            assert found.loads == (severity == "warning" or not lacking)
+    assert seen == {"alias": ["head.weight"], "head.*": ["embed.weight"], "duplicate": []}
+
+
+@pytest.mark.parametrize(
+    ("tied", "output", "said"),
+    [
+        ("duplicat", "out.safetensors", "its names are head.weight, embed.weight"),
+        ("head.*", "out.pt", "all names of a tied tensor stay in a torch output"),
+    ],
+)
+def test_a_tied_name_that_is_none_is_refused(tied, output, said, tied_net, tmp_path):
+    torch.save(tied_net.Net().state_dict(), tmp_path / "in.pt")
+    with pytest.raises(OptionRefused, match=said):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / output, tied=tied)
+    assert not (tmp_path / output).exists()
+
+
+def test_a_tied_tensor_counts_under_each_of_its_names_everywhere(tied_net, tmp_path):
+    model = tied_net.Net()
+    torch.save(dict(model.named_parameters(remove_duplicate=False)), tmp_path / "in.pt")
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors")
+    for name in ("in.pt", "out.safetensors"):
+        found = inspect_checkpoint(tmp_path / name)
+        assert (found.tensors, sum(found.locations.values())) == (4, 3)
+        assert sum(found.dtypes.values()) == 4
+    same = diff_checkpoints(tmp_path / "in.pt", tmp_path / "out.safetensors")
+    assert (same.same, same.tensors) == (True, 4)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import ckptconv.convert.execute as execute_module
 import ckptconv.convert.write as write_module
-import ckptconv.tensors.cast_ahead as cast_module
+import ckptconv.tensors.compute_ahead as cast_module
 from ckptconv import (
     CheckpointError,
     MalformedCheckpoint,
@@ -118,7 +118,7 @@ def test_one_file_is_what_one_thread_writes(name, dtype, model, threaded, monkey
             model, output, dtype=dtype, verify=True, on_progress=told.append
         )
         made.append((hashes(output.parent), result.overflowed))
-        assert ("ckptconv-caster" in names) == (threads > 1 and dtype is not None)
+        assert ("ckptconv-computer" in names) == (threads > 1 and dtype is not None)
     assert made[0] == made[1]
     assert (made[0][1] != {}) == (dtype == "f16")
     for phase in ("write", "verify"):
@@ -146,7 +146,7 @@ def test_shards_are_what_one_thread_writes(options, model, threaded, monkeypatch
         )
         assert len(result.plan.files) > THREADS
         assert ("ckptconv-lane" in names) == (threads > 1)
-        assert {"write", "verify", "sync"} == set(result.phases)
+        assert {"open", "write", "verify", "sync"} == set(result.phases)
         assert sum(result.phases.values()) <= result.seconds
         made.append(
             (hashes(output), result.verified, dict(result.overflowed), [*result.overflowed])

@@ -17,14 +17,14 @@ import pytest
 from ckptconv.devices import host as devices
 from ckptconv.devices import mapping, nvidia_smi, tags
 from ckptconv.devices.host import Gpu, survey_host, visible_indices
-from ckptconv.devices.mapping import TagMap, tag_map
+from ckptconv.devices.mapping import TagMap, read_tag_pairs, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.support.errors import DeviceUnavailable
 
 torch = pytest.importorskip("torch")
 
 GIB = 1 << 30
-ELSEWHERE = 'use map_location="cpu" or map_location="auto" (--device cpu on the command line)'
+ELSEWHERE = "ask for cpu, or auto"
 ROWS = (
     "0, GPU-aaaa1111-0000, NVIDIA A100-SXM4-80GB, 81920, 1024",
     "1, GPU-aaaa2222-0000, NVIDIA A100-SXM4-80GB, 81920, 70000",
@@ -248,6 +248,10 @@ def test_pairs_mean_what_a_dict_means_to_torch_load(targets, save_tagged, monkey
     assert restored == [TagMap(None, tuple(targets.items()))(tag) for tag in tags]
 
 
+def mapped(device, pairs):
+    return tag_map(device, read_tag_pairs(pairs).items())
+
+
 @pytest.mark.parametrize(
     ("device", "pairs", "expected"),
     [
@@ -266,33 +270,33 @@ def test_pairs_mean_what_a_dict_means_to_torch_load(targets, save_tagged, monkey
 )
 def test_the_options_become_a_tag_map(device, pairs, expected):
     if expected is None:
-        assert "is not a device tag" in refusal(tag_map, device, pairs)
+        assert "is not a device tag" in refusal(mapped, device, pairs)
     else:
-        assert tag_map(device, pairs) == expected
+        assert mapped(device, pairs) == expected
 
 
 @pytest.mark.parametrize("pair", ["", "=", "cuda:3", "cuda:3=", "=cpu"])
 def test_a_malformed_pair_is_named_and_the_form_shown(pair):
-    text = refusal(tag_map, None, (pair,))
+    text = refusal(mapped, None, (pair,))
     assert f"--map-location {pair!r} is not OLD=NEW" in text
     assert "cuda:3=cuda:0" in text
 
 
 def test_one_tag_cannot_be_sent_to_two_places():
-    text = refusal(tag_map, None, ("cuda:3=cuda:0", "cuda:3=cpu"))
+    text = refusal(mapped, None, ("cuda:3=cuda:0", "cuda:3=cpu"))
     assert "sends cuda:3 to both cuda:0 and cpu" in text
 
 
 def test_auto_is_the_best_device_of_this_host(torch_sees):
     torch_sees(1 * GIB, 2 * GIB)
     assert tag_map("auto") == TagMap("cuda:1")
-    assert tag_map(None, ("cuda:7=auto",)) == TagMap(None, (("cuda:7", "cuda:1"),))
+    assert mapped(None, ("cuda:7=auto",)) == TagMap(None, (("cuda:7", "cuda:1"),))
 
 
 def test_a_device_that_is_no_tag_is_refused():
     refusal(tag_map, "cuda:01")
     refusal(tag_map, "meta")
-    refusal(tag_map, None, ("cuda:0=keep",))
+    refusal(mapped, None, ("cuda:0=keep",))
 
 
 # CUDA_VISIBLE_DEVICES
@@ -733,7 +737,7 @@ def torch_loads_to(path: Path, map_location: object) -> object:
 )
 def test_a_tag_goes_where_torch_load_takes_it(tag, map_location, save_tagged):
     try:
-        ours: object = mapping.location_for(map_location, tag)
+        ours: object = mapping.resolve_map_location(map_location)(tag)
     except DeviceUnavailable:
         ours = "refused"
     assert ours == torch_loads_to(save_tagged(tag), map_location)
@@ -777,9 +781,9 @@ def test_what_is_no_location_is_refused(map_location):
 
 def test_a_dict_may_hold_devices(torch_sees):
     torch_sees(1, 1)
-    assert mapping.location_for({"cuda:7": torch.device("cuda", 1)}, "cuda:7") == torch.device(
-        "cuda", 1
-    )
+    assert mapping.resolve_map_location({"cuda:7": torch.device("cuda", 1)})(
+        "cuda:7"
+    ) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("map_location", ["meta", torch.device("meta"), "CPU"])

@@ -16,7 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptconv import CheckpointError, KeyRules, Tolerance, convert_checkpoint, diff_checkpoints
+from ckptconv import (
+    CheckpointError,
+    CheckpointWarning,
+    KeyRules,
+    Tolerance,
+    convert_checkpoint,
+    diff_checkpoints,
+)
+from ckptconv.support.errors import AmbiguousStateDict
 from helpers import oracle
 from helpers.examples import examples
 from helpers.program import SAMPLES, assert_one_error, idle_rss, run, run_process
@@ -256,9 +264,83 @@ def test_a_conversion_is_the_same_in_every_format(name, tmp_path):
     options = {"max_shard_size": "2kB"} if name == "folder" else {}
     convert_checkpoint(TRAIN, tmp_path / name, fsync=False, **options)
     found = diff_checkpoints(TRAIN, tmp_path / name, keys=KeyRules("strip"))
-    assert found.same and found.tensors == len(
-        torch.load(DDP, map_location="cpu", weights_only=True)
-    )
+    model = len(torch.load(DDP, map_location="cpu", weights_only=True))
+    trained = 2 * model  # two moments of each parameter
+    assert found.same and found.tensors == model + (trained if name == "out.pt" else 0)
+    told = f"A has {trained} tensors beside its state dict that B does not have, which were not "
+    beside = [note for note in found.notes if note.startswith(told)]
+    assert beside == ([] if name == "out.pt" else [f"{told}compared: optimizer ({trained})"])
+
+
+@pytest.mark.parametrize("label", ["optimizer", "state_dict"])
+def test_tensors_beside_the_state_dict_are_compared_too(label, tmp_path):
+    """timm's state dict beside its average, and an optimizer beside the weights."""
+
+    def tree(value: float) -> Any:
+        beside = {"fc.weight": torch.full((3,), value)}
+        if label == "optimizer":
+            beside = {"state": {0: {"exp_avg": torch.full((3,), value)}}, "param_groups": []}
+        timm = {"epoch": 3, "arch": "resnet18", "version": 2, "args": None}
+        return {**timm, "state_dict_ema": {"fc.weight": torch.ones(3)}, label: beside}
+
+    a, b = saved(tmp_path, "a.pt", tree(1.0)), saved(tmp_path, "b.pt", tree(2.0))
+    found = diff_checkpoints(a, b)
+    assert not found.same and found.tensors == 2
+    (value,) = found.values
+    assert value.key.startswith(f"{label}.")
+    assert diff_checkpoints(a, a).same
+    assert diff_checkpoints(a, b, only="state_dict_ema").same
+    notes = diff_checkpoints(a, saved(tmp_path, "c.pt", {"fc.weight": torch.ones(3)})).notes
+    assert any(f"were not compared: {label} (1)" in note for note in notes)
+
+
+def test_files_without_one_state_dict_are_compared_as_a_whole(tmp_path):
+    """A codebook beside the model asks elsewhere; here a difference in it is one."""
+
+    def tree(value: float) -> Any:
+        return {"model": {"w": torch.ones(3)}, "quantizer": {"codebook": torch.full((3,), value)}}
+
+    a, b = saved(tmp_path, "a.pt", tree(1.0)), saved(tmp_path, "b.pt", tree(2.0))
+    found = diff_checkpoints(a, b)
+    assert [item.key for item in found.values] == ["quantizer.codebook"] and found.tensors == 2
+    assert any("everything in them was compared" in note for note in found.notes)
+    assert diff_checkpoints(a, a).same and diff_checkpoints(a, b, only="model").same
+    model = saved(tmp_path, "model.pt", {"w": torch.ones(3)})
+    for pair in ((a, model), (model, a)):
+        with pytest.raises(AmbiguousStateDict, match=r"quantizer\.codebook"):
+            diff_checkpoints(*pair)
+    with pytest.raises(AmbiguousStateDict):
+        diff_checkpoints(a, b, keys="strip")
+
+
+def test_what_a_framework_chooses_is_told(tmp_path):
+    timm = {"epoch": 3, "arch": "resnet18", "version": 2, "args": None}
+    tree = {**timm, "state_dict": {"w": torch.ones(3)}, "state_dict_ema": {"w": torch.zeros(3)}}
+    a, b = saved(tmp_path, "a.pt", tree), saved(tmp_path, "b.pt", {"w": torch.zeros(3)})
+    with pytest.warns(CheckpointWarning, match="A: state_dict_ema is taken"):
+        found = diff_checkpoints(a, b)
+    assert found.same and any(note.startswith("A: state_dict_ema is taken") for note in found.notes)
+
+
+def test_tensors_that_are_shared_in_one_file_only_are_compared(tmp_path):
+    """An average that is still the model itself, and one that is not any more."""
+    timm = {"epoch": 3, "arch": "resnet18", "version": 2, "args": None}
+    weight = torch.ones(3)
+    shared = {**timm, "state_dict": {"w": weight}, "state_dict_ema": {"w": weight}}
+    apart = {**shared, "state_dict": {"w": torch.zeros(3)}}
+    a, b = saved(tmp_path, "a.pt", shared), saved(tmp_path, "b.pt", apart)
+    for pair in ((a, b), (b, a)):
+        with pytest.warns(CheckpointWarning):
+            assert [item.key for item in diff_checkpoints(*pair).values] == ["state_dict.w"]
+
+
+@pytest.mark.parametrize("other", [[torch.ones(3)], torch.ones(3), 3, None], ids=str)
+def test_parts_of_two_kinds_are_told_not_passed_over(other, tmp_path):
+    tree = {"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(3), "v": torch.ones(3)}}
+    a, b = saved(tmp_path, "a.pt", tree), saved(tmp_path, "b.pt", {**tree, "optimizer": other})
+    found = diff_checkpoints(a, b)
+    assert [note.partition(" beside")[0] for note in found.notes][:1] == ["A has 2 tensors"]
+    assert len(found.notes) == (2 if isinstance(other, (list, torch.Tensor)) else 1)
 
 
 def test_a_ddp_file_is_compared_with_its_bare_one(tmp_path):

@@ -18,7 +18,7 @@ from ckptconv import (
     save_portable,
 )
 from ckptconv.convert.report import plan_lines
-from ckptconv.formats.npz_output import NPZ
+from ckptconv.formats.npz import NPZ
 from helpers.program import run
 
 TYPES = [
@@ -173,3 +173,25 @@ def test_one_archive_becomes_another(tmp_path):
     convert_checkpoint(tmp_path / "in.npz", tmp_path / "out.npz", verify=True)
     assert np.load(tmp_path / "out.npz")["w"].dtype == np.dtype("<i2")
     assert np.load(tmp_path / "out.npz")["w"].tolist() == np.load(tmp_path / "in.npz")["w"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("x.gguf", "GGUF"), ("x.ONNX", "ONNX"), ("x.h5", "HDF5"), ("x.npy", "a numpy array"),
+        ("x.pb", "TensorFlow"), ("x.json", "a text"), ("x.pt.gz", "a compressed file"),
+        ("x.parquet", "a table"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("to", ["torch", "safetensors", "npz"])
+def test_a_name_of_another_program_s_files_is_refused(name, says, to, tmp_path):
+    source = saved(tmp_path, {"w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=f"its name says {says}, but --to says {to}"):
+        convert_checkpoint(source, tmp_path / name, to=to)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_compressed_name_is_told_its_own_name_without_the_end(tmp_path):
+    source = saved(tmp_path, {"w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"write x\.v1\.safetensors$"):
+        convert_checkpoint(source, tmp_path / "x.v1.safetensors.gz", to="safetensors")

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
-from ckptconv.formats.raw_pickle import is_raw_pickle
+from ckptconv.formats.containers import is_raw_pickle
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.stream import iter_chunks
 from helpers import oracle

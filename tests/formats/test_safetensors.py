@@ -420,7 +420,10 @@ def test_casts_are_torch_s_own_and_count_what_overflowed(to, drawn, name):
         assert torch.equal(wide.isnan(), ours.isnan())
         assert torch.equal(wide[~wide.isnan()], ours[~ours.isnan()])
         before = tensor.resolve_neg().to(torch.complex128)
-        if count := int((before.isfinite() & ~wide.isfinite()).sum()):
+        odd = before.isfinite() & ~wide.isfinite()
+        if name == "f8_e4m3" and tensor.dtype in trees.FLOATS:
+            odd = before.abs() >= 464  # becomes 448
+        if count := int(odd.sum()):
             lost[key] = count
     assert dict(result.overflowed) == lost
 

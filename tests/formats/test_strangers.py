@@ -4,11 +4,8 @@ leaves nothing behind.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
 import json
-import lzma
 import os
 import pickle
 import struct
@@ -78,9 +75,6 @@ STRANGERS = {
         b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
         "is a web page",
     ),
-    "model.pt.gz": (gzip.compress(ZIP), "is gzip-compressed"),
-    "model.pt.bz2": (bz2.compress(ZIP), "is bzip2-compressed"),
-    "model.pt.xz": (lzma.compress(ZIP), "is xz-compressed"),
     "model.pt.zst": (b"\x28\xb5\x2f\xfd\x04\x00" + bytes(40), "is zstd-compressed"),
     "model.7z": (b"7z\xbc\xaf\x27\x1c\x00\x04" + bytes(40), "is a 7z archive"),
     "model.rar": (b"Rar!\x1a\x07\x01\x00" + bytes(40), "is a rar archive"),

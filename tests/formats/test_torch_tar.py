@@ -358,11 +358,9 @@ def test_a_broken_file_is_refused_with_the_reason(what, tmp_path):
 def test_other_tar_files_are_named(tmp_path):
     for content in (
         tar([("README", b"hello")]),
-        tar([(f"part{index}", b"") for index in range(100)]),
+        tar([(f"part{index}", b"") for index in range(300)]),
     ):
-        with pytest.raises(
-            UnsupportedCheckpoint, match=r"is a tar file.*not one of torch.*unpack it"
-        ):
+        with pytest.raises(UnsupportedCheckpoint, match=r"is a tar file .*unpack it"):
             open_checkpoint(write(tmp_path / "other.tar", content))
 
 

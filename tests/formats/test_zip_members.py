@@ -32,7 +32,7 @@ def test_a_pickle_inside_an_archive_is_found_under_its_name(tmp_path):
                 path: b"".join(map(bytes, iter_chunks(ref))) for path, ref in checkpoint.tensors()
             }
             *bare, left = checkpoint.notes
-            assert left == "1 members are not checkpoints and are left out: notes.txt"
+            assert left == "1 member left out as no checkpoint: notes.txt"
             stored = compression == zipfile.ZIP_STORED
             assert bare == (
                 ["raw.pkl, old.pth: without checksums inside, so damage cannot be detected"]

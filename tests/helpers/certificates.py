@@ -10,20 +10,36 @@ from pathlib import Path
 import pytest
 
 
-def certificate(folder: Path, name: str, *, days: int = 30) -> Path:
-    """A certificate for `name` (an address or a host) that vouches for itself, and its key."""
+def certificate(folder: Path, name: str, *, years: tuple[int, int] = (2020, 2040)) -> Path:
+    """A certificate for `name` (an address or a host) and its key, from the first of the `years` to
+    the second; the file beside it that ends in ``.crt`` is that of the authority.
+    """
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not here")
-    file = folder / f"{name}.pem"
+    file, authority = folder / f"{name}.pem", folder / f"{name}.pem.crt"
+    key, request = folder / f"{name}.key", folder / f"{name}.csr"
     kind = "IP" if name[0].isdigit() else "DNS"
-    command = [
-        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-        *("-nodes", "-keyout", file, "-out", f"{file}.crt", "-days", str(days)),
-        *("-subj", f"/CN={name}", "-addext", f"subjectAltName={kind}:{name}"),
-    ]
-    subprocess.run([str(word) for word in command], check=True, capture_output=True)
-    file.write_text(file.read_text() + Path(f"{file}.crt").read_text())
+    (folder / "index.txt").write_text("")
+    (folder / "ca.conf").write_text(
+        f"[ca]\ndefault_ca=d\n[d]\ndatabase={folder}/index.txt\nnew_certs_dir={folder}\n"
+        "default_md=sha256\npolicy=p\nrand_serial=yes\n[p]\ncommonName=supplied\n"
+        f"[e]\nbasicConstraints=CA:FALSE\nsubjectAltName={kind}:{name}\n"
+    )
+    new = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    _run(*new, "-x509", "-days", 900, "-keyout", key, "-out", authority, "-subj", "/CN=authority")
+    _run(*new, "-new", "-keyout", file, "-out", request, "-subj", f"/CN={name}")
+    _run(
+        *("openssl", "ca", "-batch", "-notext", "-config", folder / "ca.conf", "-extensions", "e"),
+        *("-startdate", f"{years[0]}0101000000Z", "-enddate", f"{years[1]}0101000000Z"),
+        *("-cert", authority, "-keyfile", key, "-in", request, "-out", folder / "made"),
+    )
+    file.write_text(file.read_text() + (folder / "made").read_text())
     return file
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def serving(file: Path) -> ssl.SSLContext:

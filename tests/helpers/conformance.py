@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.location import Location, read_small, read_start, within
+from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.source import CHUNK, SMALL, Source, WrappedSource
 from ckptconv.io.stream import Sink
 from ckptconv.support.errors import (
@@ -252,6 +254,13 @@ class SourceConformance(ABC):
 # ---------------------------------------------------------------------------------------- places
 
 
+def named_with_slash(place: Location) -> Location:
+    """The same place, as the user names it with a slash at its end."""
+    if not isinstance(place, RemotePlace):
+        return place.beside(f"{place.name}/")
+    return replace(place, key=f"{place.key}/")
+
+
 class LocationConformance(ABC):
     """The promises of `Location`."""
 
@@ -277,6 +286,20 @@ class LocationConformance(ABC):
         file = there.child("inner/b.safetensors")
         assert (file.is_file(), file.is_folder(), file.exists()) == (True, False, True)
         assert there.is_folder() and not there.child("c").exists()
+
+    def test_a_folder_may_end_in_a_slash(self, there):
+        self.write(there.child("inner/deep/a.pt"), b"one")
+        for place in (named_with_slash(there.child("inner")), there.child("inner/")):
+            assert [place.kind() for _ in range(3)] == ["folder"] * 3
+            assert (place.name, place.parent) == ("inner", there)
+            assert place.path == there.child("inner").path
+            assert list(place.names()) == ["deep"]
+            assert [place.kind() for place in (place, *place.list())] == ["folder"] * 2
+            with closing(place.child("deep/").child("a.pt").open()) as source:
+                assert source.read(0, source.size) == b"one"
+            with pytest.raises(CheckpointError, match="folder"):
+                place.open()
+        assert [there.child("none/").kind() for _ in range(2)] == ["nothing", "nothing"]
 
     def test_its_names(self, there):
         place = there.child("inner/model.tar.gz")

@@ -8,6 +8,7 @@ tests/data/key_lists.json.gz``.
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import sys
 import tempfile
@@ -18,6 +19,27 @@ from typing import Any
 
 import torch
 from torch import nn
+
+_KEPT: list[torch.library.Library] = []  # what a library defines goes with the object
+
+
+def stand_in_for_torchvision() -> None:
+    """Lets torchvision be imported, which timm and fastai want: the build of the package index
+    needs libraries of CUDA for its operators, of which nothing here uses any.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        import torchvision
+    except RuntimeError:  # operator torchvision::nms does not exist
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(library)
+        import torchvision  # noqa: F401
+
+
+stand_in_for_torchvision()  # transformers wants it too, where it is installed
 
 _SMALL = {
     "num_hidden_layers": 2,

@@ -192,7 +192,23 @@ def stored_bytes(tensor: torch.Tensor) -> bytes:
 def value_bytes(tensor: torch.Tensor) -> bytes:
     """The values in C order, conj and neg bits applied."""
     with torch.no_grad():
-        return stored_bytes(tensor.resolve_conj().resolve_neg())
+        return stored_bytes(resolved(tensor))
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its conj and neg bits applied, each to its parts: where torch negates several
+    complex numbers at once, it makes -x as 0 - x, and so zeros without their sign.
+    """
+    plain = torch._neg_view(tensor) if tensor.is_neg() else tensor
+    if not tensor.is_complex():
+        return -plain if tensor.is_neg() else plain
+    if not (tensor.is_neg() or tensor.is_conj()):
+        return plain
+    parts = torch.view_as_real(plain.conj() if tensor.is_conj() else plain)
+    real, imaginary = (part.contiguous() for part in parts.unbind(-1))
+    real = -real if tensor.is_neg() else real
+    imaginary = imaginary if tensor.is_neg() == tensor.is_conj() else -imaginary
+    return torch.view_as_complex(torch.stack((real, imaginary), -1))
 
 
 def value_rows(root: Any) -> list[tuple[tuple[str, ...], Any]]:

@@ -319,7 +319,7 @@ def test_headers_without_end(server):
 def test_a_certificate_that_fits_and_one_that_does_not(tmp_path):
     for name, fits in (("127.0.0.1", True), ("other.example", False)):
         file = certificate(tmp_path, name)
-        trusting = ssl.create_default_context(cafile=file)
+        trusting = ssl.create_default_context(cafile=f"{file}.crt")
         with HttpServer({"/a.pt": CONTENT}, context=serving(file)) as server:
             connection = http.client.HTTPSConnection(
                 server.host, server.port, context=trusting, timeout=5

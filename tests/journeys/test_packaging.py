@@ -5,6 +5,7 @@ own tests, whole links.
 from __future__ import annotations
 
 import email
+import inspect
 import os
 import re
 import shlex
@@ -17,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv.devices.host import INSTALL_TORCH
+from ckptconv.io.remote.missing import EXTRA
+from ckptconv.keys import rule_files
 from helpers.program import ROOT, environment
 
 try:
@@ -109,7 +113,9 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.py")}
     pages = {f"ckptconv/docs/{path.name}" for path in (ROOT / "docs").iterdir()}
     web = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv/pages/web").iterdir()}
-    assert names == modules | pages | web | {"ckptconv/py.typed"}
+    lists = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.txt")}
+    assert len(lists) == 3
+    assert names == modules | pages | web | lists | {"ckptconv/py.typed"}
 
 
 @pytest.mark.trust
@@ -302,3 +308,11 @@ def test_a_hook_passes_what_is_good_and_fails_on_what_is_not(hook, tmp_path):
     done = as_pre_commit(chosen, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "bad.ckpt" in done.stdout
+
+
+def test_what_a_hint_installs_is_the_extra_for_it():
+    """ckptconv is in no index, so its extras are not either."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    for name, hint in {"torch": INSTALL_TORCH, "remote": EXTRA}.items():
+        assert hint == f"pip install {' '.join(map(repr, extras[name]))}"
+    assert f"pip install {extras['yaml'][0]!r}, or write" in inspect.getsource(rule_files)

@@ -13,7 +13,7 @@ import ckptconv
 from ckptconv.cli import terminal
 from ckptconv.cli.main import cli
 from ckptconv.support.errors import CheckpointError, OptionRefused
-from ckptconv.support.rows import Row
+from ckptconv.support.report import Row
 from helpers.paths import SAMPLES
 
 DDP = SAMPLES / "ddp_cuda3.pt"
@@ -92,9 +92,9 @@ def test_a_name_and_a_format_that_disagree_are_refused(name, to, better, tmp_pat
     code, text = said("convert", DDP, tmp_path / name, "--to", to)
     assert code == 1 and f"write {better}, or leave --to out" in text
     assert not (tmp_path / name).exists()
-    with pytest.raises(CheckpointError, match="to= in code"):
+    with pytest.raises(CheckpointError, match=f"but --to says {to}"):
         ckptconv.convert_checkpoint(DDP, tmp_path / name, to=to)
-    with pytest.raises(CheckpointError, match="to= in code"):
+    with pytest.raises(CheckpointError, match=f"but --to says {to}"):
         ckptconv.save_portable({"a": torch.ones(2)}, tmp_path / name, to=to)
 
 
@@ -109,6 +109,11 @@ def test_dtypes_that_are_not_counted_are_one_line(tmp_path):
     code, text = said("diff", one, other)
     assert code == 1 and "--ignore-dtype compares the numbers" in text
     assert "8 of 8 tensors differ" in text
+    one, other = (
+        saved(tmp_path / "a.pt", w=torch.ones(2)),
+        saved(tmp_path / "b.pt", w=torch.zeros(2)),
+    )
+    assert "1 of 1 tensor differs" in said("diff", one, other)[1]
 
 
 def test_a_difference_counts_tensors_and_shows_short_numbers(tmp_path):

@@ -35,7 +35,12 @@ NAMES = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
 }  # fmt: skip
 WRAPPERS = {"module", "_orig_mod", "_modules", "_parameters", "_buffers"}
-PARTS = {"DLR-RM__rl-trained-agents__CartPole-v1.zip": ("--only", "policy.pth")}
+PARTS = {
+    "DLR-RM__rl-trained-agents__CartPole-v1.zip": ("--only", "policy.pth"),
+    "txie-93__cgcnn__checkpoint.pth.tar": ("--only", "state_dict"),  # beside a normalizer
+    # beside a scaler of the targets
+    "chemprop__chemprop__example_model_v1_regression_mol.pt": ("--only", "state_dict"),
+}
 
 
 def facts_of(path: Path) -> dict[str, Facts]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
-from ckptconv.support.errors import RefusedObject
+from ckptconv.support.errors import AmbiguousStateDict, RefusedObject
 from helpers import oracle
 from helpers.examples import examples
 
@@ -156,11 +156,20 @@ def test_a_dict_of_arrays_is_a_state_dict(tmp_path):
 def test_arrays_elsewhere_do_not_hide_the_state_dict(tmp_path):
     weights = {"fc.weight": torch.ones(2, 2)}
     for tree in (
-        {"net": weights, "scaler": {"mean": np.ones(2)}},
-        {**weights, "meta": {"mean": np.ones(2)}},
+        {"net": weights, "metrics": {"mean": np.ones(1)}},
+        {**weights, "metrics": {"mean": np.ones(1)}},
     ):
         with open_checkpoint(saved(tree, tmp_path)) as checkpoint:
             assert dict(checkpoint.state_dict().tensors()).keys() == weights.keys()
+
+
+def test_an_array_that_scales_what_the_model_sees_asks(tmp_path):
+    tree = {"net": {"fc.weight": torch.ones(2, 2)}, "scaler": {"mean": np.ones(1)}}
+    with (
+        open_checkpoint(saved(tree, tmp_path)) as checkpoint,
+        pytest.raises(AmbiguousStateDict, match=r"leave out 1 other tensor: scaler\.mean"),
+    ):
+        checkpoint.state_dict()
 
 
 @pytest.mark.parametrize(

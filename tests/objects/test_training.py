@@ -5,10 +5,14 @@ it says of the object.
 from __future__ import annotations
 
 import datetime
+import decimal
+import fractions
 import functools
 import io
 import sys
+import time
 import types
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +86,63 @@ def test_zones_are_text_and_one_that_needs_a_table_is_refused(tmp_path):
         pytest.skip("no time zones are installed here")
     with pytest.raises(RefusedObject, match=r"value.*: zoneinfo\.ZoneInfo"):
         written(datetime.datetime(2024, 1, 1, tzinfo=zone), tmp_path)
+
+
+NUMBERS = [
+    *(range(3), range(10, -5, -4), range(0), slice(1, None, 2), slice(None)),
+    *(decimal.Decimal("1.10"), decimal.Decimal("-1e-400"), decimal.Decimal("NaN")),
+    *(
+        fractions.Fraction(-1, 3),
+        fractions.Fraction(10**40),
+        uuid.UUID(int=5),
+        uuid.UUID(int=6, is_safe=uuid.SafeUUID.safe),
+    ),
+    *(np.datetime64("2024-02-29T23:59:58.000000007"), np.datetime64("2024"), np.datetime64("NaT")),
+    *(np.timedelta64(5, "s"), np.timedelta64(-3, "M"), np.datetime64("2024-02-29", "7D")),
+]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+def test_other_numbers_are_their_text_and_a_range_its_numbers(value, protocol, tmp_path):
+    found = written(value, tmp_path, protocol)
+    assert found == list(value) if type(value) is range else found == str(value)
+    told = inspect_checkpoint(tmp_path / "source.pt").odd_objects
+    assert [item.has_plain_form for item in told] == [True], told
+
+
+def test_what_a_fraction_of_old_pythons_says_is_its_text(tmp_path):
+    class Old:
+        def __reduce__(self) -> Any:
+            return fractions.Fraction, ("-1/3",)
+
+    assert written(Old(), tmp_path) == "-1/3"
+
+
+def called(func: Any, *args: Any) -> Any:
+    return type("Forged", (), {"__reduce__": lambda _: (func, args)})()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (called(range, 0, 10**12), "range"),
+        (called(range, 0, 10**400), "range"),
+        (called(range, 0, 5, 0), "range"),
+        (called(slice, 0, "end", None), "slice"),
+        (called(decimal.Decimal, "9" * 5000), "Decimal"),
+        (called(decimal.Decimal, "one"), "Decimal"),
+        (called(fractions.Fraction, "1e999999999"), "Fraction"),
+        (called(fractions.Fraction, 1, 0), "Fraction"),
+        (called(np.dtype("M8[s]").type, 5, "s"), "datetime64"),
+        (np.array(["2024"], "M8[D]"), "numpy array of M8"),
+    ],
+)
+def test_what_is_long_or_none_of_them_is_refused_quickly(value, name, tmp_path):
+    begun = time.process_time()
+    with pytest.raises(RefusedObject, match=f"value: .*{name}") as raised:
+        written(value, tmp_path)
+    assert "do not load" not in str(raised.value) and time.process_time() - begun < 2
 
 
 def test_a_date_that_is_none_is_refused(tmp_path):

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.pages import assets
-from ckptconv.pages.assets import SCRIPTS
+from ckptconv.pages import html
 from ckptconv.pages.columns import packed
 from ckptconv.pages.facts import Shared, page_tensors, shared_storages
+from ckptconv.pages.html import SCRIPTS
 from ckptconv.support.errors import OutputRefused
 from ckptconv.values.named import named_values
 from helpers.page_data import data_of, names_of, numbers_of, places_of, rows_of
 from helpers.page_scenes import HOSTILE, LONG, many, model
 from helpers.program import SAMPLES, run
 
-WEB = Path(assets.__file__).parent / "web"
+WEB = Path(html.__file__).parent / "web"
 MODELS = sorted(path for path in SAMPLES.glob("*.pt"))
 
 
@@ -333,7 +333,7 @@ def test_the_checkpoint_itself_is_never_replaced(saved, tmp_path):
     before = saved.read_bytes()
     for name in ("model.pt", "link.pt"):
         done = run("report", "model.pt", "-o", name, "--force", cwd=tmp_path)
-        assert done.exit == 1 and "is the checkpoint that the page is about" in done.err
+        assert done.exit == 1 and "is read by this run" in done.err
     done = run("diff", saved, "model.pt", "--html", "model.pt", "--force", cwd=tmp_path)
     assert done.exit == 2 and saved.read_bytes() == before
 

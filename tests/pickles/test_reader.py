@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ckptconv.io.source import MemorySource
-from ckptconv.pickles import memo, tensor_runs
+from ckptconv.pickles import memo
 from ckptconv.pickles import reader as unpickling
-from ckptconv.pickles.extents import read_pickles
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, PersistentId, mapping_pairs
+from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.pickles.writer import write_pickle
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
@@ -100,7 +100,7 @@ def test_values_that_a_run_has_put_can_be_fetched(legacy, slow):
 @pytest.mark.parametrize("index", [None, b"word", b"\xff\xff\0\1"])
 def test_entries_read_as_the_opcodes_one_by_one(index, slow):
     stream = torch_pickle(TENSORS)
-    entries = list(tensor_runs._ENTRY_RUN.__self__.finditer(stream))
+    entries = list(memo._ENTRY_RUN.__self__.finditer(stream))
     assert len(entries) > 100, "the quick way was not taken, so nothing was compared"
     entry = entries[90]
     # the key's memo index may look like a part of the key

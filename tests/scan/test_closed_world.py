@@ -1,5 +1,5 @@
-"""Names of Python's library, torch and numpy: what runs code through them is dangerous, what models
-name is not.
+"""Names of Python's library, torch with what it requires, and numpy: what runs code through them is
+dangerous, what models name is not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from helpers.program import run
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
+networkx = pytest.importorskip("networkx")
+sympy = pytest.importorskip("sympy")
 
 
 # ----------------------------------------------------------------------------- pickles from opcodes
@@ -85,6 +87,23 @@ def ways(mark: str) -> dict[str, bytes]:
         + call("pathlib.PosixPath", path)
         + text("x")
         + b"tR",
+        "jinja2.utils.import_string": call("jinja2.utils.import_string", text("os.mkdir"))
+        + b"("
+        + path
+        + b"tR",
+        "sympy.sympify": call("sympy.core.sympify.sympify", text(code)),
+        "networkx.write_gml": call(
+            "networkx.readwrite.gml.write_gml", call("networkx.classes.graph.Graph"), path
+        ),
+        "LocalFileSystem.mkdir": call(
+            "fsspec.implementations.local:LocalFileSystem.mkdir",
+            call("fsspec.implementations.local.LocalFileSystem"),
+            path,
+        ),
+        "FileLock.acquire": call(
+            "filelock:FileLock.acquire", call("filelock.FileLock", path, b"K\0")
+        ),
+        "safetensors.save_file": call("safetensors.numpy.save_file", mapping(a=array), path),
         "_compat_pickle.NAME_MAPPING": b"\x80\2c_compat_pickle\nNAME_MAPPING\n("
         + text("torch")
         + text("Size")
@@ -221,7 +240,6 @@ def test_such_a_change_is_felt_by_the_process_that_unpickles(tmp_path):
 UNKNOWN = {
     "a state of another package": named("mine.Thing") + b")\x81}b",
     "what a function of another package gives": call("mine.make") + mapping(a=b"K\1") + b"b",
-    "what a function of another package makes is called": call("mine.make") + b")R",
     "a method of another package by getattr": call(
         "builtins.getattr", named("mine.Thing"), text("mean")
     ),
@@ -233,6 +251,18 @@ UNKNOWN = {
 def test_what_another_package_does_is_unknown(case, tmp_path):
     (tmp_path / "odd.pkl").write_bytes(b"\x80\4" + UNKNOWN[case] + b".")
     assert scan_checkpoint(tmp_path / "odd.pkl").level == "unknown"
+
+
+@pytest.mark.parametrize(
+    "called",
+    [b")R", b")\x81", b")}\x92", b"\x940(h\0o"],
+    ids=["REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"],
+)
+def test_a_call_of_what_an_unknown_function_gives_is_dangerous(called, tmp_path):
+    (tmp_path / "odd.pkl").write_bytes(
+        b"\x80\4" + call("mine.make", text("os.mkdir")) + called + b"."
+    )
+    assert scan_checkpoint(tmp_path / "odd.pkl").level == "dangerous"
 
 
 @pytest.mark.parametrize(
@@ -264,6 +294,13 @@ def test_getattr_that_is_more_than_another_name_is_dangerous(tmp_path):
 
 
 # -------------------------------------------------------------------------- what models really name
+
+
+def looked_at(graph):
+    """A graph with the views that it keeps once they are asked for."""
+    for view in ("nodes", "edges", "adj", "degree", "in_edges", "in_degree", "out_degree"):
+        getattr(graph, view, None)
+    return graph
 
 
 def ordinary() -> dict[str, object]:
@@ -299,6 +336,13 @@ def ordinary() -> dict[str, object]:
         "formats": [torch.float16, torch.device("cpu"), torch.Size([1]), torch.strided],
         "a version": torch.torch_version.TorchVersion("2.0"),
         "packed sequences": nn.utils.rnn.pack_sequence([torch.ones(2)]),
+        "jagged tensors": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "masked tensors": torch.masked.masked_tensor(torch.ones(1), torch.tensor([True])),
+        "a scaler itself": torch.amp.GradScaler("cpu"),
+        "numbers of sympy": [sympy.Integer(7), sympy.Integer(1), sympy.pi, sympy.oo,
+            sympy.Symbol("x"), sympy.Rational(1, 2)],
+        "graphs": [looked_at(kind([(1, 2)])) for kind in (networkx.Graph, networkx.DiGraph,
+            networkx.MultiGraph, networkx.MultiDiGraph)],
     }  # fmt: skip
 
 
@@ -331,6 +375,19 @@ def test_every_module_of_this_python_is_always_there():
         if not module.startswith("_sysconfigdata"):
             assert module in ALWAYS_THERE, module
             assert judge(module, "anything").level == "dangerous"
+
+
+def test_a_whole_module_in_ddp_names_nothing_dangerous(tmp_path):
+    script = """
+import torch
+from torch import distributed, nn
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+torch.save(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)), "in.pt")
+distributed.destroy_process_group()
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    assert scan_checkpoint(tmp_path / "in.pt").level == "plain"
 
 
 def test_a_plain_name_has_no_dots_that_reach_further():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckptconv import scan_checkpoint
-from ckptconv.formats.joined_archives import joined_archives
+from ckptconv.formats.zip_directory import joined_archives
 from ckptconv.io.files import FileSource
 from helpers import oracle
 from helpers.paths import DATA

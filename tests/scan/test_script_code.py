@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptconv import limits, scan_checkpoint
-from ckptconv.scan.script_code import judged_code, script_records
-from ckptconv.scan.script_operators import judge_operator
+from ckptconv.scan.script_code import judge_operator, judged_code, script_records
 from helpers.program import run
 
 torch = pytest.importorskip("torch")

@@ -84,9 +84,12 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
         add(call, "keys", STRIP, "Strip", "", "module", None, 3)
     add(options, "keys", STRIP, "Strip", 3)
     for call in (convert, options):
-        add(call, "tied", "is not a choice; choose alias or duplicate", "Alias", "", None, 1)
+        add(call, "tied", NAME, "", 1)
+        made.append(("tied='' is not a name; leave it out", call(tied=None)))
         add(call, "max_shard_size", SIZE, 0, -5, True, 1.5)
         add(call, "only", NAME, "", 3)
+    says = "is not alias or duplicate, and matches no name of a tied tensor"
+    made.append((f"in.pt: tied='Alias' {says}", convert(tied="Alias", to="safetensors")))
     add(convert, "max_shard_size", SIZE, "", "0", "-5", "five", "5XB", b"5GB")
     for call in (convert, options, load):
         add(call, "unknown", UNKNOWN, "Drop", "", None, 0)

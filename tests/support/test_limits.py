@@ -35,7 +35,7 @@ from helpers import oracle
 from helpers.program import ROOT, SAMPLES, assert_one_error, run, run_process
 
 W = torch.arange(4.0)
-RAISE = re.compile(r"--limit (\w+)=([\d.]+) \(ckptconv\.limits\(\1=\2\) in code\)")
+RAISE = re.compile(r"--limit (\w+)=([\d.]+)")
 
 
 class Case(NamedTuple):
@@ -188,6 +188,7 @@ NEVER_NAMED = {
     "pickle_free": "pickle_ratio",
     "view_free": "view_ratio",
     "open_files": None,
+    "unpinned": None,
     "remote_seconds": None,
     "scanned_values": None,
     "scanned_pickles": None,
@@ -397,6 +398,7 @@ def test_other_threads_and_tasks_keep_their_own():
         ({"depth": True}, OptionRefused, "depth is a whole number"),
         ({"depth": 2.5}, OptionRefused, "depth is a whole number"),
         ({"depth": 0}, ValueError, "must be greater than 0"),
+        ({"unpinned": 1}, ValueError, "is True or False, not 1"),
         ({"depth": -1}, ValueError, "must be greater than 0"),
         ({"regex_seconds": float("nan")}, ValueError, "must be greater than 0"),
         ({"regex_seconds": float("inf")}, ValueError, "must be greater than 0"),
@@ -634,7 +636,8 @@ def documented() -> dict[str, str]:
 
 def row(name: str, text: str) -> str:
     default = getattr(bounds.DEFAULTS, name)
-    return f"| `{name}` | {default:,} | {text.replace('``', '`')} |"
+    told = str(default) if isinstance(default, bool) else f"{default:,}"
+    return f"| `{name}` | {told} | {text.replace('``', '`')} |"
 
 
 def test_the_page_of_limits_is_the_table_of_the_class():

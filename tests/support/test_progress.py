@@ -20,6 +20,7 @@ import torch
 from ckptconv import Progress, convert_checkpoint, diagnose, diff_checkpoints, scan_checkpoint
 from ckptconv.cli import progress_display
 from ckptconv.cli.progress_display import COPYING, progress_shown
+from ckptconv.convert import job, planner
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.report import result_headline
 from ckptconv.io import stream as outputs
@@ -307,3 +308,16 @@ def test_a_slow_disk_is_told_apart_from_a_slow_copy(room, tmp_path, monkeypatch)
     found = convert_checkpoint(room / "a.pt", tmp_path / "out.pt")
     assert found.phases["sync"] >= 0.3 > found.phases["write"]
     assert "waiting for the disk" in result_headline(found)
+
+
+def test_opening_counts_too(room, tmp_path, monkeypatch):
+    plain = planner.plan_conversion
+
+    def slow(*given: Any, **named: Any) -> Any:
+        time.sleep(0.3)
+        return plain(*given, **named)
+
+    monkeypatch.setattr(job, "plan_conversion", slow)
+    found = convert_checkpoint(room / "a.pt", tmp_path / "out.pt")
+    assert found.seconds >= found.phases["open"] >= 0.3
+    assert " opening" in result_headline(found)

@@ -66,6 +66,8 @@ def assert_as_torch(bits: Bits, source: DType, target: DType) -> None:
     where = np.flatnonzero(differs)[:5]
     assert not where.size, [f"{bits[i]:#x}: torch {theirs[i]:#x}, ours {ours[i]:#x}" for i in where]
     lost = before.double().isfinite() & ~after.double().isfinite()
+    if target.name == "float8_e4m3fn":  # saturates, from half way to what would be the next value
+        lost = before.float().abs() >= 464
     assert result.overflowed == int(lost.sum())
 
 
@@ -220,7 +222,7 @@ def test_how_a_tensor_is_cut_into_runs_does_not_matter(source: DType, target: DT
     assert sum(each.overflowed for each in runs) == whole.overflowed
 
 
-def test_only_finite_values_that_stop_being_finite_count_as_overflow() -> None:
+def test_only_values_that_a_type_cannot_hold_count_as_overflow() -> None:
     bits = np.array([65519.0, 65520.0, -7e4, np.inf, -np.inf, np.nan, 464.5], np.float32).view(
         np.uint32
     )
@@ -233,7 +235,7 @@ def test_only_finite_values_that_stop_being_finite_count_as_overflow() -> None:
         "float64": 0,
         "float16": 2,
         "bfloat16": 0,
-        "float8_e4m3fn": 0,  # saturates to 448
+        "float8_e4m3fn": 6,  # saturates to 448, infinity too
         "float8_e5m2": 3,
         "float8_e4m3fnuz": 4,
         "float8_e5m2fnuz": 3,

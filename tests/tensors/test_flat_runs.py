@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from ckptconv.io.source import MemorySource
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.flat_runs import FLOAT32, Flat, Widener, flat_boxes, shaped
-from ckptconv.tensors.refs import Storage, TensorRef, view_of, whole_storage
+from ckptconv.tensors.flat_runs import Flat, flat_boxes, shaped
+from ckptconv.tensors.refs import Storage, TensorRef, origins, view_of, whole_storage
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
 from helpers import oracle
 
+FLOAT32 = BY_NAME["float32"]
 SHAPES = st.lists(st.integers(1, 5), max_size=5).map(tuple)
 
 
@@ -126,17 +128,17 @@ def test_a_widened_tensor_has_the_values_that_float_gives(dtype, big_endian):
         raw = np.frombuffer(raw, f"u{tensor.element_size()}").byteswap().tobytes()
     storage = storage_of(raw, str(dtype).removeprefix("torch."), big_endian=big_endian)
     ref = view_of(storage, storage.dtype, 0, (300, 7), (1, 300))
-    wide = Widener()(ref)
+    wide = Widener(FLOAT32)(ref)
     assert wide.dtype is FLOAT32
     assert values(wide) == oracle.stored_bytes(tensor.float().T)
-    assert wide.storage.part_of is storage
+    assert list(origins([wide])) == [storage]
 
 
 @given(st.integers(0, 4000), st.integers(0, 4000))
 def test_a_widened_storage_is_read_from_any_byte_on(first, count):
     tensor = torch.arange(1000).to(torch.bfloat16)
     storage = storage_of(oracle.stored_bytes(tensor), "bfloat16")
-    source = Widener()(whole_storage(storage, 0, 2000, storage.dtype)).storage.source
+    source = Widener(FLOAT32)(whole_storage(storage, 0, 2000, storage.dtype)).storage.source
     expected = oracle.stored_bytes(tensor.float())
     count = min(count, 4000 - first)
     assert source.size == 4000
@@ -146,7 +148,7 @@ def test_a_widened_storage_is_read_from_any_byte_on(first, count):
 
 
 def test_what_is_wide_or_no_number_with_a_point_stays_and_what_was_shared_is():
-    widened = Widener()
+    widened = Widener(FLOAT32)
     for dtype in ("float32", "int64", "bool", "complex64"):
         ref = whole_storage(storage_of(bytes(16), dtype), 0, 16, BY_NAME[dtype])
         assert widened(ref) is ref

@@ -6,6 +6,7 @@ installed for that.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,19 @@ from safetensors.torch import load_file, save_file
 from ckptconv import (
     CheckpointError,
     KeyRules,
+    average,
     convert_checkpoint,
     diagnose,
+    edit,
     load_into,
+    load_portable,
+    merge,
     open_checkpoint,
     save_portable,
 )
 from ckptconv.support.errors import RefusedObject
 from ckptconv.tensors.scaled_weights import find_scaled
+from helpers import oracle
 from helpers.program import assert_one_error, run
 
 FP8 = torch.float8_e4m3fn
@@ -108,6 +114,10 @@ FORMS: dict[str, tuple[Tree, str, str]] = {
         "q._weight_qdata", "q._weight_scale"),
     "ExLlama 3": ({"q.suh": scale(8, dtype=torch.half), "q.trellis": codes(torch.int16, 1, 1, 4)},
         "q.trellis", "q.suh"),
+    "nunchaku": ({"q.qweight": codes(torch.int8, 4, 8), "q.wscales": scale(1, 4),
+        "q.wtscale": scale(1)}, "q.qweight", "q.wscales"),
+    "a word that begins so": ({"q.weight": codes(FP8, 4, 8), "q.weight_scaler": scale(1)},
+        "q.weight", "q.weight_scaler"),
 }  # fmt: skip
 VALUES: dict[str, Tree] = {
     "plain fp8": {"q.weight": codes(FP8, 4, 8), "q.bias": codes(torch.float8_e5m2, 4)},
@@ -115,8 +125,7 @@ VALUES: dict[str, Tree] = {
     "a scale beside floats": {"q.weight": torch.ones(4), "q.weight_scale": scale(1),
         "q.scale": scale(1)},
     "another word": {
-        "q.weight": codes(FP8, 4, 8), "q.weight_scaler": scale(1), "q.my_weight_scale": scale(1),
-        "q.rescale": scale(1)},
+        "q.weight": codes(FP8, 4, 8), "q.my_weight_scale": scale(1), "q.escalator": scale(1)},
     "another module": {"q.weight": codes(FP8, 4, 8), "k.weight_scale": scale(1),
         "weight_scale": scale(1)},
     "a scale of inputs": {"q.weight": codes(FP8, 4, 8), "q.input_scale": scale(1)},
@@ -127,6 +136,14 @@ VALUES: dict[str, Tree] = {
     "a mark elsewhere": {"unet.scaled_fp8": torch.empty(2, dtype=torch.float32),
         "clip.weight": codes(FP8, 4, 8)},
 }  # fmt: skip
+
+
+def numbers(name: str) -> Path:
+    """A folder of quantised weights or deltas that their own programs wrote."""
+    path = oracle.corpus_folder().parent / "numbers" / name
+    if not path.exists():
+        pytest.skip("the folder of quantised checkpoints is not here (CKPTCONV_CORPUS)")
+    return path
 
 
 def saved(folder: Path, tree: Any, name: str = "in.safetensors") -> Path:
@@ -284,3 +301,110 @@ def test_other_spellings_of_a_scale_beside_float8_are_known(name, tmp_path):
         RefusedObject, match=rf"q\.weight: holds .* codes that need their scale q\.{name}"
     ):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bf16")
+
+
+# --------------------------------------------------------------------------- codes without a scale
+
+
+NEEDED = {
+    "compressed-tensors int4": ["q.weight_scale", "q.weight_shape"],
+    "compressed-tensors NVFP4": ["q.weight_global_scale", "q.weight_scale"],
+    "ModelOpt NVFP4": ["q.weight_scale", "q.weight_scale_2"],
+    "ComfyUI": ["scaled_fp8", "q.scale_weight"],
+    "GPTQ": ["q.g_idx", "q.qzeros", "q.scales"],
+    "MLX": ["q.biases", "q.scales"],
+    "bitsandbytes, 4 bits": [
+        "q.weight.absmax", "q.weight.quant_map", "q.weight.quant_state.bitsandbytes__nf4"],
+    "HQQ": ["q.scale", "q.zero"],
+    "nunchaku": ["q.wscales", "q.wtscale"],
+}  # fmt: skip
+"""All that the codes of these forms are read with, as the libraries that write them do."""
+
+
+@pytest.mark.parametrize("form", NEEDED)
+def test_codes_keep_all_that_they_are_read_with_under_names_by_which_it_is_found(form, tmp_path):
+    tree = FORMS[form][0]
+    source = saved(tmp_path, {**tree, "norm.weight": torch.ones(4)})
+    for needed in NEEDED[form]:
+        for output in ("out.pt", "out.safetensors"):
+            for options in ({"exclude": needed}, {"drop": needed}):
+                with pytest.raises(RefusedObject, match=f"without their .* {re.escape(needed)}"):
+                    convert_checkpoint(source, tmp_path / output, **options)
+            with pytest.raises(RefusedObject, match="nobody finds their"):
+                convert_checkpoint(source, tmp_path / output, rename=f"{needed}=apart.from")
+        with pytest.raises(RefusedObject, match=f"without their .* {re.escape(needed)}"):
+            load_portable(source, keys=KeyRules(exclude=(needed,)))
+        with pytest.raises(RefusedObject, match="nobody finds their"):
+            edit(source, rename=f"{needed}=apart.from")
+        if tree[needed].is_floating_point():
+            with pytest.raises(RefusedObject):
+                convert_checkpoint(source, tmp_path / "out.pt", cast=f"{needed}=f64")
+    assert [item.name for item in tmp_path.iterdir()] == [source.name]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_and_what_they_are_read_with_get_another_prefix_together(form, tmp_path):
+    tree = FORMS[form][0]
+    source = saved(tmp_path, tree)
+    for output in ("out.pt", "out.safetensors"):
+        convert_checkpoint(source, tmp_path / output, add_prefix="m.", fsync=False)
+    edit(source, add_prefix="m.", fsync=False)
+    found = [load_file(source), load_file(tmp_path / "out.safetensors")]
+    for state_dict in (*found, torch.load(tmp_path / "out.pt")):
+        assert state_dict.keys() == {f"m.{name}" for name in tree}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_are_not_left_without_their_scale_by_any_command(form, tmp_path):
+    tree, key, _ = FORMS[form]
+    tree = {**tree, "norm.weight": torch.ones(4)}
+    source = saved(tmp_path, tree)
+    bare = {key: value for key, value in tree.items() if key in (FORMS[form][1], "norm.weight")}
+    like = saved(tmp_path, {name: torch.ones(item.shape) for name, item in bare.items()}, "like.pt")
+    others = [name for name in tree if name not in bare]
+    rules = KeyRules(exclude=tuple(others))
+    for output in ("out.pt", "out.safetensors"):
+        for options in (
+            {"drop": others},
+            {"drop": others, "dtype": "bf16"},
+            {"exclude": others},
+            {"include": [key, "norm.*"]},
+            {"like": like, "drop_unexpected": True},
+        ):
+            with pytest.raises(RefusedObject, match=r"their scale|is a type for codes"):
+                convert_checkpoint(source, tmp_path / output, **options)
+            assert not (tmp_path / output).exists()
+    with pytest.raises(RefusedObject, match="without their scale"):
+        load_portable(source, keys=rules)
+    convert_checkpoint(source, tmp_path / "out.pt", drop=[*others, key])
+    assert list(load_portable(tmp_path / "out.pt")) == ["norm.weight"]
+
+
+@pytest.mark.parametrize("integers", ["same", "first", "last"])
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_are_not_averaged(form, integers, tmp_path):
+    source = saved(tmp_path, FORMS[form][0])
+    other = saved(tmp_path, {name: item.clone() for name, item in FORMS[form][0].items()}, "b.pt")
+    with pytest.raises(RefusedObject, match="codes that need their scale") as caught:
+        average([source, other], tmp_path / "out.safetensors", integers=integers)
+    assert "--integers" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_delta_is_not_weights(encoding, tmp_path):
+    """Folders that the format's own program wrote."""
+    folder = numbers("delta") / f"weight_v000001_{encoding}"
+    told = rf"holds the changes since version 000000 of a model \(delta_encoding {encoding}\)"
+    for attempt in (
+        lambda: convert_checkpoint(folder, tmp_path / "out.safetensors"),
+        lambda: convert_checkpoint(folder, tmp_path / "out.pt"),
+        lambda: load_portable(folder),
+        lambda: load_into(torch.nn.Linear(2, 2), folder),
+        lambda: average([folder, folder], tmp_path / "out.pt"),
+        lambda: merge([folder, folder], tmp_path / "out.pt", prefix={folder: "a."}),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            attempt()
+    assert list(tmp_path.iterdir()) == []
+    assert re.search(told, run("inspect", folder, cwd=tmp_path).out)
+    assert re.search(told, run("doctor", folder, cwd=tmp_path).out)

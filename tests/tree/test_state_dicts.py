@@ -4,28 +4,38 @@ come out.
 
 from __future__ import annotations
 
+import argparse
 import pickle
+import re
+import shutil
+import sys
+import warnings
 from collections import OrderedDict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ckptconv import (
     CheckpointError,
+    average,
     convert_checkpoint,
     diagnose,
     diff_checkpoints,
     load_into,
     load_portable,
+    merge,
     open_checkpoint,
 )
+from ckptconv.support.errors import AmbiguousStateDict, CheckpointWarning
 from ckptconv.tree.labels import names_number, names_training_state
 from helpers.oracle import corpus_folder
 from helpers.oracle import optimizer_state as optimizer
-from helpers.program import run
+from helpers.program import run, run_process
 
 STATE_LABELS = """
     optimizer optimizers optimizer_states optimizerState lr_scheduler lr_schedulers model_optimizer
@@ -47,12 +57,26 @@ def weights(seed: int = 0, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
     return OrderedDict((prefix + key, value.clone()) for key, value in model.state_dict().items())
 
 
+GENERATOR = torch.arange(16, dtype=torch.uint8)
+"""A state of CUDA's generator, by its form."""
+LIGHTNING = {
+    "pytorch-lightning_version": "2.6.0",
+    "epoch": 1,
+    "global_step": 2,
+    "loops": {},
+    "lr_schedulers": [],
+}
 COPY = {"w1": torch.ones(2)}
 
 
 def saved(tree: Any, folder: Path) -> Path:
     torch.save(tree, folder / "in.pt")
     return folder / "in.pt"
+
+
+def saved_as(tree: Any, folder: Path) -> Path:
+    torch.save(tree, folder / "other.pt")
+    return folder / "other.pt"
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -75,7 +99,7 @@ def assert_refused(source: Path, folder: Path, *names: str) -> None:
         lambda: load_into(torch.nn.Linear(3, 2), source),
         lambda: convert_checkpoint(source, folder / "no.safetensors"),
         lambda: convert_checkpoint(source, folder / "no.bin", max_shard_size=100),
-        lambda: diff_checkpoints(source, source),
+        lambda: diff_checkpoints(source, source, keys="strip"),
     ):
         with pytest.raises(CheckpointError) as error:
             attempt()
@@ -259,15 +283,42 @@ def test_what_somebody_may_want_is_not_left_out(tree, names, tmp_path):
         {"history": {"loss": [torch.tensor(0.5) for _ in range(50)]}},
         {"rng_state": torch.get_rng_state(), "cuda_rng_state_all": [torch.get_rng_state()] * 8},
         {"optimizer_G": optimizer(), "optim": {"m": torch.ones(3)}},
-        {"centers": {"points": torch.ones(4)}},
+        {"scaler": {"scale": torch.tensor(65536.0), "growth_tracker": torch.tensor(0)}},
+        {"generator_state": torch.Generator().get_state()},
+        {"opt": {"state": [{"mom": torch.ones(3)}], "hypers": [{"lr": 0.1}]}},
+        {"cuda": [GENERATOR], "np": np.random.get_state(legacy=False)},
+        {"train_hist": [torch.tensor(0.5)] * 9, "grad_norm": torch.tensor(0.5)},
     ],
-    ids=["numbers", "numbers in a list", "random states", "optimizers", "less, and like no module"],
+    ids=[
+        "numbers",
+        "numbers in a list",
+        "random states",
+        "optimizers",
+        "a gradient scaler",
+        "a generator",
+        "an optimizer of fastai",
+        "generators in other forms",
+        "a history",
+    ],
 )
 def test_what_nobody_misses_is_left_out_and_listed(beside, tmp_path):
     source = saved({"state_dict": weights(1), **beside}, tmp_path)
     assert_taken(source, weights(1), tmp_path)
     result = convert_checkpoint(source, tmp_path / "x.safetensors", fsync=False)
     assert [item.path for item in result.plan.skipped] == list(beside)
+
+
+def test_an_optimizer_of_fastai_whose_lists_are_those_of_fastcore_is_none_that_asks(
+    tmp_path, monkeypatch
+):
+    made = type("L", (), {"__module__": "fastcore.foundation"})
+    for name in ("fastcore", "fastcore.foundation"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["fastcore.foundation"], "L", made, raising=False)
+    hypers = made()
+    hypers.items = [{"lr": 0.1}]
+    opt = {"state": [{"mom": torch.ones(3)}], "hypers": hypers}
+    assert_taken(saved({"model": weights(1), "opt": opt}, tmp_path), weights(1), tmp_path)
 
 
 def test_doctor_tells_of_the_choice_with_a_command_for_it(tmp_path):
@@ -343,20 +394,132 @@ def test_labels_of_what_is_no_number_of_the_training(label):
 # --------------------------------------------------------------------------------------- frameworks
 
 
-def test_timm_has_its_model_in_state_dict_and_a_note_names_the_average(tmp_path):
+def timms(**further: Any) -> dict[str, Any]:
     tree = {
         "epoch": 1,
         "arch": "vit",
         "state_dict": weights(1),
         "optimizer": optimizer(),
         "version": 2,
+        "amp_scaler": {"scale": torch.tensor(65536.0)},
         "metric": 7.0,
     }
-    source = saved({**tree, "state_dict_ema": weights(2)}, tmp_path)
-    assert_taken(source, weights(1), tmp_path)
-    assert_taken(source, weights(2), tmp_path, only="ema")
-    result = convert_checkpoint(source, tmp_path / "x.safetensors", fsync=False)
-    assert any("timm" in note and "state_dict_ema" in note for note in result.plan.notes)
+    return {**tree, **further}
+
+
+def test_of_timms_models_the_average_is_taken_as_its_load_checkpoint_does(tmp_path):
+    """`load_state_dict(checkpoint_path, use_ema=True)` of timm/models/_helpers.py."""
+    source = saved(timms(state_dict_ema=weights(2)), tmp_path)
+    told = "state_dict_ema is taken, where timm has the averaged weights, not state_dict"
+    with pytest.warns(CheckpointWarning, match=told) as warned:
+        assert same(load_portable(source), weights(2))
+    assert [item.filename for item in warned] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        with pytest.raises(CheckpointWarning, match=told):
+            load_portable(source)
+        assert same(load_portable(source, only="state_dict"), weights(1))
+        assert same(load_portable(source, only="ema"), weights(2))
+        assert same(load_portable(saved(timms(), tmp_path)), weights(1))
+    source = saved(timms(state_dict_ema=weights(2)), tmp_path)
+    output, copy = tmp_path / "x.safetensors", shutil.copy(source, tmp_path / "copy.pt")
+    for call in (
+        lambda: convert_checkpoint(source, output),
+        lambda: average([source, copy], output),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CheckpointWarning)
+            with pytest.raises(CheckpointWarning, match=told):
+                call()
+        assert not output.exists()
+        with pytest.warns(CheckpointWarning, match=told) as warned:
+            result = call()
+        assert [item.filename for item in warned] == [__file__]
+        assert any(told in note for note in result.plan.notes)
+        assert torch.equal(load_file(output)["0.weight"], weights(2)["0.weight"])
+        output.unlink()
+
+
+@pytest.mark.parametrize("words", ["convert in.pt o.safetensors", "diff in.pt in.pt",
+                                   "batch in.pt --out-dir o --to safetensors"])  # fmt: skip
+def test_commands_warn_in_their_notes_only(words, tmp_path):
+    torch.save(timms(state_dict_ema=weights(2)), tmp_path / "in.pt")
+    done = run_process(*words.split(), cwd=tmp_path)
+    assert done.exit == 0 and "Warning" not in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    "tree", [timms(), {**LIGHTNING, "state_dict": weights(1)}], ids=["timm", "Lightning"]
+)
+def test_a_part_that_a_framework_does_not_write_asks(tree, tmp_path):
+    source = saved({**tree, "quantizer": {"codebook": torch.ones(512, 64)}}, tmp_path)
+    assert_refused(source, tmp_path, "state_dict", "quantizer")
+
+
+BESIDE: dict[str, Any] = {
+    "a codebook": {"quantizer": {"codebook": torch.ones(512, 64)}},
+    "latents": {"latents": {"z": torch.ones(2, 2)}},
+    "features": {"memory": {"feats": torch.ones(3)}},
+    "vectors": {"vocab": {"vectors": torch.ones(3, 2)}},
+    "running statistics": {
+        "obs_rms": {"mean": torch.zeros(3), "var": torch.ones(3), "count": torch.tensor(7.0)}
+    },
+    "a normalizer": {"normalizer": {"mean": torch.zeros(3), "std": torch.ones(3)}},
+    "a normalizer of numpy": {"normalizer": {"mean": np.zeros(3), "std": np.ones(3)}},
+    "a normalizer of one number": {"normalizer": {"mean": torch.zeros(1), "std": torch.ones(1)}},
+    "a scaler of the data": {"scaler": {"mean": torch.tensor(0.5), "std": torch.tensor(2.0)}},
+    "a scale": {"target_scaler": torch.tensor(2.0)},
+    "an average of numbers": {"averaged": {"shadow_params": [torch.ones(1), torch.ones(1)]}},
+    "anchors": {"anchors": torch.ones(9, 2)},
+    "a list": {"latents": [torch.ones(2), torch.ones(2)]},
+    "an average": {"averaged": {"decay": 0.9, "shadow_params": [torch.ones(2)]}},
+    "a network": {"value_net": {"v1": torch.ones(2)}},
+    "one tensor in an object": {"state": argparse.Namespace(ema=[torch.ones(2)])},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_whatever_else_holds_tensors_asks(beside, tmp_path):
+    """However few or small they are, and whatever their keys look like."""
+    big = {f"layers.{number}.weight": torch.ones(64, 64) for number in range(8)}
+    for model in (big, {"w1": torch.ones(2), "b1": torch.ones(2)}):
+        source = saved({"model": model, **beside, "epoch": 3}, tmp_path)
+        for attempt in (
+            lambda source=source: load_portable(source),
+            lambda source=source: convert_checkpoint(source, tmp_path / "no.safetensors"),
+            lambda source=source: convert_checkpoint(source, tmp_path / "no.npz", to="npz"),
+            lambda source=source: merge([source, source], tmp_path / "no.safetensors"),
+        ):
+            with pytest.raises(CheckpointError, match="--only model"):
+                attempt()
+        assert same(load_portable(source, only="model"), model)
+
+
+def test_what_stays_under_another_name_is_not_lost(tmp_path):
+    model = weights(1)
+    beside = {"scale": model["1.weight"], "shift": model["1.bias"]}
+    source = saved({"state_dict": model, "hyper_parameters": {"transform": beside}}, tmp_path)
+    assert_taken(source, model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"random_state": (3, (1, 2), None), "numpy_random_seed": np.random.get_state(),
+         "torch_manual_seed": torch.get_rng_state(), "torch_cuda_manual_seed": [GENERATOR]},
+        {"python": (3, (1, 2), None), "numpy": np.random.get_state(),
+         "cpu": torch.get_rng_state(), "cuda": GENERATOR},
+        {"cpu": torch.get_rng_state(), "cuda": [GENERATOR, GENERATOR]},
+        {"generator_state": torch.get_rng_state()},
+        torch.get_rng_state(),
+        [torch.get_rng_state(), torch.get_rng_state()],
+    ],
+    ids=["random_states_0.pkl", "rng_state.pth", "of two devices", "a generator", "bare", "a list"],
+)  # fmt: skip
+def test_a_file_of_random_states_is_no_model(states, tmp_path):
+    source = saved(states, tmp_path)
+    with pytest.raises(AmbiguousStateDict, match="holds only a training's state: no weights"):
+        load_portable(source)
 
 
 def test_mmengine_saves_the_average_as_state_dict(tmp_path):
@@ -387,15 +550,6 @@ class _Pickles:
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             return _Stand if module.startswith("mmengine") else super().find_class(module, name)
-
-
-LIGHTNING = {
-    "pytorch-lightning_version": "2.6.0",
-    "epoch": 1,
-    "global_step": 2,
-    "loops": {},
-    "lr_schedulers": [],
-}
 
 
 def test_lightning_has_its_model_in_state_dict_whatever_callbacks_and_hyper_parameters_hold(
@@ -446,7 +600,7 @@ def test_two_averages_are_a_choice(tmp_path):
 
 def test_a_framework_does_not_hide_weights_that_stand_above_its_own(tmp_path):
     source = saved({**LIGHTNING, "state_dict": weights(1), **weights(2)}, tmp_path)
-    assert_refused(source, tmp_path, ".", "state_dict")
+    assert_refused(source, tmp_path, "state_dict", ".")
 
 
 def test_two_models_of_accelerate_are_a_choice(tmp_path):
@@ -541,3 +695,130 @@ def test_attributes_that_were_set_on_a_dict_are_not_the_model(tmp_path):
     odd.kept = torch.ones(2)
     with pytest.raises(CheckpointError, match="no state dict"):
         load_portable(saved({"state_dict": odd}, tmp_path))
+
+
+# ----------------------------------------------------------------------------------- dicts of dicts
+
+
+MEGATRON = {
+    "language_model": {
+        "embedding": {"word_embeddings": {"weight": torch.ones(3)}},
+        "encoder": {"layers.0.weight": torch.ones(2), "final_layernorm.weight": torch.zeros(2)},
+    }
+}
+FLAX = {"Dense_0": {"kernel": torch.ones(2, 2), "bias": torch.ones(2)}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "only", "keys"),
+    [
+        (
+            {"model": MEGATRON, "optimizer": optimizer(), "iteration": 3},
+            "model",
+            ["language_model.embedding.word_embeddings.weight",
+             "language_model.encoder.layers.0.weight",
+             "language_model.encoder.final_layernorm.weight"],
+        ),
+        ({"params": FLAX}, "params", ["Dense_0.kernel", "Dense_0.bias"]),
+        (
+            {"params": {**FLAX, "Dense_1": {"kernel": torch.ones(2)}}, "step": 3},
+            "params",
+            ["Dense_0.kernel", "Dense_0.bias", "Dense_1.kernel"],
+        ),
+        (
+            {"actor": {"w1": torch.ones(2)}, "value_net": {"v1": torch.ones(2)}},
+            ".",
+            ["actor.w1", "value_net.v1"],
+        ),
+    ],
+    ids=["Megatron", "flax", "flax, two layers", "the root"],
+)  # fmt: skip
+def test_a_dict_of_dicts_of_tensors_is_a_choice_with_keys_joined_by_dots(
+    tree, only, keys, tmp_path
+):
+    source = saved(tree, tmp_path)
+    if len(keys) > 2 or only == ".":
+        with pytest.raises(AmbiguousStateDict, match=rf"--only {re.escape(only)}"):
+            load_portable(source)
+    with pytest.warns(CheckpointWarning, match="its keys are joined by dots"):
+        loaded = load_portable(source, only=only)
+    assert list(loaded) == keys
+    convert_checkpoint(source, tmp_path / "out.safetensors", only=only, verify=True)
+    written = load_file(tmp_path / "out.safetensors")
+    assert same(dict(sorted(written.items())), dict(sorted(loaded.items())))
+    for key in keys:
+        value = tree if only == "." else tree[only]
+        for label in key.split(".", 3) if "embedding" in key else key.split(".", 2):
+            value = value[label]
+        assert torch.equal(loaded[key], value)
+
+
+def test_a_label_of_a_state_dict_is_not_part_of_its_keys(tmp_path):
+    source = saved({"run": {"model": {"state_dict": weights(1)}}}, tmp_path)
+    assert_taken(source, weights(1), tmp_path, only="run")
+
+
+def test_a_list_of_names_and_tensors_is_a_state_dict(tmp_path):
+    source = saved(list(weights(1).items()), tmp_path)
+    with pytest.warns(CheckpointWarning, match="a list of names and tensors"):
+        assert same(load_portable(source), weights(1))
+    convert_checkpoint(source, tmp_path / "out.safetensors", verify=True)
+    assert load_file(tmp_path / "out.safetensors").keys() == weights(1).keys()
+
+
+def test_a_tuple_of_tensors_without_names_is_told_with_a_way_out(tmp_path):
+    """As 3D Gaussian Splatting saves them: (capture(), iteration)."""
+    source = saved(((3, torch.ones(2), torch.ones(3), optimizer(), 0.5), 7000), tmp_path)
+    with pytest.raises(AmbiguousStateDict, match=r"have no names.*--only 0\.1 or --only 0\.2"):
+        load_portable(source)
+    assert torch.equal(load_portable(source, only="0.2")["tensor"], torch.ones(3))
+
+
+def test_lightnings_own_module_is_an_attribute(tmp_path):
+    """Lightning takes DDP's wrapper off itself; `self.module = net` is the user's."""
+    model = weights(1, "module.")
+    source = saved({**LIGHTNING, "state_dict": model}, tmp_path)
+    assert_taken(source, model, tmp_path)
+    assert_taken(source, model, tmp_path, only="state_dict")
+    convert_checkpoint(source, tmp_path / "out.pt")
+    assert same(torch.load(tmp_path / "out.pt")["state_dict"], model)
+    convert_checkpoint(source, tmp_path / "part.pt", only="state_dict")
+    assert same(torch.load(tmp_path / "part.pt"), model)
+    merge([source, saved_as({"x.w": torch.ones(1)}, tmp_path)], tmp_path / "both.pt")
+    assert "module.0.weight" in torch.load(tmp_path / "both.pt")
+    assert run("strip-module", source, "bare.pt", cwd=tmp_path).exit == 0
+    assert same(torch.load(tmp_path / "bare.pt")["state_dict"], weights(1))
+    compiled = weights(1, "_orig_mod.module.")
+    assert same(load_portable(saved({**LIGHTNING, "state_dict": compiled}, tmp_path)), model)
+
+
+class ReplayBuffer:
+    """As Stable Baselines 3 pickles one: arrays, and spaces with arrays of their own."""
+
+    def __init__(self) -> None:
+        self.observation_space = argparse.Namespace(low=np.zeros(3), high=np.ones(3))
+        self.observations, self.actions = np.ones((5, 3)), np.ones(5)
+
+
+def test_a_replay_buffer_is_no_model(tmp_path):
+    path = tmp_path / "replay_buffer.pkl"
+    path.write_bytes(pickle.dumps(ReplayBuffer()))
+    for attempt in (load_portable, lambda path: convert_checkpoint(path, tmp_path / "x.npz")):
+        with pytest.raises(AmbiguousStateDict, match="holds only a replay buffer's state"):
+            attempt(path)
+    source = saved({"model": weights(1), "replay_buffer": ReplayBuffer()}, tmp_path)
+    assert_refused(source, tmp_path, "model")
+
+
+def test_keys_beside_an_optimizer_without_groups_are_renamed(tmp_path):
+    """fastai's has `hypers`, and numpy's generator looks like one too."""
+    tree = {
+        "model": {"fc.weight": torch.ones(3)},
+        "opt": {"state": [{"mom": torch.ones(3)}], "hypers": [{"lr": 0.1}]},
+        "np": np.random.get_state(legacy=False),
+    }
+    source = saved(tree, tmp_path)
+    done = run("convert", source, "x.pt", "--rename", "fc.=head.", cwd=tmp_path)
+    assert done.exit == 0
+    made = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert list(made["model"]) == ["head.weight"] and made["opt"]["hypers"] == [{"lr": 0.1}]

@@ -90,9 +90,7 @@ def rows(tensors: dict[str, torch.Tensor]) -> list[tuple[Any, Any]]:
     """Every tensor by its key: dtype, shape and bytes of its values, NaNs and zeros as they are;
     layouts apart.
     """
-    resolved = {
-        key: tensor.detach().resolve_conj().resolve_neg() for key, tensor in tensors.items()
-    }
+    resolved = {key: oracle.resolved(tensor.detach()) for key, tensor in tensors.items()}
     return sorted(oracle.value_rows(resolved), key=lambda row: row[0])
 
 

@@ -287,7 +287,7 @@ def test_the_checkpoint_itself_is_not_replaced(tmp_path):
     before = (tmp_path / "m.pt").read_bytes()
     for option in ("--npy", "--npz"):
         done = run("show", "m.pt", "w", option, "m.pt", "--force", cwd=tmp_path)
-        assert done.exit == 1 and "is the checkpoint that is read" in done.err
+        assert done.exit == 1 and "is read by this run" in done.err
     assert (tmp_path / "m.pt").read_bytes() == before
 
 

@@ -6,20 +6,28 @@ training needs to go on.
 Under FSDP the weights of model I are ``pytorch_model_fsdp_I``, a DCP folder, or
 ``pytorch_model_fsdp[_I].bin``, or a file of each rank, ``pytorch_model_fsdp[_I]_rankR.bin``; so are
 the states of its optimizer. Source: accelerate's checkpointing.py and utils/fsdp_utils.py (1.15).
+
+SpeechBrain's folders (``CKPT+2026-01-01+00-00-00+00``) are alike: a file for each object,
+``model.ckpt``, ``optimizer.ckpt``, some of them texts. Source: speechbrain/utils/checkpoints.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import PurePath
 from typing import NamedTuple
 
-from ckptconv.formats.folders.dtensors import refuse_flat
+from ckptconv.formats.containers import open_file
+from ckptconv.formats.folders.alone import has_shards, refuse_flat
+from ckptconv.formats.folders.dcp import open_dcp
+from ckptconv.formats.folders.ranks import join_ranks
+from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import (
-    CheckpointError,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
     printable,
@@ -35,6 +43,12 @@ CONTAINER = Container(
     ),
     is_folder=True,
 )
+_OF_SPEECHBRAIN = Container(
+    "SpeechBrain folder",
+    "speechbrain",
+    why_not="only SpeechBrain's Checkpointer opens it, with the same objects",
+    is_folder=True,
+)
 _MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)$").match
 _FSDP = re.compile(r"pytorch_model_fsdp(?:_(\d+))?(?:(?:_rank(\d+))?\.bin)?").fullmatch
 _OPTIMIZER = re.compile(r"(optimizer_\d+)(?:_rank(\d+)\.bin)?").fullmatch
@@ -42,14 +56,6 @@ _OTHERS = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin$|random_states_\d+\.pkl$|scaler\.pt$|custom_checkpoint_\d+\.pkl$"
     r"|scheduler\.pt$|rng_state(?:_\d+)?\.pth$"  # as transformers' Trainer calls them
 ).match
-
-
-class Openers(NamedTuple):
-    """How the parts of a folder are opened: a file, a DCP folder, the files of all ranks."""
-
-    file: Callable[[Location], Checkpoint]
-    dcp: Callable[[Location], Checkpoint]
-    ranks: Callable[[Sequence[Location]], Checkpoint]
 
 
 class _Part(NamedTuple):
@@ -61,13 +67,17 @@ class _Part(NamedTuple):
 
 
 def is_accelerate(path: Location) -> bool:
-    """Whether `path` is a folder with weights and the random states that `save_state` leaves."""
+    """Whether `path` is a folder with weights and the random states that `save_state` leaves, or a
+    step of SpeechBrain.
+    """
     if not path.is_folder():
         return False
     names = path.names()
-    return any(map(_MODEL, names)) and any(
-        re.match(r"random_states_\d+\.pkl$", name) for name in names
-    )
+    has_states = any(re.match(r"random_states_\d+\.pkl$", name) for name in names)
+    return (has_states and any(map(_MODEL, names))) or _SPEECHBRAIN in names
+
+
+_SPEECHBRAIN = "CKPT.yaml"
 
 
 def is_fsdp(path: Location) -> bool:
@@ -75,36 +85,41 @@ def is_fsdp(path: Location) -> bool:
     return path.is_folder() and any(map(_FSDP, path.names()))
 
 
-def open_accelerate(path: Location, openers: Openers) -> Checkpoint:
+def open_accelerate(path: Location, *_: object) -> Checkpoint:
     """Open every part; the tree is a dict of their trees by name, the model's under ``model``."""
-    opened: list[tuple[str, Checkpoint]] = []
+    checkpoints: list[Checkpoint] = []
     pairs: list[tuple[Node, Node]] = []
-    try:
+    container = _OF_SPEECHBRAIN if _SPEECHBRAIN in path.names() else CONTAINER
+    pool = FilePool()  # of many parts, few are open at a time
+    with ExitStack() as opened:
         parts, notes = _parts(path)
         for part in parts:
-            opened.append((part.label, _open_part(part, openers)))
-            pairs.append((part.label, _unwrapped(opened[-1][1].root, part)))
-    except BaseException:
-        for _, checkpoint in opened:
-            checkpoint.close()
-        raise
+            try:
+                checkpoint = opened.enter_context(_open_part(part, pool))
+            except UnsupportedCheckpoint as error:
+                if error.code != "text" or container is CONTAINER:
+                    raise
+                notes.append(f"{printable(part.paths[0].name)} is left out: it is a text")
+                continue
+            checkpoints.append(checkpoint)
+            pairs.append((part.label, _unwrapped(checkpoint.root, part)))
+        opened.pop_all()
     return Checkpoint(
         path=path.path,
-        container=CONTAINER,
+        container=container,
         root=Dict(pairs),
-        nbytes=sum(checkpoint.nbytes for _, checkpoint in opened),
-        notes=tuple(
-            dict.fromkeys(
-                (*notes, *(note for _, checkpoint in opened for note in checkpoint.notes))
-            )
-        ),
-        sources=tuple(source for _, checkpoint in opened for source in checkpoint.sources),
+        nbytes=sum(one.nbytes for one in checkpoints),
+        notes=tuple(dict.fromkeys((*notes, *(note for one in checkpoints for note in one.notes)))),
+        sources=tuple(source for one in checkpoints for source in one.sources),
     )
 
 
 def _parts(folder: Location) -> tuple[list[_Part], list[str]]:
     """The parts in the order of the tree, models first, and notes on what is left out."""
     names = folder.names()
+    if _SPEECHBRAIN in names:
+        files = [folder.child(name) for name in names if name.endswith(".ckpt")]
+        return [_Part(file.stem, [within(file, folder)], False) for file in files], []
     fsdp = [name for name in names if _FSDP(name)]
     plain, left = _preferred([name for name in names if _MODEL(name)])
     parts = list(
@@ -176,20 +191,18 @@ def _gathered(
         yield _Part(label, paths, is_ranks=[form] != members)
 
 
-def _open_part(part: _Part, openers: Openers) -> Checkpoint:
+def _open_part(part: _Part, pool: FilePool) -> Checkpoint:
     if part.paths[0].is_folder():
-        return openers.dcp(part.paths[0])
+        return open_dcp(part.paths[0])
     if not part.is_ranks:
-        return openers.file(part.paths[0])
-    checkpoint = openers.ranks(part.paths)
-    try:
-        refuse_flat(
-            (key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str),
-            part.paths[0].parent.path,
-        )
-    except CheckpointError:
-        checkpoint.close()
-        raise
+        return open_file(part.paths[0], pool)
+    with ExitStack() as opened:
+        files = [opened.enter_context(open_file(path, pool)) for path in part.paths]
+        is_whole = len(files) == 1 and not has_shards(calls_of(files[0].root))
+        checkpoint = files[0] if is_whole else join_ranks(files)
+        keys = [key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str]
+        refuse_flat(keys, part.paths[0].parent.path)
+        opened.pop_all()
     return checkpoint
 
 

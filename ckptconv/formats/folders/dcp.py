@@ -16,14 +16,13 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePosixPath
 
+from ckptconv.formats.containers import NotForetold, open_file
 from ckptconv.formats.folders import dcp_metadata
-from ckptconv.formats.folders.dcp_alike import Wanted
-from ckptconv.formats.folders.dcp_foretold import ForetoldItems
-from ckptconv.formats.folders.dcp_items import Items, SourceOpener, inside
+from ckptconv.formats.folders.dcp_alike import Chunk
+from ckptconv.formats.folders.dcp_items import Coming, ForetoldItems, Items, inside
 from ckptconv.formats.folders.dcp_metadata import Metadata, with_key
 from ckptconv.formats.folders.dcp_runs import Item, TensorEntry
 from ckptconv.formats.folders.lightning import META, with_meta
-from ckptconv.formats.kinds import NotForetold
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import (
@@ -51,8 +50,6 @@ _COMMON = "common.pt"
 _MANY = 1000
 _MEGATRON = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
 
-FileOpener = Callable[[Location], Checkpoint]
-
 
 def is_dcp(path: Location) -> bool:
     """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself, or
@@ -60,7 +57,7 @@ def is_dcp(path: Location) -> bool:
     """
     return (
         path.name == INDEX
-        or path.child(INDEX).is_file()
+        or path.child(INDEX).kind() not in ("nothing", "folder")
         or path.child(f"__0{INDEX}").is_file()
         or _is_data_file(path)
     )
@@ -70,7 +67,7 @@ def _is_data_file(path: Location) -> bool:
     return path.suffix == _DATA and path.beside(INDEX).is_file() and path.is_file()
 
 
-def open_dcp(path: Location, open_file: FileOpener, open_source: SourceOpener) -> Checkpoint:
+def open_dcp(path: Location, *_: object) -> Checkpoint:
     """Open a DCP folder: its `.metadata`, and the directory and pickle of every item; no payload is
     read.
 
@@ -78,24 +75,19 @@ def open_dcp(path: Location, open_file: FileOpener, open_source: SourceOpener) -
     their tensor, with the key.
     """
     folder = _folder(path)
-    return _opened(folder, open_file, Items(folder, open_source))
+    return _opened(folder, Items(folder))
 
 
-def foretell_dcp(
-    path: Location,
-    open_file: FileOpener,
-    open_source: SourceOpener,
-    reread: Callable[[], Checkpoint],
-) -> Checkpoint:
+def foretell_dcp(path: Location, reread: Callable[[], Checkpoint]) -> Checkpoint:
     """Open a DCP folder without the chunks of its tensors, which `.metadata` tells of; `reread`
     opens all of it.
 
     Raises `NotForetold` where anything is wrong: `open_dcp` says what, in the order of the items.
     """
     folder = _folder(path)
-    items = ForetoldItems(folder, open_source, reread)
+    items = ForetoldItems(folder, reread)
     try:
-        return replace(_opened(folder, open_file, items), reread=items.reopen)
+        return replace(_opened(folder, items), reread=items.reopen)
     except (CheckpointError, OSError) as error:
         raise NotForetold from error
 
@@ -110,7 +102,7 @@ def _folder(path: Location) -> Location:
     return path.parent if path.name == INDEX else path
 
 
-def _opened(folder: Location, open_file: FileOpener, items: Items) -> Checkpoint:
+def _opened(folder: Location, items: Items) -> Checkpoint:
     try:
         metadata, nbytes = _read_index(folder)
         is_megatron = metadata.is_megatron or (
@@ -120,8 +112,7 @@ def _opened(folder: Location, open_file: FileOpener, items: Items) -> Checkpoint
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
         items.open_all(dict.fromkeys(item.relative_path for item in metadata.items.values()))
-        items.recognize(_chunks(metadata, fragments))
-        items.expect(_in_order(metadata, fragments, chunks=items.reads_chunks))
+        items.expect([*_in_order(metadata, fragments, chunks=items.reads_chunks)])
         root = _tree(
             metadata,
             _megatron_paths(metadata) if is_megatron else metadata.paths,
@@ -224,23 +215,18 @@ def _tree(
     return tree.root
 
 
-def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterator[Item]:
+def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterator[Coming]:
     """The items in the order in which the tree is made of them."""
     for key, entry in metadata.entries.items():
         if key in left_out:
             continue
-        starts = [None] if entry is None else [start for start, _ in entry.chunks] * chunks
-        yield from (item for start in starts if (item := _item(metadata, key, start)) is not None)
-
-
-def _chunks(metadata: Metadata, left_out: set[str]) -> Iterator[Wanted]:
-    """The items that are chunks, with what is told of them."""
-    for key, entry in metadata.entries.items():
-        if entry is None or key in left_out:
+        if entry is None:
+            if (item := _item(metadata, key, None)) is not None:
+                yield item, None
             continue
-        for start, shape in entry.chunks:
+        for start, shape in entry.chunks if chunks else ():
             if (item := _item(metadata, key, start)) is not None:
-                yield Wanted(item, key, entry.dtype, shape)
+                yield item, Chunk(key, entry.dtype, start, shape)
 
 
 def _tensor(metadata: Metadata, key: str, entry: TensorEntry, items: Items) -> TensorRef:
@@ -248,8 +234,8 @@ def _tensor(metadata: Metadata, key: str, entry: TensorEntry, items: Items) -> T
         check_cover(entry.shape, entry.chunks)
     parts = []
     for start, shape in entry.chunks:
-        ref = items.chunk(_found(metadata, key, start), key, entry.dtype, start, shape)
-        parts.append((start, ref))
+        chunk = Chunk(key, entry.dtype, start, shape)
+        parts.append((start, items.chunk(_found(metadata, key, start), chunk)))
     if key in metadata.reshaped:
         raise UnsupportedCheckpoint(
             "was stored in flat fragments by an older Megatron, which is not read yet",

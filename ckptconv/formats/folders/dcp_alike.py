@@ -13,7 +13,7 @@ are looked through when values of the item are first read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptconv.formats.folders.dcp_metadata import with_key
@@ -26,7 +26,7 @@ from ckptconv.formats.zip_directory import (
     has_one_end,
 )
 from ckptconv.io.guarded import GuardedSource
-from ckptconv.io.source import CHUNK, SMALL, Range, RangeSource, Source
+from ckptconv.io.source import SMALL, RangeSource, Source
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.records import made
@@ -39,17 +39,21 @@ _ID = ".data/serialization_id"
 _DESCRIPTOR = b"PK\7\x08"
 _CRC = 4  # bytes
 _CRC_IN_LOCAL, _CRC_IN_CENTRAL, _CRC_IN_DESCRIPTOR = 14, 16, 4
-_SHORT = SMALL + MOST_BEHIND  # bytes of an item that is read whole
+SHORT = SMALL + MOST_BEHIND
+"""Bytes of an item that is read whole."""
 _MOST_KINDS = 1000
 
 
-class Wanted(NamedTuple):
-    """An item that is said to be a chunk of the tensor `key`, of this type and shape."""
+class Chunk(NamedTuple):
+    """What `.metadata` tells of an item: a chunk of the tensor `key` that begins at `start`."""
 
-    item: Item
     key: str
     dtype: DType
+    start: Shape
     shape: Shape
+
+
+Wanted = tuple[Item, Chunk]
 
 
 class _Kind(NamedTuple):
@@ -68,99 +72,66 @@ _Told = tuple[int, DType, Shape]
 """What `.metadata` tells of items of one kind: their length, and type and shape of the chunk."""
 
 
-class Alike:
-    """The kinds of items of one folder; `opened` opens one item."""
+class Kinds:
+    """The kinds of items of one folder, as they are met."""
 
-    def __init__(self, opened: Callable[[Item], Node]) -> None:
-        self._opened = opened
+    def __init__(self) -> None:
         self._kinds: dict[_Told, list[_Kind]] = {}
         self._count = 0
 
-    def recognized(self, file: Source, wanted: Sequence[Wanted]) -> Iterator[tuple[Item, Node]]:
-        """The items of `file` that are known now, with what they hold.
+    def has(self, item: Item, chunk: Chunk | None) -> bool:
+        """Whether an item may be known by its ends."""
+        return chunk is not None and (item.length, chunk.dtype, chunk.shape) in self._kinds
 
-        What is wrong with one is left for whoever opens it.
+    def tensor(
+        self, wanted: Wanted, ends: Sequence[tuple[int, bytes]], guarded: GuardedSource
+    ) -> TensorRef | None:
+        """The tensor that an item holds, by the bytes at its `ends`, with their places; None where
+        no kind is known that it is of. Its values are read through `guarded`.
         """
-        there = [one for one in wanted if 0 < one.item.length <= file.size - one.item.offset]
-        there.sort(key=_place)
-        guarded = _with_ends_checked(file, [one for one in there if one.item.length > _SHORT])
-        for together in _batches(there):
-            for one, (head, tail) in zip(together, _ends(file, together), strict=True):
-                told = one.item.length, one.dtype, one.shape
-                known = self._kinds.get(told, ())
-                kind = next((kind for kind in known if _is_of(kind, head, tail)), None)
-                if kind is None:
-                    node = self._learned(file, one.item, told)
-                elif head is not tail:
-                    node = _tensor(kind, guarded, one.item, tail)
-                else:
-                    node = _tensor(kind, file, one.item, tail) if has_one_end(tail) else None
-                if node is not None:
-                    yield one.item, node
-
-    def _learned(self, file: Source, item: Item, told: _Told) -> Node | None:
-        """What an item holds that is opened to know others by it; None where that is not done."""
-        if self._count >= _MOST_KINDS:
+        item, chunk = wanted
+        told = item.length, chunk.dtype, chunk.shape
+        head, tail = ends[0][1], ends[-1][1]
+        known = self._kinds.get(told, ())
+        kind = next((kind for kind in known if _is_of(kind, head, tail)), None)
+        if kind is None:
             return None
+        if head is not tail:
+            return _tensor(kind, guarded, item, tail)
+        return _tensor(kind, guarded.inner, item, tail) if has_one_end(tail) else None
+
+    def learn(self, wanted: Wanted, file: Source, node: Node) -> None:
+        """Note the kind of an item of `file` that was opened and holds `node`."""
+        if self._count >= _MOST_KINDS:
+            return
         self._count += 1
+        item, chunk = wanted
         try:
-            node = self._opened(item)
             kind = _kind_of(RangeSource(file, item.offset, item.length), node)
         except CheckpointError:
-            return None
+            return
         if kind is not None:
-            self._kinds.setdefault(told, []).append(kind)
-        return node
+            self._kinds.setdefault((item.length, chunk.dtype, chunk.shape), []).append(kind)
 
 
-def _place(one: Wanted) -> int:
-    return one.item.offset
-
-
-def _batches(items: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """The items whose ends are read in one go."""
-    batch: list[Wanted] = []
-    nbytes = 0
-    for one in items:
-        length = one.item.length
-        nbytes += length if length <= _SHORT else 2 * SMALL
-        if nbytes > CHUNK and batch:
-            yield batch
-            batch, nbytes = [], length if length <= _SHORT else 2 * SMALL
-        batch.append(one)
-    if batch:
-        yield batch
-
-
-def _ends(file: Source, together: Sequence[Wanted]) -> Iterator[tuple[bytes, bytes]]:
-    """The first and the last bytes of each item; of a short one all, twice."""
-    ranges: list[Range] = []
-    for (_, offset, length, _), _, _, _ in together:
-        if length <= _SHORT:
-            ranges.append((offset, length))
-        else:
-            ranges += ((offset, SMALL), (offset + length - SMALL, SMALL))
-    file.foresee(ranges)
-    found = iter(file.read_many(ranges))
-    for (_, _, length, _), _, _, _ in together:
-        head = next(found)
-        yield head, head if length <= _SHORT else next(found)
-
-
-def _with_ends_checked(file: Source, items: Sequence[Wanted]) -> GuardedSource:
-    """`file`, of which each of these items is seen to have one end only before it is read."""
+def with_ends_checked(file: Source, wanted: Sequence[Wanted]) -> GuardedSource:
+    """`file`, of which each of these items, where it is long, is seen to have one end only before
+    it is read.
+    """
+    items = [one for one in wanted if SHORT < one[0].length <= file.size - one[0].offset]
+    items.sort(key=lambda one: one[0].offset)
 
     def check(first: int, stop: int) -> Mapping[int, int]:
-        ends = (one.item.offset + one.item.length for one in items[first:stop])
+        ends = (item.offset + item.length for item, _ in items[first:stop])
         file.foresee([(end - MOST_BEHIND, MOST_BEHIND) for end in ends])
-        for item, key, _, _ in items[first:stop]:
+        for item, chunk in items[first:stop]:
             try:
                 check_end(RangeSource(file, item.offset, item.length))
             except CheckpointError as error:
-                raise with_key(error, key) from None
+                raise with_key(error, chunk.key) from None
         return {}
 
-    return GuardedSource(file, [one.item.offset for one in items], check)
+    return GuardedSource(file, [item.offset for item, _ in items], check)
 
 
 def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:

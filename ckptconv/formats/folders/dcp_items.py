@@ -1,19 +1,32 @@
 """The items of a DCP folder, each a stream of `torch.save` of its own at a place in one of the data
-files: opened one after the other, and what lies at their ends read for many at once.
+files: opened one after the other, the ends of many read at once, or foretold by `.metadata`.
+
+`.metadata` tells the dtype and the shape of a chunk and in which bytes its item lies. It does not
+tell where in the item the values are, in which order of dimensions, in which byte order, or with
+which checksum. So a chunk is foretold as its values in C order at a place that stands for them; who
+reads there has the item opened, and is given those values from wherever they are. Whoever must know
+more than values (`Checkpoint.certain`) has every item opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from operator import attrgetter
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
-from ckptconv.formats.folders.dcp_alike import Alike, Wanted
+from ckptconv.formats.containers import open_source
+from ckptconv.formats.folders.dcp_alike import SHORT, Chunk, Kinds, Wanted, with_ends_checked
+from ckptconv.formats.folders.dcp_metadata import with_key
 from ckptconv.formats.folders.dcp_runs import Item
+from ckptconv.formats.zip_directory import MOST_BEHIND
 from ckptconv.io.files import FilePool
-from ckptconv.io.guarded import check_places
+from ckptconv.io.guarded import GuardedSource, check_places
 from ckptconv.io.location import Location, is_plain_path
-from ckptconv.io.source import CHUNK, SMALL, Range, RangeSource, Source, WrappedSource
+from ckptconv.io.source import CHUNK, SMALL, MemorySource, Range, RangeSource, Source, WrappedSource
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import (
     CheckpointError,
@@ -21,16 +34,15 @@ from ckptconv.support.errors import (
     UnsupportedCheckpoint,
     printable,
 )
-from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.support.limits import held, in_force
+from ckptconv.tensors.assembly import assembled
+from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
+from ckptconv.tensors.stream import iter_chunks, verbatim_range
 from ckptconv.tree.checkpoint import Checkpoint
 
-# what opening a zip archive reads of it: its pickle and the headers before that, and the bytes in
-# which its end record may be
-_HEAD, _TAIL = SMALL, 22 + 0xFFFF
-_AHEAD_FAR = 32 << 20  # bytes of the ends of items that are fetched together over a network
+Coming = tuple[Item, "Chunk | None"]
 
-SourceOpener = Callable[[Source], Checkpoint]
+_AHEAD_FAR = 32 << 20  # bytes of the ends of items that are fetched together over a network
 
 
 class Items:
@@ -42,78 +54,77 @@ class Items:
     reads_chunks = True
     """Whether the items that are chunks of tensors are opened as well."""
 
-    def __init__(self, folder: Location, open_source: SourceOpener) -> None:
+    def __init__(self, folder: Location) -> None:
         self.files: dict[str, Source] = {}
         self.sources: list[Source] = []
         self._folder = folder
         self._pool = FilePool()
-        self._open_source = open_source
         self._read: dict[str, _ReadAhead] = {}
-        self._coming: Iterator[Item] = iter(())
-        self._held: dict[Item, list[tuple[int, bytes]]] = {}
-        self._known: dict[Item, Node] = {}
+        self._coming: Iterator[Coming] = iter(())
+        self._ends: dict[Item, list[tuple[int, bytes]]] = {}
+        self._kinds = Kinds()
+        self._guarded: dict[str, GuardedSource] = {}
 
-    def recognize(self, wanted: Iterable[Wanted]) -> None:
-        """Take note of those of the coming chunks that are known by others of their kind.
+    def expect(self, coming: Sequence[Coming]) -> None:
+        """Note the items that will be opened, in this order; they need not be there.
 
-        They are looked at file by file. Over a network the order in which they are needed decides.
+        Those of them that are chunks may be known by others of their kind, but not over a network:
+        there, their ends would have to be fetched a second time to be checked.
         """
-        if self._folder.is_far() or not self.reads_chunks:
-            return
-        by_file: dict[str, list[Wanted]] = {}
-        for one in wanted:
-            if not one.item.transforms:
-                by_file.setdefault(one.item.relative_path, []).append(one)
-        alike = Alike(self._opened)
-        for name, items in by_file.items():
+        self._coming, self._ends = iter(coming), {}
+        chunks: dict[str, list[Wanted]] = {}
+        for item, chunk in coming if not self._folder.is_far() else ():
+            if chunk is not None and not item.transforms:
+                chunks.setdefault(item.relative_path, []).append((item, chunk))
+        for name, wanted in chunks.items():
             with contextlib.suppress(CheckpointError):  # said when the very item is opened
-                self._known.update(alike.recognized(self._file(name), items))
+                self._guarded[name] = with_ends_checked(self._file(name), wanted)
 
-    def expect(self, coming: Iterable[Item]) -> None:
-        """Note the items that will be opened, in this order; they need not be there."""
-        self._coming, self._held = iter(coming), {}
-
-    def root_of(self, item: Item) -> Node:
-        """What the stream at the place of an item holds."""
+    def root_of(self, item: Item, chunk: Chunk | None = None) -> Node:
+        """What the stream at the place of an item holds, which is said to be a `chunk` or not."""
         if item.transforms:
             names = ", ".join(item.transforms)
             raise UnsupportedCheckpoint(
                 f"was written through {names}, which ckptconv does not undo",
                 hint="save it without extensions, or dcp.load it",
             )
-        if (known := self._known.pop(item, None)) is not None:
-            return known
         file = self._file(item.relative_path)
-        if item not in self._held:
-            self._read_ahead(item)
-        file.held = self._held.pop(item, ())
+        if item not in self._ends:
+            self._read_ahead((item, chunk))
+        ends = self._ends.pop(item, ())
+        guarded = self._guarded.get(item.relative_path)
+        if chunk is not None and guarded is not None and ends:
+            known = self._kinds.tensor((item, chunk), ends, guarded)
+            if known is not None:
+                return known
+        file.held = ends
         try:
-            return self._opened(item)
+            root = self._opened(item)
+            if chunk is not None and guarded is not None:
+                self._kinds.learn((item, chunk), file, root)
         finally:
             file.held = ()
+        return root
 
     def _opened(self, item: Item) -> Node:
         source = RangeSource(self._file(item.relative_path), item.offset, item.length)
-        checkpoint = self._open_source(source)
+        checkpoint = open_source(source)
         check_places(checkpoint.sources)
         self.sources += [source for source in checkpoint.sources if source.needs_closing()]
         return checkpoint.root
 
-    def chunk(self, item: Item, key: str, dtype: DType, start: Shape, shape: Shape) -> TensorRef:
-        """The chunk of the tensor `key` that an item is, which begins at `start` and has `shape`.
-
-        Its dtype is whatever the item says.
-        """
-        ref = self.root_of(item)
+    def chunk(self, item: Item, chunk: Chunk) -> TensorRef:
+        """The chunk of a tensor that an item is; its dtype is whatever the item says."""
+        ref = self.root_of(item, chunk)
         if type(ref) is not TensorRef:
             raise UnsupportedCheckpoint(
                 "a chunk of it is not a plain tensor",
                 hint="it was saved as a tensor of another class",
             )
-        if ref.shape != shape:
+        if ref.shape != chunk.shape:
             raise MalformedCheckpoint(
-                f"its chunk at {list(start)} has the shape {list(ref.shape)} instead of "
-                f"{list(shape)}"
+                f"its chunk at {list(chunk.start)} has the shape {list(ref.shape)} instead of "
+                f"{list(chunk.shape)}"
             )
         return ref
 
@@ -139,19 +150,19 @@ class Items:
     def _in_front_of(self, name: str, file: Source) -> Source:
         return file
 
-    def _read_ahead(self, item: Item) -> None:
+    def _read_ahead(self, one: Coming) -> None:
         """Hold the ends of an item and of some that come next, in files that are open already."""
         wanted: dict[str, list[tuple[Item, Range]]] = {}
         total, most = 0, _AHEAD_FAR if self._folder.is_far() else CHUNK
-        for other in _with_those_behind(item, self._coming):
-            file = self._read.get(other.relative_path)
-            if file is not None and 0 < other.length <= file.size - other.offset:
-                for end in _ends(other):
-                    wanted.setdefault(other.relative_path, []).append((other, end))
+        for item, chunk in _with_those_behind(one, self._coming):
+            file = self._read.get(item.relative_path)
+            if file is not None and 0 < item.length <= file.size - item.offset:
+                for end in _ends(item, SMALL if self._kinds.has(item, chunk) else MOST_BEHIND):
+                    wanted.setdefault(item.relative_path, []).append((item, end))
                     total += end[1]
-            if total > most - _HEAD - _TAIL:  # so that one read may do
+            if total > most - SHORT:  # so that one read may do
                 break
-        self._held = {}
+        self._ends = {}
         reading = {
             name: self._read[name].inner.begin_many([end for _, end in ranges])
             for name, ranges in wanted.items()
@@ -161,8 +172,8 @@ class Items:
                 found = reading[name]()
             except CheckpointError:  # said again when the very bytes are needed
                 continue
-            for (other, (at, _)), raw in zip(ranges, found, strict=True):
-                self._held.setdefault(other, []).append((at, raw))
+            for (item, (at, _)), raw in zip(ranges, found, strict=True):
+                self._ends.setdefault(item, []).append((at, raw))
 
     def rest(self) -> None:
         """Close the files until they are read again."""
@@ -174,17 +185,20 @@ class Items:
             source.close()
 
 
-def _with_those_behind(item: Item, coming: Iterator[Item]) -> Iterator[Item]:
-    yield item
+def _with_those_behind(one: Coming, coming: Iterator[Coming]) -> Iterator[Coming]:
+    yield one
     for other in coming:
-        if other is not item:
+        if other[0] is not one[0]:
             yield other
 
 
-def _ends(item: Item) -> list[Range]:
-    if item.length <= _HEAD + _TAIL:
+def _ends(item: Item, behind: int) -> list[Range]:
+    """What opening an archive reads of it: its pickle and the headers before that, and `behind`
+    bytes, in which its directory is, or whatever may hold its end record.
+    """
+    if item.length <= SHORT:
         return [(item.offset, item.length)]
-    return [(item.offset, _HEAD), (item.offset + item.length - _TAIL, _TAIL)]
+    return [(item.offset, SMALL), (item.offset + item.length - behind, behind)]
 
 
 class _ReadAhead(WrappedSource):
@@ -233,3 +247,149 @@ def inside(folder: Location, name: str) -> Location:
             hint="fetch or copy the whole folder",
         )
     return place
+
+
+# ---------------------------------------------------------------------------------------- foretold
+
+_LEAST_AROUND = 22
+"""An item has at least so many bytes more than its values: the end record of its archive."""
+_USUAL_NAME = "archive/data/0"
+
+
+class _Foretold(NamedTuple):
+    """A chunk that an item is said to be; its values are expected at byte `place` of the file."""
+
+    place: int
+    item: Item
+    chunk: Chunk
+
+
+class ForetoldItems(Items):
+    """The items of a folder of which only those are opened that are not chunks of tensors.
+
+    `reread` opens the folder with all its items.
+    """
+
+    reads_chunks = False
+
+    def __init__(self, folder: Location, reread: Callable[[], Checkpoint]) -> None:
+        super().__init__(folder)
+        self._reread = reread
+        self._limits = in_force()
+        self._whole: Checkpoint | None = None
+        self._foretold: dict[str, ForetoldSource] = {}
+
+    def reopen(self) -> Checkpoint:
+        """The checkpoint with all its items opened; closed with these."""
+        if self._whole is None:
+            self.rest()
+            self._whole = self._reread()
+        return self._whole
+
+    def chunk(self, item: Item, chunk: Chunk) -> TensorRef:
+        """The chunk as `.metadata` tells of it; `MalformedCheckpoint` where it cannot be so."""
+        key, dtype, _, shape = chunk
+        self._file(item.relative_path)
+        file = self._foretold[item.relative_path]
+        nbytes = prod(shape) * dtype.itemsize
+        around = item.length - nbytes
+        if (
+            item.transforms
+            or dtype.is_packed
+            or around < _LEAST_AROUND
+            or item.length > file.size - item.offset
+        ):
+            raise MalformedCheckpoint("cannot be told without its item", where=key)
+        place = item.offset + around // 2
+        file.foretell(_Foretold(place, item, chunk))
+        storage = Storage(file, place, nbytes, "cpu", _USUAL_NAME, dtype)
+        return view_of(storage, dtype, 0, shape, contiguous_stride(shape))
+
+    def values_of(self, told: _Foretold) -> tuple[Source, int]:
+        """Where the values of a foretold chunk are in C order, after its item was opened.
+
+        Raises what opening the whole folder raises for this item, with the key.
+        """
+        _, item, (key, dtype, _, shape) = told
+        try:
+            with held(self._limits):
+                ref = super().chunk(item, told.chunk)
+                ref = assembled(dtype, shape, [((0,) * len(shape), ref)])
+        except CheckpointError as error:
+            raise with_key(error, key) from error.__cause__
+        if (run := verbatim_range(ref)) is not None:
+            storage, first = run
+            return storage.source, storage.offset + first
+        path = self._read[item.relative_path].path
+        return MemorySource(b"".join(map(bytes, iter_chunks(ref))), path), 0
+
+    def _in_front_of(self, name: str, file: Source) -> Source:
+        self._foretold[name] = found = ForetoldSource(file, self)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        if self._whole is not None:
+            self._whole.close()
+
+
+class ForetoldSource(WrappedSource):
+    """A data file whose foretold chunks are opened when they are read."""
+
+    def __init__(self, inner: Source, items: ForetoldItems) -> None:
+        super().__init__(inner)
+        self._items = items
+        self._told: list[_Foretold] = []
+        self._is_sorted = True
+        # where the values of chunks are, by the places where they were expected; of those that had
+        # to be gathered, only the last ones are kept
+        self._found: dict[int, tuple[Source, int]] = {}
+        self._gathered: tuple[int, Source] = (-1, self)
+
+    def foretell(self, told: _Foretold) -> None:
+        """Note that the values of a chunk are expected at its place."""
+        self._told.append(told)
+        self._is_sorted = False
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        source, at = self._place(offset)
+        return source.read(at, nbytes)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        source, at = self._place(offset)
+        source.read_into(at, view)
+
+    def comes_from(self, offset: int) -> tuple[Source, int]:
+        source, at = self._place(offset)
+        return source.comes_from(at)
+
+    def data_from(self, offset: int) -> int:
+        """`offset`: where a chunk is expected tells nothing of the holes of `inner`."""
+        return offset
+
+    def _place(self, offset: int) -> tuple[Source, int]:
+        """Where the byte is that is expected at `offset`."""
+        if not self._is_sorted:
+            self._told.sort(key=_PLACE)
+            self._is_sorted = True
+        told = self._told[max(0, bisect_right(self._told, offset, key=_PLACE) - 1)]
+        source, at = self._values(told)
+        return source, at + offset - told.place
+
+    def _values(self, told: _Foretold) -> tuple[Source, int]:
+        if (known := self._found.get(told.place)) is not None:
+            return known
+        if self._gathered[0] == told.place:
+            return self._gathered[1], 0
+        source, at = self._items.values_of(told)
+        if source.is_in_memory():
+            self._gathered = (told.place, source)
+        else:
+            self._found[told.place] = (source, at)
+        return source, at
+
+    def close(self) -> None:
+        self._items.close()
+
+
+_PLACE = attrgetter("place")

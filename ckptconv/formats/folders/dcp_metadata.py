@@ -10,9 +10,8 @@ torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckptconv.formats.folders.dcp_runs import LARGEST, Indexed, Item, TensorEntry, runs
 from ckptconv.io.source import Source
@@ -31,6 +30,7 @@ from ckptconv.tensors.refs import Shape, refuse_dimensions
 
 Path = tuple["str | int", ...]
 """Where a value hangs in the nested state dict: keys of dicts, indices of lists."""
+_LABELS = {str, int}
 
 _SIZE = Global("torch", "Size")
 
@@ -69,7 +69,6 @@ def read_metadata(source: Source) -> Metadata:
             read_pickle(
                 source.read(0, source.size),
                 reducers={"torch.Size": _plain_size},
-                states=_STATES,
                 runs=runs(),
             )
         )
@@ -136,73 +135,18 @@ def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
         raise _malformed(f"holds something else where a {kind} belongs", key)
     if node.state is ABSENT:
         return {}
-    if isinstance(node.state, _STATE_TYPES):
-        return node.state._asdict()
     pairs = mapping_pairs(node.state)
     if pairs is None:
         raise _malformed(f"has a {kind} without attributes", key)
     return {name: value for name, value in pairs if type(name) is str}
 
 
-class _Chunk(NamedTuple):
-    """The state of a `ChunkStorageMetadata`."""
-
-    offsets: Node
-    sizes: Node
-
-
-class _Index(NamedTuple):
-    """The state of a `MetadataIndex`."""
-
-    fqn: Node
-    index: Node
-    offset: Node
-
-
-class _Place(NamedTuple):
-    """The state of a `_StorageInfo`."""
-
-    relative_path: Node
-    offset: Node
-    length: Node
-    transform_descriptors: Node = None
-
-
-_STATE_TYPES = (_Chunk, _Index, _Place)
-
-
-def _smaller(kind: type[_Chunk] | type[_Index] | type[_Place]) -> Callable[[Node], Node]:
-    """What makes the state of an object, of which there is one in every chunk, a `kind`, where its
-    attributes are those.
-    """
-    all_names, most_names = [*kind._fields], [*kind._fields[:3]]
-
-    def smaller(state: Node) -> Node:
-        if type(state) is not Dict:
-            return state
-        names = [name for name, _ in state.pairs]
-        return (
-            kind(*[value for _, value in state.pairs])
-            if names in (all_names, most_names)
-            else state
-        )
-
-    return smaller
-
-
-_TORCH = "torch.distributed.checkpoint"
-_STATES = {
-    f"{_TORCH}.metadata.ChunkStorageMetadata": _smaller(_Chunk),
-    f"{_TORCH}.metadata.MetadataIndex": _smaller(_Index),
-    f"{_TORCH}.filesystem._StorageInfo": _smaller(_Place),
-}
-
-
 def _pairs(node: Node, field: str) -> Iterator[tuple[str, Node]]:
     pairs = mapping_pairs(node)
-    if pairs is None or any(type(key) is not str for key, _ in pairs):
+    names = [key for key, _ in pairs or ()]
+    if pairs is None or not set(map(type, names)) <= {str}:
         raise _malformed(f"its {field} is not a dict of names", None)
-    if len({key for key, _ in pairs}) != len(pairs):
+    if len(set(names)) != len(names):
         raise _malformed(f"its {field} has a name twice", None)
     return iter(pairs)
 
@@ -224,12 +168,8 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
 
 
 def _chunk(node: Node, key: str) -> tuple[Shape, Shape]:
-    if type(node) is Call and type(node.state) is _Chunk:
-        offsets, sizes = node.state
-    else:
-        fields = _fields(node, "ChunkStorageMetadata", key)
-        offsets, sizes = fields.get("offsets"), fields.get("sizes")
-    return _size(offsets, key), _size(sizes, key)
+    fields = _fields(node, "ChunkStorageMetadata", key)
+    return _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
 
 
 def _dtype(properties: Node, key: str) -> DType:
@@ -265,9 +205,10 @@ def _size(node: Node, key: str) -> Shape:
 
 
 def _path(node: Node, key: str) -> Path:
-    if type(node) is not tuple or not node or any(type(label) not in (str, int) for label in node):
+    if type(node) is not tuple or not node or not set(map(type, node)) <= _LABELS:
         raise _malformed("its path in the state dict is not a tuple of names and indices", key)
-    if any(type(label) is int and label < 0 for label in node) or type(node[0]) is int:
+    indices = [label for label in node if type(label) is int]
+    if type(node[0]) is int or (indices and min(indices) < 0):
         raise _malformed("its path in the state dict is not possible", key)
     if len(node) > (most := in_force().depth):
         what = f"its path in the state dict has {len(node)} parts"
@@ -283,11 +224,8 @@ def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
         if type(index) is Indexed:
             yield index, info if type(info) is Item else _item(info, index.key)
             continue
-        if type(index) is Call and type(index.state) is _Index:
-            key, _, offset = index.state
-        else:
-            name = _fields(index, "MetadataIndex", None)
-            key, offset = name.get("fqn"), name.get("offset")
+        name = _fields(index, "MetadataIndex", None)
+        key, offset = name.get("fqn"), name.get("offset")
         if type(key) is not str:
             raise _malformed("an index in its storage_data has no name", None)
         yield (key, None if offset is None else _size(offset, key)), _item(info, key)
@@ -296,12 +234,9 @@ def _items(node: Node) -> Iterator[tuple[tuple[str, Shape | None], Item]]:
 def _item(node: Node, key: str) -> Item:
     if type(node) is Item:
         return node
-    if type(node) is Call and type(node.state) is _Place:
-        path, start, size, transforms = node.state
-    else:
-        fields = _fields(node, "_StorageInfo", key)
-        path, start, size, transforms = map(fields.get, _Place._fields)
-    transforms = transforms or ()
+    fields = _fields(node, "_StorageInfo", key)
+    path, start, size = (fields.get(name) for name in ("relative_path", "offset", "length"))
+    transforms = fields.get("transform_descriptors") or ()
     if type(path) is not str or type(transforms) not in (tuple, list):
         raise _malformed("the place of an item is not given by the name of a file", key)
     offset, length = _size((start, size), key)

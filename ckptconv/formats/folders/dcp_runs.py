@@ -9,11 +9,12 @@ what was fetched is looked at once. Whatever does not look so is read opcode by 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 from ckptconv.pickles.memo import UNMADE, Memo
 from ckptconv.pickles.nodes import Global, Node
+from ckptconv.pickles.opcodes import LONG_INTEGER, integer_of, integers_of, tuple_of
 from ckptconv.pickles.reader import Run
 from ckptconv.support.limits import in_force
 from ckptconv.support.records import made
@@ -48,235 +49,190 @@ class Indexed(NamedTuple):
     start: Shape
 
 
-_GET = rb"(h.|j....)"
-_LONG = rb"\x8a(?:\x05.{5}|\x06.{6}|\x07.{7})"
-_INT = rb"(K.|M..|J....|" + _LONG + rb")"
-_ANY_INT = rb"(?:K.|M..|J....|" + _LONG + rb")"
-_SIZE = (
-    _GET + rb"(" + _ANY_INT + rb"\x85|" + _ANY_INT + rb"{2}\x86|" + _ANY_INT + rb"{3}\x87|"
-    rb"\(" + _ANY_INT + rb"{4,}t)\x94\x85\x94R\x94"
-)
-_TEXT = rb"(?:(h.|j....)|\x8c(.)([\w./-]{1,255})\x94)"
-_OBJECT = rb"\x81\x94}\x94\("
-# behind the class and EMPTY_TUPLE; of a tensor up to its chunks
-_TENSOR = re.compile(
-    _OBJECT + _GET + _GET + rb"\)\x81\x94\(" + _GET + _GET + rb"[\x88\x89]" + _GET
-    + rb"[\x88\x89]t\x94b" + _GET + _SIZE + _GET + rb"\]\x94(\(?)", re.DOTALL,
-).match  # fmt: skip
-_CHUNK = re.compile(_GET + rb"\)" + _OBJECT + _GET + _SIZE + _GET + _SIZE + rb"ub", re.DOTALL).match
-_KEY = re.compile(rb"\x8c(.)([\w./-]{1,255})\x94" + _GET + rb"\)", re.DOTALL).match
-_INDEX_AND_PLACE = re.compile(
-    _OBJECT + _GET + _TEXT + _GET + rb"(?:N|" + _ANY_INT + rb")" + _GET + _SIZE + rb"ub"
-    + _GET + rb"\)" + _OBJECT + _GET + _TEXT + _GET + _INT + _GET + _INT + rb"ub", re.DOTALL,
-).match  # fmt: skip
-_NEXT_INDEX = re.compile(_GET + rb"\)", re.DOTALL).match
-
 _TORCH = "torch.distributed.checkpoint"
-TENSOR = f"{_TORCH}.metadata.TensorStorageMetadata"
-CHUNK = f"{_TORCH}.metadata.ChunkStorageMetadata"
-INDEX = f"{_TORCH}.metadata.MetadataIndex"
-PLACE = f"{_TORCH}.filesystem._StorageInfo"
-_PROPERTIES = f"{_TORCH}.metadata.TensorProperties"
-_SIZE_CLASS = "torch.Size"
+_TENSOR = Global(f"{_TORCH}.metadata", "TensorStorageMetadata")
+_INDEX = Global(f"{_TORCH}.metadata", "MetadataIndex")
+
+
+# -------------------------------------------------------------------------------------- the opcodes
+
+
+class _Value(bytes):
+    """The pattern of opcodes whose value is read."""
+
+
+class _Opcodes:
+    """Opcodes that follow one another, as `parts`: the patterns of opcodes, and the text or class
+    that others must fetch from the memo (None: they may fetch anything).
+    """
+
+    def __init__(self, *parts: bytes | str | Global | None) -> None:
+        groups = [part for part in parts if type(part) is not bytes]
+        pattern = b"".join(
+            part if type(part) is bytes else b"(%b)" % (part if type(part) is _Value else _GET)
+            for part in parts
+        )
+        self.match = re.compile(pattern, re.DOTALL).match
+        self.names: list[Any] = [part for part in groups if type(part) is not _Value]
+        self.fetching = [at for at, part in enumerate(groups, 1) if type(part) is not _Value]
+        self.values = [at for at, part in enumerate(groups, 1) if type(part) is _Value]
+
+
+_GET = rb"h.|j...."
+_INT = _Value(LONG_INTEGER)
+_NEW = 0x8C  # SHORT_BINUNICODE: the text stands there and is put
+_NEW_TEXT = rb"\x8c.[\w./-]{1,255}\x94"
+_TEXT = _Value(_GET + b"|" + _NEW_TEXT)
+_SIZE = (Global("torch", "Size"), _Value(tuple_of(LONG_INTEGER)), rb"\x94\x85\x94R\x94")
+_OBJECT = rb"\)\x81\x94}\x94\("  # behind its class
+_BOOL = rb"[\x88\x89]"
+_ENTRY = (
+    rb"\x81\x94}\x94\(", "properties", Global(f"{_TORCH}.metadata", "TensorProperties"),
+    rb"\)\x81\x94\(", _Value(_GET), None, _BOOL, None, _BOOL, rb"t\x94b",
+    "size", *_SIZE, "chunks", rb"\]\x94", _Value(rb"\(?"),
+)  # fmt: skip
+_CHUNK = _Opcodes(
+    Global(f"{_TORCH}.metadata", "ChunkStorageMetadata"), _OBJECT,
+    "offsets", *_SIZE, "sizes", *_SIZE, b"ub",
+)  # fmt: skip
+_PAIR = (
+    rb"\x81\x94}\x94\(", "fqn", _TEXT, "index", b"(?:N|%b)" % LONG_INTEGER, "offset", *_SIZE,
+    b"ub", Global(f"{_TORCH}.filesystem", "_StorageInfo"), _OBJECT,
+    "relative_path", _TEXT, "offset", _INT, "length", _INT, b"ub",
+)  # fmt: skip
+# the reader calls behind the class and EMPTY_TUPLE of the first; each other has these before it
+_FIRST_ENTRY, _FIRST_PAIR = _Opcodes(*_ENTRY), _Opcodes(*_PAIR)
+_ENTRY_BEHIND = _Opcodes(_Value(_NEW_TEXT), _TENSOR, rb"\)", *_ENTRY)
+_PAIR_BEHIND = _Opcodes(_INDEX, rb"\)", *_PAIR)
+
+
+# ------------------------------------------------------------------------------------- their values
 
 
 def runs() -> dict[str, Run]:
     """What reads the runs of one stream, by the class that stands before them."""
     reader = _Runs()
-    return {TENSOR: reader.tensors, INDEX: reader.items}
+    return {_TENSOR.path: reader.tensors, _INDEX.path: reader.items}
 
 
 class _Runs:
-    """Reads the runs of one stream; what it has seen to be the names that it needs is kept."""
+    """Reads the runs of one stream; which opcodes were seen to fetch the names is kept."""
 
     def __init__(self) -> None:
-        self._named: set[tuple[bytes, ...]] = set()
-        self._classes: dict[bytes, str] = {}
-        self._dtypes: dict[tuple[bytes, ...], DType] = {}
+        self._seen: defaultdict[_Opcodes, set[tuple[bytes, ...]]] = defaultdict(set)
+        self._dtypes: dict[bytes, DType] = {}
         self._sizes: dict[bytes, Shape | None] = {}
         self._boxes: dict[Any, Any] = {}
 
     def tensors(self, stream: bytes, pos: int, end: int, memo: Memo) -> tuple[int, list[Node]]:
         """Entries of `state_dict_metadata`, from behind the class of the first one on."""
         values: list[Node] = []
-        done, key = pos, ""
-        while (found := self._tensor(stream, pos, end, memo)) is not None:
-            done, entry, puts = found
-            if values:
-                values.append(key)
-                memo.put_by_run((key,))
-            values.append(entry)
+        opcodes = _FIRST_ENTRY
+        while (run := self._run(opcodes, stream, pos, end, memo)) is not None:
+            *keys, named, raw_shape, mark = run.group(*opcodes.values)
+            key = [_text(raw, memo) for raw in keys]
+            dtype = self._dtypes.get(named) or self._dtype(named, memo)
+            shape = self._size(raw_shape)
+            if dtype is None or shape is None or None in key:
+                break
+            puts: list[Node] = [*key, None, UNMADE, UNMADE, UNMADE, shape, UNMADE, shape, UNMADE]
+            at, chunks = run.end(), []
+            while (run := self._run(_CHUNK, stream, at, end, memo)) is not None:
+                raw_start, raw_shape = run.group(*_CHUNK.values)
+                box = start, shape_there = self._size(raw_start), self._size(raw_shape)
+                if None in box:
+                    return pos, values
+                chunks.append(self._boxes.setdefault(box, box))
+                puts += (UNMADE, UNMADE, start, UNMADE, start, shape_there, UNMADE, shape_there)
+                at = run.end()
+                if not mark:
+                    break
+            if not chunks or not stream.startswith(b"eub" if mark else b"aub", at, end):
+                break
+            puts[len(key)] = entry = made(TensorEntry, (dtype, shape, tuple(chunks)))
+            values += (*key, entry)
             memo.put_by_run(puts)
-            following = _KEY(stream, done, end)
-            if following is None:
-                break
-            size, raw, cls = following.groups()
-            if size[0] != len(raw) or not self._is(memo, cls, TENSOR):
-                break
-            key, pos = raw.decode(), following.end()
-        return done, values
-
-    def _tensor(
-        self, stream: bytes, pos: int, end: int, memo: Memo
-    ) -> tuple[int, TensorEntry, list[Node]] | None:
-        """The entry whose opcodes are at `pos`: its end, itself, and what they put."""
-        run = _TENSOR(stream, pos, end)
-        if run is None:
-            return None
-        *names, raw_shape, chunks_name, opened = run.groups()
-        gets = (*names, chunks_name)
-        dtype, shape = self._dtypes.get(gets) or self._dtype(gets, memo), self._size(raw_shape)
-        if dtype is None or shape is None:
-            return None
-        puts: list[Node] = [None, UNMADE, UNMADE, UNMADE, shape, UNMADE, shape, UNMADE]
-        pos, chunks = run.end(), []
-        while (chunk := _CHUNK(stream, pos, end)) is not None:
-            cls, first, size_class, raw_start, second, size_class_too, raw_size = chunk.groups()
-            gets = (cls, first, size_class, second, size_class_too)
-            box = self._size(raw_start), self._size(raw_size)
-            if None in box or not (gets in self._named or self._names_chunk(gets, memo)):
-                return None
-            chunks.append(self._boxes.setdefault(box, box))
-            puts += (UNMADE, UNMADE, box[0], UNMADE, box[0], box[1], UNMADE, box[1])
-            pos = chunk.end()
-            if not opened:
-                break
-        if not chunks or not stream.startswith(b"eub" if opened else b"aub", pos, end):
-            return None
-        puts[0] = made(TensorEntry, (dtype, shape, tuple(chunks)))
-        return pos + 3, puts[0], puts
-
-    def _dtype(self, gets: tuple[bytes, ...], memo: Memo) -> DType | None:
-        """The type that the properties of a tensor name, where all other names are as they are."""
-        properties, cls, named, layout, order, size, size_class, chunks = gets
-        dtype = _fetched(memo, named)
-        if (
-            not _are(memo, ((properties, "properties"), (size, "size"), (chunks, "chunks")))
-            or not _is(memo, cls, _PROPERTIES)
-            or not _is(memo, size_class, _SIZE_CLASS)
-            or type(dtype) is not Global
-            or dtype.module != "torch"
-            or dtype.name not in BY_NAME
-            or any(_fetched(memo, get) is UNMADE for get in (layout, order))
-        ):
-            return None
-        return self._dtypes.setdefault(gets, BY_NAME[dtype.name])
-
-    def _names_chunk(self, gets: tuple[bytes, ...], memo: Memo) -> bool:
-        cls, offsets, size_class, sizes, size_class_too = gets
-        if not (
-            _is(memo, cls, CHUNK)
-            and _are(memo, ((offsets, "offsets"), (sizes, "sizes")))
-            and _is(memo, size_class, _SIZE_CLASS)
-            and _is(memo, size_class_too, _SIZE_CLASS)
-        ):
-            return False
-        self._named.add(gets)
-        return True
+            pos, opcodes = at + 3, _ENTRY_BEHIND
+        return pos, values
 
     def items(self, stream: bytes, pos: int, end: int, memo: Memo) -> tuple[int, list[Node]]:
         """Pairs of `storage_data`, from behind the class of the first one's index on."""
         values: list[Node] = []
-        done = pos
-        while (run := _INDEX_AND_PLACE(stream, pos, end)) is not None:
-            (fqn, got_key, key_size, raw_key, index, offset, size_class, raw_start, cls, path_name,
-                got_path, path_size, raw_path, place_name, raw_place, length_name,
-                raw_length) = run.groups()  # fmt: skip
-            gets = (fqn, index, offset, size_class, cls, path_name, place_name, length_name)
-            start, place, length = (
-                self._size(raw_start),
-                _integer(raw_place),
-                _integer(raw_length),
-            )
-            key = _text(got_key, key_size, raw_key, memo)
-            path = _text(got_path, path_size, raw_path, memo)
+        opcodes = _FIRST_PAIR
+        while (run := self._run(opcodes, stream, pos, end, memo)) is not None:
+            raw_key, raw_start, raw_path, raw_place, raw_length = run.group(*opcodes.values)
+            key, path = _text(raw_key, memo), _text(raw_path, memo)
+            start = self._size(raw_start)
+            place, length = integer_of(raw_place), integer_of(raw_length)
             if (
                 start is None
                 or key is None
                 or path is None
                 or not 0 <= place < LARGEST
                 or not 0 <= length < LARGEST
-                or not (gets in self._named or self._names_item(gets, memo))
             ):
                 break
             named, item = made(Indexed, (key, start)), made(Item, (path, place, length, ()))
             values += (named, item)
-            memo.put_by_run((named, UNMADE) if raw_key is None else (named, UNMADE, key))
-            memo.put_by_run((start, UNMADE, start, item, UNMADE))
-            if raw_path is not None:
-                memo.put_by_run((path,))
-            done = run.end()
-            following = _NEXT_INDEX(stream, done, end)
-            if following is None or not self._is(memo, following[1], INDEX):
-                break
-            pos = following.end()
-        return done, values
+            puts = [named, UNMADE, start, UNMADE, start, item, UNMADE]
+            if raw_key[0] == _NEW:
+                puts.insert(2, key)
+            if raw_path[0] == _NEW:
+                puts.append(path)
+            memo.put_by_run(puts)
+            pos, opcodes = run.end(), _PAIR_BEHIND
+        return pos, values
 
-    def _is(self, memo: Memo, get: bytes, path: str) -> bool:
-        """Whether an opcode fetches the class of that name, which is kept."""
-        if self._classes.get(get) == path:
-            return True
-        if is_it := _is(memo, get, path):
-            self._classes[get] = path
-        return is_it
+    def _run(
+        self, opcodes: _Opcodes, stream: bytes, pos: int, end: int, memo: Memo
+    ) -> re.Match[bytes] | None:
+        """These opcodes at `pos`, where they stand there and fetch the names that they must."""
+        run = opcodes.match(stream, pos, end)
+        if run is None:
+            return None
+        fetching = run.group(*opcodes.fetching)
+        if fetching not in (seen := self._seen[opcodes]):
+            fetched = (_fetched(memo, get) for get in fetching)
+            if not all(map(_is_named, fetched, opcodes.names)):
+                return None
+            seen.add(fetching)
+        return run
 
-    def _names_item(self, gets: tuple[bytes, ...], memo: Memo) -> bool:
-        fqn, index, offset, size_class, cls, path, place, length = gets
-        if not (
-            _are(memo, ((fqn, "fqn"), (index, "index"), (offset, "offset"), (place, "offset")))
-            and _are(memo, ((path, "relative_path"), (length, "length")))
-            and _is(memo, size_class, _SIZE_CLASS)
-            and _is(memo, cls, PLACE)
-        ):
-            return False
-        self._named.add(gets)
-        return True
+    def _dtype(self, get: bytes, memo: Memo) -> DType | None:
+        """The type that an opcode fetches; None where it is none."""
+        found = _fetched(memo, get)
+        if type(found) is not Global or found.module != "torch" or found.name not in BY_NAME:
+            return None
+        return self._dtypes.setdefault(get, BY_NAME[found.name])
 
     def _size(self, raw: bytes) -> Shape | None:
         """The size that opcodes make; None where it is none."""
         if (known := self._sizes.get(raw)) is not None:
             return known
-        values, pos = [], int(raw[0] == _MARK)
-        while pos < len(raw) - 1:
-            width = 2 + raw[pos + 1] if raw[pos] == _LONG1 else _WIDTHS[raw[pos]]
-            values.append(_integer(raw[pos : pos + width]))
-            pos += width
+        values = integers_of(raw)
         if len(values) > in_force().dimensions or not all(0 <= one < LARGEST for one in values):
             return None
         if len(self._sizes) >= _MOST_SIZES:
             self._sizes.clear()
-        return self._sizes.setdefault(raw, tuple(values))
+        return self._sizes.setdefault(raw, values)
 
 
-_MARK, _LONG1 = 0x28, 0x8A
-_WIDTHS = {0x4B: 2, 0x4D: 3, 0x4A: 5}
 _MOST_SIZES = 1 << 14
 
 
-def _integer(raw: bytes) -> int:
-    """The number of a BININT1, BININT2, BININT or LONG1 opcode."""
-    kind = raw[0]
-    if kind == 0x4B:
-        return raw[1]
-    return int.from_bytes(raw[2 if kind == _LONG1 else 1 :], "little", signed=kind != 0x4D)
-
-
-def _text(got: bytes | None, size: bytes | None, raw: bytes | None, memo: Memo) -> str | None:
-    """A text that is fetched, or stands there; None where it is none."""
-    if got is None:
-        return raw.decode() if size is not None and raw and size[0] == len(raw) else None
-    found = _fetched(memo, got)
+def _text(raw: bytes, memo: Memo) -> str | None:
+    """A text that stands there, or is fetched; None where it is none."""
+    if raw[0] == _NEW:
+        return raw[2:-1].decode() if raw[1] == len(raw) - 3 else None
+    found = _fetched(memo, raw)
     return found if type(found) is str else None
 
 
-def _is(memo: Memo, get: bytes, path: str) -> bool:
-    """Whether an opcode fetches the class of that name."""
-    found = _fetched(memo, get)
-    return type(found) is Global and found.path == path
-
-
-def _are(memo: Memo, names: Iterable[tuple[bytes, str]]) -> bool:
-    return all(_fetched(memo, get) == name for get, name in names)
+def _is_named(found: Node, name: str | Global | None) -> bool:
+    """Whether what was fetched is that text or class, or anything where it need not be."""
+    if type(name) is Global:
+        return type(found) is Global and found.path == name.path
+    return found is not UNMADE if name is None else type(found) is str and found == name
 
 
 def _fetched(memo: Memo, get: bytes) -> Node:

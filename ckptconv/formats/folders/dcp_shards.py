@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptconv.formats.first_reads import first_reads
+from ckptconv.formats.containers import first_reads, open_source
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, read_small, within
-from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import ORDERED_DICT, Call
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.assembly import assembled
@@ -44,19 +43,18 @@ def is_dcp_shards(path: Location) -> bool:
     return path.is_folder() and any(map(_SHARD, path.names()))
 
 
-def refuse_one_rank(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of one file, unless it is a rank's: its chunks must not pass for tensors."""
-    starts = _starts(checkpoint) if _INFO in checkpoint.metadata else {}
+def refuse_one_rank(checkpoint: Checkpoint, *_: object) -> None:
+    """Raise for the file of one rank: its chunks must not pass for tensors."""
+    starts = _starts(checkpoint)
     if starts and (_SHARD(checkpoint.path.name) or any(any(start) for start in starts.values())):
         raise UnsupportedCheckpoint(
             "holds the chunks of one rank, not whole tensors",
             path=checkpoint.path,
             hint=f"name the folder of all ranks: {checkpoint.path.parent}",
         )
-    return checkpoint
 
 
-def open_dcp_shards(path: Location, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
+def open_dcp_shards(path: Location, *_: object) -> Checkpoint:
     """Open a folder of rank files: their headers only.
 
     `MalformedCheckpoint` when the chunks of a tensor leave a gap.

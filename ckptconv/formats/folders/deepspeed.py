@@ -13,13 +13,21 @@ earlier ones do not.)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from ckptconv.formats.containers import open_source
+from ckptconv.formats.folders.alone import (
+    EXPERTS,
+    MODEL_STATES,
+    NOT_READ,
+    OPTIMIZER_STATES,
+    PIPELINE,
+    part_of_step,
+)
 from ckptconv.formats.folders.zero import RankStates, Weights, entries, read_rank
-from ckptconv.io.files import FilePool
+from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
@@ -38,18 +46,8 @@ CONTAINER = Container(
     "deepspeed",
     why_not=("only DeepSpeed opens it, with as many ranks as wrote it, or its zero_to_fp32.py"),
 )
-_MODEL = re.compile(
-    r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
-).fullmatch
-_OPTIM = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt"
-).fullmatch
-_PIPELINE = re.compile(r"layer_[0-9]+(?:-[a-z]+_[0-9]+)*-model_states\.pt").fullmatch
-_EXPERTS = re.compile(
-    r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt"
-).fullmatch
 _FETCH = "fetch the whole folder again"
-_LAYOUTS = (_MODEL, _OPTIM, _PIPELINE, _EXPERTS)
+_LAYOUTS = (MODEL_STATES, OPTIMIZER_STATES, PIPELINE, EXPERTS)
 
 _BOOKKEEPING = frozenset(
     (
@@ -64,21 +62,14 @@ _BOOKKEEPING = frozenset(
 """Entries of the model states that describe the partitions; of no use once they are joined."""
 
 OpenFile = Callable[[Location], Checkpoint]
-OpenSource = Callable[[Source], Checkpoint]
 
 
 def is_deepspeed(path: Location) -> bool:
-    """Whether `path` is the folder of a step.
-
-    Or the model states of one rank, by name: those of stage 3 hold no weights, though they look as
-    if they did.
-    """
-    if (found := _MODEL(path.name)) is not None and found[1] is not None and path.is_file():
-        return True
+    """Whether `path` is the folder of a step."""
     return path.is_folder() and _is_step(path)
 
 
-def open_deepspeed(path: Location, open_source: OpenSource, home: Location) -> Checkpoint:
+def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
     """Open the step whose folder `path` is; links in it may lead within `home`, which the user
     named.
 
@@ -86,15 +77,13 @@ def open_deepspeed(path: Location, open_source: OpenSource, home: Location) -> C
     payload is read. Raises `UnsupportedCheckpoint` for layouts that are not read, and
     `MalformedCheckpoint` when files are missing or do not fit.
     """
-    if not path.is_folder():
-        return _one_of_many(path, open_source)
     try:
         files = _step_files(path)
-        many = len(files.model) + len(files.optim) > in_force().open_files
+        many = len(files.model) + len(files.optim) > kept_open(in_force().open_files)
         pool = FilePool() if many else None
         with ExitStack() as opened:
             checkpoint = _open_step(
-                files, lambda file: _opened(within(file, home).open(pool), open_source, opened)
+                files, lambda file: _opened(within(file, home).open(pool), opened)
             )
             opened.pop_all()
     except CheckpointError as error:
@@ -102,20 +91,7 @@ def open_deepspeed(path: Location, open_source: OpenSource, home: Location) -> C
     return replace(checkpoint, path=path.path)
 
 
-def _one_of_many(place: Location, open_source: OpenSource) -> Checkpoint:
-    """The file of a rank, if it is none of ZeRO's after all."""
-    with ExitStack() as opened:
-        checkpoint = _opened(place.open(), open_source, opened)
-        if entries(checkpoint.root).get("param_shapes") is None:
-            opened.pop_all()
-            return checkpoint
-    what = "holds the model states of one rank of ZeRO stage 3, and no weights"
-    raise UnsupportedCheckpoint(
-        what, path=place, hint=f"name its folder: {printable(place.absolute.parent)}"
-    )
-
-
-def _opened(source: Source, open_source: OpenSource, opened: ExitStack) -> Checkpoint:
+def _opened(source: Source, opened: ExitStack) -> Checkpoint:
     opened.callback(source.close)
     checkpoint = open_source(source)
     for source in checkpoint.sources:
@@ -160,8 +136,8 @@ class StepFiles:
 def _step_files(folder: Location) -> StepFiles:
     """Sort a step's files by rank; refuse layouts other than data-parallel ones by name."""
     names = _names(folder)
-    model = [(found, folder.child(name)) for name in names if (found := _MODEL(name))]
-    optim = [(found, folder.child(name)) for name in names if (found := _OPTIM(name))]
+    model = [(found, folder.child(name)) for name in names if (found := MODEL_STATES(name))]
+    optim = [(found, folder.child(name)) for name in names if (found := OPTIMIZER_STATES(name))]
     _refuse_other_layouts(folder, names, {int(found[2]) for found, _ in (*model, *optim)})
     whole = [file for found, file in model if found[1] is None]
     return StepFiles(
@@ -175,9 +151,9 @@ def _refuse_other_layouts(folder: Location, names: Sequence[str], tensor_ranks: 
     what = None
     if _is_universal(folder) or folder.child("zero").is_folder():
         what = "a universal checkpoint (folder 'zero')"
-    elif any(map(_PIPELINE, names)):
+    elif any(map(PIPELINE, names)):
         what = "a pipeline-parallel checkpoint (layer files)"
-    elif any(map(_EXPERTS, names)):
+    elif any(map(EXPERTS, names)):
         what = "an expert-parallel checkpoint (expert files)"
     elif tensor_ranks != {0}:
         what = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
@@ -185,7 +161,7 @@ def _refuse_other_layouts(folder: Location, names: Sequence[str], tensor_ranks: 
         raise UnsupportedCheckpoint(
             f"is {what} of DeepSpeed, which is not read",
             path=folder,
-            hint="save the weights with the framework that wrote them",
+            hint=NOT_READ,
         )
 
 
@@ -317,15 +293,7 @@ def _model_states(model: Checkpoint) -> dict[str, Node]:
         raise MalformedCheckpoint(
             "holds no model states of DeepSpeed (a dict with 'module')", path=model.path
         )
-    width = states.get("mp_world_size")
-    if type(width) is int and width > 1:
-        raise UnsupportedCheckpoint(
-            "is one of several tensor-parallel parts, which are not read", path=model.path
-        )
-    if states.get("ds_autoep_layers") or states.get("autoep_layers"):
-        raise UnsupportedCheckpoint(
-            "is an expert-parallel checkpoint (AutoEP), which is not read", path=model.path
-        )
+    replace(model, part=part_of_step("", model.root)).refuse_part()
     return states
 
 

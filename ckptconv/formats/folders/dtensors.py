@@ -12,11 +12,10 @@ offsets, and those of all ranks. Source: torch/distributed/_shard/sharded_tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import PurePath
 from typing import NamedTuple
 
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
@@ -31,7 +30,6 @@ from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, refuse_dimensions, requiring_grad
 from ckptconv.tensors.stream import iter_chunks
 
-_REBUILD = "torch._utils._rebuild_wrapper_subclass"
 _STRIDED = "_StridedShard"
 
 
@@ -166,44 +164,6 @@ def _narrowed(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterato
 
 
 # ------------------------------------------------------------------------------------------ reading
-
-
-_CLASSES = ("DTensor", "ShardedTensor")
-
-
-def refuse_flat(keys: Iterable[str], path: PurePath) -> None:
-    """Raise where a key is that of a flat parameter of FSDP1, which holds many parameters and does
-    not say which.
-
-    Source: torch/distributed/fsdp/_flat_param.py.
-    """
-    if flat := next((key for key in keys if key.rpartition(".")[2] in _FLAT), None):
-        what = (
-            "is a flat parameter of FSDP (LOCAL_STATE_DICT), which does not say what parameters "
-            "are in it"
-        )
-        hint = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
-        raise UnsupportedCheckpoint(what, path=path, where=flat, hint=hint)
-
-
-_FLAT = ("_flat_param", "flat_param")
-
-
-def is_shard(node: Node) -> bool:
-    """Whether a node is what torch pickles for a DTensor or a ShardedTensor."""
-    return (
-        type(node) is Call
-        and node.name.endswith("._rebuild_from_type_v2")
-        and len(node.args) == 4
-        and _is_named(node.args[0], _REBUILD)
-        and type(node.args[1]) is Global
-        and node.args[1].module.startswith("torch.distributed")
-        and node.args[1].name in _CLASSES
-    )
-
-
-def _is_named(node: Node, path: str) -> bool:
-    return type(node) is Global and node.path == path
 
 
 def read_shard(node: Call) -> Shard:

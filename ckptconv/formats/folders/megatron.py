@@ -10,9 +10,10 @@ Source: megatron/training/checkpointing.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from ckptconv.formats.containers import open_file
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
@@ -38,20 +39,13 @@ def is_megatron(path: Location) -> bool:
     return path.is_folder() and bool(_rank_files(path))
 
 
-def is_rank_file(path: Location) -> bool:
-    """Whether a file is by its names the one of a rank in this format."""
-    return path.name in _FILES and _RANK(path.absolute.parent.name) is not None
-
-
 def _rank_files(folder: Location) -> list[Location]:
     ranks = [item for item in folder.list() if _RANK(item.name) and item.is_folder()]
     files = [item.child(name) for item in ranks for name in _FILES]
     return [file for file in files if file.is_file()]
 
 
-def open_megatron(
-    path: Location, open_file: Callable[[Location], Checkpoint], home: Location
-) -> Checkpoint:
+def open_megatron(path: Location, home: Location, *_: object) -> Checkpoint:
     """Open the file of the one rank.
 
     `UnsupportedCheckpoint` where the model was split, by what there is or what it says.
@@ -61,7 +55,7 @@ def open_megatron(
         raise _parallel(_kind(files), len(files), path)
     checkpoint = open_file(within(files[0], home))
     try:
-        refuse_split(checkpoint.root, path)
+        _refuse_split(checkpoint.root, path)
     except CheckpointError:
         checkpoint.close()
         raise
@@ -80,7 +74,13 @@ def _parallel(kind: str, ranks: int, path: Location) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(what, path=path, hint=_HINT)
 
 
-def refuse_split(root: Node, path: Location) -> None:
+def refuse_one_rank(checkpoint: Checkpoint, path: Location) -> None:
+    """Raise for the file of one rank of several, which its folder says that it may be."""
+    if _RANK(path.absolute.parent.name) is not None:
+        _refuse_split(checkpoint.root, path)
+
+
+def _refuse_split(root: Node, path: Location) -> None:
     """Raise where the arguments of the training say that the model had more than this one rank."""
     args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
     known = mapping_pairs(args.state if type(args) is Call else args) or ()

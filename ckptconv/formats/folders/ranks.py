@@ -8,12 +8,13 @@ whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckptconv.formats.folders.dtensors import Shard, is_shard, read_shard, refuse_flat
-from ckptconv.pickles.nodes import Call, Node
+from ckptconv.formats.folders.alone import is_shard, refuse_flat
+from ckptconv.formats.folders.dtensors import Shard, read_shard
+from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.substitution import substituted
 from ckptconv.support.errors import (
     CheckpointError,
@@ -49,11 +50,6 @@ class _Rank:
     def number(self) -> int:
         """The global rank that saved it."""
         return next(iter(self.shards.values()))[1].mesh.rank
-
-
-def has_shards(calls: Iterable[Call]) -> bool:
-    """Whether some of the calls of a file are shards of tensors, as in each rank's of several."""
-    return any(map(is_shard, calls))
 
 
 def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:

@@ -1,5 +1,5 @@
 """Folders as Hugging Face libraries write them: an index beside its shards, or one file of weights
-under a usual name.
+under a usual name; and the whole of all parts, where no index names them.
 
 Weights may be there in variants too, whose name stands before the last part of each file's:
 ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``,
@@ -15,14 +15,21 @@ and huggingface_hub's sharded checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
-from ckptconv.formats.first_reads import first_reads
-from ckptconv.io.files import FilePool
+from ckptconv.formats.containers import first_reads, open_file
+from ckptconv.formats.folders.alone import SPLIT, are_parts, has_shards, numbered
+from ckptconv.formats.folders.ranks import join_ranks
+from ckptconv.formats.folders.steps import weight_files
+from ckptconv.formats.hf_names import IS_INDEX
+from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, is_plain_path, read_small, within
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
+from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -34,7 +41,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import some_text
-from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.checkpoint import Checkpoint, Part
 from ckptconv.tree.containers import UNKNOWN, Container
 
 _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
@@ -42,20 +49,25 @@ _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft
 
 _INDEX = ".index.json"
 _TRIES = 10
-_ALONE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors",
-    "adapter_model.bin",
-          "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # fmt: skip
-"""Names under which the libraries save weights that need no shards, the preferred first."""
+_ORDER = (
+    "model.safetensors", f"model.safetensors{_INDEX}",
+    "pytorch_model.bin", f"pytorch_model.bin{_INDEX}",
+    "adapter_model.safetensors", "adapter_model.bin",
+    f"diffusion_pytorch_model.safetensors{_INDEX}", "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin", f"diffusion_pytorch_model.bin{_INDEX}",
+)  # fmt: skip
+"""The names under which the libraries look for weights, in their order: transformers'
+`_get_resolved_checkpoint_files`; diffusers looks for its index first.
+"""
 
 
 _STEMS = "(?:model|pytorch_model|adapter_model|diffusion_pytorch_model)"
 _OF_A_SET = "-[0-9]{5}-of-[0-9]{5}"
 _VARIANTS = (
     re.compile(rf"{_STEMS}\.(?:safetensors|bin)\.index\.(?P<variant>[^/]+)\.json").fullmatch,
-    re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.safetensors").fullmatch,
-    re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.bin").fullmatch,
+    re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.(?:safetensors|bin)").fullmatch,
 )
-"""The files of variants, best first. Source: `_add_variant` in transformers and diffusers."""
+"""The files of variants. Source: `_add_variant` in transformers and diffusers."""
 
 
 def is_hugging_face(path: Location) -> bool:
@@ -66,7 +78,19 @@ def is_hugging_face(path: Location) -> bool:
 
 
 def _has_plain(folder: Location) -> bool:
-    return bool(_indexes(folder)) or any(folder.child(name).is_file() for name in _ALONE)
+    return _usual(folder) is not None or bool(_indexes(folder))
+
+
+def _usual(folder: Location, variant: str = "") -> Location | None:
+    """The weights in a folder that the libraries look for first, plain ones or those of a variant:
+    an index or a file.
+    """
+    names = {*folder.names()}
+    for end, dot, last in (name.rpartition(".") for name in _ORDER):
+        name = f"{end}.{variant}.{last}" if variant else f"{end}{dot}{last}"
+        if name in names and (file := folder.child(name)).is_file():
+            return file
+    return None
 
 
 def _indexes(folder: Location) -> list[Location]:
@@ -75,20 +99,15 @@ def _indexes(folder: Location) -> list[Location]:
 
 def variants(folder: Location) -> dict[str, Location]:
     """The variants of the weights in a folder, each with its index or its one file."""
-    found: dict[str, Location] = {}
     names = folder.names() if folder.is_folder() else []
-    for matches in _VARIANTS:
-        for name in names:
-            if (match := matches(name)) and (file := folder.child(name)).is_file():
-                found.setdefault(match["variant"], file)
-    return found
+    matches = (match for matches in _VARIANTS for name in names if (match := matches(name)))
+    found = {
+        name: _usual(folder, name) for name in dict.fromkeys(one["variant"] for one in matches)
+    }
+    return {name: file for name, file in found.items() if file is not None}
 
 
-FileOpener = Callable[[Location, "FilePool | None"], Checkpoint]
-"""Opens one file, which rests in a pool while others are read, or stays open."""
-
-
-def open_sharded(path: Location, open_file: FileOpener, variant: str | None) -> Checkpoint:
+def open_sharded(path: Location, _: Location, variant: str | None) -> Checkpoint:
     """Open all shards that an index names; reads their directories, no payload.
 
     Of a folder, the weights are those of `variant`, else the plain ones, else those of the only
@@ -96,52 +115,44 @@ def open_sharded(path: Location, open_file: FileOpener, variant: str | None) -> 
     shard is missing or unsafe, or when index and shards do not agree on who holds a key.
     """
     if not path.is_folder():
-        return _open_index(path, open_file)
+        return _open_index(path)
     others = variants(path)
     if variant is None and not _has_plain(path):
         variant = _only_variant(path, others)
     found = within(others[variant] if variant is not None else _plain(path), path)
-    checkpoint = (
-        _open_index(found, open_file) if found.suffix == ".json" else open_file(found, None)
-    )
-    beside = [
-        f"{found.name}{_INDEX} is here too; {found.name} is read, as transformers does"
-    ] * _has_index(found)
+    checkpoint = _open_index(found) if found.suffix == ".json" else open_file(found)
+    twin = found.beside(_twin(found.name))
+    usual = f", as {_library(found.name)} does" if found.name in _ORDER else ""
+    told = f"{twin.name} is here too; {found.name} is read{usual}"
+    beside = [told] if twin.is_file() else []
     notes = (*beside, *_variant_notes(variant, others), *_ignored(path, found, checkpoint))
     return replace(checkpoint, notes=(*notes, *checkpoint.notes))
 
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_OF_TRAINING = re.compile(
-    r"(?:optimizer|scheduler|training_args|rng_state|random_states|scaler|sampler)", re.IGNORECASE
-)
-
-
 def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterator[str]:
-    """Tell which file of a folder is read where others look like checkpoints but are not used."""
+    """Tell which file of a folder is read where others look like checkpoints but are not used: not
+    what training keeps beside the weights, nor the weights in another form.
+    """
     parts = {read.name, *(file.path.name for file in checkpoint.files)}
     others = [
-        item.name
-        for item in folder.list()
-        if item.suffix.lower() in _WEIGHTS
-        and item.name not in parts
-        and not _is_companion(item.name)
+        name for name in weight_files(folder) if name not in parts and not _ANOTHER_FORM(name)
     ]
     if others:
         told = "1 other file is" if len(others) == 1 else f"{len(others):,} other files are"
         yield f"{read.name} is read; {told} beside it and not read: {some_text(others)}"
 
 
-def _is_companion(name: str) -> bool:
-    """Whether a file has the name of what training keeps beside the weights, or of the weights in
-    another form.
-    """
-    stem = re.sub(rf"{_OF_A_SET}$", "", name.rpartition(".")[0])
-    return bool(_OF_TRAINING.match(name)) or re.fullmatch(rf"{_STEMS}(?:\..+)?", stem) is not None
+_ANOTHER_FORM = re.compile(rf"{_STEMS}(?:\..+)?(?:{_OF_A_SET})?\.[^.]*").fullmatch
 
 
-def _has_index(found: Location) -> bool:
-    return found.suffix != ".json" and found.beside(f"{found.name}{_INDEX}").is_file()
+def _twin(name: str) -> str:
+    """The name of the index for a file, or of the file for an index."""
+    return name.removesuffix(_INDEX) if name.endswith(_INDEX) else f"{name}{_INDEX}"
+
+
+def _library(name: str) -> str:
+    """The library that opens weights of that name."""
+    return next((library for stem, library in _OF_INDEXES if name.startswith(stem)), "transformers")
 
 
 def _only_variant(folder: Location, found: Mapping[str, Location]) -> str:
@@ -162,24 +173,23 @@ def _variant_notes(variant: str | None, found: Mapping[str, Location]) -> list[s
 
 
 def _plain(folder: Location) -> Location:
-    """The index in a folder, or its one file.
+    """The plain weights in a folder: those that the libraries look for, else the only index."""
+    if found := _usual(folder):
+        return found
+    indexes = _indexes(folder)
+    if len(indexes) > 1:
+        names = ", ".join(printable(item.name) for item in indexes)
+        what = f"holds {len(indexes)} indexes: {names}"
+        raise UnsupportedCheckpoint(what, path=folder, hint="name the index that you mean")
+    return indexes[0]
 
-    Of both the file, as transformers' `from_pretrained` looks for it first.
-    """
-    index = _index_of(folder)
-    alone = None if index is None else index.beside(index.name.removesuffix(_INDEX))
-    if index is not None and not (alone is not None and alone.name in _ALONE and alone.is_file()):
-        return index
-    usual = [folder.child(name) for name in _ALONE]
-    return alone or next(file for file in usual if file.is_file())
 
-
-def _open_index(index: Location, open_file: FileOpener) -> Checkpoint:
+def _open_index(index: Location) -> Checkpoint:
     """An index replaced meanwhile is read anew: the open shards may be of either set."""
     for _ in range(_TRIES):
         before = index.fingerprint()
         try:
-            checkpoint = _open_set(index, open_file)
+            checkpoint = _open_set(index)
         except CheckpointError:
             if index.fingerprint() == before:
                 raise
@@ -198,12 +208,12 @@ _KEPT_OPEN = 400  # shards; a process may often open 1,024 files, and two checkp
 _TOGETHER = 128  # shards that are asked for at once, where they are over a network
 
 
-def _open_set(index: Location, open_file: FileOpener) -> Checkpoint:
+def _open_set(index: Location) -> Checkpoint:
     weight_map, metadata = _read_index(index)
     shards: dict[str, Checkpoint] = {}
     try:
         names = [*dict.fromkeys(weight_map.values())]
-        pool = FilePool() if len(names) > _KEPT_OPEN else None
+        pool = FilePool() if len(names) > kept_open(_KEPT_OPEN) else None
         for first in range(0, len(names), _TOGETHER):
             together = names[first : first + _TOGETHER]
             index.foresee([index.beside(name) for name in together], first_reads)
@@ -214,17 +224,36 @@ def _open_set(index: Location, open_file: FileOpener) -> Checkpoint:
         for shard in shards.values():
             shard.close()
         raise
-    return replace(_joined(index, pairs, list(shards.values())), index_metadata=metadata)
+    whole = joined(index.path, pairs, list(shards.values()))
+    part = _delta(metadata)
+    told = () if part is None else (f"{part.what}; {part.hint}",)
+    notes = (*whole.notes, *told)
+    return replace(whole, index_metadata=metadata, part=part, notes=notes)
 
 
-def _joined(
-    index: Location, pairs: list[tuple[str, Node]], shards: Sequence[Checkpoint]
+def _delta(metadata: Mapping[str, Any]) -> Part | None:
+    """What the shards of an index are that hold changes: compressed differences, which look like
+    weights of bytes. slime, sglang and vime write such folders.
+    """
+    encoding = metadata.get("delta_encoding")
+    if encoding is None:
+        return None
+    what = (
+        f"holds the changes since version {printable(metadata.get('base_version'))} of a model "
+        f"(delta_encoding {printable(encoding)}), not its weights"
+    )
+    return Part(what, "have the program that wrote it apply them to that version, and convert that")
+
+
+def joined(
+    index: PurePath, pairs: list[tuple[str, Node]], shards: Sequence[Checkpoint]
 ) -> Checkpoint:
+    """The checkpoint of shards that hold `pairs`; `index` is what is named for all of them."""
     root = Call(ORDERED_DICT, ())
     root.pairs = pairs
     metadata = {name: value for shard in reversed(shards) for name, value in shard.metadata.items()}
     return Checkpoint(
-        path=index.path,
+        path=index,
         container=_of_shards(index.name, [shard.container for shard in shards]),
         root=root,
         nbytes=sum(shard.nbytes for shard in shards),
@@ -239,10 +268,9 @@ def _of_shards(index: str, shards: Sequence[Container]) -> Container:
     """The container of an index with that name; it opens where each of its shards does."""
     first = shards[0] if shards else UNKNOWN.called("")
     least = next((shard for shard in shards if not shard.anywhere), first)
-    by = next((library for stem, library in _OF_INDEXES if index.startswith(stem)), "transformers")
     return Container(
         f"sharded {first.name}".rstrip(),
-        by,
+        _library(index),
         why_not=least.why_not,
         suffix=first.suffix,
         is_index=True,
@@ -251,19 +279,14 @@ def _of_shards(index: str, shards: Sequence[Container]) -> Container:
     )
 
 
-def _index_of(folder: Location) -> Location | None:
-    """The index in a folder; of a safetensors and a torch one for the same weights, the first."""
-    found = _indexes(folder)
-    if len(found) > 1 and (
-        usual := [item for item in found if item.name == f"model.safetensors{_INDEX}"]
-    ):
-        found = usual
-    if len(found) > 1:
-        names = ", ".join(printable(item.name) for item in found)
-        raise UnsupportedCheckpoint(
-            f"holds {len(found)} indexes: {names}", path=folder, hint="name the index that you mean"
-        )
-    return found[0] if found else None
+def shards_named(place: Location) -> list[Location]:
+    """The shards of what is named as an index is; none where it cannot be read."""
+    if not IS_INDEX(place.name):
+        return []
+    try:
+        return [place.beside(name) for name in dict.fromkeys(_read_index(place)[0].values())]
+    except (CheckpointError, OSError):
+        return []
 
 
 def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
@@ -320,7 +343,7 @@ def _pairs(
     """The tensors by key, in the index's order."""
     held: dict[str, tuple[str, Node]] = {}
     for name, shard in shards.items():
-        for key, value in _state_dict(shard):
+        for key, value in state_dict_pairs(shard):
             if key in held:
                 raise _malformed(
                     index, key, f"is in two shards, {printable(held[key][0])} and {printable(name)}"
@@ -338,9 +361,67 @@ def _pairs(
     return [(key, held[key][1]) for key in (*weight_map, *others)]
 
 
-def _state_dict(shard: Checkpoint) -> list[tuple[str, Node]]:
+def state_dict_pairs(shard: Checkpoint) -> list[tuple[str, Node]]:
+    """The tensors of a shard by key."""
     try:
         found = shard.state_dict()
     except CheckpointError as error:
         raise error.at(path=shard.path) from None
     return list(zip(found.keys, found.values, strict=True))
+
+
+# ------------------------------------------------------------------------- parts without an index
+
+
+def is_parts(folder: Location) -> bool:
+    """Whether the weights in a folder are the parts of one checkpoint and nothing else."""
+    return folder.is_folder() and are_parts(weight_files(folder))
+
+
+def open_parts(folder: Location, *_: object) -> Checkpoint:
+    """Open all parts in a folder; reads their directories, no payload."""
+    files, pool = [within(folder.child(name), folder) for name in weight_files(folder)], FilePool()
+    folder.foresee(files, first_reads)
+    with ExitStack() as opened:
+        whole = join_files([opened.enter_context(open_file(file, pool)) for file in files])
+        opened.pop_all()
+    return replace(whole, path=folder.path)
+
+
+def join_parts(parts: Sequence[Checkpoint]) -> Checkpoint:
+    """The checkpoint of all parts.
+
+    Raises `UnsupportedCheckpoint` where one is missing, or where two hold the same key: each holds
+    a slice of the tensor then.
+    """
+    told = {int(one.number): one for part in parts if (one := numbered(part.path.name))}
+    last = told[max(told)]
+    numbers = (told[min(told)] if last.of else last).numbers
+    missing = next((number for number in numbers if number not in told), None)
+    if missing is not None:
+        what = f"lacks {printable(last.other(missing))}, another part of the checkpoint"
+        raise UnsupportedCheckpoint(what, hint="fetch all parts")
+    found: dict[str, tuple[str, Node]] = {}
+    for part in parts:
+        for key, value in state_dict_pairs(part):
+            if key in found:
+                names = f"{printable(found[key][0])} and {printable(part.path.name)}"
+                what = f"is in {names}: they are parallel parts of one model, which are not joined"
+                raise UnsupportedCheckpoint(what, where=key, hint=SPLIT)
+            found[key] = part.path.name, value
+    whole = joined(parts[0].path, [(key, value) for key, (_, value) in found.items()], parts)
+    name = f"{parts[0].container.name}, {len(parts)} parts"
+    container = replace(whole.container, name=name, by="", why_not=_ALONE, is_index=False)
+    notes = whole.notes if last.of else (*whole.notes, _UNTOLD)
+    return replace(whole, container=container, notes=notes)
+
+
+_ALONE = "there is no index, so each file opens by itself only"
+_UNTOLD = "the names do not say how many parts there were; these are taken to be all of them"
+
+
+def join_files(opened: Sequence[Checkpoint]) -> Checkpoint:
+    """The one checkpoint of several files: of whole tensors, or of the shards of ranks."""
+    are_whole = not any(has_shards(calls_of(one.root)) for one in opened)
+    names = [one.path.name for one in opened]
+    return join_parts(opened) if are_whole and are_parts(names) else join_ranks(opened)

@@ -1,9 +1,10 @@
 """Folders that contain checkpoints but are not one themselves: which checkpoint to read.
 
 A file of the folder may name it (``latest`` of DeepSpeed, ``latest_checkpointed_iteration.txt`` of
-Megatron-LM), or the user does, or there is only one. The folder itself is looked into, and no
-deeper. Whether something in it is a checkpoint, the caller says. Source:
-deepspeed/runtime/engine.py, megatron/training/checkpointing.py.
+Megatron-LM, ``last_checkpoint`` of mmengine), or the user does, or there is only one. The folder
+itself is looked into, and no deeper. Whether something in it is a checkpoint, the caller says.
+Source: deepspeed/runtime/engine.py, megatron/training/checkpointing.py,
+mmengine/hooks/checkpoint_hook.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import NamedTuple
 
+from ckptconv.formats.containers import SUFFIXES
 from ckptconv.io.location import Location, is_plain_name, read_start, within
 from ckptconv.support.errors import (
     AmbiguousStateDict,
@@ -44,26 +47,22 @@ def _iteration(text: str) -> str:
     return f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,18}", text) else text
 
 
-POINTERS = (Pointer("latest", str), Pointer("latest_checkpointed_iteration.txt", _iteration))
+def _last_part(text: str) -> str:
+    """mmengine writes the path that the file had where it was saved, fvcore its name."""
+    return re.split(r"[\\/]", text)[-1]
+
+
+POINTERS = (
+    Pointer("latest", str),
+    Pointer("latest_checkpointed_iteration.txt", _iteration),
+    Pointer("last_checkpoint", _last_part),
+)
 
 _BESIDE = re.compile(
-    r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?|training_args|dl_state_dict|custom_checkpoint)"
+    r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?|training_args|dl_state_dict|custom_checkpoint|recipe_state)"
     r"(?:_[0-9]+)*\.[a-z]+"
 ).fullmatch
 """Names under which training leaves beside the weights what it needs to go on."""
-_SHARD = re.compile(r".+-[0-9]{5}-of-(?!00001\b)[0-9]{5}\.\w+").fullmatch
-_SUFFIXES = (
-    ".safetensors",
-    ".pt",
-    ".pth",
-    ".bin",
-    ".ckpt",
-    ".tar",
-    ".th",
-    ".pkl",
-    ".pickle",
-    ".zip",
-)
 
 
 def is_training_state(name: str) -> bool:
@@ -71,19 +70,25 @@ def is_training_state(name: str) -> bool:
     return _BESIDE(name) is not None
 
 
+def weight_files(folder: Location) -> list[str]:
+    """What is in a folder under names that files of weights have."""
+    names = [name for name in folder.names() if PurePath(name).suffix in SUFFIXES]
+    return [name for name in names if not (name.startswith(".") or is_training_state(name))]
+
+
 def points(folder: Location) -> bool:
     """Whether a file of `folder` says which of the folders in it is meant."""
     return any(folder.child(pointer.file).is_file() for pointer in POINTERS)
 
 
-def chosen(folder: Location, tag: str | None, is_checkpoint: Test) -> Chosen | None:
+def chosen(folder: Location, tag: str | None, is_checkpoint: Test, is_empty: Test) -> Chosen | None:
     """What is meant in `folder`: what `tag` names, else what a file of it names, else the only
-    checkpoint in it.
+    checkpoint in it. Files that are `is_empty` do not count.
 
     None where there is nothing to choose from. Raises `MalformedCheckpoint` for a name that leads
     elsewhere or nowhere, `AmbiguousStateDict` where there is a choice; both say what there is.
     """
-    inside = _inside(folder, is_checkpoint)
+    inside = _inside(folder, is_checkpoint, is_empty)
     if tag is not None:
         return _as_chosen(
             folder,
@@ -113,13 +118,14 @@ class _Inside:
     files: tuple[str, ...]
 
 
-def _inside(folder: Location, is_checkpoint: Test) -> _Inside:
+def _inside(folder: Location, is_checkpoint: Test, is_empty: Test) -> _Inside:
     items = _distinct(folder)
     names = [item.name for item in items if item.is_folder()]
     folders = [name for name in names if is_checkpoint(folder.child(name))]
     around = [name for name in names if name not in folders and points(folder.child(name))]
-    files = [item.name for item in items if item.suffix in _SUFFIXES and item.is_file()]
-    return _Inside(tuple(folders), tuple(around), tuple(files))
+    files = [item for item in items if item.suffix in SUFFIXES and item.is_file()]
+    full = [item.name for item in files if not is_empty(item)]
+    return _Inside(tuple(folders), tuple(around), tuple(full))
 
 
 def _distinct(folder: Location) -> list[Location]:
@@ -195,7 +201,7 @@ def _only(folder: Location, inside: _Inside) -> Chosen | None:
         [] if inside.folders else list(inside.files)
     )
     found = [*inside.folders, *files]
-    if len(found) == 1 and not inside.around and not _SHARD(found[0]):
+    if len(found) == 1 and not inside.around:
         return Chosen(
             within(folder.child(found[0]), folder),
             (f"the only checkpoint in the folder is read: {printable(found[0])}",),
@@ -213,7 +219,7 @@ def _only(folder: Location, inside: _Inside) -> Chosen | None:
     if files:
         what, hint = (
             f"is a folder of {len(files)} files without an index",
-            f"name the file that you mean: {_listed(files)}",
+            f"name the file that you mean, or all its parts: {_listed(files)}",
         )
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     return None

@@ -22,7 +22,9 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.limits import in_force
-from ckptconv.tensors.flat_runs import Flat, Run, Widener, shaped
+from ckptconv.tensors.computed import Widener
+from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.flat_runs import Flat, Run, shaped
 from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions
 from ckptconv.tree.walk import tensor_of
 
@@ -285,7 +287,7 @@ class Weights:
         """
         self._states = states
         self._stage = stage
-        self._widened = Widener()
+        self._widened = Widener(BY_NAME["float32"])
         self._found: dict[str, Node] = {}
         self.notes: tuple[str, ...] = ()
 

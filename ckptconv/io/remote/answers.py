@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
+from ckptconv.io.remote.causes import unreached
 from ckptconv.io.remote.store import Seen, StoreError
 
 Headers = Mapping[str, str]
@@ -87,7 +88,7 @@ def refusal(status: int, headers: Headers, hints: Mapping[int, str] | None = Non
     if status in (401, 403):
         return StoreError("denied", f"the server does not allow it (status {status})", hint=hint)
     if status == 407:
-        return StoreError("denied", "the proxy asks for a password (status 407)", hint=hint)
+        return unreached("password", "the server")
     if status == 412:
         return StoreError("changed", "was changed while it was read")
     if status not in _PASSING:

@@ -1,12 +1,16 @@
-"""What the errors of object stores mean, told without an address, a key or a signature: the texts
-of their libraries have them all.
+"""What the errors of other machines mean, and of the libraries that ask them: told without an
+address, a key or a signature, for their texts have them all.
 """
 
 from __future__ import annotations
 
 import re
+import ssl
+from collections.abc import Iterator
+from typing import Any
 
 from ckptconv.io.remote.store import TRIES, Failing, StoreError
+from ckptconv.support.errors import printable
 
 NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
 """The services, as they are called in errors."""
@@ -88,6 +92,8 @@ def meant(
 ) -> StoreError:
     """The error that the code and the status of an answer stand for."""
     who = NAMES[service]
+    if status == 407:
+        return unreached("password", who)
     if code == "PreconditionFailed" or status == 412:
         return StoreError("changed", "was changed while it was read")
     kind, what, hint = _MEANINGS.get(code) or _by_status(code, status)
@@ -115,12 +121,138 @@ _STATUS = re.compile(r"(?:status code: |status: )(\d{3})").search
 _WHERE = re.compile(r"<Region>([a-z0-9-]{2,40})</Region>").search
 _ADDRESS = re.compile(r"https?://\S+").sub
 _ASKING_WHO = re.compile(r"Generic \w+ error: Error performing token request").match
-_UNREACHED = ("kind: Connect", "dns error", "tcp connect error", "Connection refused")
-_UNTRUSTED = ("certificate", "CertificateError", "UnknownIssuer")
+
+# ---------------------------------------------------------------------------- who asks is not known
+
+_WHO = {
+    "SSOTokenLoadError": ("nobody is logged in to SSO", "aws sso login"),
+    "SSOError": ("the login to SSO has expired", "aws sso login"),
+    "EndpointConnectionError": ("the service that gives the role does not answer", "check the network and the region"),  # noqa: E501
+    "ConnectTimeoutError": ("the service that gives the role does not answer", "check the network and the region"),  # noqa: E501
+    "NoRegionError": ("the service that gives the role is asked in a region, and none is set", "set AWS_DEFAULT_REGION, or region in the profile"),  # noqa: E501
+    "ClientError": ("AWS does not give the role", "check role_arn, and who may take it"),
+    "FileNotFoundError": ("the file of the token is not there", "see AWS_WEB_IDENTITY_TOKEN_FILE, or web_identity_token_file of the profile"),  # noqa: E501
+    "RuntimeError": ("the credentials that it is given have expired", "check credential_process, or get new ones"),  # noqa: E501
+    "CredentialRetrievalError": ("the program that gives the credentials fails", "try the credential_process of the profile"),  # noqa: E501
+    "MetadataRetrievalError": ("this machine is given no credentials", CREDENTIALS),
+    "ProfileNotFound": ("there is no such profile", "see AWS_PROFILE and ~/.aws/config"),
+    "ConfigParseError": ("a file of profiles cannot be parsed", "see AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE"),  # noqa: E501
+    "PartialCredentialsError": ("half of the keys is missing", CREDENTIALS),
+    "Exception": ("the credentials fail", CREDENTIALS),
+}  # fmt: skip
+"""What errors of botocore and of the system mean where credentials were asked for."""
+
+_FAILED = re.compile(r"credentials-fail-by-(\w+)").search
 
 
-def told_by_obstore(error: BaseException, service: str) -> StoreError:
+def credentials_failed(error: BaseException) -> tuple[str, str]:
+    """Why there are no credentials, and what to do."""
+    what, hint = _WHO[_who_failed(error)]
+    file = getattr(error, "kwargs", {}).get("path")  # botocore's, of a file that it cannot parse
+    return (what if file is None else f"{what} ({printable(file)})"), hint
+
+
+def in_words_of_obstore(error: BaseException) -> Exception:
+    """An error for obstore, by whose text `told_by_obstore` knows it again."""
+    return PermissionError(f"credentials-fail-by-{_who_failed(error)}")
+
+
+def _who_failed(error: BaseException) -> str:
+    kinds = [kind.__name__ for one in _chain(error) for kind in type(one).__mro__]
+    return next((kind for kind in kinds if kind in _WHO), "Exception")
+
+
+# ------------------------------------------------------------------------ who is not reached at all
+
+_UNREACHED: dict[str, _Meaning] = {
+    "expired": ("final", "has a certificate that has expired", "it has to be renewed there; or the clock of this machine is wrong"),  # noqa: E501
+    "early": ("final", "has a certificate that is not valid yet", "check the clock of this machine"),  # noqa: E501
+    "host": ("final", "has a certificate for another host", "check the address"),
+    "issuer": ("final", "has a certificate that this machine does not trust", "SSL_CERT_FILE names the file or folder of yours (for S3 AWS_CA_BUNDLE too)"),  # noqa: E501
+    "plain": ("final", "does not speak TLS there", "write http:// if that is meant"),
+    "TLS": ("passing", "does not speak TLS as it should", None),
+    "password": ("denied", "cannot be reached: the proxy asks for a password (status 407)", "write it into HTTPS_PROXY or HTTP_PROXY: http://USER:PASSWORD@HOST:PORT"),  # noqa: E501
+    "tunnel": ("final", "cannot be reached: the proxy does not let this through", "see HTTPS_PROXY and NO_PROXY"),  # noqa: E501
+    "proxy": ("passing", "cannot be reached: the proxy does not answer", "see HTTPS_PROXY and NO_PROXY"),  # noqa: E501
+    "nameless": ("passing", "has no address, or there is no network", "check the address"),
+    "down": ("passing", "does not answer", "check the address and the network"),
+    "cut": ("passing", "broke the connection off", "if it speaks TLS, write https://"),
+}  # fmt: skip
+"""Why nothing was answered. Of what is passing, few tries are made: the address is likely wrong."""
+
+_IN_OBSTORE = (
+    ("ExpiredContext", "expired"), ("Expired", "expired"), ("NotValidYet", "early"),
+    ("NotValidForName", "host"), ("InvalidContentType", "plain"), ("certificate", "issuer"),
+    ("InvalidCertificate", "issuer"), ("ProxyAuth", "password"), ("roxy auth", "password"),
+    ("Tunnel", "tunnel"), ("ConnectionReset", "cut"), ("dns error", "nameless"),
+    ("kind: Connect", "down"), ("tcp connect error", "down"), ("Connection refused", "down"),
+)  # fmt: skip
+"""By which words the text of obstore tells them, the first that it has."""
+
+_BY_CODE = {9: "early", 10: "expired", 62: "host", 64: "host"}  # of OpenSSL's verification
+_BY_NAME = (
+    ("ProxyError", "proxy"), ("ProxyConnectionError", "proxy"), ("SSLError", "TLS"),
+    ("gaierror", "nameless"), ("NewConnectionError", "down"), ("ConnectTimeoutError", "down"),
+    ("EndpointConnectionError", "down"),
+)  # fmt: skip
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})").search
+
+
+def unreached(cause: str, who: str) -> StoreError:
+    """The error for a host that was never heard of."""
+    kind, what, hint = _UNREACHED[cause]
+    return StoreError(
+        kind, f"{who} {what}", hint=hint, tries=TRIES - 1 if kind == "passing" else None
+    )
+
+
+def not_connected(error: BaseException, who: str, *, is_plain: bool = False) -> StoreError:
+    """What an error of urllib3 means, or of botocore, which asks by it; `is_plain`: without TLS."""
+    causes = tuple(_chain(error))
+    for cause in causes:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return unreached(_BY_CODE.get(cause.verify_code, "issuer"), who)
+        if isinstance(cause, ssl.SSLError) and "WRONG_VERSION" in str(cause):
+            return unreached("plain", who)
+        if isinstance(cause, OSError) and (refused := _TUNNEL(str(cause))):
+            return unreached("password" if refused[1] == "407" else "tunnel", who)
+    names = {type(cause).__name__ for cause in causes}
+    for name, found in _BY_NAME:
+        if name in names:
+            return unreached(found, who)
+    if any(isinstance(cause, TimeoutError) for cause in causes) or "ReadTimeoutError" in names:
+        return StoreError("passing", f"{who} does not answer in time")
+    if isinstance(error, ValueError):
+        return StoreError("final", "is not an address of the web", hint="check the address")
+    told = unreached("cut", who)
+    told.hint = told.hint if is_plain else None
+    return told
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised for."""
+    found: list[BaseException] = []
+    waiting: list[Any] = [error]
+    while waiting:
+        cause = waiting.pop()
+        if isinstance(cause, BaseException) and cause not in found:
+            found.append(cause)
+            waiting += [cause.__cause__, cause.__context__, *cause.args]
+            waiting += [getattr(cause, "original_error", None), getattr(cause, "reason", None)]
+            waiting += [*getattr(cause, "kwargs", {}).values()]
+    yield from found
+
+
+def told_by_obstore(error: BaseException, service: str, *, is_signed: bool = True) -> StoreError:
     """What an error of obstore means. Its text has the address and the body of the answer."""
+    told = _told(error, service)
+    if is_signed or told.kind != "denied":
+        return told
+    what = f"{NAMES[service]} does not show it to everybody, and the request was not signed"
+    return Forbidden("denied", what, hint=CREDENTIALS)
+
+
+def _told(error: BaseException, service: str) -> StoreError:
     name, who = type(error).__name__, NAMES[service]
     text = _ADDRESS("", str(error))  # whose words are the user's
     code, status, region = _CODE(text), _STATUS(text), _WHERE(text)
@@ -131,6 +263,10 @@ def told_by_obstore(error: BaseException, service: str) -> StoreError:
     if "without LOCATION" in text:
         return meant(service, "PermanentRedirect", 301)
     is_nobody = name == "UnauthenticatedError" and status is None
+    if (failed := _FAILED(text)) is not None:
+        return StoreError(
+            "denied", f"{who} cannot be asked: {_WHO[failed[1]][0]}", hint=_WHO[failed[1]][1]
+        )
     if is_nobody or _ASKING_WHO(text):
         return StoreError("denied", f"{who} needs credentials, and none work", hint=CREDENTIALS)
     if isinstance(error, FileNotFoundError) and status is None:
@@ -145,19 +281,17 @@ def told_by_obstore(error: BaseException, service: str) -> StoreError:
     if name in ("PermissionDeniedError", "UnauthenticatedError"):
         return Forbidden("denied", f"{who} does not allow it", hint=CREDENTIALS)
     if isinstance(error, ValueError) or name in ("InvalidPathError", "NotSupportedError"):
-        return StoreError("final", f"{who} cannot be asked for a name like this")
+        what = "holds a key that its client cannot name (an empty part, a control character)"
+        return StoreError("final", f"{who} {what}")
     if "builder error" in text:
         return StoreError("final", f"{who} cannot be asked: the address of the service is wrong")
-    if any(words in text for words in _UNTRUSTED):
-        what = f"{who} has a certificate that this machine does not trust"
-        return StoreError("final", what, hint="AWS_CA_BUNDLE names the file of yours")
     if "non-partial" in text.lower() or "NotPartial" in text:
         hint = "download it first: this server does not give parts of files"
         return StoreError("final", f"{who} answers with the whole file", hint=hint)
-    is_unreached = any(words in text for words in _UNREACHED)
-    return StoreError(
-        "passing",
-        f"{who} does not answer",
-        hint="check the address and the network" if is_unreached else None,
-        tries=TRIES if is_unreached else None,
-    )
+    cause = next((cause for words, cause in _IN_OBSTORE if words in text), None)
+    if cause is None:
+        return StoreError("passing", f"{who} does not answer")
+    told = unreached(cause, who)
+    if cause == "cut" and "GET http:" not in str(error):
+        told.hint = None
+    return told

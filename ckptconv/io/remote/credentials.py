@@ -16,11 +16,13 @@ from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from ckptconv.io.local import LocalPlace
-from ckptconv.io.location import read_small
+from ckptconv.io.remote.causes import credentials_failed, in_words_of_obstore
+from ckptconv.io.remote.network import certificates, proxy_for
 from ckptconv.support import platforms
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.support.errors import UnsupportedCheckpoint
 
 _HINT = "see: ckptconv help remote (credentials)"
 
@@ -42,11 +44,38 @@ def options_of(
     endpoint = endpoint_of(service)
     if endpoint is not None and endpoint.startswith("http://"):
         options["client_options"]["allow_http"] = True
+    trusted = certificates_of_aws() if service == "s3" else certificates()
+    if trusted is not None:
+        options["client_options"]["root_certificate"] = trusted
     if service == "s3":
-        if bundle := os.environ.get("AWS_CA_BUNDLE"):
-            options["client_options"]["root_certificate"] = _certificates(bundle)
-        return {**options, **_s3_options(endpoint, bucket)}
-    return {**options, **(_google(endpoint) if service == "gs" else _azure(endpoint, host))}
+        options |= _s3_options(endpoint, bucket)
+    else:
+        options |= _google(endpoint) if service == "gs" else _azure(endpoint, host)
+    at = options.get("endpoint", endpoint) or usual_endpoint(
+        service, bucket, None, options.get("region") or options.get("account_name", "")
+    )
+    options["client_options"] |= _proxies(at)
+    return options
+
+
+def usual_endpoint(service: str, bucket: str, endpoint: str | None, where: str) -> str:
+    """The address that a service is asked at: `endpoint`, else its own in a region or account."""
+    hosts = {
+        "s3": f"{bucket}.s3.{where}.amazonaws.com",
+        "gs": "storage.googleapis.com",
+        "az": f"{where}.blob.core.windows.net",
+    }
+    return endpoint or f"https://{hosts[service]}"
+
+
+def _proxies(at: str) -> dict[str, str]:
+    """What makes obstore use the proxy for an address or none: by itself it knows no ports, and no
+    address by ``*``, in NO_PROXY.
+    """
+    if (proxy := proxy_for(at)) is not None:
+        return {"proxy_url": proxy}
+    host = urlsplit(at).hostname or ""
+    return {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": host} if getproxies() else {}
 
 
 _ENDPOINTS = {
@@ -79,12 +108,12 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
-def _certificates(path: str) -> bytes:
-    try:
-        return read_small(LocalPlace(Path(path).expanduser()), "text_bytes")
-    except CheckpointError as error:
-        error.hint = "AWS_CA_BUNDLE names it, as the file of certificates"
-        raise
+def certificates_of_aws() -> bytes | None:
+    """The certificates that those of S3 are held against."""
+    of_profile = None
+    if not os.environ.get("AWS_CA_BUNDLE") and _has_profile():
+        of_profile = profile_session().get_config_variable("ca_bundle")
+    return certificates(of_profile=of_profile, is_aws=True)
 
 
 # ---------------------------------------------------------------------------------------------- S3
@@ -135,12 +164,13 @@ def credentials() -> Any:
     try:
         return profile_session().get_credentials()
     except botocore.exceptions.BotoCoreError as error:
-        raise _without(error) from None
+        failed = _without(error)
+    raise failed  # here, so that no answer of a server is its context
 
 
 def _without(error: Exception) -> UnsupportedCheckpoint:
-    what = f"cannot be asked for: the credentials of AWS fail ({type(error).__name__})"
-    return UnsupportedCheckpoint(what, hint=_HINT)
+    what, hint = credentials_failed(error)
+    return UnsupportedCheckpoint(f"cannot be asked for: {what}", hint=hint)
 
 
 def _provider(found: Any) -> Callable[[], dict[str, Any]]:
@@ -150,7 +180,7 @@ def _provider(found: Any) -> Callable[[], dict[str, Any]]:
         try:
             frozen = found.get_frozen_credentials()
         except Exception as error:  # its text may hold what is secret
-            raise PermissionError(f"credential {type(error).__name__}") from None
+            raise in_words_of_obstore(error) from None
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -179,14 +209,19 @@ AWS = "https://s3.amazonaws.com"
 @lru_cache(maxsize=64)
 def _region_told(bucket: str) -> str | None:
     """The region that S3 names to whoever asks for a bucket, allowed or not."""
+    import ssl
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
     from ckptconv.io.remote.traffic import count
 
     count(requests=1)
+    context = ssl.create_default_context()
+    if (trusted := certificates_of_aws()) is not None:
+        context.load_verify_locations(cadata=trusted.decode("ascii"))
+    request = Request(f"{AWS}/{bucket}", method="HEAD")
     try:
-        with urlopen(Request(f"{AWS}/{bucket}", method="HEAD"), timeout=5) as answer:
+        with urlopen(request, timeout=5, context=context) as answer:
             headers = answer.headers
     except HTTPError as error:
         headers = error.headers
@@ -224,8 +259,10 @@ def _session(_: tuple[tuple[str, str], ...]) -> Any:
     try:
         session.get_scoped_config()
     except Exception as error:  # there is no such profile
-        raise _without(error) from None
-    return session
+        failed = _without(error)
+    else:
+        return session
+    raise failed
 
 
 # ------------------------------------------------------------------------------------ Google Cloud

@@ -26,6 +26,7 @@ from ckptconv.io.remote.store import (
 )
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import Cancelled, hidden_key, key_of_hidden
+from ckptconv.support.addresses import shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 _NOT_PLACES = frozenset((
@@ -41,14 +42,14 @@ def filesystem_store(address: str) -> tuple[Store, str]:
     scheme = scheme.lower()
     if scheme in _NOT_PLACES or "::" in address:
         raise UnsupportedCheckpoint(
-            "is not the address of a file in one place", path=_shown(address), hint="name the file"
+            "is not the address of a file in one place", path=shown(address), hint="name the file"
         )
-    fsspec = needed("fsspec", _shown(address))
+    fsspec = needed("fsspec", shown(address))
     if scheme == "memory":  # which has no hosts
         return FileSystemStore(fsspec, "memory://", "memory://"), rest.lstrip("/")
     host, _, key = rest.partition("/")
     whole = f"{scheme}://{host}/"
-    root = _shown(whole)
+    root = shown(whole)
     if whole != root:
         _WHOLE[root] = whole
     return FileSystemStore(fsspec, _WHOLE.get(root, whole), root), key
@@ -58,14 +59,6 @@ _WHOLE: dict[str, str] = {}
 """Addresses with a password, by what is shown of them: plans and results only have that, and name
 the place by it again in this process.
 """
-
-
-def _shown(address: str) -> str:
-    """An address without the password that may stand in it."""
-    scheme, _, rest = address.partition("://")
-    host, slash, path = rest.partition("/")
-    user, at, server = host.rpartition("@")
-    return f"{scheme}://{user.partition(':')[0]}{at}{server}{slash}{path}"
 
 
 class FileSystemStore(Store):
@@ -277,7 +270,8 @@ def _rename(system: Any, source: str, target: str) -> None:
 
 
 _TAGS = ("ETag", "etag", "e_tag", "checksum", "md5", "mtime", "LastModified", "last_modified",
-         "modified", "updated", "created", "ino")  # fmt: skip
+         "modified", "updated", "created", "ino", "modify", "modificationTime", "sha",
+         "hex")  # fmt: skip
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 

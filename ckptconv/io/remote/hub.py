@@ -22,7 +22,8 @@ from ckptconv.io.remote.answers import LIES, Headers, is_strong, refusal, seen
 from ckptconv.io.remote.missing import needed
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
 from ckptconv.io.remote.tokens import hub_token, is_set
-from ckptconv.io.remote.web import WebStore, shown
+from ckptconv.io.remote.web import WebStore
+from ckptconv.support.addresses import shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ class HubStore(WebStore):
             return StoreError("final", what, hint="check the address")
         if code == "GatedRepo":
             what = f"{name} is open to those only who accept its conditions"
-            hint = f"accept them at {page}, then set HF_TOKEN"
+            then = "as the user of the token" if self._has_token else "then set HF_TOKEN"
+            hint = f"accept them at {page}, {then}"
             return StoreError("denied", what, hint=hint)
         if "Access to this resource is disabled" in headers.get("X-Error-Message", ""):
             return StoreError("denied", f"the Hub has disabled {name}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ckptconv.support.errors import UnsupportedCheckpoint
 
-EXTRA = "pip install 'ckptconv[remote]'"
+EXTRA = "pip install 'obstore>=0.8' 'botocore>=1.36' 'urllib3>=2.2'"
 
 
 def needed(name: str, address: str) -> Any:
@@ -33,7 +33,7 @@ def needed(name: str, address: str) -> Any:
             what = "is not on this machine, and reading it needs fsspec"
             raise UnsupportedCheckpoint(what, path=address, hint="pip install fsspec") from None
         raise UnsupportedCheckpoint(
-            "is not on this machine, and reading it needs ckptconv[remote]",
+            "is not on this machine, and reading it needs obstore, botocore and urllib3",
             path=address,
             hint=EXTRA,
         ) from None

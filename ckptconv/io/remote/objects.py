@@ -7,18 +7,29 @@ store when it is whole: neither service lets a large object appear on a conditio
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, Upload
-from ckptconv.io.remote.uploads import IN_FLIGHT, key_of_hidden
+from ckptconv.io.remote.store import (
+    Listing,
+    Part,
+    Seen,
+    Store,
+    StoreError,
+    Unfinished,
+    Upload,
+    read_on,
+)
+from ckptconv.io.remote.traffic import count
+from ckptconv.io.remote.uploads import IN_FLIGHT, Cancelled, key_of_hidden
 from ckptconv.io.remote.written_objects import MARK, WrittenObject
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -60,6 +71,7 @@ class ObjectStoreOf(Store):
         self.service = service
         self.bucket, self._host = self._named(bucket)
         self._obstore = needed("obstore", self.root)
+        self._is_signed, self._has_answered = True, False
         self._store: ObjectStore = self._opened(tries=0)
 
     def _named(self, bucket: str) -> tuple[str, str | None]:
@@ -74,13 +86,17 @@ class ObjectStoreOf(Store):
         kind = getattr(self._obstore.store, kinds[self.service])
         try:
             options = options_of(self.service, self.bucket, host=self._host, tries=tries)
+            self._is_signed = not options.get("skip_signature")
             return kind(self.bucket, **options)
         except CheckpointError as error:
             raise error.at(path=self.root) from None
         except Exception as error:  # whose text may hold what is secret
             what = f"cannot be opened with these settings ({type(error).__name__})"
-            hint = "see: ckptconv help remote (credentials)"
-            raise UnsupportedCheckpoint(what, path=self.root, hint=hint) from None
+        hint = "see: ckptconv help remote (credentials)"
+        if self.service == "gs" and (file := os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")):
+            what = f"cannot be opened with the credentials in {printable(file)}"
+            hint = "check that file, which GOOGLE_APPLICATION_CREDENTIALS names"
+        raise UnsupportedCheckpoint(what, path=self.root, hint=hint)
 
     @cached_property
     def writing(self) -> Any:
@@ -89,20 +105,31 @@ class ObjectStoreOf(Store):
         """
         return self._opened(tries=10)
 
+    def _told(self, error: BaseException) -> StoreError:
+        told = told_by_obstore(error, self.service, is_signed=self._is_signed)
+        if told.kind != "passing":
+            self._has_answered = True
+        if self._has_answered:
+            told.tries = None  # who never answered is likely to be misspelled
+        return told
+
     # --------------------------------------------------------------------------------- reading
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+        return read_on(partial(self._got, key), first, nbytes, pinned)
+
+    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
         options: dict[str, Any] = {"range": (first, first + nbytes)}
         if pinned is not None and pinned.is_pinned:
             options["version" if self.service == "gs" else "if_match"] = pinned.tag
         try:
             got = self._obstore.get(self._store, key, options=options)
-            seen = self._seen(got.meta)
-            return Part(memoryview(got.bytes()), seen)
+            self._has_answered = True
+            return Part(_arrived(got), self._seen(got.meta))
         except Exception as error:
             if first == 0 and _may_be_empty(error) and (found := self._empty(key)) is not None:
                 return found
-            told = told_by_obstore(error, self.service)
+            told = self._told(error)
             if told.kind == "missing" and "version" in options:  # the version is gone
                 told = StoreError("changed", "was changed while it was read")
             raise told from None
@@ -115,7 +142,7 @@ class ObjectStoreOf(Store):
         try:
             seen = self._seen(self._obstore.head(self._store, key))
         except Exception as error:
-            told = told_by_obstore(error, self.service)
+            told = self._told(error)
             if told.kind == "passing":
                 raise told from None
             return None
@@ -125,7 +152,7 @@ class ObjectStoreOf(Store):
         try:
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
         except Exception as error:
-            raise told_by_obstore(error, self.service) from None
+            raise self._told(error) from None
         begin = len(prefix)
         files = {
             meta["path"][begin:]: self._seen(meta)
@@ -148,6 +175,9 @@ class ObjectStoreOf(Store):
 
     def opened(self, key: str, mark: str, part: int) -> Any:
         """A file of obstore under a key, sent in parts of `part` bytes."""
+        if self.service == "az":  # parts of no object are listed nowhere: for `unfinished`
+            count(requests=1)
+            self.put(key, bytearray(), mark=mark, create=False)
         return self._obstore.open_writer(
             self.writing,
             key,
@@ -173,7 +203,7 @@ class ObjectStoreOf(Store):
         try:
             return int(self._obstore.head(self._store, key)["size"])
         except Exception as error:
-            raise told_by_obstore(error, self.service) from None
+            raise self._told(error) from None
 
     def _await_copy(self, key: str, size: int) -> None:
         """Azure may copy after its answer; until then the copy is an object without bytes."""
@@ -190,7 +220,7 @@ class ObjectStoreOf(Store):
             found = self._obstore.get(self._store, key, options=options)
             return str(found.attributes.get(MARK, ""))
         except Exception as error:
-            told = told_by_obstore(error, self.service)
+            told = self._told(error)
             if told.kind == "missing":
                 return None
             raise told from None
@@ -204,7 +234,7 @@ class ObjectStoreOf(Store):
         try:
             getattr(self._obstore, operation)(self._store, *given, **options)
         except Exception as error:
-            told = told_by_obstore(error, self.service)
+            told = self._told(error)
             if told.kind == "changed":
                 told = StoreError("exists", "exists")
             if told.kind != "exists" or not mark or self.mark_of(key) != mark:
@@ -214,7 +244,7 @@ class ObjectStoreOf(Store):
         try:
             self._obstore.delete(self._store, key)
         except Exception as error:
-            told = told_by_obstore(error, self.service)
+            told = self._told(error)
             if told.kind != "missing":
                 raise told from None
 
@@ -225,24 +255,32 @@ class ObjectStoreOf(Store):
             for page in self._obstore.list(self._store, folder or None):
                 found += [meta for meta in page if _is_left(meta["path"], prefix)]
         except Exception as error:
-            raise told_by_obstore(error, self.service) from None
+            raise self._told(error) from None
         return [
             Unfinished(meta["path"], "", meta["last_modified"].isoformat(), meta["size"])
             for meta in found
         ]
 
     def abort(self, left: Unfinished) -> None:
-        self.remove(left.key)
+        self.drop(left.key, None)
 
-    def drop(self, key: str) -> None:
-        """Leave nothing of what was begun under a hidden key."""
-        if self.service == "az":  # which keeps parts for a week, but none of a whole object
+    def drop(self, key: str, writer: Any) -> None:
+        """Leave nothing of what was begun under a hidden key.
+
+        Azure keeps parts of no object for a week, also one that arrives when the object is gone: so
+        what is on its way is waited for, and made an object that has no other parts.
+        """
+        with contextlib.suppress(Exception):
+            if writer is not None and self.service == "az":
+                writer.close()
+            elif writer is not None:
+                writer.__exit__(Cancelled, Cancelled(), None)
+        if self.service == "az":
             with contextlib.suppress(Exception):
                 self._obstore.put(self._store, key, b"", mode="overwrite")
         self.remove(key)
 
 
-REMOVING = 5.0  # seconds for which a copied object is tried to be removed
 COPYING = 3600.0  # seconds for which a copy may go on
 
 
@@ -255,3 +293,15 @@ def _is_left(key: str, prefix: str) -> bool:
 def _may_be_empty(error: BaseException) -> bool:
     text = str(error).lower()
     return any(words in text for words in ("416", "non-partial", "notpartial", "invalid range"))
+
+
+def _arrived(got: Any) -> bytes:
+    """The bytes of an answer, or those that came before it broke off."""
+    pieces: list[Any] = []
+    try:
+        # as they come, which costs no more: of a larger piece that is not whole nothing is given
+        pieces.extend(got.stream(min_chunk_size=1))
+    except Exception:
+        if not pieces:
+            raise
+    return b"".join(pieces)

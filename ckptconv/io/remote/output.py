@@ -12,10 +12,12 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import TypeVar
 
 from ckptconv.io.destination import Destination, Draft, output_errors
+from ckptconv.io.files import refuse_inputs
 from ckptconv.io.location import Location
 from ckptconv.io.remote.causes import Forbidden
 from ckptconv.io.remote.fetchers import fetched
@@ -88,9 +90,7 @@ def _is_folder(place: RemotePlace) -> bool:
 
 
 def _exists(place: Location) -> OutputRefused:
-    return OutputRefused(
-        "exists", path=place.path, hint="add --force to replace it (force=True in code)"
-    )
+    return OutputRefused("exists", path=place.path, hint="add --force to replace it")
 
 
 def _exists_by_now(place: Location) -> OutputRefused:
@@ -226,9 +226,15 @@ class RemoteOutput(Destination):
     """One object, or the objects of a set in a folder."""
 
     def __init__(
-        self, place: RemotePlace, files: ShardNames | None, *, force: bool, read_back: bool
+        self,
+        place: RemotePlace,
+        files: ShardNames | None,
+        *,
+        force: bool,
+        read_back: bool,
+        replaces: Iterable[Source] = (),
     ) -> None:
-        self.path = place.path
+        self.path, self._replaces = place.path, replaces
         self._place, self._files = place, files
         self._force, self._read_back = force, read_back
         self._drafts: list[RemoteDraft] = []
@@ -240,6 +246,9 @@ class RemoteOutput(Destination):
                 check_remote(self._place, is_folder=False, force=self._force)
             elif not self._force and (found := self._found(self._files)):
                 raise _exists(self._beside(found[0]))
+            names = self._files.taken() if self._files is not None and self._force else ()
+            beside = (self._beside(name).path for name in names)
+            refuse_inputs(chain([self.path], beside), self._replaces)
         self._is_open = True
         return self
 
@@ -382,10 +391,17 @@ def _names(places: Iterable[RemotePlace]) -> str:
 
 
 def remote_output(
-    place: Location, *, force: bool, read_back: bool = False, files: ShardNames | None = None
+    place: Location,
+    *,
+    force: bool,
+    read_back: bool = False,
+    files: ShardNames | None = None,
+    replaces: Iterable[Source] = (),
 ) -> Destination:
-    """One object, or shards and their index; `files` are the names of a set in a folder.
+    """One object, or shards and their index; `files` are the names of a set in a folder. Of what
+    the run has read it may take the place of `replaces` alone.
 
     With `read_back`, a committed draft can be read before the output is.
     """
-    return RemoteOutput(_writable(place), files, force=force, read_back=read_back)
+    named = _writable(place)
+    return RemoteOutput(named, files, force=force, read_back=read_back, replaces=replaces)

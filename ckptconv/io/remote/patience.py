@@ -21,7 +21,8 @@ of it and all of it.
 def patiently(request: Callable[[], T], seconds: float) -> T:
     """What `request` gives, tried again for `seconds` while its errors are passing ones.
 
-    A server that asks for a longer wait than is left is answered by its error at once.
+    A server that asks for a longer wait than is left is answered by its error at once. No error has
+    what was caught before it as its context: answers of servers hold secrets.
     """
     begin, delay, tries = time.monotonic(), FIRST, 0
     while True:
@@ -30,6 +31,7 @@ def patiently(request: Callable[[], T], seconds: float) -> T:
         try:
             return request()
         except StoreError as error:
+            error.__context__ = None
             if error.kind != "passing" or (error.tries is not None and tries >= error.tries):
                 raise
             wait = delay * random.uniform(0.5, 1.0)

@@ -11,9 +11,10 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import Kind, Location, Needs
 from ckptconv.io.remote.schemes import store_of
 from ckptconv.io.remote.site import Site
+from ckptconv.io.remote.store import split
 from ckptconv.io.source import Fingerprint, Source
-from ckptconv.support.addresses import UrlPath
-from ckptconv.support.errors import UnsupportedCheckpoint, not_opened
+from ckptconv.support.addresses import UrlPath, shown
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class RemotePlace(Location):
 
     @property
     def name(self) -> str:
-        return self.site.store.spoken(self.key.rstrip("/").rpartition("/")[2]) or self.path.name
+        return self.site.store.spoken(split(self.key)[1]) or self.path.name
 
     @property
     def stem(self) -> str:
@@ -47,8 +48,15 @@ class RemotePlace(Location):
         return PurePath(self.name).suffix
 
     @property
+    def says_folder(self) -> bool:
+        return self.key.endswith("/")
+
+    @property
     def parent(self) -> RemotePlace:
-        return RemotePlace(self.site, self.key.rstrip("/").rpartition("/")[0])
+        folder = split(self.key)[0]
+        # a slash that ends the folder's own name stays: ``a//b`` lies in ``a/``, which is not ``a``
+        is_plain = not folder.endswith("//") and folder != "/"
+        return RemotePlace(self.site, folder.removesuffix("/") if is_plain else folder)
 
     @property
     def absolute(self) -> RemotePlace:
@@ -61,7 +69,7 @@ class RemotePlace(Location):
     @property
     def _folder(self) -> str:
         """The key of a folder: nothing, or one that ends in a slash."""
-        return f"{self.key.rstrip('/')}/" if self.key else ""
+        return self.key if not self.key or self.key.endswith("/") else f"{self.key}/"
 
     def kind(self) -> Kind:
         if (known := self.site.known(self.key)) is not None:
@@ -72,7 +80,8 @@ class RemotePlace(Location):
         found = None if self.key.endswith("/") else self.site.head(self.key)
         if found is not None and found.seen.size:
             return "file"
-        if not self.key or self.site.listing(self._folder):  # which an empty object may stand for
+        # which an empty object may stand for; a bucket is listed too, to name it where it fails
+        if self.site.listing(self._folder) or not self.key:
             return "folder"
         return "nothing" if found is None else "file"
 
@@ -107,5 +116,12 @@ class RemotePlace(Location):
 
 def remote_place(address: str) -> RemotePlace:
     """The place that an address names."""
-    store, key = store_of(address)
+    try:
+        store, key = store_of(address)
+    except CheckpointError as error:
+        if (named := shown(address)).startswith(
+            error.path or ""
+        ):  # of a bucket, which nobody named
+            error.path = named
+        raise
     return RemotePlace(Site(store), key)

@@ -11,16 +11,26 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ckptconv.io.crc import crc32
-from ckptconv.io.remote.causes import CREDENTIALS, NAMES, Forbidden, meant
+from ckptconv.io.remote.causes import (
+    CREDENTIALS,
+    NAMES,
+    Forbidden,
+    credentials_failed,
+    meant,
+    not_connected,
+)
 from ckptconv.io.remote.credentials import (
+    certificates_of_aws,
     endpoint_of,
     is_anonymous,
     profile_session,
     region_of,
+    usual_endpoint,
 )
 from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.network import as_file, proxy_for
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
-from ckptconv.io.remote.store import TRIES, StoreError, Unfinished, Upload
+from ckptconv.io.remote.store import StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
 
 T = TypeVar("T")
@@ -46,6 +56,9 @@ class S3Store(ObjectStoreOf):
         from botocore.config import Config
 
         endpoint = endpoint_of("s3")
+        region = region_of(self.bucket, endpoint)
+        at = usual_endpoint("s3", self.bucket, endpoint, region)
+        proxy, trusted = proxy_for(at), certificates_of_aws()
         config = Config(
             signature_version=botocore.UNSIGNED if is_anonymous() else None,
             retries={"total_max_attempts": 1},
@@ -55,6 +68,7 @@ class S3Store(ObjectStoreOf):
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             user_agent_extra="ckptconv",
+            proxies={} if proxy is None else {at.partition(":")[0]: proxy},
             s3={
                 "addressing_style": "path" if endpoint else "auto",
                 "payload_signing_enabled": False,
@@ -64,7 +78,8 @@ class S3Store(ObjectStoreOf):
             "s3",
             endpoint_url=endpoint,
             config=config,
-            region_name=region_of(self.bucket, endpoint),
+            region_name=region,
+            verify=None if trusted is None else as_file(trusted),
         )
 
     def begin(self, key: str, size: int) -> Upload:
@@ -254,21 +269,18 @@ def _answered(request: Callable[[], T]) -> T:
         return request()
     except errors.ClientError as error:
         raise _refused(error.response) from None
+    except errors.NoCredentialsError:
+        what = f"{who} needs credentials, and there are none"
+        raise StoreError("denied", what, hint=CREDENTIALS) from None
     except (
-        errors.NoCredentialsError,
         errors.PartialCredentialsError,
         errors.CredentialRetrievalError,
-    ):
-        what = f"{who} needs credentials, and none work"
-        raise StoreError("denied", what, hint=CREDENTIALS) from None
-    except errors.EndpointConnectionError:
-        hint = "check the address and the network"
-        raise StoreError("passing", f"{who} does not answer", hint=hint, tries=TRIES) from None
-    except errors.SSLError:
-        what = f"{who} has a certificate that this machine does not trust"
-        raise StoreError("final", what, hint="AWS_CA_BUNDLE names the file of yours") from None
-    except errors.HTTPClientError:
-        raise StoreError("passing", f"{who} does not answer") from None
+        errors.SSOError,
+    ) as error:
+        what, hint = credentials_failed(error)
+        raise StoreError("denied", f"{who} cannot be asked: {what}", hint=hint) from None
+    except (errors.HTTPClientError, errors.ConnectionError) as error:
+        raise not_connected(error, who) from None
     except errors.BotoCoreError as error:
         raise StoreError("final", f"{who} cannot be asked ({type(error).__name__})") from None
 

@@ -21,14 +21,16 @@ from ckptconv.io.location import Kind, Needs
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.source import HEAD, RemoteSource
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
+from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, split
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import (
     CheckpointError,
     MalformedCheckpoint,
+    MissingFile,
     RemoteFailure,
     UnreadableFile,
+    UnsupportedCheckpoint,
     not_opened,
 )
 from ckptconv.support.limits import in_force
@@ -51,7 +53,7 @@ class Site:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._seconds = in_force().remote_seconds
+        self._seconds, self._unpinned = in_force().remote_seconds, in_force().unpinned
         self._lock = threading.Lock()
         self._heads: OrderedDict[str, _Head | None] = OrderedDict()
         self._listings: dict[str, Listing] = {}
@@ -97,30 +99,28 @@ class Site:
         if not key or key.endswith("/") or self._is_known_absent(key):
             return None
         try:
-            return patiently(lambda: self._received(key, 0, HEAD, None), self._seconds)
-        except StoreError as error:
-            if error.kind == "missing":
-                return None
-            raise told(error, UrlPath(self.store.locate(key))) from None
+            return self._asked(key, lambda: self._received(key, 0, HEAD, None))
+        except MissingFile:
+            return None
 
     def _is_known_absent(self, key: str) -> bool:
         """Whether a listing of the folder around it lacks an object."""
-        folder, _, name = key.rpartition("/")
-        if (around := self._heads.get(folder)) is not None and around.part.seen.size:
+        folder, name = split(key)
+        if (around := self._heads.get(folder.removesuffix("/"))) and around.part.seen.size:
             return True  # what lies around it is a file
-        listing = self._listings.get(f"{folder}/" if folder else "")
+        listing = self._listings.get(folder)
         return listing is not None and name not in listing.files
 
     def known(self, key: str) -> Kind | None:
         """What is there, as far as a listing of the folder around it tells."""
-        folder, _, name = key.rpartition("/")
-        around = self._heads.get(folder)
+        folder, name = split(key)
+        around = self._heads.get(folder.removesuffix("/"))
         if around is not None and around.part.seen.size:
             return "nothing"  # what lies around it is a file
-        listing = self._listings.get(f"{folder}/" if folder else "")
-        if listing is None or key in self._heads:
+        listing = self._listings.get(folder)
+        if listing is None or not name or key in self._heads:
             return None
-        if name in listing.files:
+        if name in listing.files and not key.endswith("/"):
             return "file" if name not in listing.folders else None
         return "folder" if name in listing.folders else "nothing"
 
@@ -131,9 +131,9 @@ class Site:
         with self._lock:
             if folder in self._listings:
                 return self._listings[folder]
-            parent, _, name = folder.rstrip("/").rpartition("/")
-            around = self._listings.get(f"{parent}/" if parent else "")
-        is_absent = around is not None and folder != "" and name not in around.folders
+            parent, name = split(folder)
+            around = self._listings.get(parent)
+        is_absent = around is not None and name != "" and name not in around.folders
         found = Listing({}, frozenset())
         if not is_absent:
             found = self._asked(folder, lambda: self.store.list(folder))
@@ -170,6 +170,13 @@ class Site:
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen) -> Part:
         """A range of an object, of one version; any thread may ask."""
+        if not pinned.tag and not self._unpinned:
+            raise UnsupportedCheckpoint(
+                "the server tells neither a tag nor a date of it, so two answers may be of two "
+                "versions",
+                path=UrlPath(self.store.locate(key)),
+                hint="download it first; --unpinned takes the risk",
+            )
         return self._asked(key, lambda: self._received(key, first, nbytes, pinned))
 
     def _received(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
@@ -178,10 +185,14 @@ class Site:
         return part
 
     def _asked(self, key: str, request: Callable[[], T]) -> T:
+        path = UrlPath(self.store.locate(key))
         try:
             return patiently(request, self._seconds)
         except StoreError as error:
-            raise told(error, UrlPath(self.store.locate(key))) from None
+            failed = told(error, path)
+        except CheckpointError as error:  # of the settings by which it is asked
+            failed = error.at(path=path)
+        raise failed  # here, so that no answer of a server is its context
 
 
 def told(error: StoreError, path: PurePath) -> CheckpointError:

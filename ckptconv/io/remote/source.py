@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import NoReturn
 
+from ckptconv.io.files import note_input
 from ckptconv.io.remote.fetchers import fetched
 from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
@@ -21,10 +22,41 @@ end does: the directories of most archives lie in them.
 """
 
 _KEPT = 8 << 20  # bytes of windows that one source keeps
+_MERGED = 128 << 20  # bytes of merged reads that all sources of the process keep
 _GAP = 256 << 10  # bytes that nobody asked for, fetched because another request would cost more
 _LONGEST = 8 << 20  # the bytes of one request
 _WINDOW = 64 << 10  # bytes that a small read fetches
 _FORESEEN = 4096  # small reads that are asked for together
+# The ends of items of a DCP folder (64 KiB each) are read just before their values: up to this many
+# times as much lies between them, and is fetched with them, if there is room to keep it.
+_RATIO = 8
+
+
+class _Budget:
+    """Bytes that may still be kept, of any number of sources."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes, which is gone then."""
+        with self._lock:
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+    def has(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes."""
+        return nbytes <= self._left
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._left += nbytes
+
+
+_BUDGET = _Budget(_MERGED)
 
 
 class RemoteSource(FarSource):
@@ -43,12 +75,14 @@ class RemoteSource(FarSource):
         windows: Iterable[tuple[int, bytes]],
     ) -> None:
         self.path, self.size = path, seen.size
+        note_input(str(path), path)
         self._get, self._seen = get, seen
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # closing may be left to the garbage collector
         # what was fetched for small reads, by where it begins; the last one used stands last
-        self._windows: OrderedDict[int, bytes] = OrderedDict()
+        self._windows: OrderedDict[int, bytes | memoryview] = OrderedDict()
         self._small: dict[int, bytes] = {}  # what was foreseen, by where it begins
         self._is_closed = False
+        self._merged = 0  # bytes of merged reads among the windows, which are not dropped
         for first, data in windows:
             self._keep(first, data)
 
@@ -106,7 +140,10 @@ class RemoteSource(FarSource):
                 waiting.append(number)
             else:
                 found[number] = bytes(held)
-        runs = _merged([(*ranges[number], number) for number in waiting])
+        wanted = [(*ranges[number], number) for number in waiting]
+        runs = _merged(wanted, _RATIO)
+        if not _BUDGET.has(sum(last - first for first, last, _ in runs)):
+            runs = _merged(wanted, 0)
         fetching = [
             (first, members, fetched(partial(self.fetch, first, last - first)))
             for first, last, members in runs
@@ -115,6 +152,8 @@ class RemoteSource(FarSource):
         def wait() -> list[bytes]:
             for first, members, future in fetching:
                 data = future.result()
+                if len(data) > 2 * sum(ranges[number][1] for number in members):
+                    self._keep_merged(first, data)  # the payloads between them are read next
                 for number in members:
                     offset, nbytes = ranges[number]
                     found[number] = bytes(data[offset - first : offset - first + nbytes])
@@ -139,7 +178,38 @@ class RemoteSource(FarSource):
             yield from super().stream(wanted)
 
     def fetch(self, first: int, nbytes: int) -> memoryview:
-        """The bytes from `first` on, in one request; any thread may ask."""
+        """The bytes from `first` on; what a window holds of them is not asked for again. Any thread
+        may ask.
+        """
+        pieces: list[memoryview] = []
+        at, last = first, first + nbytes
+        for start, data in self._within(first, last):
+            if start > at:
+                pieces.append(self._requested(at, start - at))
+            pieces.append(data)
+            at = start + len(data)
+        if at < last or not pieces:
+            pieces.append(self._requested(at, last - at))
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+    def _within(self, first: int, last: int) -> list[tuple[int, memoryview]]:
+        """What windows hold of a stretch, ascending; in the middle of it only what is worth asking
+        once more for what follows.
+        """
+        with self._lock:
+            windows = sorted(self._windows.items())
+        found: list[tuple[int, memoryview]] = []
+        at = first
+        for start, data in windows:
+            begin, end = max(at, start), min(last, start + len(data))
+            least = 1 if begin == at or end == last else _GAP
+            if end - begin >= least:
+                found.append((begin, memoryview(data)[begin - start : end - start]))
+                at = end
+        return found
+
+    def _requested(self, first: int, nbytes: int) -> memoryview:
+        """The bytes from `first` on, in one request."""
         if self._is_closed:
             hint = "open it again, or read before it is closed (within its with block)"
             raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
@@ -204,7 +274,7 @@ class RemoteSource(FarSource):
                     return memoryview(data)[offset - start : offset - start + nbytes]
         return None
 
-    def _begun(self, offset: int) -> bytes:
+    def _begun(self, offset: int) -> bytes | memoryview:
         """The bytes from `offset` on that one of the windows has, at its end."""
         with self._lock:
             for start, data in reversed(self._windows.items()):
@@ -212,12 +282,18 @@ class RemoteSource(FarSource):
                     return data[offset - start :]
         return b""
 
-    def _keep(self, first: int, data: bytes) -> None:
+    def _keep(self, first: int, data: bytes | memoryview) -> None:
         with self._lock:
             self._windows[first] = data
             self._windows.move_to_end(first)
-            while len(self._windows) > 1 and sum(map(len, self._windows.values())) > _KEPT:
+            most = _KEPT + self._merged
+            while len(self._windows) > 1 and sum(map(len, self._windows.values())) > most:
                 self._windows.popitem(last=False)
+
+    def _keep_merged(self, first: int, data: memoryview) -> None:
+        if not self._is_closed and _BUDGET.take(len(data)):
+            self._merged += len(data)
+            self._keep(first, data)
 
     def _require(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes > self.size - offset:
@@ -244,8 +320,10 @@ class RemoteSource(FarSource):
         return True
 
     def check_unchanged(self) -> None:
-        """Where the version is pinned, all that was read is of one version."""
-        if not self._seen.is_pinned and not self._is_closed:
+        """Where the version is pinned, all that was read is of one version; so it is where nothing
+        tells versions apart, for it came in one answer.
+        """
+        if self._seen.tag and not self._seen.is_pinned and not self._is_closed:
             part = self._get(0, 1)
             if part.seen != self._seen:
                 self._refuse_changed()
@@ -260,18 +338,25 @@ class RemoteSource(FarSource):
             self._is_closed = True
             self._windows.clear()
             self._small.clear()
+            _BUDGET.give_back(self._merged)
+            self._merged = 0
+
+    def __del__(self) -> None:
+        self.close()
 
 
-def _merged(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+def _merged(ranges: Sequence[tuple[int, int, int]], ratio: int) -> list[tuple[int, int, list[int]]]:
     """Runs put together where one request for them costs less than several: where each begins and
-    ends, and the numbers of the ranges in it.
+    ends, and the numbers of the ranges in it. So are small ones whose gap is at most `ratio` times
+    as long as what stands behind it.
     """
     runs: list[tuple[int, int, list[int]]] = []
     for offset, nbytes, number in sorted(ranges):
         end = offset + nbytes
         if runs:
             first, last, members = runs[-1]
-            if offset - last <= _GAP and max(end, last) - first <= _LONGEST:
+            most = max(_GAP, ratio * nbytes if nbytes <= HEAD else 0)
+            if offset - last <= most and max(end, last) - first <= _LONGEST:
                 runs[-1] = (first, max(end, last), [*members, number])
                 continue
         runs.append((offset, end, [number]))

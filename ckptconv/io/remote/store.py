@@ -7,9 +7,11 @@ to keep and what to fetch ahead is the business of the layers above, the same fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from ckptconv.io.remote.traffic import count
 
 Failing = Literal["missing", "denied", "changed", "exists", "passing", "final"]
 """How a request failed: there is no such object, this user may not, the object is not the one that
@@ -70,6 +72,17 @@ class Listing:
 
     def __bool__(self) -> bool:
         return bool(self.files or self.folders)
+
+
+def split(key: str) -> tuple[str, str]:
+    """The folder that a key lies in (empty, or ending in a slash), and its name in there; a slash
+    at the end of a key says only that it is a folder.
+
+    >>> split("a/b/c"), split("a/b/"), split("a//b"), split("")
+    (('a/b/', 'c'), ('a/', 'b'), ('a//', 'b'), ('', ''))
+    """
+    begin = key.rfind("/", 0, max(0, len(key) - 1)) + 1
+    return key[:begin], key[begin:].removesuffix("/")
 
 
 class Upload(ABC):
@@ -184,3 +197,26 @@ class Store(ABC):
     def spoken(self, name: str) -> str:
         """The name that a part of a key stands for."""
         return name
+
+
+_PIECES = 32  # answers that one range may come in; a long one in as many as have 64 KiB each
+
+
+def read_on(
+    got: Callable[[int, int, Seen | None], Part], first: int, nbytes: int, pinned: Seen | None
+) -> Part:
+    """A range by `got`, whose answers may be shorter than they were asked to be, since they broke
+    off: the rest is asked for, of the same version.
+    """
+    part = got(first, nbytes, pinned)
+    whole = min(nbytes, part.seen.size - first)
+    if len(part.data) >= whole:
+        return part
+    pieces, most = [part.data], max(_PIECES, whole >> 16)
+    while (had := sum(map(len, pieces))) < whole:
+        if len(pieces) == most:
+            what = f"the server sends {whole} bytes in more than {most} pieces"
+            raise StoreError("final", what, hint="another server of the file may do better")
+        count(requests=1)
+        pieces.append(got(first + had, whole - had, part.seen).data)
+    return Part(b"".join(pieces), part.seen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 
@@ -22,9 +23,9 @@ from ckptconv.io.remote.answers import (
     seen,
 )
 from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.store import Part, Seen, Store, StoreError
+from ckptconv.io.remote.store import Part, Seen, Store, StoreError, read_on
 from ckptconv.io.remote.traffic import count
-from ckptconv.support.addresses import how_to_get
+from ckptconv.support.addresses import how_to_get, shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _STALE = frozenset((400, 401, 403, 404, 410, 416))
 """What a signed address answers that was good for a while only, or for one range."""
 
 _FRUITLESS = 2  # addresses that were not good for a second request, before none is kept
-_PIECES = 16  # answers that one range may come in
+_AT_ONCE = 256 << 10  # bytes that are taken off a connection at a time: what came before it broke
 
 _HINTS = {
     401: "write it as https://USER:PASSWORD@HOST/…, or use a signed address",
@@ -59,18 +60,6 @@ def web_store(address: str) -> tuple[Store, str]:
     key = quote(found.path[1:], safe=_UNSAFE)
     store = WebStore(root, userinfo=found.netloc.rpartition("@")[0], queries={key: found.query})
     return store, key
-
-
-def shown(address: str) -> str:
-    """An address without what may be secret in it.
-
-    >>> shown("https://me:secret@host/a.pt?signature=secret#x")
-    'https://host/a.pt'
-    """
-    scheme, _, rest = address.partition("://")
-    rest = rest.partition("#")[0].partition("?")[0]
-    netloc, slash, path = rest.partition("/")
-    return f"{scheme}://{netloc.rpartition('@')[2]}{slash}{path}"
 
 
 class WebStore(Store):
@@ -107,18 +96,7 @@ class WebStore(Store):
     # ----------------------------------------------------------------------------------- reading
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
-        part = self._got(key, first, nbytes, pinned)
-        whole = min(nbytes, part.seen.size - first)
-        if len(part.data) >= whole:
-            return part
-        # a server may send less than it was asked for
-        pieces = [part.data]
-        while (had := sum(map(len, pieces))) < whole:
-            if len(pieces) == _PIECES:
-                raise _lie(f"the server sends {whole} bytes in more than {_PIECES} pieces")
-            count(requests=1)
-            pieces.append(self._got(key, first + had, whole - had, part.seen).data)
-        return Part(b"".join(pieces), part.seen)
+        return read_on(partial(self._got, key), first, nbytes, pinned)
 
     def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
         with self._lock:
@@ -211,10 +189,8 @@ class WebStore(Store):
         if length not in (None, end - start):
             raise _lie(f"the server sends {length} bytes, and calls them {end - start}")
         data = _all(answer, end - start)
-        if len(data) < end - start:
-            raise StoreError(
-                "passing", f"the server broke off after {len(data)} of {end - start} bytes"
-            )
+        if not data:
+            raise StoreError("passing", f"the server broke off after 0 of {end - start} bytes")
         if length is None and answer.read(1):
             raise _lie(f"the server sends more than {end - start} bytes")
         return Part(data, version)
@@ -286,13 +262,11 @@ def _lie(what: str) -> StoreError:
 
 
 def _all(answer: Answer, nbytes: int) -> bytes:
-    """As many bytes as there are of `nbytes`."""
-    data = answer.read(nbytes)
-    if len(data) == nbytes or not data:
-        return data
-    parts = [data]
-    left = nbytes - len(data)
-    while left and (data := answer.read(left)):
-        parts.append(data)
-        left -= len(data)
+    """As many bytes as there are of `nbytes`, and as came before the connection broke."""
+    parts: list[bytes] = []
+    left = nbytes
+    with answer.until_it_breaks(parts):
+        while left and (data := answer.read(min(left, _AT_ONCE))):
+            parts.append(data)
+            left -= len(data)
     return b"".join(parts)

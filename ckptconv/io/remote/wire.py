@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -16,10 +15,8 @@ import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from urllib3 import exceptions as errors
@@ -28,9 +25,12 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from ckptconv import __version__
 from ckptconv.io.remote.answers import Headers, length_of
+from ckptconv.io.remote.causes import not_connected
 from ckptconv.io.remote.hosts import AllowedHosts, Reach, allowed_hosts, reach_of, reach_of_host
+from ckptconv.io.remote.network import certificates, proxy_for
 from ckptconv.io.remote.store import StoreError
 from ckptconv.io.remote.traffic import count
+from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import in_force
 
 CONNECT = 10.0
@@ -47,7 +47,6 @@ _MOST_HOPS = 6
 _DRAINED = 64 << 10  # bytes of a body that are read only so that its connection can be used again
 _PORTS = {"http": 80, "https": 443}
 _SAFE = "/~!$&'()*+,;=:@%?[]"
-_BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 Origin = tuple[str, str, int]
 """Scheme, host and port."""
@@ -95,6 +94,16 @@ class Answer:
         """As many bytes of the body; fewer only at its end."""
         return self._raw.read(nbytes, decode_content=False)
 
+    @contextlib.contextmanager
+    def until_it_breaks(self, came: Sequence[bytes]) -> Iterator[None]:
+        """Within the block, a connection that breaks ends the body, if any of it `came`."""
+        try:
+            yield
+        except (errors.HTTPError, OSError):
+            if not came:
+                raise
+            self._raw.close()
+
     def leave(self) -> None:
         """Let the connection be used again, or close it where too much is still to come."""
         with contextlib.suppress(errors.HTTPError, OSError):
@@ -131,14 +140,18 @@ class Wire:
                 host = urlsplit(answer.target.url).hostname or host
                 try:
                     yield answer
+                    if watch.is_late:
+                        raise self._too_slow(watch)
                     answer.leave()
                 except BaseException:
                     answer.leave()
                     raise
+        except CheckpointError:  # of the settings by which it is asked
+            raise
         except (errors.HTTPError, OSError, ValueError) as error:
             if watch.is_late:
                 raise self._too_slow(watch) from None
-            raise self._failure(error, host) from None
+            raise self._failure(error, host, target.url.startswith("http:")) from None
         except StoreError:
             if watch.is_late:
                 raise self._too_slow(watch) from None
@@ -199,8 +212,8 @@ class Wire:
 
     def _reach(self, target: Target) -> Reach:
         """How near the address may be to which a target sends us."""
-        scheme, host, port = _origin(urlsplit(target.url))
-        if self._proxy(scheme, host, port) is None:
+        _scheme, host, port = _origin(urlsplit(target.url))
+        if proxy_for(target.url) is None:
             own = self._reached.get((host, port), Reach.EVERYWHERE)
         else:
             own = reach_of_host(host)
@@ -211,14 +224,14 @@ class Wire:
 
     def _one(self, target: Target, headers: Headers) -> urllib3.BaseHTTPResponse:
         origin = _origin(urlsplit(target.url))
-        scheme, host, port = origin
+        _scheme, host, port = origin
         said = {"User-Agent": f"ckptconv/{__version__}", "Accept-Encoding": "identity", **headers}
         if self._credential is not None and self._credential.is_for(origin):
             said["Authorization"] = self._credential.value
         reach = None if self._allowed.allow(host, port) else target.reach
         if reach is not None:
             _check(reach_of_host(host), reach, host)
-        manager = self._manager(self._proxy(scheme, host, port), reach)
+        manager = self._manager(proxy_for(target.url), reach)
         raw = manager.urlopen(
             "GET",
             target.url,
@@ -246,9 +259,6 @@ class Wire:
             manager.pool_classes_by_scheme = self._pools(reach)
             return manager
         found = urlsplit(proxy)
-        if found.scheme not in _PORTS:
-            what = f"a proxy of the kind {found.scheme}:// is not used"
-            raise StoreError("final", what, hint="name an http:// proxy, or set NO_PROXY")
         if found.username is not None:
             pair = f"{unquote(found.username)}:{unquote(found.password or '')}"
             options["proxy_headers"] = urllib3.make_headers(proxy_basic_auth=pair)
@@ -294,54 +304,19 @@ class Wire:
     def _context(self) -> ssl.SSLContext:
         """What certificates are trusted: those of the host, or of the file that is named."""
         if self._tls is None:
-            bundle = next(filter(None, map(os.environ.get, _BUNDLES)), None)
-            is_folder = bundle is not None and Path(bundle).is_dir()
-            try:
-                self._tls = ssl.create_default_context(
-                    cafile=None if is_folder else bundle, capath=bundle if is_folder else None
-                )
-            except OSError:
-                what = f"the certificates in {bundle} cannot be read"
-                raise StoreError("final", what, hint=f"see {', '.join(_BUNDLES)}") from None
+            found = certificates()
+            cadata = None if found is None else found.decode("ascii")
+            self._tls = ssl.create_default_context(cadata=cadata)
         return self._tls
-
-    def _proxy(self, scheme: str, host: str, port: int) -> str | None:
-        """The proxy that the environment names for a host."""
-        proxies = getproxies()
-        proxy = proxies.get(scheme) or proxies.get("all")
-        if not proxy:
-            return None
-        named = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if proxy_bypass(named) or _is_excepted(host, proxies.get("no", "")):
-            return None
-        return proxy if "://" in proxy else f"http://{proxy}"
 
     # -------------------------------------------------------------------------------- failures
 
-    def _failure(self, error: Exception, host: str) -> StoreError:
+    def _failure(self, error: Exception, host: str, is_plain: bool) -> StoreError:
         """What went wrong, in words without an address but the host's name."""
-        causes = tuple(_causes(error))
-        for cause in causes:
-            if isinstance(cause, ssl.SSLCertVerificationError):
-                what = f"the certificate of {host} is not trusted: {cause.verify_message}"
-                hint = "a certificate authority of your own is named by SSL_CERT_FILE"
-                return StoreError("final", what, hint=hint)
-        # who never answered is likely to be misspelled
-        tries = None if self._has_answered else 4
-        if any(isinstance(cause, errors.ProxyError) for cause in causes):
-            return StoreError("passing", f"the proxy for {host} does not answer", tries=tries)
-        if any(isinstance(cause, (ssl.SSLError, errors.SSLError)) for cause in causes):
-            return StoreError("passing", f"{host} does not speak TLS as it should", tries=tries)
-        if any(isinstance(cause, errors.NameResolutionError) for cause in causes):
-            what = f"there is no host {host}, or no network"
-            return StoreError("passing", what, hint="check the address", tries=tries)
-        if isinstance(error, (errors.NewConnectionError, errors.ConnectTimeoutError)):
-            return StoreError("passing", f"{host} cannot be reached", tries=tries)
-        if isinstance(error, errors.TimeoutError):
-            return StoreError("passing", f"{host} does not answer in time")
-        if isinstance(error, ValueError):  # LocationValueError too
-            return StoreError("final", "is not an address of the web", hint="check the address")
-        return StoreError("passing", f"{host} broke the connection off")
+        told = not_connected(error, host, is_plain=not self._has_answered and is_plain)
+        if self._has_answered:
+            told.tries = None  # who never answered is likely to be misspelled
+        return told
 
 
 def reach_of_peer(made: socket.socket) -> Reach:
@@ -355,7 +330,7 @@ def _check(found: Reach, reach: Reach, host: str) -> None:
         raise StoreError(
             "final",
             f"the server redirects to {host}, which lies in a network of its own",
-            hint=f"if that is right: --allow-hosts {host} (or CKPTCONV_ALLOW_HOSTS)",
+            hint=f"if that is right: --allow-hosts {host}",
         )
 
 
@@ -373,32 +348,6 @@ def origin_of(url: str) -> Origin:
 def _origin(url: Any) -> Origin:
     scheme = url.scheme.lower()
     return scheme, (url.hostname or "").lower(), url.port or _PORTS.get(scheme, 0)
-
-
-def _is_excepted(host: str, listed: str) -> bool:
-    """Whether NO_PROXY lists a network that an address is in."""
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    for entry in listed.split(","):
-        with contextlib.suppress(ValueError):
-            if "/" in entry and ip in ipaddress.ip_network(entry.strip(), strict=False):
-                return True
-    return False
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised for."""
-    found: list[BaseException] = []
-    waiting: list[Any] = [error]
-    while waiting:
-        cause = waiting.pop()
-        if isinstance(cause, BaseException) and cause not in found:
-            found.append(cause)
-            waiting += [cause.__cause__, cause.__context__, *cause.args]
-            waiting += [getattr(cause, "original_error", None), getattr(cause, "reason", None)]
-    yield from found
 
 
 # ----------------------------------------------------------------------------------- time limits

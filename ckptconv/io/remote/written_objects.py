@@ -17,7 +17,6 @@ from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import (
     PART,
-    Cancelled,
     hidden_key,
     key_of_hidden,
     part_size,
@@ -48,8 +47,8 @@ class Bucket(Protocol):
     def remove(self, key: str) -> None:
         """Remove an object; nothing happens where there is none."""
 
-    def drop(self, key: str) -> None:
-        """Leave nothing of what was begun under a hidden key."""
+    def drop(self, key: str, writer: Any) -> None:
+        """Leave nothing of what was begun under a hidden key, with the `writer` if there is one."""
 
 
 class WrittenObject(Upload):
@@ -61,6 +60,7 @@ class WrittenObject(Upload):
         self._mark = secrets.token_hex(8)
         self._held = bytearray()
         self._writer: Any = None
+        self._last: Future[None] | None = None
         self._hidden: str | None = None
         self._is_cancelled = threading.Event()
 
@@ -70,7 +70,7 @@ class WrittenObject(Upload):
             return
         if self._hidden is None:
             self._hidden = self._key if key_of_hidden(self._key) else hidden_key(self._key)
-            self._waited(fetched(self._begin))
+            self._asked(self._begin)
             self._written(self._held)
             self._held = bytearray()
         self._written(view)
@@ -87,7 +87,8 @@ class WrittenObject(Upload):
             with _told(self._store.service):
                 writer.write(data)
 
-        self._waited(fetched(write))
+        self._last = fetched(write)
+        self._waited(self._last)
         count(bytes_written=len(data))
 
     def _waited(self, future: Future[T]) -> T:
@@ -132,11 +133,13 @@ class WrittenObject(Upload):
         if hidden is None:
             return
 
+        last, self._last = self._last, None
+
         def drop() -> None:
-            if writer is not None:
+            if last is not None:  # it may still be at work
                 with contextlib.suppress(Exception):
-                    writer.__exit__(Cancelled, Cancelled(), None)
-            patiently(partial(self._store.drop, hidden), ABORTING)
+                    last.result(timeout=ABORTING)
+            patiently(partial(self._store.drop, hidden, writer), ABORTING)
 
         with contextlib.suppress(Exception):
             fetched(drop).result(timeout=2 * ABORTING)
@@ -149,5 +152,7 @@ ABORTING = 5.0  # seconds for which leaving nothing is tried
 def _told(service: str) -> Any:
     try:
         yield
+    except StoreError:
+        raise
     except Exception as error:
         raise told_by_obstore(error, service) from None

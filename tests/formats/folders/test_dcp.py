@@ -547,10 +547,8 @@ def test_a_renamed_rank_file_is_known_by_its_offsets(worlds, tmp_path):
         load_portable(shutil.copy(source, tmp_path / "model.safetensors"))
 
 
-def test_the_consolidated_files_of_the_hugging_face_writer_open_one_by_one(worlds):
-    found = {}
-    for path in sorted((worlds / "hf2").glob("*.safetensors")):
-        found.update(load_portable(path))
+def test_the_consolidated_files_of_the_hugging_face_writer_open_together(worlds):
+    found = load_portable(sorted((worlds / "hf2").glob("*.safetensors")))
     assert oracle.value_rows(dict(sorted(found.items()))) == oracle.value_rows(
         dict(sorted(gathered(worlds / "hf2.whole.pt").items()))
     )

@@ -586,12 +586,8 @@ def test_a_folder_of_something_else_is_none(tmp_path):
 
 def test_the_model_states_of_one_rank_of_stage_3_are_not_taken_for_weights(tmp_path):
     step = FOLDERS / "stage3" / "global_step2"
-    with pytest.raises(
-        UnsupportedCheckpoint,
-        match=r"holds the model states of one rank of ZeRO stage 3, and no weights",
-    ) as caught:
+    with pytest.raises(UnsupportedCheckpoint, match=r"one rank of ZeRO stage 3.*name its folder"):
         convert_checkpoint(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", tmp_path / "out.pt")
-    assert str(step) in str(caught.value.hint)
     shutil.copy(
         FOLDERS / "stage3" / "fp32.pt", tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     )

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptconv import CheckpointError, convert_checkpoint, diagnose, load_portable, open_checkpoint
+from ckptconv.batch.finding import find_checkpoints
+from ckptconv.io.places import place_of
 from ckptconv.support.errors import AmbiguousStateDict, MalformedCheckpoint, UnsupportedCheckpoint
 from helpers import oracle
 from helpers.paths import DATA
@@ -319,11 +321,63 @@ def test_the_only_file_in_a_folder_is_read_with_a_note(tmp_path):
     assert "the only checkpoint in the folder is read: epoch=1-step=2.ckpt" in notes(tmp_path)
 
 
+def test_the_state_of_a_loss_counts_where_it_has_tensors(tmp_path):
+    saved(tmp_path / "params.pt", WEIGHTS)
+    saved(tmp_path / "criterion.pt", torch.nn.CrossEntropyLoss().state_dict())
+    assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
+    weighted = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+    saved(tmp_path / "criterion.pt", weighted.state_dict())
+    with pytest.raises(UnsupportedCheckpoint, match=r"all its parts: criterion\.pt, params\.pt"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("link", ["last.ckpt", "latest.pth"])
 def test_a_link_to_the_only_file_is_not_another_one(link, tmp_path):
     saved(tmp_path / "step=2.ckpt", WEIGHTS)
     (tmp_path / link).symlink_to("step=2.ckpt")
     assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
+
+
+@pytest.mark.parametrize("text", ["/runs/a/epoch_1.pth", "epoch_1.pth\n", "C:\\a\\epoch_1.pth"])
+def test_mmengine_says_which_file_is_meant(text, tmp_path):
+    saved(tmp_path / "epoch_1.pth", WEIGHTS)
+    saved(tmp_path / "epoch_2.pth", {"x": torch.ones(1)})
+    (tmp_path / "last_checkpoint").write_text(text)
+    assert rows(load_portable(tmp_path)) == rows(WEIGHTS)
+    (tmp_path / "epoch_1.pth").unlink()
+    with pytest.raises(MalformedCheckpoint, match=r"names the step 'epoch_1\.pth', which is not"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_folder_around_the_steps_of_a_project_is_named(tmp_path):
+    saved_st(tmp_path / "checkpoints" / "checkpoint_0" / "model.safetensors", WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"without a checkpoint in it; name .*checkpoints$"):
+        open_checkpoint(tmp_path)
+
+
+def test_files_of_dcp_without_their_index_are_called_so(tmp_path):
+    file = saved(tmp_path / "step" / "__0_0.distcp", WEIGHTS)
+    with pytest.raises(UnsupportedCheckpoint, match=r"one file of a DCP .* name the folder of all"):
+        open_checkpoint(file)
+    found = find_checkpoints(place_of(tmp_path)).checkpoints
+    assert [place.path for place, _ in found] == [file.parent]
+    with pytest.raises(UnsupportedCheckpoint, match=r"but not the \.metadata that says"):
+        open_checkpoint(file.parent)
+
+
+def test_a_step_of_speechbrain_is_one_checkpoint_without_its_texts(tmp_path):
+    step = tmp_path / "save" / "CKPT+2026-01-01+00-00-00+00"
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    saved(step / "model.ckpt", WEIGHTS)
+    saved(step / "optimizer.ckpt", optimizer.state_dict())
+    for name in ("counter.ckpt", "brain.ckpt", "CKPT.yaml"):
+        (step / name).write_text("step: 4\n")
+    assert rows(load_portable(tmp_path / "save")) == rows(WEIGHTS)
+    assert load_portable(step, whole=True).keys() == {"model", "optimizer"}
+    assert "counter.ckpt is left out: it is a text" in notes(step)
+    (step / "model.ckpt").write_bytes(b"")
+    with pytest.raises(UnsupportedCheckpoint, match="is empty"):
+        open_checkpoint(step)
 
 
 def test_two_files_are_a_choice(tmp_path):
@@ -366,7 +420,7 @@ def test_a_folder_with_an_optimizer_alone_is_that_file_and_no_model(tmp_path):
 
 def test_the_only_shard_of_a_set_is_not_the_weights(tmp_path):
     saved_st(tmp_path / "part-00001-of-00002.safetensors", WEIGHTS)
-    with pytest.raises(UnsupportedCheckpoint, match="is a folder of 1 files without an index"):
+    with pytest.raises(UnsupportedCheckpoint, match="lacks part-00002-of-00002"):
         open_checkpoint(tmp_path)
 
 
@@ -617,7 +671,7 @@ def test_the_shards_of_a_variant_without_its_index_are_not_the_weights(tmp_path)
     variant(tmp_path, "fp16", WEIGHTS, 2)
     (tmp_path / "model.safetensors.index.fp16.json").unlink()
     (tmp_path / "model.fp16-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UnsupportedCheckpoint, match="is a folder of 1 files without an index"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"lacks model\.fp16-00002-of-00002"):
         open_checkpoint(tmp_path)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptconv import LimitExceeded, convert_checkpoint, limits, open_checkpoint
-from ckptconv.formats.registry import gathering, open_file
+from ckptconv.formats.registry import open_certain
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
 from ckptconv.tensors.stream import iter_chunks
@@ -47,8 +47,7 @@ def test_the_index_beside_the_shards_of_dcp_is_bounded_as_every_index(tmp_path):
 
 def tensors_at(place: Location) -> dict[str, bytes]:
     """All tensors of the checkpoint at a place, read."""
-    kind = gathering(place)
-    with kind.open(place, place, None) if kind is not None else open_file(place) as checkpoint:
+    with open_certain(place) as checkpoint:
         return {path: b"".join(map(bytes, iter_chunks(ref))) for path, ref in checkpoint.tensors()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -14,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.convert import report
+from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.hf_names import index_text, parse_size
+from ckptconv.support.errors import OutputRefused, VerificationFailed
 from helpers import oracle
 from helpers.program import PROGRAM, run_process
 
@@ -112,6 +116,115 @@ def test_the_library_s_cache_may_link_to_its_blobs(tmp_path):
     assert_same(load_portable(snapshot), load_portable(source))
 
 
+def put(folder: Path, name: str, value: float) -> None:
+    """Weights under one of the usual names, with one shard where it is an index."""
+    stem, _, variant = name.partition(".index.")
+    file = folder / (f"{value:.0f}-{stem}" if variant else stem)
+    weights = {"w": torch.full((3,), value)}
+    if stem.endswith(".bin"):
+        torch.save(weights, file)
+    else:
+        save_file(weights, file, {"format": "pt"})
+    if stem != name:
+        (folder / name).write_bytes(index_text({"w": file.name}, 12))
+
+
+ORDERS = {
+    "transformers": (
+        "model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json",
+    ),
+    "a variant": (
+        "model.fp16.safetensors", "model.safetensors.index.fp16.json", "pytorch_model.fp16.bin",
+        "pytorch_model.bin.index.fp16.json",
+    ),
+    "diffusers": tuple(
+        f"diffusion_pytorch_{name}"
+        for name in (INDEX, "model.safetensors", "model.bin", "model.bin.index.json")
+    ),
+    "peft": ("adapter_model.safetensors", "adapter_model.bin"),
+}  # fmt: skip
+"""The names that each library looks for, in its order."""
+PAIRS = [
+    (library, pair)
+    for library, order in ORDERS.items()
+    for pair in itertools.combinations(order, 2)
+]
+
+
+@pytest.mark.parametrize(("library", "pair"), PAIRS)
+def test_of_two_sets_of_weights_that_is_read_which_the_library_takes(library, pair, tmp_path):
+    for value, name in enumerate(pair):
+        put(tmp_path, name, value)
+    assert load_portable(tmp_path)["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="make families has it")
+@pytest.mark.parametrize("pair", [pair for library, pair in PAIRS if library == "transformers"])
+def test_transformers_takes_the_same_one(pair, tmp_path):
+    from transformers import GPT2Config, GPT2Model
+
+    model = GPT2Model(GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=5, n_positions=3))
+    model.config.save_pretrained(tmp_path)
+    for value, name in reversed([*enumerate(pair)]):
+        torch.nn.init.constant_(model.ln_f.bias, value)
+        weights, file = model.state_dict(), tmp_path / name.partition(".index.")[0]
+        if name.endswith(".json"):
+            file = tmp_path / f"{value}-{file.name}"
+            (tmp_path / name).write_bytes(index_text(dict.fromkeys(weights, file.name), 12))
+        if file.suffix == ".bin":
+            torch.save(weights, file)
+        else:
+            save_file(weights, file, {"format": "pt"})
+    taken = GPT2Model.from_pretrained(tmp_path).ln_f.bias
+    assert torch.equal(load_portable(tmp_path)["ln_f.bias"], taken.detach())
+    assert taken[0] == 0
+
+
+STALE = [
+    ("model", "pytorch_model"), ("model.fp16", "pytorch_model.fp16"),
+    ("adapter_model", "adapter_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stem, other", STALE)
+@pytest.mark.parametrize("size", [40, "5GB"])
+@pytest.mark.parametrize("before", [40, "5GB"])
+def test_a_folder_is_not_left_with_weights_that_are_read_before_the_new_ones(
+    stem, other, size, before, tmp_path
+):
+    """A set of another format that a library takes first: refused, or replaced with the rest."""
+    out, new = tmp_path / "out", tmp_path / "in" / f"{stem}.safetensors"
+    for value, file in ((0.0, tmp_path / "old" / new.name), (1.0, new)):
+        file.parent.mkdir()
+        save_file({"w": torch.full((8,), value), "v": torch.full((8,), value)}, file)
+    convert_checkpoint(tmp_path / "old" / new.name, out, max_shard_size=before)
+    old = {path.name for path in out.iterdir()}
+    with pytest.raises(OutputRefused, match="exists; add --force"):
+        convert_checkpoint(new, out, to="torch", max_shard_size=size)
+    assert {path.name for path in out.iterdir()} == old
+    (out / "consolidated.safetensors").write_bytes(b"of another library")
+    convert_checkpoint(new, out, to="torch", max_shard_size=size, force=True, verify=True)
+    left = {path.name for path in out.iterdir()} - {"consolidated.safetensors"}
+    assert not left & old and all(name.startswith(other.partition(".")[0]) for name in left)
+    (out / "consolidated.safetensors").unlink()
+    assert load_portable(out)["w"].tolist() == [1.0] * 8
+    with pytest.raises(OutputRefused, match="exists; add --force"):
+        convert_checkpoint(tmp_path / "old" / new.name, out, max_shard_size=size)
+    convert_checkpoint(out, out, max_shard_size=size)  # but beside what it is made of
+    assert left < {path.name for path in out.iterdir()}
+
+
+def test_verify_opens_the_folder_as_its_readers_do(tmp_path, monkeypatch):
+    """It finds by itself that others read older weights, here where nobody looks for these."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "in.pt")
+    out = tmp_path / "out"
+    out.mkdir()
+    put(out, "model.safetensors", 0)
+    monkeypatch.setattr(ConversionPlan, "earlier", lambda plan: [])
+    with pytest.raises(VerificationFailed, match=r"opens its folder reads model\.safetensors"):
+        convert_checkpoint(tmp_path / "in.pt", out, to="torch", max_shard_size="5GB", verify=True)
+
+
 def test_two_indexes_must_be_told_apart(tmp_path):
     for name in ("a.safetensors.index.json", "b.safetensors.index.json"):
         (tmp_path / name).write_text("{}")
@@ -122,10 +235,11 @@ def test_two_indexes_must_be_told_apart(tmp_path):
 
 
 def test_a_folder_of_files_without_an_index_names_them(tmp_path):
-    save_file({"w": torch.ones(2)}, tmp_path / "x-00001-of-00002.safetensors")
+    for name in ("x-00001-of-00002", "y"):
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(
         CheckpointError,
-        match=r"is a folder of 1 files without an index; .*x-00001-of-00002\.safetensors",
+        match=r"is a folder of 2 files without an index; .*parts: x-00001-of-00002\.safetensors, y",
     ):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is a folder without a checkpoint"):
@@ -213,7 +327,7 @@ def test_rules_casts_and_tags_reach_every_shard(tmp_path):
     shards = sorted(tmp_path.glob("net-*.bin"))
     for shard in shards:
         assert set(oracle.tags(shard)) == {"cuda:1"}
-        assert all(key.startswith("module.") for key in load_portable(shard, keys="keep"))
+    assert all(key.startswith("module.") for key in load_portable(shards, keys="keep"))
     found = load_portable(tmp_path / "net.bin.index.json")
     assert {key: value.dtype for key, value in found.items()} == {
         key: torch.float16 if value.is_floating_point() else value.dtype
@@ -352,7 +466,7 @@ def test_a_dcp_folder_is_not_split_by_size(output, tmp_path):
 def test_the_summary_and_the_json_name_the_shards(tmp_path):
     result = convert_checkpoint(saved(tmp_path), tmp_path / "out", max_shard_size=400, **KEEP)
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
-    document = report.plan_document(result.plan)["output"]
+    document = report.PLAN.of(result.plan)["output"]
     assert document["index"] == str(tmp_path / "out" / INDEX)
     assert document["shards"] == [
         {"path": str(path), "bytes": path.stat().st_size} for path in shards
@@ -456,3 +570,17 @@ def test_the_index_is_what_json_writes(keys):
     document = {"metadata": {"n": {"{}": []}, "total_size": 7}, "weight_map": weight_map}
     expected = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     assert index_text(weight_map, 7, {"n": {"{}": []}}) == expected.encode()
+
+
+@pytest.mark.skipif(shutil.which("sh") is None, reason="no shell to lower the limit")
+@pytest.mark.parametrize("allowed", [64, 16])
+def test_more_shards_than_the_process_may_open(allowed, tmp_path):
+    source, shards = tmp_path / "in.pt", tmp_path / "shards"
+    torch.save({f"{number}.w": torch.randn(8, 8) for number in range(100)}, source)
+    convert_checkpoint(source, shards, to="safetensors", max_shard_size=256, fsync=False)
+    limited = ("sh", "-c", f'ulimit -n {allowed}; exec "$@"', "sh", *PROGRAM)
+    done = run_process("convert", shards, "out.pt", cwd=tmp_path, command=limited)
+    assert done.exit == 0, done.err
+    assert_same(torch.load(tmp_path / "out.pt"), torch.load(source))
+    compared = run_process("diff", shards, "in.pt", cwd=tmp_path, command=limited)
+    assert compared.exit == 0, compared.err

@@ -257,4 +257,4 @@ def test_whatever_names_a_file_may_name_an_object(server, home, url, tmp_path):
     assert b'"license":"mit"' in get_object(server, f"{home}/c.safetensors")
     assert list(tmp_path.iterdir()) == []
     refused = ckptconv(server, tmp_path, "report", source, "-o", source, "--force")
-    assert refused.exit == 1 and "is the checkpoint that the page is about" in refused.err
+    assert refused.exit == 1 and "is read by this run" in refused.err

@@ -8,6 +8,11 @@ import base64
 import hashlib
 import hmac
 import json
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -18,9 +23,9 @@ import pytest
 from safetensors.numpy import load, save_file
 
 from helpers.paths import SAMPLES
-from helpers.program import Finished, run_process
+from helpers.program import Finished, environment, run_process
 from helpers.raw_objects import get_object, object_keys, put_object
-from helpers.servers import Server
+from helpers.servers import Server, azure_request
 from helpers.servers import servers as servers
 
 pytestmark = pytest.mark.servers
@@ -175,3 +180,66 @@ def test_what_a_killed_process_left_is_listed_and_removed(azure, home, tmp_path)
     assert "1 unfinished upload found" in listed.out, listed.out + listed.err
     assert ckptconv(tmp_path, azure.environment, "cleanup", url, "--abort").exit == 0
     assert object_keys(azure, home) == [f"{home}/a.pt"]
+
+
+SLOW = """
+import sys, time
+from ckptconv.io.remote import written_objects
+from ckptconv.cli.main import main
+written, count = written_objects.WrittenObject._written, [0]
+def slow(self, view):
+    written(self, view)
+    count[0] += 1
+    if count[0] == 40:  # parts are on their way
+        print("stuck", flush=True)
+        time.sleep(0.2)
+written_objects.WrittenObject._written = slow
+sys.argv[0] = "ckptconv"
+main()
+"""
+
+
+def stopped(azure: Server, large: Path, url: str, number: int) -> tuple[int, str]:
+    """A conversion that gets a signal while parts are on their way: its exit code and stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "convert", str(large), url], cwd=large.parent, text=True,
+        env=environment(**azure.environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "stuck\n"
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    return process.returncode, told
+
+
+def uncommitted_too(azure: Server, home: str) -> list[str]:
+    """The names of blobs, and of those whose parts are there but are no blob."""
+    asked = f"bucket?restype=container&comp=list&include=uncommittedblobs&prefix={home}"
+    return re.findall(r"<Name>(.*?)</Name>", azure_request(azure, "GET", asked).data.decode())
+
+
+@pytest.fixture
+def larger(tmp_path) -> Path:
+    path = tmp_path / "larger.safetensors"
+    save_file({f"w{number}": np.full(6 << 20, number, "<f4") for number in range(4)}, path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_leaves_nothing_on_azure_uncommitted_blobs_too(name, code, azure, home, larger):
+    for turn in range(3):
+        url = f"az://bucket/{home}/{turn}.pt"
+        done, told = stopped(azure, larger, url, getattr(signal, name))
+        assert done == code and "Traceback" not in told
+    time.sleep(0.5)
+    assert uncommitted_too(azure, home) == []
+
+
+def test_what_was_killed_on_azure_is_found_and_removed(azure, home, larger):
+    code, _ = stopped(azure, larger, f"az://bucket/{home}/a.pt", signal.SIGKILL)
+    assert code == -9 and len(uncommitted_too(azure, home)) == 1
+    url = f"az://bucket/{home}/"
+    listed = ckptconv(larger.parent, azure.environment, "cleanup", url)
+    assert "1 unfinished upload found" in listed.out
+    assert ckptconv(larger.parent, azure.environment, "cleanup", url, "--abort").exit == 0
+    assert uncommitted_too(azure, home) == []

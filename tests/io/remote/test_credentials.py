@@ -10,10 +10,13 @@ import pytest
 
 from ckptconv.io.places import place_of
 from ckptconv.io.remote import credentials
+from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, endpoint_of, options_of, region_of
 from ckptconv.io.remote.objects import ObjectStoreOf
 from ckptconv.support.errors import UnsupportedCheckpoint
+from helpers.certificates import certificate, serving
 from helpers.program import run
+from helpers.scripted_server import Web
 
 SECRET = "MARKED-secret"
 _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_", "GCE_", "CLOUDSDK_")
@@ -82,15 +85,23 @@ def test_a_process_gives_credentials(tmp_path):
 
 def test_a_process_that_fails_is_told_without_its_words(tmp_path):
     profile(tmp_path, f"[default]\ncredential_process = sh -c 'echo {SECRET} >&2; exit 1'\n")
-    with pytest.raises(UnsupportedCheckpoint, match="credentials of AWS fail") as raised:
+    with pytest.raises(
+        UnsupportedCheckpoint, match="the program that gives the credentials fails"
+    ) as raised:
         place_of("s3://bucket/a.pt")
-    assert SECRET not in str(raised.value) and raised.value.path == "s3://bucket/"
+    assert SECRET not in str(raised.value) and raised.value.path == "s3://bucket/a.pt"
 
 
 def test_a_profile_that_is_not_there_is_told(tmp_path, monkeypatch):
     profile(tmp_path, "[default]\nregion = us-east-1\n")
     monkeypatch.setenv("AWS_PROFILE", "nosuch")
-    with pytest.raises(UnsupportedCheckpoint, match="ProfileNotFound"):
+    with pytest.raises(UnsupportedCheckpoint, match="there is no such profile; see AWS_PROFILE"):
+        place_of("s3://bucket/a.pt")
+
+
+def test_a_file_of_profiles_that_cannot_be_parsed_is_named(tmp_path):
+    profile(tmp_path, "garbage\n")
+    with pytest.raises(UnsupportedCheckpoint, match=rf"parsed \({tmp_path}/\.aws/config\)"):
         place_of("s3://bucket/a.pt")
 
 
@@ -136,8 +147,6 @@ def test_the_region_is_asked_for_where_nobody_says_it(monkeypatch):
 
 
 def test_the_region_is_what_s3_names_in_its_answer(monkeypatch):
-    from helpers.scripted_server import Web
-
     monkeypatch.undo()
     with Web() as web:
         web.ways["named"] = lambda asked: asked.say(403, x_amz_bucket_region="eu-west-3")
@@ -148,11 +157,41 @@ def test_the_region_is_what_s3_names_in_its_answer(monkeypatch):
         assert credentials._region_told.__wrapped__("down") is None
 
 
+def test_the_region_is_asked_for_with_the_certificates_of_the_rest(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    file = certificate(tmp_path, "127.0.0.1")
+    with Web(context=serving(file)) as web:
+        web.ways["named"] = lambda asked: asked.say(403, x_amz_bucket_region="eu-west-3")
+        monkeypatch.setattr(credentials, "AWS", web.url.rstrip("/"))
+        assert credentials._region_told.__wrapped__("named") is None
+        monkeypatch.setenv("AWS_CA_BUNDLE", f"{file}.crt")
+        assert credentials._region_told.__wrapped__("named") == "eu-west-3"
+
+
 def test_a_file_of_certificates_that_is_not_there_is_told(monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nosuch.pem")
     with pytest.raises(UnsupportedCheckpoint, match="AWS_CA_BUNDLE") as raised:
         place_of("s3://bucket/a.pt")
     assert raised.value.path == "/nosuch.pem"
+
+
+def test_a_profile_names_certificates_for_the_keys_of_the_environment_too(tmp_path, monkeypatch):
+    profile(tmp_path, "[default]\nca_bundle = /nosuch.pem\n")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    with pytest.raises(UnsupportedCheckpoint, match="ca_bundle names it") as raised:
+        place_of("s3://bucket/a.pt")
+    assert raised.value.path == "/nosuch.pem"
+
+
+def test_a_role_for_which_no_region_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", "http://127.0.0.1:9")
+    role = "role_arn = arn:aws:iam::123456789012:role/x\nsource_profile = own\n"
+    own = f"[profile own]\naws_access_key_id = k\naws_secret_access_key = {SECRET}\n"
+    profile(tmp_path, f"[default]\n{role}{own}")
+    with pytest.raises(PermissionError) as raised:
+        options_of("s3", "bucket")["credential_provider"]()
+    assert "set AWS_DEFAULT_REGION" in (told_by_obstore(raised.value, "s3").hint or "")
 
 
 # --------------------------------------------------------------------------- Google Cloud, Azure
@@ -173,6 +212,13 @@ def test_google_signs_where_there_is_somebody(tmp_path, monkeypatch):
     assert options["application_credentials"] == str(file) and "skip_signature" not in options
 
 
+def test_a_file_of_google_that_is_wrong_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text("{}")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "a.json"))
+    with pytest.raises(UnsupportedCheckpoint, match=r"with the credentials in .*a\.json; check"):
+        place_of("gs://bucket/a.pt")
+
+
 def test_an_emulator_of_google_asks_for_no_token(monkeypatch):
     """Where signatures are only left out, obstore asks the metadata server when it writes."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:4443")
@@ -185,7 +231,7 @@ def test_an_emulator_of_google_asks_for_no_token(monkeypatch):
 def test_the_names_that_the_tools_of_azure_know(monkeypatch):
     with pytest.raises(UnsupportedCheckpoint, match="names no account of Azure") as raised:
         place_of("az://container/a.pt")
-    assert raised.value.path == "az://container/"
+    assert raised.value.path == "az://container/a.pt"
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
     monkeypatch.setenv("AZURE_STORAGE_KEY", SECRET)
     options = options_of("az", "container")
@@ -268,4 +314,4 @@ def test_no_store_shows_what_it_was_opened_with(monkeypatch):
     ) as raised:
         place_of("az://container/a.pt")  # its key is not base64
     assert SECRET not in str(raised.value)
-    assert raised.value.__cause__ is None and raised.value.__suppress_context__
+    assert raised.value.__cause__ is None and raised.value.__context__ is None

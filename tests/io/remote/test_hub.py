@@ -308,7 +308,9 @@ def test_errors_say_what_to_do(hub, monkeypatch):
     assert refused("hf://org/gated/a.bin") == gated
     monkeypatch.setenv("HF_TOKEN", "hf_geheim")
     assert read("hf://org/private/a.bin") == CONTENT[200_000:350_000]
-    assert refused("hf://org/gated/a.bin") == gated
+    assert refused("hf://org/gated/a.bin") == gated.replace(
+        "then set HF_TOKEN", "as the user of the token"
+    )
     assert refused("hf://org/none/a.bin") == (
         "the Hub shows no repository org/none; check its name, and whether the token may read it"
     )

@@ -176,6 +176,27 @@ def test_names_of_all_kinds(server, home, tmp_path):
         assert shown.exit == 0 and url in shown.out
 
 
+@pytest.mark.parametrize(
+    "key", ["a//x.pt", "/x.pt", "a//", "ta\tb.pt", "new\nline.pt", "a/../x.pt", "a/./x.pt"]
+)
+def test_a_key_that_the_client_cannot_name_is_refused_by_its_name(key, servers, tmp_path):
+    """It is legal, and another key would be meant without its odd part."""
+    server = servers("moto")
+    address = f"s3://bucket/odd/{key}" if key[0] != "/" else f"s3://bucket/{key}"
+    shown = address.replace("\t", "\\t").replace("\n", "\\n")
+    before = object_keys(server, "")
+    for words in (("inspect", address), ("convert", SAMPLES / "tied.pt", address)):
+        done = ckptconv(server, tmp_path, *words)
+        assert done.exit == 1 and f"error: {shown}: has a" in done.err and "presign" in done.err
+        assert "request" not in done.err
+    assert object_keys(server, "") == before
+
+
+def test_a_bucket_that_is_not_there_is_named_as_it_was(servers, tmp_path):
+    done = ckptconv(servers("moto"), tmp_path, "inspect", "s3://nobucket")
+    assert done.exit == 1 and "error: s3://nobucket: S3 has no such bucket" in done.err
+
+
 # ------------------------------------------------------------------------------------- errors
 
 

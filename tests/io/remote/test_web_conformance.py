@@ -12,7 +12,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.remote.place import RemotePlace, remote_place
 from ckptconv.io.source import Source
 from ckptconv.support.errors import CheckpointError
-from helpers.conformance import BYTES, LocationConformance, SourceConformance
+from helpers.conformance import BYTES, LocationConformance, SourceConformance, named_with_slash
 from helpers.scripted_hub import Hub
 from helpers.scripted_server import Web
 
@@ -149,6 +149,16 @@ class TestWebPlace(KeptPlaces):
         assert there.child("inner/b.safetensors").is_file()
         assert there.child("a.pt").child("of a file").kind() == "nothing"
         assert there.child("a" * 300).kind() == "nothing"
+
+    def test_a_folder_may_end_in_a_slash(self, there):
+        self.write(there.child("inner/a.pt"), b"one")
+        for place in (there.child("inner/"), named_with_slash(there.child("inner"))):
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match="in it; name a file, or an index"):
+                    place.kind()
+            assert (place.name, place.parent) == ("inner", there)
+            with closing(place.child("a.pt").open()) as source:
+                assert source.read(0, source.size) == b"one"
 
     def test_a_folder_is_listed_by_name(self, there):
         self.write(there.child("a.pt"), b"one")

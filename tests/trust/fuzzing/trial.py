@@ -44,7 +44,7 @@ from ckptconv.inspect import report as inspection_report
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.keys.key_map import KEEP, KeyRules
 from ckptconv.scan import report as scan_report
-from ckptconv.support.rows import Row
+from ckptconv.support.report import Row
 from fuzzing.inputs import GOOD, Kind, Trial
 
 T = TypeVar("T")
@@ -349,13 +349,13 @@ def _inspect(watch: _Watch, paths: Sequence[Path]) -> bool:
 def _diagnose(watch: _Watch, paths: Sequence[Path]) -> None:
     found = diagnose(_named(paths), values=True)
     watch.check_lines("doctor", list(diagnosis_report.finding_lines(found.findings)))
-    _as_json(diagnosis_report.diagnosis_document(found))
+    _as_json(diagnosis_report.diagnoses_document([found]))
 
 
 def _scan(watch: _Watch, path: Path) -> None:
     found = scan_checkpoint(path)
     watch.check_lines("scan", list(scan_report.scan_lines(found)))
-    _as_json(scan_report.scan_document(found))
+    _as_json(scan_report.SCAN.of(found))
 
 
 def _as_json(document: Any) -> None:
@@ -408,7 +408,7 @@ def _converted(
     with open_checkpoint(_named(paths), whole_modules=options.unknown == "keep") as checkpoint:
         plan = plan_conversion(checkpoint, output, options)
         watch.check_lines("plan", [*report.plan_lines(plan), Row("", report.plan_headline(plan))])
-        _as_json(report.plan_document(plan))
+        _as_json(report.PLAN.of(plan))
         if plan.nbytes <= LARGEST_OUTPUT:
             result = execute_plan(plan, fsync=False, verify=True)
             watch.check_lines("result", list(report.result_lines(result)))
@@ -434,7 +434,7 @@ def _read_back(
     except CheckpointError:
         return
     watch.check_lines("diff", list(verdicts.difference_lines(found)))
-    _as_json(verdicts.difference_document(found))
+    _as_json(verdicts.DIFFERENCE.of(found))
     if (
         not found.same
         and not plan.skipped

@@ -149,7 +149,18 @@ class Blocks:
     def random_bytes(self) -> torch.Tensor:
         """What `torch.get_rng_state` gives, in small."""
         self._count += 1
-        return torch.tensor(list(self._count.to_bytes(5, "little")), dtype=torch.uint8)
+        return torch.tensor(list(self._count.to_bytes(16, "little")), dtype=torch.uint8)
+
+    def any_size(self) -> torch.Tensor:
+        """A tensor of one element, of a few, or of more bytes than all that is beside it."""
+        self._count += 1
+        large = torch.full((512, 64), float(self._count))
+        return self.pick(self.scalar, self.weight, self.weight, lambda: large)()
+
+    def moments(self, *names: str) -> dict[str, Any]:
+        """Statistics of the data: of one value, or of several, or as arrays."""
+        made = self.pick(self.scalar, self.weight, self.array)
+        return {name: self.scalar() if name == "count" else made() for name in names}
 
     def tensors(self, least: int, most: int) -> list[torch.Tensor]:
         return [self.weight() for _ in range(self.random.randint(least, most))]

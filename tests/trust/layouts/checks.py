@@ -21,6 +21,7 @@ from layouts.rule import (
     Taken,
     averages,
     decide,
+    decide_part,
     is_packed,
     is_tensor,
     leaves_of,
@@ -111,11 +112,15 @@ def choices(path: Path, expected: dict[str, dict[str, Any]]) -> Iterator[str]:
 def parts(path: Path, tree: Any) -> Iterator[str]:
     """Take each part by its path, in which the same rule holds, and the average."""
     for name, part in parts_by_path(tree):
-        yield from (f"only='{name}': {line}" for line in decision(path, decide(part), name))
+        yield from (
+            f"only='{name}': {line}" for line in decision(path, decide_part(part, tree), name)
+        )
     found = averages(tree)
     if len(found) == 1:
         (name,) = found
-        yield from (f"only=ema: {line}" for line in average(path, decide(found[name]), name))
+        yield from (
+            f"only=ema: {line}" for line in average(path, decide_part(found[name], tree), name)
+        )
         return
     try:
         loaded = load_portable(path, only="ema")
@@ -151,7 +156,7 @@ def lists(message: str, name: str) -> bool:
 
 def listed(hint: str) -> set[str]:
     """The choices in a hint, as a shell takes them."""
-    choices = re.search(r"--only (.*?) \(only= in code\)", hint)
+    choices = re.search(r"choose one: --only ([^;]*)", hint)
     return (
         set(re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s,'\"])+", choices[1])) - {"or", "--only"}
         if choices

@@ -45,6 +45,14 @@ _ALL = (
     "again",
     "nearly",
     "below",
+    "codebook",
+    "running",
+    "values",
+    "latents",
+    "anchors",
+    "averaged",
+    "scaler",
+    "generators",
     "tuples",
 )
 
@@ -85,6 +93,41 @@ def _side(blocks: Blocks, kind: str, models: list[dict[str, Any]]) -> dict[Any, 
         "vector": lambda: ("quantizer", {blocks.pick("ema", "ema_size", "codes"): blocks.weight()}),
         "average": lambda: blocks.average(blocks.pick(*models) if models else {"fc.weight": 0}),
         "network": lambda: (blocks.pick(*NETWORKS, *USUAL[:6]), blocks.state_dict()),
+        "codebook": lambda: (
+            blocks.pick("quantizer", "vq", "vocab", "memory"),
+            {blocks.pick("codebook", "vectors", "feats"): blocks.any_size()},
+        ),
+        "running": lambda: (
+            blocks.pick("obs_rms", "ret_rms", "normalizer"),
+            blocks.moments("mean", blocks.pick("var", "std"), "count"),
+        ),
+        "latents": lambda: (
+            blocks.pick("latents", "memory", "codes"),
+            blocks.pick(
+                {"z": blocks.any_size()}, blocks.any_size(), [blocks.any_size(), blocks.any_size()]
+            ),
+        ),
+        "anchors": lambda: ("anchors", blocks.pick(blocks.any_size(), blocks.array())),
+        "averaged": lambda: (
+            blocks.pick("averaged", "polyak"),
+            {"decay": 0.9, "shadow_params": [blocks.any_size(), blocks.any_size()]},
+        ),
+        "scaler": lambda: (
+            blocks.pick("scaler", "target_scaler", "scalers"),
+            blocks.pick(
+                blocks.moments("mean", "std"),
+                {"scale": blocks.scalar(), "growth_tracker": blocks.scalar()},
+            ),
+        ),
+        "generators": lambda: (
+            blocks.pick("cuda", "torch_states", "np", "worker_states", "blocks"),
+            blocks.pick(
+                [blocks.random_bytes()],
+                blocks.random_bytes(),
+                {"bit_generator": "MT19937", "state": {"key": blocks.array(), "pos": 3}},
+            ),
+        ),
+        "values": lambda: (blocks.pick("value_net", "critic_b"), {"v1": blocks.any_size()}),
         "tuples": lambda: (
             "by_place",
             {("layer", 1): blocks.weight(), ("layer", 2): blocks.weight()},

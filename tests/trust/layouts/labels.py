@@ -23,7 +23,8 @@ _NUMBERS = """
     epoch epochs global_step total_steps globalStep iter_num iteration best_acc1 best_prec1 bestAcc
     best_val_loss val_loss testLoss best_metric best_score best_fitness miou PSNR val_psnr FID
     fid_score top5 acc1 elapsed_time ntokens_seen train_samples seed torch_manual_seed lr base_lr
-    loss_scaler step_size time_embedding token_embedding best_model optimizer_step optimizer_steps
+    amp_scaler grad_scaler loss_scaler grad_norm train_hist history step_size time_embedding
+    token_embedding best_model optimizer_step optimizer_steps
     scheduler_steps metrics val-losses val/loss mAP map f1 F1 val_f1 num_updates n_averaged mse RMSE
     rewards count loss_and_acc val/acc@0.5 lr_sched
 """
@@ -37,8 +38,9 @@ _BOTH = {"lr_scheduler", "lr_schedulers", "LRScheduler"}
 _NEITHER = """
     upscaler optimized_model random_encoder resampler upsampler sampler scheduler_net optimus
     optical strings ring warmup_net optimal_policy opt_decoder optimizer_net rng_encoder optimG
-    optimizer_G optimizer_gen gan_opt_d netDmodel current_model_state averaging_state scaler
-    amp_scaler stopwatch stepsize_ratio lossless epochal timer topology toptagger accent bestiary
+    optimizer_G optimizer_gen gan_opt_d netDmodel current_model_state averaging_state
+    scaler target_scaler averaged stopwatch stepsize_ratio lossless epochal timer topology toptagger
+    accent bestiary
     scorer learning_rate mean std logit_scale temperature shadow prediction_net randomness schedule
     fidelity opt opt_state sched target_random random_0 random_all model_and_optimizer
     optimizer_and_scheduler discriminator.optimizer net.rng loss_weight running_loss loss.avg

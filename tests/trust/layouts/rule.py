@@ -9,14 +9,11 @@ read so:
 - A tensor whose own key looks like a module's is never a number of the training, whatever it is in.
 - All tensors that stand in a dict belong to its candidate; one with the label of a training state
   is missed by nobody.
-- A list stands above a part where it is directly in a dict that the part is in; the tensors count
-  that are directly in it.
 - One and the same dict under two labels is one part, at its first place outside of training states.
 - Tensors are counted by place: those that are tied count twice.
 - Of the tensors that stand in a dict beside others only the keys of these tensors count for
   wrappers.
-- A framework is known by what stands at the root. Lists there do not keep its part from being
-  taken.
+- A framework is known by what stands at the root.
 - Tensors with the label of a training state do not count for wrappers, no more than numbers of
   the training do.
 """
@@ -25,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,14 +47,21 @@ NUMBERS = _set(
     loss losses nll elbo acc accuracy best metric metrics fitness score scores reward rewards err
     error errors mse rmse mae wer cer bleu dice iou miou map ap f1 auc prec precision recall top
     psnr ssim fid lpips perplexity ppl val epoch epochs step steps iter iters iteration iterations
-    update updates averaged count decay lr time elapsed seed token tokens ntokens samples progress
+    update updates n_averaged count decay lr time elapsed seed token tokens ntokens samples progress
+    history hist grad amp
     """
 )
-USUAL = _set(
+GENERATORS = _set("generator generators random rng seed cpu cuda gpu mps xpu torch")
+WHOLE = _set(
     """
     state_dict model_state_dict model model_state net network module weights params params_ema ema
-    ema_state_dict model_ema ema_model state_dict_ema generator discriminator netG netD G D encoder
-    decoder backbone head teacher student actor critic policy
+    ema_state_dict model_ema ema_model state_dict_ema
+    """
+)
+USUAL = WHOLE | _set(
+    """
+    generator discriminator netG netD G D encoder decoder backbone head teacher student actor critic
+    policy
     """
 )
 """The usual labels that the layouts use; the list in ckptconv may be longer."""
@@ -120,12 +124,26 @@ def is_training(label: Any, value: Any) -> bool:
     return is_optimizer(value) or names_training(label)
 
 
+def scales_gradients(label: Any, value: Any) -> bool:
+    """Whether a part is a scaler of gradients, not one of the data."""
+    named = {"scaler", "scalers"}.intersection(words(label))
+    return bool(named) and isinstance(value, dict) and any("growth" in words(key) for key in value)
+
+
+def _is_random_form(value: Any) -> bool:
+    kind = str(value.dtype).rpartition(".")[2]
+    return kind == "uint8" and tuple(value.shape) in ((5056,), (816,), (44,), (16,))
+
+
 def is_optimizer(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("state"), dict)
-        and isinstance(value.get("param_groups"), list)
-    )
+    """Whether a part tells by its form that it is a training's state, numpy's random one too."""
+    if not isinstance(value, dict):
+        return False
+    if "bit_generator" in value:
+        return isinstance(value.get("state"), dict)
+    torchs = isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
+    fastais = isinstance(value.get("state"), list) and isinstance(value.get("hypers"), list)
+    return torchs or fastais
 
 
 def belongs(key: Any, value: Any) -> bool:
@@ -155,23 +173,37 @@ class Leaf:
 
     @property
     def is_number(self) -> bool:
-        named = not looks_like_a_module(self.labels[-1]) and any(map(names_number, self.labels))
-        return numel(self.value) == 1 and named
+        if numel(self.value) != 1 or looks_like_a_module(self.labels[-1]):
+            return False
+        inside = zip(self.labels, self.holders[1:], strict=False)
+        scaled = any(scales_gradients(label, part) for label, part in inside)
+        return scaled or any(map(names_number, self.labels))
 
     @property
     def is_missed_by_nobody(self) -> bool:
-        """Whether it is a number of the training, or has the label of a training state."""
-        return self.is_number or names_training(self.labels[-1])
+        """Whether it is a number of the training, a random state, or has the label of a training
+        state.
+        """
+        return self.is_number or self.is_random or names_training(self.labels[-1])
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it is what a random generator gives, by its form and its labels."""
+        home = self.stands_in
+        if isinstance(home, (list, tuple)) and isinstance(home[0], str) and home[0] == "MT19937":
+            return True
+        texts = [label for label in self.labels[-2:] if isinstance(label, str)]
+        if not _is_random_form(self.value):
+            return False
+        if not isinstance(self.labels[-1], str) and len(self.labels) == 1:
+            return numel(self.value) > 100
+        named = bool(texts) and not GENERATORS.isdisjoint(words(texts[-1]))
+        own = isinstance(self.labels[-1], str) or isinstance(self.labels[-2], str)
+        return (own and named) or any(map(names_number, self.labels[:-1]))
 
     @property
     def stands_in(self) -> Any:
         return self.holders[-1]
-
-    @property
-    def level(self) -> Any:
-        """The container that it stands in, or for one in a list what the list is in."""
-        in_a_list = isinstance(self.stands_in, (list, tuple)) and len(self.holders) > 1
-        return self.holders[-2] if in_a_list else self.stands_in
 
 
 @dataclass(eq=False)
@@ -185,6 +217,7 @@ class Candidate:
     above: tuple[Any, ...]
     leaves: list[Leaf]
     whole: bool
+    bare: bool = False
 
     @property
     def name(self) -> str:
@@ -221,7 +254,11 @@ class Candidate:
         keys = list(self.home) if self.whole else self.keys
         deciding = [key in own or ("." in str(key) and key in keys) for key in self.home]
         return dict(
-            zip(self.home, bare_keys([str(key) for key in self.home], deciding), strict=True)
+            zip(
+                self.home,
+                bare_keys([str(key) for key in self.home], deciding, self.bare),
+                strict=True,
+            )
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,6 +288,7 @@ class Parts:
     which they stand first.
     """
 
+    bare: Any = None  # the dict of which the framework itself takes DDP's wrapper off
     leaves: list[Leaf] = field(default_factory=list)
     dicts: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = field(
         default_factory=list
@@ -286,11 +324,11 @@ class Parts:
         found = []
         for home, labels, above in self.dicts:
             own = [leaf for leaf in self.leaves if leaf.owner is home]
-            stands = any(leaf.stands_in is home for leaf in own)
-            if stands and all(isinstance(key, _PLAIN) for key in home):
+            if own and all(isinstance(key, _PLAIN) for key in home):
                 whole = not any(holds_others(key, child) for key, child in home.items())
-                found.append(Candidate(home, labels, above, own, whole))
-        return [item for item in found if not item.is_missed_by_nobody] or found
+                found.append(Candidate(home, labels, above, own, whole, home is self.bare))
+        wanted = [item for item in found if not item.is_missed_by_nobody]
+        return wanted or [item for item in found if not all(leaf.is_random for leaf in item.leaves)]
 
 
 def holds_others(key: Any, value: Any) -> bool:
@@ -300,17 +338,28 @@ def holds_others(key: Any, value: Any) -> bool:
     return not is_tensor(value) and not belongs(key, value) and any(True for _ in leaves_of(value))
 
 
-def parts_of(root: Any) -> Parts:
-    """What there is in a tree outside of training states."""
-    parts = Parts()
+def parts_of(root: Any, above: Any = None) -> Parts:
+    """What there is in a tree, or in a part of the tree `above`, outside of training states."""
+    top = root if above is None else above
+    parts = Parts(top.get("state_dict") if framework_of(top) == "lightning" else None)
     if not is_optimizer(root):
         parts.walk(root, (), (), None, False)
     return parts
 
 
 def named(root: Any) -> dict[str, dict[str, Any]]:
-    """Every candidate by the name that `--only` takes it by."""
-    return {item.name: item.state_dict() for item in parts_of(root).candidates()}
+    """Every candidate by the name that `--only` takes it by; labels above it do not count then."""
+    return {
+        item.name: _by_itself(item).state_dict()
+        for item in parts_of(root).candidates()
+        if not item.whole or nested(item.home) is None
+    }
+
+
+def _by_itself(item: Candidate) -> Candidate:
+    depth = len(item.labels)
+    leaves = [replace(leaf, labels=leaf.labels[depth:]) for leaf in item.leaves]
+    return replace(item, labels=(), leaves=leaves)
 
 
 # ------------------------------------------------------------------------------------------- choice
@@ -336,46 +385,112 @@ class Refused:
     choices: dict[str, dict[str, Any]]
 
 
-def decide(root: Any) -> Taken | Refused:
+def nested(part: Any) -> dict[str, Any] | None:
+    """The tensors of a dict of dicts of nothing but tensors, by their keys joined with dots; None
+    for anything else, and where one of them is missed by nobody or a label names a whole model.
+    """
+    if not isinstance(part, dict) or not any(isinstance(child, dict) for child in part.values()):
+        return None
+    found: dict[str, Any] = {}
+    if not _nest(part, "", found) or any(
+        leaf.is_missed_by_nobody for leaf in parts_of(part).leaves
+    ):
+        return None
+    if not found or len(parts_of(part).leaves) < len(found):
+        return None
+    bare = bare_keys(list(found), ["." in key for key in found])
+    return dict(zip(bare, found.values(), strict=True))
+
+
+def _nest(value: dict[Any, Any], before: str, found: dict[str, Any]) -> bool:
+    for label, child in value.items():
+        if not isinstance(label, _PLAIN):
+            return False
+        if is_tensor(child):
+            if before + str(label) in found:
+                return False
+            found[before + str(label)] = child
+            continue
+        if not isinstance(child, dict) or is_optimizer(child):
+            return False
+        if label in WHOLE or "ema" in words(label):
+            return False
+        if not _nest(child, f"{before}{label}.", found):
+            return False
+    return True
+
+
+def nested_parts(root: Any) -> dict[str, dict[str, Any]]:
+    """The children of a dict, and itself, that are dicts of dicts of tensors, by their names."""
+    if not isinstance(root, dict):
+        return {}
+    parts = {str(label): child for label, child in root.items() if not names_training(label)}
+    if not any(map(is_tensor, root.values())):
+        parts["."] = root
+    found = {name: nested(part) for name, part in parts.items()}
+    return {name: joined for name, joined in found.items() if joined is not None}
+
+
+def decide_part(part: Any, root: Any) -> Taken | Refused:
+    """The same of a part of a tree that was asked for."""
+    joined = nested(part)
+    return decide(part, root) if joined is None else Taken("", joined, [])
+
+
+def decide(root: Any, above: Any = None) -> Taken | Refused:
     """What docs/state-dicts.md says of a tree."""
+    bare = [root] if is_tensor(root) else root if isinstance(root, (list, tuple)) else []
+    if bare and all(is_tensor(value) and _tells_random(value) for value in bare):
+        return Refused({})
     if is_tensor(root):
         return Taken("", {"tensor": root}, [])
     if isinstance(root, (list, tuple)) and root and all(map(is_tensor, root)):
         return Taken("", {str(number): value for number, value in enumerate(root)}, [])
-    parts = parts_of(root)
+    parts = parts_of(root, above)
     candidates = parts.candidates()
     if not candidates:
         return Refused({})
-    if (known := _of_a_framework(root, candidates, parts.leaves)) is not None:
-        return _taken(known, root)
+    if (known := _of_a_framework(root, candidates)) is not None:
+        beside = FRAMEWORKS[framework_of(root)][1]
+        others = [leaf for leaf in parts.leaves if leaf.labels[0] not in beside]
+        lost = _is_a_loss(known, others)
+        return _refused(candidates, root) if lost else _taken(known, root)
     best = max(item.rank for item in candidates)
     first = [item for item in candidates if item.rank == best]
     if len(first) > 1:
         others = [item for item in candidates if item not in first and item.looks_like_a_module]
-        return _refused([*first, *others])
-    if _is_a_loss(first[0], candidates, parts.leaves):
-        return _refused(candidates)
+        return _refused([*first, *others], root)
+    if _is_a_loss(first[0], parts.leaves):
+        return _refused(candidates, root)
     return _taken(first[0], root)
 
 
-def _is_a_loss(chosen: Candidate, candidates: list[Candidate], leaves: list[Leaf]) -> bool:
-    """Whether something is left out that somebody may want."""
-    rest = [
-        leaf for leaf in leaves if leaf.owner is not chosen.home and not leaf.is_missed_by_nobody
-    ]
-    above = any(
-        leaf.level is holder for leaf in rest for holder in chosen.above if isinstance(holder, dict)
+def _tells_random(value: Any) -> bool:
+    return _is_random_form(value) and numel(value) > 100
+
+
+def _is_a_loss(chosen: Candidate, leaves: list[Leaf]) -> bool:
+    """Whether something is left out that somebody may want: whatever it is, unless the very same
+    tensor stays under another key.
+    """
+    kept = {_view(leaf.value) for leaf in chosen.leaves}
+    return any(
+        leaf.owner is not chosen.home
+        and not leaf.is_missed_by_nobody
+        and (isinstance(leaf.value, np.ndarray) or _view(leaf.value) not in kept)
+        for leaf in leaves
     )
-    more = len(rest) > len(chosen.leaves)
-    average = any("ema" in words(label) for leaf in rest for label in leaf.labels)
-    others = [item for item in candidates if any(leaf.owner is item.home for leaf in rest)]
-    alike = any(item.looks_like_a_module or set(item.keys) & set(chosen.keys) for item in others)
-    beside = len(chosen.labels) > 1 and any(item.labels[:1] == chosen.labels[:1] for item in others)
-    return above or more or average or alike or beside
 
 
-def _refused(choices: list[Candidate]) -> Refused:
-    return Refused({item.name: item.state_dict() for item in choices})
+def _view(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return id(value)
+    return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+
+
+def _refused(choices: list[Candidate], root: Any) -> Refused:
+    listed = {item.name: _by_itself(item).state_dict() for item in choices}
+    return Refused(listed | nested_parts(root))
 
 
 def _taken(chosen: Candidate, root: Any) -> Taken:
@@ -384,41 +499,57 @@ def _taken(chosen: Candidate, root: Any) -> Taken:
     return Taken(chosen.name, chosen.state_dict(), rest)
 
 
-def _of_a_framework(root: Any, candidates: list[Candidate], leaves: list[Leaf]) -> Candidate | None:
-    """The part that a known framework itself loads, if it is one state dict and no weights stand
-    above it.
-    """
-    label = framework_label(root)
-    if label is None:
-        return None
-    home = root[label] if label else root
-    above = [leaf for leaf in leaves if leaf.stands_in is root and not leaf.is_missed_by_nobody]
-    part = next(
-        (item for item in candidates if item.home is home and (item.whole or home is root)), None
-    )
-    return None if above and home is not root else part
-
-
-def framework_label(root: Any) -> str | None:
-    """Where a known framework keeps its model, by what it alone writes: a label, or "" for the root
-    itself.
-    """
-    if not isinstance(root, dict):
-        return None
-    meta = root.get("meta")
-    if "pytorch-lightning_version" in root and "state_dict" in root:
-        return "state_dict"
-    if "ds_version" in root and "module" in root:
-        return "module"
-    if isinstance(meta, dict) and "mmengine_version" in meta and "state_dict" in root:
-        return "state_dict"
-    if {"state_dict", "arch", "version", "epoch"} <= root.keys():
-        return "state_dict"
-    if "model" in root and any(re.fullmatch(r"random_states_\d+", str(label)) for label in root):
-        return "model"  # accelerate
-    if {"train_state", "lr_scheduler", "optimizer", "dataloader"} <= root.keys():
-        return ""  # torchtitan
+def _of_a_framework(root: Any, candidates: list[Candidate]) -> Candidate | None:
+    """The part that a known framework itself loads for inference, if it is one state dict."""
+    name = framework_of(root)
+    for label in FRAMEWORKS[name][0] if name else ():
+        home = root.get(label) if label else root
+        for item in candidates:
+            if item.home is home and (item.whole or home is root):
+                return item
     return None
+
+
+FRAMEWORKS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "lightning": (
+        ("state_dict",),
+        _set(
+            "callbacks loops current_model_state averaging_state hyper_parameters "
+            "datamodule_hyper_parameters"
+        ),
+    ),
+    "deepspeed": (
+        ("module",),
+        _set("frozen_param_fragments frozen_param_shapes param_shapes"),
+    ),
+    "mmengine": (("state_dict",), _set("ema_state_dict message_hub meta")),
+    "timm": (("state_dict_ema", "state_dict"), {"state_dict"}),
+    "accelerate": (("model",), set()),
+    "torchtitan": (("",), set()),
+}
+"""Where each keeps its model, the first that is there, "" for the root; and the labels under which
+it writes further tensors itself.
+"""
+
+
+def framework_of(root: Any) -> str:
+    """The framework that wrote a tree, by what it alone writes at the root; "" for none."""
+    if not isinstance(root, dict):
+        return ""
+    meta = root.get("meta")
+    if "pytorch-lightning_version" in root:
+        return "lightning"
+    if "ds_version" in root:
+        return "deepspeed"
+    if isinstance(meta, dict) and "mmengine_version" in meta and "state_dict" in root:
+        return "mmengine"
+    if {"state_dict", "arch", "version", "epoch"} <= root.keys():
+        return "timm"
+    if {"train_state", "lr_scheduler", "optimizer", "dataloader"} <= root.keys():
+        return "torchtitan"
+    if "model" in root and any(re.fullmatch(r"random_states_\d+", str(label)) for label in root):
+        return "accelerate"
+    return ""
 
 
 def averages(root: Any) -> dict[str, Any]:
@@ -426,7 +557,7 @@ def averages(root: Any) -> dict[str, Any]:
     if isinstance(root, dict) and "ema" in root:
         return {"ema": root["ema"]}
     if (
-        framework_label(root) == "state_dict"
+        framework_of(root) in ("lightning", "mmengine")
         and {"averaging_state", "ema_state_dict"} & root.keys()
     ):
         return {"state_dict": root["state_dict"]}
@@ -461,9 +592,9 @@ def parts_by_path(root: Any, labels: tuple[Any, ...] = ()) -> Iterator[tuple[str
 _SURE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def bare_keys(keys: list[str], deciding: list[bool]) -> list[str]:
-    """The keys without wrappers: `module` where each that decides starts with it, the others
-    wherever a key goes on.
+def bare_keys(keys: list[str], deciding: list[bool], bare: bool = False) -> list[str]:
+    """The keys without wrappers: `module` where each that decides starts with it and DDP is not
+    taken off already, the others wherever a key goes on.
     """
     before: list[str] = []
     while any(deciding) and keys != before:
@@ -474,6 +605,8 @@ def bare_keys(keys: list[str], deciding: list[bool]) -> list[str]:
             )
             for key in keys
         ]
+        if bare:
+            continue
         wrapped = [key.startswith("module.") and key != "module." for key in keys]
         if all(yes for yes, counts in zip(wrapped, deciding, strict=True) if counts):
             keys = [key.removeprefix("module.") for key in keys]

@@ -1,0 +1,237 @@
+"""Files that are one part of a checkpoint, by their names or by what they hold, so that they are
+never taken for the whole.
+
+Shards (``model-00001-of-00002.safetensors``) and the older files of torchtune
+(``hf_model_0001_0.pt`` is part 1 after epoch 0) hold whole tensors. Meta's ``consolidated.00.pth``
+and vLLM's ``model-rank-0-part-0.safetensors`` hold a slice of each where the model was split, and
+are the whole model where it was not. What a rank of DeepSpeed or FSDP saved says so itself. Source:
+torchtune/training/checkpointing/_checkpointer.py; llama/generation.py;
+vllm/model_executor/model_loader/sharded_state_loader.py; deepspeed/runtime/engine.py (0.19.8).
+
+What joins the parts is imported only where there are some (`sharded`, `ranks`, `deepspeed`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from pathlib import PurePath
+from typing import NamedTuple
+
+from ckptconv.formats.folders.steps import weight_files
+from ckptconv.io.location import Location, is_plain_name, read_small
+from ckptconv.pickles.nodes import Call, Global, Node, mapping_pairs
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.tree.checkpoint import Checkpoint, Part
+from ckptconv.tree.walk import tensor_of
+
+SPLIT = "join them with the tools of the program that split it"
+
+_NAMES = (
+    re.compile(r"(.*[^0-9])([0-9]{5})(-of-(?!00001)[0-9]{5})((?:_[0-9]+)?\.\w+)").fullmatch,
+    re.compile(r"(hf_model_)([0-9]{4})()(_[0-9]+\.pt)").fullmatch,
+    re.compile(r"(consolidated\.)([0-9]{2})()(\.pth)").fullmatch,
+    re.compile(r"(model-rank-)([0-9]+)()(-part-[0-9]+\.safetensors)").fullmatch,
+)
+
+
+class Numbered(NamedTuple):
+    """What the name of a part says: its number, ``-of-`` how many if it says so, and what stands
+    around.
+    """
+
+    stem: str
+    number: str
+    of: str
+    end: str
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of all parts, as far as this name tells."""
+        own = int(self.number)
+        first = 0 if own == 0 or not (self.of or self.stem == "hf_model_") else 1
+        return range(first, first + int(self.of.removeprefix("-of-") or own + 1 - first))
+
+    def other(self, number: int) -> str:
+        """The name of the part of that number."""
+        return f"{self.stem}{number:0{len(self.number)}}{self.of}{self.end}"
+
+
+def numbered(name: str) -> Numbered | None:
+    """What a name says of a part; None where it is the name of none, or of the only one."""
+    found = next((match for matches in _NAMES if (match := matches(name))), None)
+    return None if found is None else Numbered(*found.groups())
+
+
+def part_of(place: Location, checkpoint: Checkpoint) -> Part | None:
+    """What a file is a part of, if it is one: by its name, else by what it holds."""
+    name = _PACKED.sub("", place.name)
+    root = checkpoint.root
+    return _by_name(name, place) or part_of_step(name, root) or flat_part(root) or _slice_of(root)
+
+
+def _slice_of(root: Node) -> Part | None:
+    """A slice of Llama 1 or 2, whatever its name: the embedding is narrower than the norms."""
+    names = ("tok_embeddings.weight", "norm.weight")
+    found = {key: tensor_of(value) for key, value in mapping_pairs(root) or () if key in names}
+    wide, whole = (found.get(name) for name in names)
+    if wide is None or whole is None or wide.shape[1:] == whole.shape:
+        return None
+    return Part("is one of the parallel parts of a model, which are not joined", SPLIT)
+
+
+_PACKED = re.compile(r"\.(?:gz|bz2|xz|zst)$")
+
+
+def _by_name(name: str, place: Location) -> Part | None:
+    told = numbered(name)
+    if told is None:
+        return None
+    own = int(told.number)
+    numbers = (number for number in told.numbers if number != own)
+    others = [told.other(number) for number in islice(numbers, _NAMED + 1)]
+    if not told.of and place.beside(after := told.other(own + 1)).is_file():
+        others.append(after)
+    if not others:
+        return None
+    named = ", ".join(map(printable, others[:_NAMED])) + (", …" if len(others) > _NAMED else "")
+    mark = f"{told.number}{told.of}" if told.of else f"{told.stem}{told.number}"
+    what = f"is by its name only one part of a checkpoint; the others: {named}"
+    hint = f"name all, or their index; one is converted alone to an OUT with {mark} in its name"
+    return Part(what, hint, mark)
+
+
+_NAMED = 3
+
+
+MODULES = "modules.json"
+"""The file in which sentence-transformers lists the modules of a model. Source: `Transformer`,
+`SentenceTransformer.save`.
+"""
+
+
+def module_folders(folder: Location) -> list[Location]:
+    """The folders in it of a model's modules, as its list names them, those that are there."""
+    place = folder.child(MODULES)
+    if not place.is_file():
+        return []
+    try:
+        listed = json.loads(read_small(place, "index_bytes"))
+    except (CheckpointError, ValueError, RecursionError):
+        return []
+    items = listed if type(listed) is list else []
+    named = {str(item.get("path")) for item in items if isinstance(item, dict)}
+    folders = [folder.child(name) for name in sorted(named) if is_plain_name(name)]
+    return [one for one in folders if one.is_folder() and one.stays_within(folder)]
+
+
+def part_of_modules(folder: Location) -> Part | None:
+    """What the weights in a folder are a part of, where other modules of the model have some."""
+    others = [one.name for one in module_folders(folder) if weight_files(one)]
+    if not others:
+        return None
+    what = f"holds one module of a model; {', '.join(map(printable, others))} hold weights too"
+    return Part(what, "copy all with --with-files, or name the file of the one", is_copied=True)
+
+
+def are_parts(names: Sequence[str]) -> bool:
+    """Whether names are those of parts of one checkpoint, of which some may be missing."""
+    told = [numbered(name) for name in names]
+    sets = {one and (one.stem, one.of, one.end) for one in told}
+    is_one = len(sets) == 1 and None not in sets and len({*names}) == len(names)
+    return is_one and (len(names) > 1 or any(one and one.of for one in told))
+
+
+# --------------------------------------------------------------------------------- what ranks saved
+
+
+MODEL_STATES = re.compile(
+    r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
+).fullmatch
+OPTIMIZER_STATES = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt"
+).fullmatch
+PIPELINE = re.compile(r"layer_[0-9]+(?:-[a-z]+_[0-9]+)*-model_states\.pt").fullmatch
+EXPERTS = re.compile(
+    r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt"
+).fullmatch
+NOT_READ = "save the weights with the framework that wrote them"
+"""What can be done about layouts of DeepSpeed that are not read."""
+
+
+def part_of_step(name: str, root: Node) -> Part | None:
+    """What a file of a step is a part of, by its name and what it says, if it is one that is not
+    the whole model.
+    """
+    states = {key: value for key, value in mapping_pairs(root) or () if key in _SAID_BY_RANKS}
+    width = states.get("mp_world_size")
+    what = None
+    if PIPELINE(name):
+        what = "is one layer of a pipeline-parallel checkpoint (layer_*-model_states.pt)"
+    elif (rank := MODEL_STATES(name)) and rank[1] and states.get("param_shapes") is not None:
+        # they look as if they held weights
+        return Part("is one rank of ZeRO stage 3, without any weights", "name its folder")
+    elif EXPERTS(name):
+        what = "is one of the experts of an expert-parallel checkpoint (*expert_*_model_states.pt)"
+    elif type(width) is int and width > 1:
+        what = f"is one of {width} tensor- or pipeline-parallel parts (mp_rank_*)"
+    elif states.get("num_experts") or states.get("ds_autoep_layers") or states.get("autoep_layers"):
+        what = "is an expert-parallel checkpoint without its experts (*expert_*_model_states.pt)"
+    return None if what is None else Part(f"{what} of DeepSpeed, which is not read", NOT_READ)
+
+
+_SAID_BY_RANKS = (
+    "mp_world_size",
+    "param_shapes",
+    "num_experts",
+    "ds_autoep_layers",
+    "autoep_layers",
+)
+
+
+def flat_part(root: Node) -> Part | None:
+    """What a tree is with a flat parameter of FSDP1, which holds many parameters and does not say
+    which, in it or in a dict in it.
+
+    Source: torch/distributed/fsdp/_flat_param.py.
+    """
+    pairs = mapping_pairs(root) or ()
+    inner = chain.from_iterable(mapping_pairs(value) or () for _, value in pairs)
+    for key, _ in chain(pairs, inner):
+        if type(key) is str and key.endswith(_FLAT) and key.rpartition(".")[2] in _FLAT:
+            return Part(f"{printable(key)} {_IS_FLAT}", _NOT_FLAT)
+    return None
+
+
+def refuse_flat(keys: Iterable[str], path: PurePath) -> None:
+    """Raise where a key is that of a flat parameter."""
+    if flat := next((key for key in keys if key.rpartition(".")[2] in _FLAT), None):
+        raise UnsupportedCheckpoint(_IS_FLAT, path=path, where=flat, hint=_NOT_FLAT)
+
+
+_IS_FLAT = (
+    "is a flat parameter of FSDP (LOCAL_STATE_DICT), which does not say what parameters are in it"
+)
+_NOT_FLAT = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
+_FLAT = ("_flat_param", "flat_param")
+
+
+def is_shard(node: Node) -> bool:
+    """Whether a node is what torch pickles for a DTensor or a ShardedTensor."""
+    return (
+        type(node) is Call
+        and node.name.endswith("._rebuild_from_type_v2")
+        and len(node.args) == 4
+        and type(node.args[0]) is Global
+        and node.args[0].path == "torch._utils._rebuild_wrapper_subclass"
+        and type(node.args[1]) is Global
+        and node.args[1].module.startswith("torch.distributed")
+        and node.args[1].name in ("DTensor", "ShardedTensor")
+    )
+
+
+def has_shards(calls: Iterable[Call]) -> bool:
+    """Whether some of the calls of a file are shards of tensors, as in each rank's of several."""
+    return any(map(is_shard, calls))

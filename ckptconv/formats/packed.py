@@ -1,0 +1,121 @@
+"""Files that are compressed as a whole (``model.pt.gz``, ``.bz2``, ``.xz``, ``.zst``): unpacked
+once, into a temporary file, and opened as what they are then.
+
+zstd is in Python's library from 3.14 on; where it is not, `containers` says how to unpack the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckptconv.formats.containers import open_source
+from ckptconv.io.inflate import UnpackedSource, is_bomb
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, malformed
+from ckptconv.support.limits import in_force
+from ckptconv.tree.checkpoint import Checkpoint
+
+
+def packer_of(head: bytes) -> Any:
+    """The module that unpacks a file which begins so; None where there is none.
+
+    They are imported here, for a Python may be built without the one or the other.
+    """
+    with contextlib.suppress(ImportError):
+        if head.startswith(b"\x1f\x8b\x08"):
+            import gzip
+
+            return gzip
+        if head.startswith(b"BZh"):
+            import bz2
+
+            return bz2
+        if head.startswith(b"\xfd7zXZ\0"):
+            import lzma
+
+            return lzma
+        if head.startswith(b"\x28\xb5\x2f\xfd"):
+            from compression import zstd  # type: ignore[import-not-found,unused-ignore]  # 3.14
+
+            return zstd
+    return None
+
+
+def open_packed(source: Source) -> Checkpoint:
+    """Unpack a file and open what is in it; `LimitExceeded` where it unpacks to too much.
+
+    What was inflated already is not unpacked again, for the ratios of bombs multiply.
+    """
+    if source.comes_from(0)[0].is_inflated:
+        hint = "unpack it first"
+        raise UnsupportedCheckpoint("is compressed twice", path=source.path, hint=hint)
+    packer = packer_of(source.read(0, min(8, source.size)))
+    with contextlib.closing(packer.open(io.BufferedReader(_Reader(source), CHUNK))) as opened:
+        own = (getattr(packer, name, EOFError) for name in ("LZMAError", "ZstdError"))
+        inner = UnpackedSource(source, _pieces(source, opened, (*own, *_BROKEN)))
+    try:
+        found = open_source(inner)
+    except BaseException:
+        inner.close()
+        raise
+    return within_file(found, (source, inner), f"packed {found.format}", "Weights only load failed")
+
+
+def within_file(
+    found: Checkpoint, around: tuple[Source, ...], name: str, torch_says: str
+) -> Checkpoint:
+    """A checkpoint that was found in another file, which only what unpacks it opens."""
+    container = replace(
+        found.container,
+        name=name,
+        by="",
+        why_not="it has to be unpacked first",
+        torch_says=torch_says,
+        weights_only=False,
+        names_storages=False,
+    )
+    sources = (*around, *(item for item in found.sources if item not in around))
+    return replace(found, path=around[0].path, container=container, sources=sources)
+
+
+class _Reader(io.RawIOBase):
+    """A source as a file that is read from its beginning to its end."""
+
+    def __init__(self, source: Source) -> None:
+        self._views = source.stream([(0, source.size)])
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._left = self._left or next(self._views, self._left)
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+
+_BROKEN = (OSError, EOFError, ValueError, zlib.error)
+
+
+def _pieces(source: Source, opened: Any, broken: tuple[type[Exception], ...]) -> Iterator[bytes]:
+    total = 0
+    try:
+        while piece := opened.read(CHUNK):
+            total += len(piece)
+            if is_bomb(source.size, total):
+                what = f"unpacks from {source.size} bytes to more than {total}"
+                most, advice = in_force().inflated_ratio, "it looks like a decompression bomb"
+                raise LimitExceeded(
+                    what, limit="inflated_ratio", allowed=most, path=source.path, advice=advice
+                )
+            yield piece
+    except CheckpointError:
+        raise
+    except broken as error:
+        raise malformed(f"does not unpack ({error})", path=source.path) from error

@@ -1,0 +1,240 @@
+"""Zip archives by what is in them: which kind each is, as a table, and those of files some of which
+are checkpoints, as stable-baselines3 writes them, each under its name.
+
+A member is opened as a file within the file: in place where it is stored, through a temporary file
+where it is deflated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import NamedTuple
+
+from ckptconv.formats.containers import named, open_source
+from ckptconv.formats.folders.alone import are_parts
+from ckptconv.formats.inflation import claim_records
+from ckptconv.formats.zip_archive import Record, open_archive, record_source
+from ckptconv.formats.zip_records import Records, ends_one, root_folder
+from ckptconv.io.inflate import Spool
+from ckptconv.io.source import RangeSource, Source
+from ckptconv.pickles.nodes import Dict
+from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import in_force
+from ckptconv.support.text import count_text
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import Container
+
+
+class ArchiveStranger(NamedTuple):
+    """A zip archive that has the records `names` (or such endings), in whatever folder, and is no
+    checkpoint: what it is, what to do.
+    """
+
+    names: tuple[str, ...]
+    what: str
+    hint: str
+
+
+ARCHIVE_STRANGERS: tuple[ArchiveStranger, ...] = (
+    ArchiveStranger((".data/extern_modules",), "is a torch.package archive (code with its "
+                                               "objects), not a checkpoint",
+                    "save its weights: "
+                    "torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, "
+                    "NAME).state_dict(), "
+                    "OUT), which runs code of the archive"),
+    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export): a "
+                                                             "program, not a checkpoint",
+                    "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
+    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not "
+                                                                          "a PyTorch checkpoint",
+                    "export its weights with Keras, under the keys of the PyTorch model"),
+)  # fmt: skip
+"""Zip archives of other programs.
+
+Sources: torch/package/package_exporter.py, torch/export/pt2_archive/constants.py,
+keras/src/saving/saving_lib.py.
+"""
+
+
+class Archive(NamedTuple):
+    """A kind of zip archive: whether these records are its, and what opens it, as
+    ``module.function``, given the source and its records.
+    """
+
+    matches: Callable[[Records], bool]
+    opened_by: str
+
+
+def _is_torchscript(records: Records) -> bool:
+    root = root_folder(records, "data.pkl")
+    return root is not None and f"{root}constants.pkl" in records
+
+
+def _is_npz(records: Records) -> bool:
+    return bool(records) and all(name.endswith(".npy") for name in records)
+
+
+def _may_hold_checkpoints(records: Records) -> bool:
+    return not any(name.endswith(("/data.pkl", "model.json")) for name in records)
+
+
+ARCHIVES: tuple[Archive, ...] = (
+    Archive(_is_torchscript, "torchscript.open_torchscript"),
+    Archive(
+        lambda records: root_folder(records, "model.json") is not None,  # before torch 1.4
+        "old_torchscript.open_old_torchscript",
+    ),
+    Archive(_is_npz, "npz.open_npz"),
+    Archive(_may_hold_checkpoints, "zip_kinds.open_zip_members"),
+    Archive(lambda _: True, "torch_zip.open_torch_zip"),
+)
+"""What a zip archive may be, in the order of trying; the last one says what else it is."""
+
+
+def open_zip(source: Source) -> Checkpoint:
+    """Open a zip archive by what is in it; its directory is read once."""
+    guarded, records = open_archive(source)
+    claim_records(source, records.values())
+    for foreign in ARCHIVE_STRANGERS:
+        if all(ends_one(records, name) for name in foreign.names):
+            raise UnsupportedCheckpoint(foreign.what, path=source.path, hint=foreign.hint)
+    kind = next(kind for kind in ARCHIVES if kind.matches(records))
+    found: Checkpoint = named(kind.opened_by)(guarded, records)
+    return found
+
+
+# ------------------------------------------------------------------------- archives of checkpoints
+
+CONTAINER = Container(
+    "zip of checkpoints",
+    "the program that wrote it",
+    why_not="only the program that packed it opens it",
+    torch_says="file in archive is not in a subdirectory",
+    has_checksums=True,
+)
+
+
+@dataclass(slots=True)
+class _Outer:
+    """The outermost archive: how many members were met in it so far."""
+
+    members: int = 0
+
+
+_OUTER: ContextVar[_Outer | None] = ContextVar("outermost archive", default=None)
+
+
+def open_zip_members(source: Source, records: Records) -> Checkpoint:
+    """Open every member that is a checkpoint, by content; the tree is a dict of them by name, the
+    others are left out.
+
+    Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many, those
+    of archives that are members themselves counted in.
+    """
+    outer = _OUTER.get() or _Outer()
+    _refuse_many(source, records, outer)
+    spool = Spool()
+    before = _OUTER.set(outer)
+    try:
+        inners = {name: _member_source(source, record, spool) for name, record in records.items()}
+        what = (
+            "is a zip archive without a data.pkl and without a checkpoint in it, so torch.save did "
+            "not write it"
+        )
+        checked = {name for name, record in records.items() if record.deflated}
+        found = open_members(source, inners, UnsupportedCheckpoint(what), checked)
+    except BaseException:
+        spool.close()
+        raise
+    finally:
+        _OUTER.reset(before)
+    return found
+
+
+def open_members(
+    source: Source,
+    inners: Mapping[str, Source],
+    none: UnsupportedCheckpoint,
+    checked: Collection[str] = (),
+) -> Checkpoint:
+    """The checkpoint of all members of an archive that are one; `none` is raised where none is.
+
+    `checked` are those that the archive has checksums for.
+    """
+    opened = {name: _open_member(name, inner) for name, inner in inners.items()}
+    found = {name: member for name, member in opened.items() if member is not None}
+    if not found:
+        raise none.at(path=source.path)
+    if are_parts([PurePath(name).name for name in found]):
+        from ckptconv.formats.folders.sharded import join_parts  # seldom needed
+
+        whole = join_parts([replace(part, path=PurePath(name)) for name, part in found.items()])
+        return replace(whole, path=source.path)
+    return Checkpoint(
+        path=source.path,
+        container=CONTAINER,
+        root=Dict([(name, member.root) for name, member in found.items()]),
+        nbytes=source.size,
+        notes=tuple(_notes(opened, found, checked)),
+        sources=(
+            source,
+            *inners.values(),
+            *(inner for member in found.values() for inner in member.sources),
+        ),
+    )
+
+
+def _member_source(source: Source, record: Record, spool: Spool) -> Source:
+    """The member as a source of its own; a deflated one is inflated when it is first read."""
+    if not record.deflated:
+        return RangeSource(source, record.offset, record.size)
+    return record_source(source, record, spool)[0]
+
+
+def _open_member(name: str, inner: Source) -> Checkpoint | None:
+    """The checkpoint that a member is; None when it is something else."""
+    try:
+        return open_source(inner)
+    except CheckpointError as error:
+        if isinstance(error, UnsupportedCheckpoint) and error.where is None:
+            return None
+        error.where = name if error.where in (None, name) else f"{name}: {error.where}"
+        raise
+
+
+def _notes(
+    names: Iterable[str], found: Mapping[str, Checkpoint], checked: Collection[str]
+) -> Iterable[str]:
+    for name, member in found.items():
+        yield from (f"{printable(name)}: {note}" for note in member.notes)
+    # A deflated member is checked while it is inflated; a zip archive inside has checksums of its
+    # own.
+    if bare := [
+        name
+        for name, member in found.items()
+        if not member.container.has_checksums and name not in checked
+    ]:
+        yield (
+            f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"
+        )
+    if left := [name for name in names if name not in found]:
+        yield (
+            f"{count_text(len(left), 'member')} left out as no checkpoint: "
+            f"{printable(', '.join(left))}"
+        )
+
+
+def _refuse_many(source: Source, records: Records, outer: _Outer) -> None:
+    outer.members += len(records)
+    if (count := outer.members) > (most := in_force().zip_members):
+        what = (
+            f"is a zip archive of {count} members without a data.pkl, so torch.save did not "
+            "write it"
+        )
+        advice = "unpack it and name the file that you mean"
+        raise LimitExceeded(
+            what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice
+        )

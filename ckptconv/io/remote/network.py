@@ -1,0 +1,107 @@
+"""How other machines are reached: through which proxy, and whose certificates are trusted. The same
+for every library that asks one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import ssl
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from ckptconv.io.local import LocalPlace
+from ckptconv.io.location import read_small
+from ckptconv.support import platforms
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+
+BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""What names the file, or the folder, of the certificates that are trusted."""
+
+_ONE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL).findall
+
+
+def certificates(*, of_profile: str | None = None, is_aws: bool = False) -> bytes | None:
+    """The certificates that somebody names, as PEM; None where nobody does.
+
+    AWS has a variable of its own, and `of_profile` is what a profile of it names.
+    """
+    named = (("AWS_CA_BUNDLE", os.environ.get("AWS_CA_BUNDLE")), ("ca_bundle", of_profile))
+    usual = ((name, os.environ.get(name)) for name in BUNDLES)
+    for name, path in (*(named if is_aws else ()), *usual):
+        if path:
+            return _read(Path(path).expanduser(), name)
+    return None
+
+
+def _read(path: Path, name: str) -> bytes:
+    hint = f"{name} names it, as the file or folder of certificates"
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        plain = [file for file in files if file == path or file.is_file()]
+        texts = [read_small(LocalPlace(file), "text_bytes") for file in plain]
+        found = b"\n".join(dict.fromkeys(one for text in texts for one in _ONE(text)))
+        if not found:
+            raise ValueError(path)
+        ssl.create_default_context(cadata=found.decode("ascii"))
+    except CheckpointError as error:
+        what = error.what
+    except (ValueError, OSError):
+        what = "holds no certificates that can be read"
+    else:
+        return found
+    raise UnsupportedCheckpoint(what, path=path, hint=hint)
+
+
+@lru_cache(maxsize=4)
+def as_file(found: bytes) -> str:
+    """A file of certificates, for who takes nothing else; it goes with this process."""
+    return platforms.file_of_process(found, ".pem")
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for an address; NO_PROXY lists hosts, with a port or
+    without, domains, networks, and ``*`` for all.
+    """
+    found = urlsplit(url)
+    host = (found.hostname or "").lower()
+    proxies = getproxies()
+    name = found.scheme if proxies.get(found.scheme) else "all"
+    if not (proxy := proxies.get(name)):
+        return None
+    shown = f"[{host}]" if ":" in host else host
+    port = found.port or {"http": 80, "https": 443}.get(found.scheme, 0)
+    if proxy_bypass(f"{shown}:{port}") or _is_excepted(host, proxies.get("no", "")):
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    hint = "name an http:// proxy, or set NO_PROXY"
+    try:
+        at = urlsplit(proxy)
+        is_whole = bool(at.hostname) and at.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        what = f"cannot be asked for: {name.upper()}_PROXY is not the address of a proxy"
+        raise UnsupportedCheckpoint(what, hint=hint)
+    if at.scheme not in ("http", "https"):
+        what = f"a proxy of the kind {at.scheme}:// is not used"
+        raise UnsupportedCheckpoint(what, hint=hint)
+    return proxy
+
+
+def _is_excepted(host: str, listed: str) -> bool:
+    """Whether NO_PROXY lists all, a domain with a star, or a network that an address is in."""
+    entries = [entry.strip().lower() for entry in listed.split(",")]
+    if "*" in entries or any(host.endswith(one[1:]) for one in entries if one.startswith("*.")):
+        return True
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(host)
+        for entry in entries:
+            with contextlib.suppress(ValueError):
+                if "/" in entry and ip in ipaddress.ip_network(entry, strict=False):
+                    return True
+    return False

@@ -1,0 +1,163 @@
+"""Casts and other operations by several threads, each of which reads a range of values, computes
+what becomes of it, and writes that to its place.
+
+What must be told in the order of the output (checksums, counts, errors) is told in that order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptconv.io.crc import crc32
+from ckptconv.io.guarded import check_places
+from ckptconv.io.source import CHUNK, Source
+from ckptconv.support.platforms import cores
+from ckptconv.support.signals import held_back
+from ckptconv.tensors.casting import cast
+from ckptconv.tensors.computed import ReadRun, read_run
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.refs import Storage, origins
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+VARIABLE = "CKPTCONV_THREADS"
+"""The variable of the environment that says how many threads a process may start to compute:
+workers of a batch share the cores.
+"""
+
+
+def _threads() -> int:
+    given = os.environ.get(VARIABLE, "")
+    return min(4, (int(given) if given.isdecimal() else 0) or cores())
+
+
+THREADS = _threads()
+"""So many threads compute; each takes a few MB."""
+
+_RANGE = 4 << 20  # bytes that a thread is given at a time
+_STEP = CHUNK  # bytes of them that it reads, computes and writes at a time
+
+WriteAt = Callable[[memoryview, int], None]
+
+
+class ToCompute(NamedTuple):
+    """Values whose bytes lie in `runs`, as `verbatim_runs` gives them, the types before and after
+    their cast, and where in the output the first of them goes.
+    """
+
+    runs: Sequence[tuple[Storage, int, int]]
+    source: DType
+    target: DType
+    position: int
+
+
+class Cut(NamedTuple):
+    """What was computed: what was read for it, and `nbytes` bytes that were made of that, with
+    their CRC-32; so many finite values became infinite or NaN.
+    """
+
+    read: Sequence[ReadRun]
+    nbytes: int
+    crc: int
+    overflowed: int
+
+
+def may_be_threaded(runs: Iterable[tuple[Storage, int, int]]) -> bool:
+    """Whether several threads may read the runs, of files of this host."""
+    return all(
+        storage.source.is_for_threads() and storage.source.fetched_from(0) is None
+        for storage in origins(storage for storage, _, _ in runs)
+    )
+
+
+@contextmanager
+def compute_ahead(
+    wanted: Sequence[ToCompute], write_at: WriteAt, threads: int
+) -> Iterator[Iterator[Iterator[Cut]]]:
+    """Within the block, so many threads compute all of `wanted`, in about that order.
+
+    What is yielded gives the cuts of each of `wanted` in turn, each when it is written; an error is
+    raised in its place. No thread runs when the block is left.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    check_places({id(one): one for each in wanted for one in _sources(each)}.values())
+    work = _Work(write_at)
+    tasks = (task for each in wanted for task in _tasks(each))
+    waiting: deque[Future[Cut]] = deque()
+    with _stopped(ThreadPoolExecutor(threads, "ckptconv-computer")) as pool:
+
+        def cuts(count: int) -> Iterator[Cut]:
+            for _ in range(count):
+                room = 2 * threads + 1 - len(waiting)
+                waiting.extend(pool.submit(work, *task) for task in islice(tasks, room))
+                yield waiting.popleft().result()
+
+        yield (cuts(sum(1 for _ in _tasks(each))) for each in wanted)
+
+
+@contextmanager
+def _stopped(pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
+    """The threads come to their end before anything else happens: then their file is closed."""
+    try:
+        yield pool
+    finally:
+        with held_back():
+            pool.shutdown(cancel_futures=True)
+
+
+def _sources(each: ToCompute) -> Iterator[Source]:
+    return (storage.source for storage in origins(storage for storage, _, _ in each.runs))
+
+
+Task = tuple[Storage, int, int, DType, DType, int]
+"""A part of a run, the types before and after, and the place of what is made of it."""
+
+
+def _tasks(each: ToCompute) -> Iterator[Task]:
+    """The runs, cut."""
+    position = each.position
+    for storage, first, nbytes in each.runs:
+        for start in range(0, nbytes, _RANGE):
+            count = min(_RANGE, nbytes - start)
+            yield storage, first + start, count, each.source, each.target, position
+            position += count // each.source.itemsize * each.target.itemsize
+
+
+class _Work:
+    """What each thread does with a task, in a buffer of its own."""
+
+    def __init__(self, write_at: WriteAt) -> None:
+        self._write_at = write_at
+        self._own = threading.local()
+
+    def __call__(
+        self,
+        storage: Storage,
+        first: int,
+        nbytes: int,
+        source: DType,
+        target: DType,
+        position: int,
+    ) -> Cut:
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = memoryview(bytearray(_STEP))
+        crc = overflowed = 0
+        read: list[ReadRun] = []
+        at = position
+        for start in range(0, nbytes, _STEP):
+            view = self._own.buffer[: min(_STEP, nbytes - start)]
+            read_run(storage, first + start, view, read.append)
+            result = cast(view, source, target)
+            crc = crc32(result.data, crc)
+            overflowed += result.overflowed
+            self._write_at(result.data, at)
+            at += len(result.data)
+        return Cut(read, at - position, crc, overflowed)

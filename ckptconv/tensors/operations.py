@@ -1,0 +1,135 @@
+"""The operations that make tensors of tensors: one row each.
+
+An operation says which boxes of its inputs it needs for a box of what it makes, and what the values
+there are. `plain` says the same once more for one element, in numbers of Python: `--verify` holds
+the output against it, so a slip of the quick way is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptconv.tensors.casting import cast
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Shape
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Parameters = tuple[Hashable, ...]
+
+Box = tuple[Shape, Shape]
+"""Where a box starts in its tensor, and its shape."""
+
+Number = float | complex
+
+
+class Operation(NamedTuple):
+    """How values are made.
+
+    `needs(parameters, box, count)` gives, of each of so many inputs, the box that is read for a
+    box of the output; `values(parameters, types, raw, target)` the bytes of the output box from
+    those of the inputs, all in C order and little-endian; `plain(parameters, numbers)` one element
+    from the numbers that are in the boxes that it needs, those of each input in C order.
+    """
+
+    needs: Callable[[Parameters, Box, int], Sequence[Box]]
+    values: Callable[[Parameters, Sequence[DType], Sequence[memoryview], DType], memoryview]
+    plain: Callable[[Parameters, Sequence[Sequence[Number]]], Number]
+
+
+def _the_same(parameters: Parameters, box: Box, count: int) -> Sequence[Box]:
+    """Of each input the box itself: elements are made of those at their place."""
+    return [box] * count
+
+
+# ------------------------------------------------------------------------------------------- cast
+
+
+def _cast(
+    parameters: Parameters, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> memoryview:
+    return cast(raw[0], types[0], target).data
+
+
+def _itself(parameters: Parameters, numbers: Sequence[Sequence[Number]]) -> Number:
+    return numbers[0][0]
+
+
+# ------------------------------------------------------------------------------------------- mean
+
+_FLOAT64 = BY_NAME["float64"]
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def can_average(dtype: DType) -> bool:
+    """Whether a type has means: floating and complex ones do."""
+    return dtype.is_floating or dtype.kind == "complex"
+
+
+def _mean(
+    weights: Parameters, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> memoryview:
+    """The weighted mean, in float64 in the order of the inputs, cast to their type at the end as
+    torch's `to` casts.
+    """
+    import numpy as np
+
+    real = BY_NAME[_PARTS.get(target.name, target.name)]
+    whole = sum(_numbers(weights))
+    with np.errstate(all="ignore"):
+        mean = _sum(raw, real, _numbers(weights)) / whole
+        if not np.isfinite(mean).all():  # the sum may be beyond all numbers, but not the mean
+            shares = [weight / whole for weight in _numbers(weights)]
+            mean = np.where(np.isfinite(mean), mean, _sum(raw, real, shares))
+    return cast(mean.view(np.uint8).data, _FLOAT64, real).data
+
+
+def _sum(raw: Sequence[memoryview], real: DType, weights: Sequence[float]) -> Array:
+    """The weighted sum of the numbers in some bytes."""
+    import numpy as np
+
+    total: Array | None = None
+    for one, weight in zip(raw, weights, strict=True):
+        numbers = np.frombuffer(cast(one, real, _FLOAT64).data, "<f8") * weight
+        total = numbers if total is None else np.add(total, numbers, out=total)
+    assert total is not None
+    return total
+
+
+def _numbers(weights: Parameters) -> list[float]:
+    return [weight for weight in weights if isinstance(weight, float)]
+
+
+def _plain_mean(weights: Parameters, numbers: Sequence[Sequence[Number]]) -> Number:
+    ones = [number for (number,) in numbers]
+    if all(isinstance(one, float) for one in ones):
+        return _plain_part(_numbers(weights), [one.real for one in ones])
+    real = _plain_part(_numbers(weights), [one.real for one in ones])
+    return complex(real, _plain_part(_numbers(weights), [one.imag for one in ones]))
+
+
+def _plain_part(weights: Sequence[float], numbers: Sequence[float]) -> float:
+    whole = sum(weights)
+    mean = _plain_sum(numbers, weights) / whole
+    if math.isfinite(mean):
+        return mean
+    return _plain_sum(numbers, [weight / whole for weight in weights])
+
+
+def _plain_sum(numbers: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted sum, from the left: `sum` does it otherwise from Python 3.12 on."""
+    total = numbers[0] * weights[0]
+    for number, weight in zip(numbers[1:], weights[1:], strict=True):
+        total += number * weight
+    return total
+
+
+OPERATIONS = {
+    "cast": Operation(_the_same, _cast, _itself),
+    "mean": Operation(_the_same, _mean, _plain_mean),
+}

@@ -1,0 +1,122 @@
+"""Computed and cast values, held against a second, plain statement of the operation.
+
+An output that is compared with the computation that made it is equal however wrong that is. So a
+sample of the elements, the first and the last ones and those around the borders of what is computed
+at a time among them, is worked out once more in numbers of Python, from the bytes of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from random import Random
+
+from ckptconv.io.source import CHUNK
+from ckptconv.tensors.computed import ComputedSource
+from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.operations import OPERATIONS, Number
+from ckptconv.tensors.plain_numbers import number_of, rounded, stands_for
+from ckptconv.tensors.refs import (
+    DerivedSource,
+    Shape,
+    TensorRef,
+    box_of,
+    origins,
+)
+
+_MOST = 64
+"""The most elements of one tensor that are worked out once more."""
+
+_OF_ALL, _OF_ALL_FAR = 20_000, 32
+"""The elements of an output, about: each takes 20 microseconds, and over a network a request."""
+
+
+def sample_size(tensors: list[tuple[TensorRef, DType]]) -> int:
+    """How many elements of each of the computed ones among these are worked out once more."""
+    made = [ref for ref, dtype in tensors if is_made(ref, dtype)]
+    if not made:
+        return 0
+    if any(storage.source.fetched_from(0) is not None for storage in origins(made)):
+        return min(_MOST, max(1, _OF_ALL_FAR // len(made)))
+    return min(_MOST, max(2, _OF_ALL // len(made)))
+
+
+def is_made(ref: TensorRef, dtype: DType) -> bool:
+    """Whether the values of a tensor that is written as `dtype` are computed or cast."""
+    if ref.dtype is not dtype:
+        return True
+    return any(isinstance(piece.storage.source, DerivedSource) for piece in ref.pieces)
+
+
+def other_element(ref: TensorRef, dtype: DType, written: TensorRef, most: int) -> Shape | None:
+    """The place of an element of `written` that is not what `ref` becomes in `dtype`; None where
+    `most` elements, the edges first, are all right.
+    """
+    for number in _sample(ref.numel, ref.dtype.itemsize, most):
+        place = _place(number, ref.shape)
+        if not stands_for(_number_at(ref, place), dtype, _raw_at(written, place)):
+            return place
+    return None
+
+
+def _sample(numel: int, itemsize: int, most: int) -> list[int]:
+    """The numbers of some elements: the first and last ones, some around each border of the blocks
+    that are computed at a time, and some by chance (the same each time).
+    """
+    if numel <= most:
+        return list(range(numel))
+    step = CHUNK // itemsize
+    borders = [at for start in range(step, numel, step) for at in (start - 1, start)]
+    chance = Random(numel)
+    edges = [0, numel - 1, 1, numel - 2, 2, numel - 3]
+    drawn = chance.sample(borders, min(len(borders), most // 2))
+    drawn += [chance.randrange(numel) for _ in range(most)]
+    return list(dict.fromkeys(edges + drawn))[:most]
+
+
+def _place(number: int, shape: Shape) -> Shape:
+    """Where the element with this number in C order is."""
+    place = []
+    for size in reversed(shape):
+        number, at = divmod(number, size)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def _raw_at(ref: TensorRef, place: Shape) -> bytes:
+    """The bytes of one element where it lies, little-endian."""
+    piece = box_of(ref, place, (1,) * len(place)).pieces[0]
+    storage, size, word = piece.storage, ref.dtype.itemsize, ref.dtype.word
+    raw = storage.source.read(storage.offset + piece.offset * size, size)
+    if not storage.big_endian:
+        return raw
+    return b"".join(raw[at : at + word][::-1] for at in range(0, size, word))
+
+
+def _number_at(ref: TensorRef, place: Shape) -> Number:
+    """The number that one element is, by the plain statements of all operations under it."""
+    piece = box_of(ref, place, (1,) * len(place)).pieces[0]
+    source = piece.storage.source
+    if isinstance(source, ComputedSource):
+        number = _computed_at(source, piece.offset + piece.storage.offset // ref.dtype.itemsize)
+    else:
+        number = number_of(_raw_at(ref, place), ref.dtype)
+    if ref.neg:
+        number = -number
+    return number.conjugate() if ref.conj else number
+
+
+def _computed_at(source: ComputedSource, number: int) -> Number:
+    value = source.value
+    box = _place(number, value.shape), (1,) * len(value.shape)
+    operation = OPERATIONS[value.operation]
+    needed = operation.needs(value.parameters, box, len(value.inputs))
+    numbers = [
+        [_number_at(ref, place) for place in _places(*one)]
+        for ref, one in zip(value.inputs, needed, strict=True)
+    ]
+    return rounded(operation.plain(value.parameters, numbers), value.dtype)
+
+
+def _places(start: Shape, shape: Shape) -> Iterator[Shape]:
+    return product(*(range(at, at + size) for at, size in zip(start, shape, strict=True)))

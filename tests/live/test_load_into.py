@@ -1,0 +1,169 @@
+"""What `load_into` says of values that change, of keys that go elsewhere, and of what is left."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ckptconv import CheckpointWarning, KeyRules, load_into, load_portable
+from ckptconv.support.errors import KeyMismatch, RefusedObject
+from helpers.program import run
+
+
+def net(bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3, bias=bias), nn.Linear(3, 2, bias=bias))
+
+
+def saved(path: Path, tree: object) -> Path:
+    torch.save(tree, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after", "beyond"),
+    [
+        (torch.float32, [1e6, 1.0, float("inf")], torch.float16, 1),
+        (torch.float32, [65519.0, -65520.0, 2.0], torch.float16, 1),
+        (torch.float32, [3.4e38, 1.0, 2.0], torch.bfloat16, 1),
+        (torch.float64, [1e300, -1e300, 0.0], torch.float32, 2),
+        (torch.complex128, [1e300, 1j, 0.0], torch.complex64, 1),
+        (torch.int64, [70000, 1, 2], torch.float16, 1),
+        (torch.int64, [2**40, -1, 2], torch.int32, 1),
+        (torch.float32, [300.0, 1.0, 2.0], torch.uint8, 1),
+        (torch.float32, [1.0, 2.0, 3.0], torch.float16, 0),
+        (torch.float16, [1.0, 2.0, float("nan")], torch.float32, 0),
+    ],
+)
+def test_values_that_take_the_dtype_of_the_model_are_told(before, values, after, beyond, tmp_path):
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.zeros(3, dtype=after))
+
+    path = saved(tmp_path / "a.pt", {"w": torch.tensor(values, dtype=before)})
+    model = Holder()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = load_into(model, path)
+    assert result.fits
+    assert result.casts == (("w", before, after, beyond),)
+    assert [item.category for item in told] == [CheckpointWarning] * bool(beyond)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        taken = load_into(Holder(), path, assign=True)
+    assert taken.casts == ()
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path):
+    model = nn.Linear(2, 1, bias=False).half()
+    before = model.weight.clone()
+    path = saved(tmp_path / "a.pt", {"weight": torch.full((1, 2), 1e6)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        with pytest.raises(CheckpointWarning, match=r"weight: 2 values of torch\.float32"):
+            load_into(model, path)
+    assert torch.equal(model.weight, before)
+
+
+def test_an_imaginary_part_is_not_lost(tmp_path):
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.clone()
+    path = saved(tmp_path / "a.pt", {"weight": torch.full((1, 2), 1j)})
+    with pytest.raises(RefusedObject, match=r"weight: is of torch\.complex64.*imaginary"):
+        load_into(model, path)
+    assert torch.equal(model.weight, before)
+
+
+def test_keys_that_went_to_others_are_told(tmp_path):
+    model = net(bias=False)
+    plain = saved(tmp_path / "plain.pt", model.state_dict())
+    assert load_into(nn.DataParallel(net(bias=False)), plain).assigned == {}
+    found = load_into(model, saved(tmp_path / "b.pt", {
+        "net.0.weight": torch.ones(3, 4), "head.1.weight": torch.ones(2, 3),
+    }))  # fmt: skip
+    assert found.fits
+    assert found.assigned == {"net.0.weight": "0.weight", "head.1.weight": "1.weight"}
+    assert "2 assigned" in repr(found)
+
+
+def test_an_averaged_model_is_refused_with_the_preset_that_helps(tmp_path):
+    model = net()
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    path = saved(tmp_path / "swa.pt", average.state_dict())
+    with pytest.raises(KeyMismatch, match=r"KeyRules.of\(\[\('preset', 'swa'\)\]\)") as caught:
+        load_into(net(), path)
+    assert caught.value.fit.preset == "swa"
+    found = load_portable(path, keys=KeyRules.of([("preset", "swa")]))
+    again = net()
+    again.load_state_dict(found, strict=True)
+    assert torch.equal(again[0].weight, model[0].weight)
+
+
+def ema_pytorch(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of its `EMA`: both models, and two counters."""
+    own = model.state_dict()
+    return {
+        **{f"online_model.{key}": value + 1 for key, value in own.items()},
+        **{f"ema_model.{key}": value for key, value in own.items()},
+        "initted": torch.tensor(True),
+        "step": torch.tensor(3),
+    }
+
+
+@pytest.mark.parametrize("preset", ["swa", "ema-pytorch"])
+def test_doctor_and_like_name_the_preset(preset, tmp_path):
+    model = net()
+    tree = AveragedModel(model).state_dict() if preset == "swa" else ema_pytorch(model)
+    saved(tmp_path / "average.pt", tree)
+    saved(tmp_path / "bare.pt", net().state_dict())
+    refused = run("convert", "average.pt", "out.pt", "--like", "bare.pt", cwd=tmp_path)
+    assert refused.exit == 1 and f"--preset {preset} leaves out" in refused.err
+    done = run("doctor", "average.pt", "--like", "bare.pt", "--json", cwd=tmp_path)
+    told = next(item for item in json.loads(done.out)["findings"] if item["code"] == "keys")
+    assert f"--preset {preset}" in told["command"]
+    words = told["command"].split()[1:]
+    assert run(*words, cwd=tmp_path).exit == 0
+    again = net()
+    again.load_state_dict(torch.load(tmp_path / words[2], weights_only=True), strict=True)
+    assert torch.equal(again[1].weight, model[1].weight)
+
+
+class Positions(nn.Module):
+    """A module with a buffer that its state dict does not have, and that TorchScript saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("positions", torch.arange(2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + self.positions)
+
+
+def test_a_buffer_that_only_torchscript_saves_is_no_hindrance(tmp_path):
+    model = Positions()
+    torch.jit.trace(model, torch.zeros(1, 2)).save(str(tmp_path / "script.pt"))
+    assert "positions" in load_portable(tmp_path / "script.pt")
+    other = Positions()
+    assert load_into(nn.DataParallel(other), tmp_path / "script.pt").fits
+    assert torch.equal(other.linear.weight, model.linear.weight)
+    other.positions += 1  # another value is another model's
+    with pytest.raises(KeyMismatch, match="positions"):
+        load_into(other, tmp_path / "script.pt")
+
+
+def test_keys_that_a_library_renames_are_for_its_own_loader(tmp_path):
+    class Pretrained(nn.Linear):
+        @classmethod
+        def from_pretrained(cls, folder: str) -> None: ...
+
+    path = saved(tmp_path / "a.pt", {"experts.0.w1": torch.ones(1), "experts.0.w2": torch.ones(1)})
+    with pytest.raises(KeyMismatch, match=r"Pretrained.from_pretrained\(folder\)"):
+        load_into(Pretrained(2, 2), path)

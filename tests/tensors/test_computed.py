@@ -1,0 +1,321 @@
+"""Computed tensors: every operation keeps the same promises; torch is the oracle of its values."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from abc import ABC, abstractmethod
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from ckptconv import VerificationFailed, average, convert_checkpoint, load_portable
+from ckptconv.io.source import MemorySource
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
+from ckptconv.tensors.ahead import runs_of
+from ckptconv.tensors.casting import Cast
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.computed import Widener, elementwise
+from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.fold import RunningCrc, fold
+from ckptconv.tensors.operations import OPERATIONS
+from ckptconv.tensors.packed import packed
+from ckptconv.tensors.plain_check import other_element
+from ckptconv.tensors.refs import Storage, TensorRef, origins, view_of, whole_view
+from ckptconv.tensors.stream import iter_chunks
+from helpers import oracle
+from helpers.http_server import HttpServer
+from helpers.program import run
+
+
+class Counting(MemorySource):
+    """Counts the bytes that are read of it."""
+
+    count = 0
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self.count += len(view)
+        super().read_into(offset, view)
+
+
+def stored(tensor: torch.Tensor, flipped: int | None = None) -> Storage:
+    """A storage of the values of a tensor, whose record declares their checksum."""
+    raw = bytearray(oracle.stored_bytes(tensor))
+    crc = zlib.crc32(raw)
+    if flipped is not None:
+        raw[flipped] ^= 1
+    name = str(tensor.dtype).removeprefix("torch.")
+    source = Counting(b"before" + raw, Path("memory"))
+    return Storage(source, 6, len(raw), "cpu", "a storage", BY_NAME[name], crc32=crc)
+
+
+def bytes_of(ref: TensorRef) -> bytes:
+    return b"".join(map(bytes, iter_chunks(ref)))
+
+
+def folded(ref: TensorRef) -> None:
+    checksums = Checksums()
+    fold(ref, RunningCrc(), checksums=checksums)
+    checksums.finish()
+
+
+READINGS = {
+    "read": lambda ref: ref.storage.source.read(3, 2),
+    "read_into": lambda ref: ref.storage.source.read_into(0, memoryview(bytearray(1))),
+    "read_many": lambda ref: ref.storage.source.read_many([(0, 1)]),
+    "stream": lambda ref: list(ref.storage.source.stream([(0, 4)])),
+    "iter_chunks": bytes_of,
+    "transposed": lambda ref: bytes_of(
+        ref._replace(
+            shape=ref.shape[::-1],
+            stride=ref.stride[::-1],
+            pieces=tuple(
+                piece._replace(shape=piece.shape[::-1], stride=piece.stride[::-1])
+                for piece in ref.pieces
+            ),
+        )
+    ),
+    "fold": folded,
+    "read for its checksum": lambda ref: Checksums().read(ref.storage),
+}
+
+
+class ComputedConformance(ABC):
+    """What any operation promises of the tensors that it makes."""
+
+    @abstractmethod
+    def inputs(self) -> list[torch.Tensor]:
+        """Live tensors, of two dimensions and more than one chunk."""
+
+    @abstractmethod
+    def made(self, inputs: list[TensorRef]) -> TensorRef:
+        """The tensor that the operation makes of these."""
+
+    @abstractmethod
+    def expected(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """The same by torch."""
+
+    def of(self, tensors: list[torch.Tensor], flipped: tuple[int, int] | None = None) -> TensorRef:
+        refs = []
+        for number, tensor in enumerate(tensors):
+            at = flipped[1] if flipped is not None and flipped[0] == number else None
+            storage = stored(tensor, at)
+            refs.append(whole_view(storage, storage.dtype, tuple(tensor.shape)))
+        return self.made(refs)
+
+    def test_it_has_the_values_that_torch_computes(self):
+        tensors = self.inputs()
+        assert bytes_of(self.of(tensors)) == oracle.stored_bytes(self.expected(tensors))
+
+    @pytest.mark.parametrize("way", READINGS)
+    def test_a_flipped_byte_in_any_input_fails_in_every_way_of_reading_it(self, way):
+        tensors = self.inputs()
+        READINGS[way](self.of(tensors))
+        for number, tensor in enumerate(tensors):
+            for at in (0, tensor.nbytes - 1):
+                with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+                    READINGS[way](self.of(tensors, (number, at)))
+
+    def test_each_input_is_read_once_for_its_values_and_its_checksum(self):
+        tensors = self.inputs()
+        ref = self.of(tensors)
+        folded(ref)
+        for storage, tensor in zip(origins([ref]), tensors, strict=True):
+            assert storage.source.count == tensor.nbytes
+
+    def test_any_range_equals_the_whole(self):
+        ref = self.of([tensor[:9, :11].contiguous() for tensor in self.inputs()])
+        whole = bytes_of(ref)
+        chance = Random(4)
+        for _ in range(200):
+            first, stop = sorted(chance.randrange(len(whole) + 1) for _ in range(2))
+            assert ref.storage.source.read(first, stop - first) == whole[first:stop]
+            with pytest.raises(MalformedCheckpoint, match="beyond its end"):
+                ref.storage.source.read(first, len(whole) + 1 - first)
+
+    def test_another_process_computes_the_same(self):
+        ref = self.of(self.inputs())
+        [again] = pickle.loads(pickle.dumps(packed([ref]))).opened(None)
+        assert bytes_of(again) == bytes_of(ref)
+
+    def test_another_process_finds_a_flipped_byte_too(self):
+        packed_ref = packed([self.of(self.inputs(), (0, 5))])
+        [again] = pickle.loads(pickle.dumps(packed_ref)).opened(None)
+        with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+            bytes_of(again)
+
+    def test_its_fingerprint_is_that_of_its_inputs(self):
+        tensors = self.inputs()
+        one, same = self.of(tensors), self.of(tensors)
+        other = self.of(tensors, (len(tensors) - 1, 3))
+        fingerprints = [ref.storage.source.fingerprint() for ref in (one, same, other)]
+        assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+    def test_what_is_read_ahead_are_all_bytes_of_all_inputs(self):
+        ref = self.of(self.inputs())
+        read: dict[int, int] = {}
+        for source, _, nbytes in runs_of(ref):
+            read[id(source)] = read.get(id(source), 0) + nbytes
+        assert read == {id(one.source): one.nbytes for one in origins([ref])}
+
+    def test_the_plain_statement_says_the_same(self):
+        ref = self.of(self.inputs())
+        storage = Storage(MemorySource(bytes_of(ref), Path("out")), 0, ref.nbytes, "cpu", "out")
+        assert other_element(ref, ref.dtype, whole_view(storage, ref.dtype, ref.shape), 64) is None
+
+    @pytest.mark.parametrize("place", [(0, 0), (-1, -1)])
+    def test_the_plain_statement_sees_a_wrong_edge(self, place):
+        ref = self.of(self.inputs())
+        raw = bytearray(bytes_of(ref))
+        raw[0 if place == (0, 0) else -ref.dtype.itemsize] ^= 1
+        storage = Storage(MemorySource(bytes(raw), Path("out")), 0, ref.nbytes, "cpu", "out")
+        wrong = tuple(size - 1 if at < 0 else at for at, size in zip(place, ref.shape, strict=True))
+        found = other_element(ref, ref.dtype, whole_view(storage, ref.dtype, ref.shape), 64)
+        assert found == wrong
+
+
+class TestCast(ComputedConformance):
+    def inputs(self):
+        torch.manual_seed(1)
+        return [(torch.rand(601, 997) - 0.5).to(torch.bfloat16)]
+
+    def made(self, inputs):
+        return Widener(BY_NAME["float32"])(inputs[0])
+
+    def expected(self, inputs):
+        return inputs[0].float()
+
+
+class TestMean(ComputedConformance):
+    WEIGHTS = (1.0, 2.5, 0.25)
+    DTYPE = torch.float32
+
+    def inputs(self):
+        torch.manual_seed(2)
+        return [(torch.rand(601, 997) - 0.5).to(self.DTYPE) for _ in self.WEIGHTS]
+
+    def made(self, inputs):
+        return elementwise("mean", inputs, self.WEIGHTS, inputs[0].dtype, "a mean")
+
+    def expected(self, inputs):
+        weighted = (one.double() * weight for one, weight in zip(inputs, self.WEIGHTS, strict=True))
+        return (sum(weighted) / sum(self.WEIGHTS)).to(self.DTYPE)
+
+
+class TestMeanOfHalves(TestMean):
+    DTYPE = torch.float16
+
+
+class TestMeanOfComplex(TestMean):
+    DTYPE = torch.complex64
+
+    def inputs(self):
+        return [torch.complex(torch.rand(300, 997), torch.rand(300, 997)) for _ in self.WEIGHTS]
+
+    def expected(self, inputs):
+        parts = [torch.view_as_real(one) for one in inputs]
+        weighted = (one.double() * weight for one, weight in zip(parts, self.WEIGHTS, strict=True))
+        return torch.view_as_complex((sum(weighted) / sum(self.WEIGHTS)).float())
+
+
+class TestMeanOfTransposed(TestMean):
+    """Inputs that do not lie in order are gathered."""
+
+    def of(self, tensors, flipped=None):
+        refs = []
+        for number, tensor in enumerate(tensors):
+            at = flipped[1] if flipped is not None and flipped[0] == number else None
+            storage, (rows, columns) = stored(tensor.T.contiguous(), at), tensor.shape
+            refs.append(view_of(storage, storage.dtype, 0, (rows, columns), (1, rows)))
+        return self.made(refs)
+
+    def test_each_input_is_read_once_for_its_values_and_its_checksum(self):
+        """Not those: their bytes are not read in order, so a checksum takes a pass of its own."""
+
+
+class TestCastOfAMean(TestMean):
+    """Operations over operations."""
+
+    DTYPE = torch.bfloat16
+
+    def made(self, inputs):
+        return Widener(BY_NAME["float32"])(super().made(inputs))
+
+    def expected(self, inputs):
+        return super().expected(inputs).float()
+
+
+def test_every_operation_has_a_class_here():
+    assert set(OPERATIONS) == {"cast", "mean"}
+
+
+# ------------------------------------------------------------------------------- as a whole program
+
+
+@pytest.fixture
+def two(tmp_path) -> list[Path]:
+    torch.manual_seed(3)
+    paths = [tmp_path / f"{name}.pt" for name in "ab"]
+    for path in paths:
+        torch.save({f"l{number}.weight": torch.rand(300, 1000) for number in range(4)}, path)
+    return paths
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("to", ["pt", "safetensors"])
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_mean_of_a_damaged_file_is_refused(two, tmp_path, verify, to, damaged):
+    raw = bytearray(two[damaged].read_bytes())
+    raw[len(raw) // 2] ^= 1
+    two[damaged].write_bytes(raw)
+    out = tmp_path / f"mean.{to}"
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        average(two, out, verify=verify)
+    assert not out.exists()
+
+
+def test_a_mean_is_made_by_threads_as_by_one(two, tmp_path):
+    average(two, tmp_path / "one.safetensors", verify=True)
+    one_thread = {"CKPTCONV_THREADS": "1"}
+    done = run("average", *two, "two.safetensors", cwd=tmp_path, env=one_thread)
+    assert done.exit == 0
+    one, other = (tmp_path / f"{name}.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == other.read_bytes()
+    expected = [torch.load(path) for path in two]
+    for key, value in load_portable(one).items():
+        mean = (expected[0][key].double() + expected[1][key].double()) / 2
+        assert torch.equal(value, mean.float())
+
+
+def test_a_mean_over_a_network_asks_as_a_conversion_does(two, tmp_path):
+    files = {f"/{path.name}": path.read_bytes() for path in two}
+    with HttpServer(files) as server:
+        urls = [f"{server.url}/{path.name}" for path in two]
+        for number, url in enumerate(urls):
+            assert run("convert", url, f"{number}.safetensors", cwd=tmp_path).exit == 0
+        asked, sent = len(server.requests), server.sent
+        server.forget()
+        done = run("average", *urls, "mean.safetensors", cwd=tmp_path)
+        assert done.exit == 0, done.err
+        assert len(server.requests) <= 1.1 * asked
+        assert server.sent <= 1.02 * sent
+
+
+def test_verify_sees_a_cast_that_is_wrong_in_the_same_way_each_time(tmp_path, monkeypatch):
+    """The output is compared with a cast that is made again: both may be wrong."""
+
+    def truncated(values, source, target):
+        leading = np.frombuffer(values, "<u4") >> 16
+        return Cast(leading.astype("<u2").view(np.uint8).data, 0)
+
+    torch.save({"w": torch.rand(100, 100)}, tmp_path / "in.pt")
+    for module in ("convert.write", "tensors.compute_ahead", "tensors.stream"):
+        monkeypatch.setattr(f"ckptconv.{module}.cast", truncated)
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "a.safetensors", dtype="bf16")
+    with pytest.raises(VerificationFailed, match="worked out once more"):
+        convert_checkpoint(
+            tmp_path / "in.pt", tmp_path / "b.safetensors", dtype="bf16", verify=True
+        )
