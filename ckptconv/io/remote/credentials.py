@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ckptconv.io.remote.causes import credentials_failed, in_words_of_obstore
-from ckptconv.io.remote.network import certificates, proxy_for
+from ckptconv.io.remote.network import Trusted, certificates, proxy_for
 from ckptconv.support import platforms
 from ckptconv.support.errors import UnsupportedCheckpoint
 
@@ -46,7 +46,7 @@ def options_of(
         options["client_options"]["allow_http"] = True
     trusted = certificates_of_aws() if service == "s3" else certificates()
     if trusted is not None:
-        options["client_options"]["root_certificate"] = trusted
+        options["client_options"]["root_certificate"] = trusted.pem
     if service == "s3":
         options |= _s3_options(endpoint, bucket)
     else:
@@ -108,7 +108,7 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
-def certificates_of_aws() -> bytes | None:
+def certificates_of_aws() -> Trusted | None:
     """The certificates that those of S3 are held against."""
     of_profile = None
     if not os.environ.get("AWS_CA_BUNDLE") and _has_profile():
@@ -218,7 +218,7 @@ def _region_told(bucket: str) -> str | None:
     count(requests=1)
     context = ssl.create_default_context()
     if (trusted := certificates_of_aws()) is not None:
-        context.load_verify_locations(cadata=trusted.decode("ascii"))
+        context.load_verify_locations(cadata=trusted.pem.decode("ascii"))
     request = Request(f"{AWS}/{bucket}", method="HEAD")
     try:
         with urlopen(request, timeout=5, context=context) as answer:

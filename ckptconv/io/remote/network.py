@@ -11,6 +11,7 @@ import re
 import ssl
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -25,8 +26,15 @@ BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _ONE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL).findall
 
 
-def certificates(*, of_profile: str | None = None, is_aws: bool = False) -> bytes | None:
-    """The certificates that somebody names, as PEM; None where nobody does.
+class Trusted(NamedTuple):
+    """Certificates that somebody names: as PEM, and the file or folder that they are from."""
+
+    pem: bytes
+    path: Path
+
+
+def certificates(*, of_profile: str | None = None, is_aws: bool = False) -> Trusted | None:
+    """The certificates that somebody names; None where nobody does.
 
     AWS has a variable of its own, and `of_profile` is what a profile of it names.
     """
@@ -34,7 +42,8 @@ def certificates(*, of_profile: str | None = None, is_aws: bool = False) -> byte
     usual = ((name, os.environ.get(name)) for name in BUNDLES)
     for name, path in (*(named if is_aws else ()), *usual):
         if path:
-            return _read(Path(path).expanduser(), name)
+            found = Path(path).expanduser()
+            return Trusted(_read(found, name), found)
     return None
 
 
@@ -58,9 +67,11 @@ def _read(path: Path, name: str) -> bytes:
 
 
 @lru_cache(maxsize=4)
-def as_file(found: bytes) -> str:
-    """A file of certificates, for who takes nothing else; it goes with this process."""
-    return platforms.file_of_process(found, ".pem")
+def as_file(found: Trusted) -> str:
+    """A file of certificates, for who takes nothing else; that of a folder goes with this process."""
+    if found.path.is_file():
+        return str(found.path)
+    return platforms.file_of_process(found.pem, ".pem")
 
 
 def proxy_for(url: str) -> str | None:

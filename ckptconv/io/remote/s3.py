@@ -79,7 +79,7 @@ class S3Store(ObjectStoreOf):
             endpoint_url=endpoint,
             config=config,
             region_name=region,
-            verify=None if trusted is None else as_file(trusted),
+            verify=as_file(trusted) if trusted and at.startswith("https:") else None,
         )
 
     def begin(self, key: str, size: int) -> Upload:

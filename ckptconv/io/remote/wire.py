@@ -305,7 +305,7 @@ class Wire:
         """What certificates are trusted: those of the host, or of the file that is named."""
         if self._tls is None:
             found = certificates()
-            cadata = None if found is None else found.decode("ascii")
+            cadata = None if found is None else found.pem.decode("ascii")
             self._tls = ssl.create_default_context(cadata=cadata)
         return self._tls
 

@@ -191,7 +191,7 @@ def slow(self, view):
     written(self, view)
     count[0] += 1
     if count[0] == 40:  # parts are on their way
-        print("stuck", flush=True)
+        print("stuck", file=sys.stderr, flush=True)
         time.sleep(0.2)
 written_objects.WrittenObject._written = slow
 sys.argv[0] = "ckptconv"
@@ -203,10 +203,10 @@ def stopped(azure: Server, large: Path, url: str, number: int) -> tuple[int, str
     """A conversion that gets a signal while parts are on their way: its exit code and stderr."""
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, "convert", str(large), url], cwd=large.parent, text=True,
-        env=environment(**azure.environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(**azure.environment), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "stuck\n"
+    assert process.stderr is not None and process.stderr.readline() == "stuck\n"
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     return process.returncode, told
