@@ -41,6 +41,7 @@ from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import refuse_mean
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint, FileFacts
+from ckptconv.tree.edits import Edit, edited, refuse_no_edits
 from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.state_dicts import StateDict, renamed_state_dict
 from ckptconv.tree.walk import label_text
@@ -70,6 +71,7 @@ def merge(
     *,
     prefix: Mapping[str, str] | None = None,
     only: str | None = None,
+    edits: Sequence[Edit] = (),
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
@@ -79,15 +81,17 @@ def merge(
     """Put the state dicts of several checkpoints into one, in their order.
 
     `prefix` says for a source (as it was named) what is put before its keys; wrappers are stripped
-    before. `only` is the part of each; the other options are those of `Options`, but for the rules
-    of keys. A key that two of them have is an error, and nothing is written. Raises
-    `CheckpointError`.
+    before. `only` is the part of each, `edits` are made to each first; the other options are those
+    of `Options`, but for the rules of keys. A key that two of them have is an error, and nothing is
+    written. Raises `CheckpointError`.
 
     >>> merge(["body.pt", "head.pt"], "model.safetensors",
     ...       prefix={"head.pt": "head."})  # doctest: +SKIP
     """
     begin, request = time.perf_counter(), _request(options)
-    with merged_plan(sources, output, request, prefix=prefix or {}, only=only, force=force) as plan:
+    with merged_plan(
+        sources, output, request, prefix=prefix or {}, only=only, force=force, edits=edits
+    ) as plan:
         result = execute_plan(
             plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
         )
@@ -102,6 +106,7 @@ def average(
     weights: Sequence[float] | None = None,
     integers: Integers = "same",
     only: str | None = None,
+    edits: Sequence[Edit] = (),
     force: bool = False,
     fsync: bool = True,
     verify: bool = False,
@@ -113,14 +118,21 @@ def average(
     `weights` are positive (None: all the same). The sum is kept in float64, divided by that of the
     weights, and cast to the type of the tensors. All must have the same keys, dtypes and shapes.
     Integers and bools have no mean: they must be the `same` in all, or are those of the ``first``
-    or the ``last``. The other options are those of `Options`, but for the rules of keys. Raises
-    `CheckpointError`.
+    or the ``last``. `edits` are made to each source first. The other
+    options are those of `Options`, but for the rules of keys. Raises `CheckpointError`.
 
     >>> average(["epoch_8.pt", "epoch_9.pt"], "swa.pt", weights=[1, 2])  # doctest: +SKIP
     """
     begin, request = time.perf_counter(), _request(options)
     with averaged_plan(
-        sources, output, request, weights=weights, integers=integers, only=only, force=force
+        sources,
+        output,
+        request,
+        weights=weights,
+        integers=integers,
+        only=only,
+        force=force,
+        edits=edits,
     ) as plan:
         result = execute_plan(
             plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
@@ -148,6 +160,7 @@ def merged_plan(
     prefix: Mapping[str, str],
     only: str | None,
     force: bool,
+    edits: Sequence[Edit] = (),
 ) -> Iterator[ConversionPlan]:
     """The plan of a merge; the sources are open within the block."""
     if not isinstance(prefix, Mapping):
@@ -162,7 +175,8 @@ def merged_plan(
             hint=f"they are: {first_few(names, 5)}",
         )
     _refuse_mapping(request)
-    with _opened(sources, output, request, only=only, force=force) as (opened, parts):
+    opening = _opened(sources, output, request, only=only, force=force, edits=edits)
+    with opening as (opened, parts):
         values: dict[str, Node] = {}
         owners: dict[str, PurePath] = {}
         for part, named in zip(parts, names, strict=True):
@@ -235,13 +249,15 @@ def averaged_plan(
     integers: Integers,
     only: str | None,
     force: bool,
+    edits: Sequence[Edit] = (),
 ) -> Iterator[ConversionPlan]:
     """The plan of a mean; the sources are open within the block."""
     numbers = _checked_weights(weights, len(sources))
     if integers not in INTEGERS:
         raise OptionRefused(f"integers={integers!r:.50} is not one of {', '.join(INTEGERS)}")
     _refuse_mapping(request)
-    with _opened(sources, output, request, only=only, force=force) as (opened, parts):
+    opening = _opened(sources, output, request, only=only, force=force, edits=edits)
+    with opening as (opened, parts):
         for part in parts:
             try:
                 refuse_mean(dict(part.found.tensors()))
@@ -294,7 +310,13 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
 
 @contextlib.contextmanager
 def _opened(
-    sources: Sequence[Place], output: Place, request: Request, *, only: str | None, force: bool
+    sources: Sequence[Place],
+    output: Place,
+    request: Request,
+    *,
+    only: str | None,
+    force: bool,
+    edits: Sequence[Edit],
 ) -> Iterator[tuple[list[Checkpoint], list[Part]]]:
     """The sources, open, and the state dict of each, its keys without wrappers."""
     if isinstance(sources, (str, bytes, os.PathLike)):
@@ -302,6 +324,7 @@ def _opened(
     refuse_no_paths("sources", sources)
     refuse_no_path(output=output)
     refuse_no_flag(force=force)
+    refuse_no_edits(edits)
     if len(sources) < 2:
         raise OptionRefused(
             "there is only one checkpoint", hint="name two or more, then the output"
@@ -314,7 +337,7 @@ def _opened(
             checkpoint = leaving.enter_context(open_certain(source, whole_modules=True))
             check_places(checkpoint.sources)
             checkpoint.refuse_part()
-            checkpoint = flatten_modules(checkpoint)
+            checkpoint = edited(flatten_modules(checkpoint), edits)
             opened.append(checkpoint)
             found = _state_dict(checkpoint, only)
             keys = map_keys(found.keys, STRIP, found.path, found.telling_keys, found.keys_beside)

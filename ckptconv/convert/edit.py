@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from ckptconv.convert.given_metadata import read_metadata
 from ckptconv.convert.header_edits import ChangedHeader, HeaderEdit, changed_header
-from ckptconv.convert.options import Options, listed, listed_strings
-from ckptconv.convert.words import Words
+from ckptconv.convert.options import Options, listed_strings
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_checkpoint
@@ -39,6 +38,8 @@ from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.mappings import MappedKeys
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.support.choices import (
+    Words,
+    listed,
     refuse_no_flag,
     refuse_no_path,
     spelling_checked,

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.given_metadata import read_metadata
-from ckptconv.convert.words import OptionWords, Tied, Words
+from ckptconv.convert.words import OptionWords, Tied
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
@@ -20,6 +20,8 @@ from ckptconv.keys.rule_files import read_rules
 from ckptconv.keys.rules import Rule
 from ckptconv.support.choices import (
     UNKNOWN,
+    Words,
+    listed,
     plain_name,
     refuse_no_flag,
     refuse_no_path,
@@ -231,11 +233,6 @@ Options.__init__ = spelling_checked(Options.__init__)  # type: ignore[method-ass
 
 
 _ONE_WORD = {(word,) for word in RULE_WORDS}
-
-
-def listed(words: Words) -> tuple[str, ...]:
-    """One text or several, as several."""
-    return (words,) if isinstance(words, str) else tuple(words)
 
 
 def listed_strings(given: Words | Mapping[str, str]) -> tuple[str, ...]:

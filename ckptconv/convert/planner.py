@@ -34,7 +34,7 @@ from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import place_of, resolved
 from ckptconv.io.source import Source
-from ckptconv.keys.naming_metadata import followed, naming_entries, refuse_without
+from ckptconv.keys.naming_metadata import followed, refuse_without
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.choices import refuse_no_path
@@ -118,7 +118,7 @@ def _planned(
                 checkpoint = checkpoint.certain()
                 check_places(checkpoint.sources)
             whole = edited(checkpoint, edits_for(to, options))
-            checkpoint = _with_metadata_of_left(edited(whole, options.edits), whole)
+            checkpoint = edited(whole, options.edits)
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
@@ -144,7 +144,7 @@ def _planned(
                 dropped=checkpoint.dropped,
                 names_storages=checkpoint.container.names_storages,
             )
-            _refuse_codes_apart(plan, whole)
+            _refuse_codes_apart(plan, checkpoint)
             if checkpoint.part is not None:
                 _refuse_codes_alone(plan)
             if options.with_files:
@@ -164,27 +164,15 @@ def _planned(
         raise checkpoint.blamed(error) from error.__cause__
 
 
-def _with_metadata_of_left(checkpoint: Checkpoint, whole: Checkpoint) -> Checkpoint:
-    """The checkpoint whose metadata no longer name the tensors that edits of `whole` left out."""
-    if not checkpoint.dropped or not naming_entries(checkpoint.metadata):
-        return checkpoint
-    left = dict(tensors_of(checkpoint.root))
-    names = {key: key if key in left else None for key, _ in tensors_of(whole.root)}
-    return replace(checkpoint, metadata=followed(checkpoint.metadata, names))
-
-
-def _refuse_codes_apart(plan: ConversionPlan, whole: Checkpoint) -> None:
-    """Refuse an output with codes whose scale was left out, or has a name apart from theirs, in
-    whatever way: by a rule, by fitting, by an edit of the `whole` checkpoint.
+def _refuse_codes_apart(plan: ConversionPlan, checkpoint: Checkpoint) -> None:
+    """Refuse an output with codes whose scale was left out, or has a name apart from theirs, by a
+    rule or by fitting; edits see to it by themselves.
     """
-    if not (
-        plan.dropped
-        or any(item.by_rule for item in plan.skipped)
-        or any(item.changed for item in plan.state_dicts)
-    ):
+    is_changed = any(item.changed for item in plan.state_dicts)
+    if not (is_changed or any(item.by_rule for item in plan.skipped)):
         return
     written = dict(plan.tensors())
-    for found in whole.state_dicts():
+    for found in checkpoint.state_dicts():
         base = f"{found.path}." if found.path else ""
         refuse_apart({f"{base}{key}": ref for key, ref in found.tensors()}, written)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckptconv.formats.target_format import Target
-from ckptconv.support.choices import UNKNOWN
+from ckptconv.support.choices import UNKNOWN, Words
 
 if TYPE_CHECKING:
     from ckptconv.keys.key_map import KeyRules
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 Tied = str
 """``alias``, ``duplicate``, or a pattern of the name of a tied tensor that stays."""
-
-Words = str | Sequence[str]
-"""One text or several."""
 
 PRESETS = (
     "ddp",

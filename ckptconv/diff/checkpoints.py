@@ -45,6 +45,8 @@ from ckptconv.tensors.deviation import deviation
 from ckptconv.tensors.element_pairs import Tolerance
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.edits import Edit
+from ckptconv.tree.renaming import with_filled
 from ckptconv.tree.state_dicts import StateDict, find
 from ckptconv.tree.walk import tensors_of
 
@@ -67,6 +69,8 @@ def diff_checkpoints(
     strict_device: bool = False,
     tag: str | None = None,
     tag_b: str | None = None,
+    edits: Sequence[Edit] = (),
+    edits_b: Sequence[Edit] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Difference:
     """Compare the state dict of checkpoint `a`, its keys renamed by `keys`, with that of `b`, and
@@ -78,7 +82,8 @@ def diff_checkpoints(
     where it is another (empty: all of it). `whole` compares everything in the files, by path. With
     `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose
     keys of both; a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder
-    of several. `on_progress` is called with a `Progress`, about once for every 16 MB that were
+    of several. `edits` are made to both first, or to `a` alone where there are `edits_b` for `b`.
+    `on_progress` is called with a `Progress`, about once for every 16 MB that were
     read. Warns with a `CheckpointWarning` where a framework's own rule chose a state dict. Raises
     `CheckpointError` when one of them cannot be read, or only one holds no single state dict.
     """
@@ -89,7 +94,11 @@ def diff_checkpoints(
         raise OptionRefused(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
-    with open_certain(a, tag=tag) as first, open_certain(b, tag=tag_b) as second:
+    edits_b = edits if edits_b is None else edits_b
+    with (
+        open_certain(a, tag=tag, edits=edits) as first,
+        open_certain(b, tag=tag_b, edits=edits_b) as second,
+    ):
         compared = compare(
             first,
             second,
@@ -303,13 +312,8 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
 
 
 def _under(names: KeyMap, state_dict: StateDict) -> Dict:
-    return Dict(
-        [
-            (key, value)
-            for key, value in zip(names.new, state_dict.values, strict=True)
-            if key is not None
-        ]
-    )
+    pairs = zip(*with_filled(state_dict, names), strict=True)
+    return Dict([(key, value) for key, value in pairs if key is not None])
 
 
 def _notes(differences: Differences) -> Iterator[str]:

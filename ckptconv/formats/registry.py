@@ -40,6 +40,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.report import DANGER
 from ckptconv.tree.checkpoint import Checkpoint, Part
+from ckptconv.tree.edits import Edit, edited, refuse_no_edits
 from ckptconv.tree.modules import flatten_modules, holds_modules
 from ckptconv.tree.old_tensors import complete_tensors
 
@@ -116,7 +117,11 @@ GATHERINGS: tuple[Gathering, ...] = (
 
 @spelling_checked
 def open_checkpoint(
-    path: Named, *, tag: str | None = None, whole_modules: bool = False
+    path: Named,
+    *,
+    tag: str | None = None,
+    whole_modules: bool = False,
+    edits: Sequence[Edit] = (),
 ) -> Checkpoint:
     """Open a checkpoint of one file or of many: read its index, but not the bytes of its tensors.
 
@@ -125,18 +130,23 @@ def open_checkpoint(
     ranks (``torch.save`` of each rank's sharded state dict). `tag` chooses among the steps that a
     folder holds, by name or number, or among the variants of its weights. A whole module
     (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module
-    itself. Use the result as a context manager, or close it. Raises `UnsupportedCheckpoint` when it
+    itself. `edits` are made to it in their order, such as ``Drop("optimizer")``. Use the result as
+    a context manager, or close it. Raises `UnsupportedCheckpoint` when it
     is something else (and says what), or one rank's file alone, `MalformedCheckpoint` or
     `LimitExceeded` when it contradicts itself.
     """
-    return _asked(path, tag, whole_modules=whole_modules).opened_quickly()
+    return _asked(path, tag, whole_modules=whole_modules, edits=edits).opened_quickly()
 
 
 def open_certain(
-    path: Named | Location, *, tag: str | None = None, whole_modules: bool = False
+    path: Named | Location,
+    *,
+    tag: str | None = None,
+    whole_modules: bool = False,
+    edits: Sequence[Edit] = (),
 ) -> Checkpoint:
     """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it."""
-    return _asked(path, tag, whole_modules=whole_modules).opened()
+    return _asked(path, tag, whole_modules=whole_modules, edits=edits).opened()
 
 
 def open_to_look(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
@@ -149,16 +159,19 @@ def open_to_look(path: Named, *, tag: str | None = None, whole_modules: bool = F
     return asked.opened_quickly()
 
 
-def _asked(path: Named | Location, tag: str | None, *, whole_modules: bool) -> _Asked:
+def _asked(
+    path: Named | Location, tag: str | None, *, whole_modules: bool, edits: Sequence[Edit] = ()
+) -> _Asked:
     if not isinstance(path, Location):
         refuse_no_paths("path", path)
     refuse_no_text(tag=tag)
     refuse_no_flag(whole_modules=whole_modules)
+    refuse_no_edits(edits)
     named = [path] if isinstance(path, (str, os.PathLike, Location)) else path
     paths = [place_of(item) for item in named]
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
-    return _Asked(paths, tag, whole_modules)
+    return _Asked(paths, tag, whole_modules, tuple(edits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +181,7 @@ class _Asked:
     paths: Sequence[Location]
     tag: str | None
     whole_modules: bool
+    edits: tuple[Edit, ...] = ()
 
     is_by_index: bool = False
     """Whether an index is enough where it tells all that must be known."""
@@ -195,7 +209,8 @@ class _Asked:
                 opened += (
                     [self._open()] if len(paths) == 1 else (open_file(item, pool) for item in paths)
                 )
-                return _finished(opened, named, whole_modules=self.whole_modules)
+                found = _finished(opened, named, whole_modules=self.whole_modules)
+                return edited(found, self.edits)
         except BaseException as error:
             for one in opened:
                 one.close()

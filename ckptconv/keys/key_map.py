@@ -269,6 +269,7 @@ def map_keys(
     idle: list[str] = []
     why: dict[int, str] = {}
     seen: dict[int, str] = {}
+    filled: list[tuple[str, str]] = []
     for rule in (rule.at(path) for rule in rules.rules):
         live = [key for key in new if key is not None]
         with (patience := Patience(rule)):
@@ -282,19 +283,31 @@ def map_keys(
             seen |= gone
         if isinstance(rule, Mapped) and (order := rule.module_order()):
             orders[len(path_steps)] = order
+        filled = [(_of_twin(step, key), _of_twin(step, twin)) for key, twin in filled]
+        if isinstance(rule, Mapped):
+            filled += rule.filled({*after})
         path_steps.append(path_step(rule, step, patience, Followed(new, after)))
         new = after
-    _refuse_collisions(keys, new)
+    _refuse_collisions([*keys, *(twin for _, twin in filled)], [*new, *(key for key, _ in filled)])
     return KeyMap(
         tuple(keys),
         tuple(new),
         found,
         tuple(path_steps),
         tuple(idle),
+        tuple(filled),
         why=why,
         seen=seen,
         orders=orders,
     )
+
+
+def _of_twin(step: Step, key: str) -> str:
+    """What a step makes of a key that has the tensor of another, or of that one: it stays."""
+    if (after := step(key)) is None:
+        what = f"the mapping gives the tensor of '{printable(key)}' two names, which stay together"
+        raise KeyConflict(what, where=key, hint="leave it out in a second step")
+    return after
 
 
 def unchanged(keys: Sequence[str]) -> KeyMap:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.support.errors import KeyConflict, printable
@@ -16,14 +16,15 @@ class MappedKeys:
     """What becomes of the keys of the state dict at `path`: old → new (None: left out).
 
     `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones
-    apart that had become one. `filled` are new keys that belong to no old one, and go when this is
-    reversed. `order` are the module paths as they stood before what this undoes.
+    apart that had become one. `filled` are further new keys, each with the one of the others whose
+    tensor it has too (None: not known); they go when this is reversed. `order` are the module paths
+    as they stood before what this undoes.
     """
 
     path: str
     keys: Mapping[str, str | None]
     modules: Mapping[str, tuple[str, ...]]
-    filled: tuple[str, ...] = ()
+    filled: Mapping[str, str | None] = field(default_factory=dict)
     order: tuple[str, ...] = ()
 
     def reversed(self) -> MappedKeys:
@@ -76,6 +77,11 @@ class Mapped(Rule):
                 hint="--reverse undoes a mapping; it fits the checkpoints that it came from",
             )
         return lambda key: found.keys.get(key, key)
+
+    def filled(self, keys: Collection[str | None]) -> list[tuple[str, str]]:
+        """The further keys, each with that of the new `keys` whose tensor it has."""
+        known = self.state_dicts[0].filled.items()
+        return [(key, twin) for key, twin in known if twin is not None and twin in keys]
 
     def module_order(self) -> dict[str, int]:
         """The places of module paths before what is undone; nothing where nothing is."""

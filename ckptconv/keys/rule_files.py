@@ -9,7 +9,7 @@ the command line::
 
 A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys``
 (old → new), ``left_out`` (old ones), ``modules`` (old → new paths of its `_metadata`) and, where
-there are any, ``filled`` (new ones without an old one).
+there are any, ``filled`` (new ones without an old one → the new one whose tensor they have).
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
             "path": item.path,
             "keys": {old: new for old, new in item.keys.items() if new is not None},
             "left_out": [old for old, new in item.keys.items() if new is None],
-            **({"filled": list(item.filled)} if item.filled else {}),
+            **({"filled": dict(item.filled)} if item.filled else {}),
             "modules": {
                 old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()
             },
@@ -381,13 +381,16 @@ def _mapped_keys(item: Any, path: PurePath) -> MappedKeys:
         item.get(name) if isinstance(item, dict) else None
         for name in ("path", "keys", "left_out", "modules")
     )
-    filled = item.get("filled", []) if isinstance(item, dict) else None
+    filled = item.get("filled", {}) if isinstance(item, dict) else None
+    if isinstance(filled, list) and _are_texts(filled):  # as mappings were before they named twins
+        filled = dict.fromkeys(filled)
     if (
         not isinstance(where, str)
-        or not (isinstance(filled, list) and _are_texts(filled))
+        or not isinstance(filled, dict)
         or not (isinstance(keys, dict) and _are_texts(keys.values()))
         or not (isinstance(left, list) and _are_texts(left))
         or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
+        or not {*filled.values()} <= {None, *keys.values()}
     ):
         raise KeyConflict(
             "is not a mapping that ckptconv wrote", path=path, hint="--save-mapping writes one"
@@ -399,7 +402,7 @@ def _mapped_keys(item: Any, path: PurePath) -> MappedKeys:
             "two keys become one, or a key is left out and kept", path=path, where=where
         )
     paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}
-    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths, tuple(filled))
+    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths, filled)
 
 
 def _are_texts(values: Iterable[Any]) -> bool:

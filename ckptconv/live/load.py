@@ -8,7 +8,8 @@ own rebuild functions and dtypes.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptconv.devices.host import require_torch
@@ -49,7 +50,8 @@ from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tensors.scaled_weights import refuse_apart
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.renaming import rename_state_dicts
+from ckptconv.tree.edits import Edit
+from ckptconv.tree.renaming import rename_state_dicts, with_filled
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
 from ckptconv.tree.strays import settle_strays
@@ -71,6 +73,7 @@ def load_portable(
     verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
+    edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
 ) -> OrderedDict[str, torch.Tensor]: ...
 @overload
@@ -85,6 +88,7 @@ def load_portable(
     verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
+    edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
 ) -> Any: ...
 @spelling_checked
@@ -99,6 +103,7 @@ def load_portable(
     verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
+    edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
 ) -> Any:
     """Load the state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or
@@ -115,7 +120,8 @@ def load_portable(
     that `weights_only=True` refuses and that have no plain form, and in any case about what a whole
     module holds outside its state dict. A sequence of paths are the files of all ranks of one
     checkpoint; `tag` picks a step where `path` is a folder
-    of several. `on_progress` is called with a `Progress` (phase ``read``, bytes), about once a MiB
+    of several. `edits` are made to it first, such as ``Drop("optimizer")``; `keys` come after
+    them. `on_progress` is called with a `Progress` (phase ``read``, bytes), about once a MiB
     that is read; what is mapped is not without `verify`. Nothing in the file is executed.
 
     Warns with a `CheckpointWarning` where a framework's own rule chose the state dict (timm's
@@ -130,7 +136,8 @@ def load_portable(
     refuse_no_text(only=only)
     refuse_no_flag(whole=whole, mmap=mmap, verify=verify)
     require_torch("making live tensors")
-    with open_certain(path, tag=tag, whole_modules=whole and unknown == "keep") as checkpoint:
+    is_whole_module = whole and unknown == "keep"
+    with open_certain(path, tag=tag, whole_modules=is_whole_module, edits=edits) as checkpoint:
         checkpoint.refuse_part()
         try:
             with collector_paused():
@@ -174,7 +181,9 @@ def _selected(
         if after.keys() != tensors.keys():
             refuse_apart(tensors, after)
         _tell_metadata(checkpoint, names)
-        root = renamed_state_dict(chosen, keys.new, keys.renamed_modules)
+        names_after, values = with_filled(chosen, keys)
+        filled = replace(chosen, values=values)
+        root = renamed_state_dict(filled, names_after, keys.renamed_modules)
         if type(root) is Dict:
             root = _ordered(root)
         overlay.update(

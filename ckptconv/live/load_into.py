@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +23,7 @@ from ckptconv.support.progress import OnProgress
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.scaled_weights import find_scaled
+from ckptconv.tree.edits import Edit
 from ckptconv.tree.fitted_keys import module_paths
 from ckptconv.tree.settling import Unknown
 
@@ -94,6 +95,7 @@ def load_into(
     tag: str | None = None,
     assign: bool = False,
     unknown: Unknown = "refuse",
+    edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
 ) -> LoadResult:
     """Load the state dict of a checkpoint into `model`, wrapped or not, on any device.
@@ -105,8 +107,8 @@ def load_into(
     of the model: `casts` of the result says which, a `CheckpointWarning` tells of values beyond its
     range, and what would lose their imaginary part is a `RefusedObject`. A buffer that the model
     does not save (TorchScript does) may be there with the model's own values. `assign` as in
-    `load_state_dict`; `only`, `tag`, `unknown` and `on_progress` (bytes that are read) as in
-    `load_portable`.
+    `load_state_dict`; `only`, `tag`, `unknown`, `edits` and `on_progress` (bytes that are
+    read) as in `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
@@ -118,7 +120,9 @@ def load_into(
     refuse_no_flag(strict=strict, assign=assign)
     require_torch("loading into a model")
     target = live_shapes(model)
-    state_dict = load_portable(path, only=only, tag=tag, unknown=unknown, on_progress=on_progress)
+    state_dict = load_portable(
+        path, only=only, tag=tag, unknown=unknown, edits=edits, on_progress=on_progress
+    )
     unsaved = _unsaved_buffers(model, target)
     for key, value in [*state_dict.items()]:
         if key not in target and (_is_beside(key, value) or _is_same(value, unsaved.get(key))):

@@ -147,6 +147,15 @@ def refuse_no_texts(**given: object) -> None:
             )
 
 
+Words = str | Sequence[str]
+"""One text or several."""
+
+
+def listed(words: Words) -> tuple[str, ...]:
+    """One text or several, as several."""
+    return (words,) if isinstance(words, str) else tuple(words)
+
+
 def refuse_no_words(**given: object) -> None:
     """Raise `OptionRefused` unless each option is a text that is not empty, or a list of such."""
     for option, words in given.items():

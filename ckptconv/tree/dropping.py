@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.text import count_text, look_hint, size_text
 from ckptconv.tensors.refs import view_identity
@@ -34,7 +35,11 @@ class Drop:
     nothing is left.
     """
 
-    globs: tuple[str, ...]
+    globs: Words
+
+    def __post_init__(self) -> None:
+        refuse_no_words(globs=self.globs)
+        object.__setattr__(self, "globs", listed(self.globs))
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         root, met = checkpoint.root, set[str]()

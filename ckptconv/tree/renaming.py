@@ -17,13 +17,47 @@ from ckptconv.keys.key_map import (
     unchanged,
 )
 from ckptconv.keys.mappings import MappedKeys
+from ckptconv.keys.naming_metadata import followed
 from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
+from ckptconv.tensors.scaled_weights import refuse_apart
 from ckptconv.tree.candidates import metadata_of
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, fitted
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, renamed_in_place
+
+
+@dataclass(frozen=True, slots=True)
+class RenameKeys:
+    """An edit: gives the keys of all state dicts their names by `rules`.
+
+    It is the last edit where there are others: they know the names of the file.
+    """
+
+    rules: KeyRules
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        overlay: dict[int, Node] = {}
+        found = checkpoint.state_dicts()
+        renamed, skipped = rename_state_dicts(found, overlay, self.rules)
+        names: dict[str, str | None] = {}
+        for item, done in zip(found, renamed, strict=True):
+            tensors, kept = dict(item.tensors()), done.kept(item.keys)
+            refuse_apart(tensors, {kept[key]: tensors[key] for key in tensors.keys() & kept.keys()})
+            names |= {item.prefix + key: _under(item.prefix, kept.get(key)) for key in item.keys}
+        return replace(
+            checkpoint,
+            root=substituted(checkpoint.root, containers(checkpoint.root), overlay),
+            metadata=followed(checkpoint.metadata, names),
+            dropped=(*checkpoint.dropped, *(item.node for item in skipped)),
+        )
+
+
+def _under(prefix: str, key: str | None) -> str | None:
+    return None if key is None else prefix + key
 
 
 def rename_state_dicts(
@@ -191,7 +225,7 @@ def _mapped_keys(
     for path, name in renamed:
         modules[path] = (*modules[path], name)
     return MappedKeys(
-        item.path, now, modules, tuple(key for key, _ in keys.filled if key not in unheld)
+        item.path, now, modules, {key: twin for key, twin in keys.filled if key not in unheld}
     )
 
 

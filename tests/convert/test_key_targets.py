@@ -21,6 +21,7 @@ from ckptconv import (
     load_into,
     load_portable,
     open_checkpoint,
+    read_key_rules,
 )
 from ckptconv.convert.key_targets import shapes_like
 from ckptconv.support.errors import (
@@ -466,6 +467,20 @@ def test_undoing_the_mapping_leaves_out_what_was_filled(tied_net, tmp_path):
         == 0
     )
     assert keys_of(tmp_path / "back.pt") == keys_of(source)
+    # and forward again: one key becomes two, whoever reads by the mapping
+    again = run("convert", source, "again.pt", "--rules", "map.json", "--verify", cwd=tmp_path)
+    assert again.exit == 0, again.err
+    first, second = torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "again.pt")
+    loaded = load_portable(source, keys=read_key_rules(tmp_path / "map.json"))
+    for found in (second, loaded):
+        assert list(found) == list(first)
+        assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+        assert all(torch.equal(found[key], value) for key, value in first.items())
+    same = run("diff", source, "out.pt", "--rules", "map.json", cwd=tmp_path)
+    assert same.exit == 0, same.out + same.err
+    leaving = ("--rules", "map.json", "--exclude", "embed.*")
+    fewer = run("convert", source, "fewer.pt", *leaving, cwd=tmp_path)
+    assert fewer.exit == 1 and "which stay together" in fewer.err
 
 
 def test_both_names_missing_are_missing(tied_net, tmp_path):

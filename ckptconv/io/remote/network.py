@@ -68,7 +68,9 @@ def _read(path: Path, name: str) -> bytes:
 
 @lru_cache(maxsize=4)
 def as_file(found: Trusted) -> str:
-    """A file of certificates, for who takes nothing else; that of a folder goes with this process."""
+    """A file of certificates, for who takes nothing else; what is made of a folder goes with this
+    process.
+    """
     if found.path.is_file():
         return str(found.path)
     return platforms.file_of_process(found.pem, ".pem")
