@@ -61,8 +61,9 @@ def open_safetensors(source: Source) -> Checkpoint:
     location = metadata.get("device", "cpu")
     tensors = {}
     spans = []
-    for key, entry in header.items():
-        dtype, shape, begin, end = _entry(source, key, entry)
+    for key in list(header):
+        # of a million entries, those that are read already would take 500 MB
+        dtype, shape, begin, end = _entry(source, key, header.pop(key))
         spans.append((begin, end))
         fields = (source, start + begin, end - begin, location, key, dtype, None, False, None)
         tensors[key] = whole_view(made(Storage, fields), dtype, shape)
