@@ -140,7 +140,7 @@ trust: $(VENV)/ready
 
 SECONDS ?= 600
 
-# What it finds lies in fuzz-finds/; docs/fuzzing.md tells how to try a find again.
+# What it finds lies in fuzz-finds/; docs/maintainers/fuzzing.md tells how to try a find again.
 fuzz: $(VENV)/ready
 	PYTHONPATH=tests:tests/trust $(BIN)/python -m fuzzing --seconds $(SECONDS) $(FUZZ)
 

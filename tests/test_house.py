@@ -11,11 +11,11 @@ import pytest
 
 from helpers.house import MODULES, PACKAGE, imported, imports_of, own_module, package_of, top_names
 
-TABLE = PACKAGE.parent / "docs" / "design.md"
+TABLE = PACKAGE.parent / "docs" / "maintainers" / "design.md"
 ROW = re.compile(r"^\| *(?P<names>(?:`\w+`(?: · )?)+) *\|", re.M)
 LEVELS = [re.findall(r"\w+", row["names"]) for row in ROW.finditer(TABLE.read_text("utf-8"))]
-"""The rows of the table in docs/design.md, from the top; packages of one row do not know each
-other.
+"""The rows of the table in docs/maintainers/design.md, from the top; packages of one row do not
+know each other.
 """
 
 LEVEL = {package: level for level, row in enumerate(LEVELS) for package in row}

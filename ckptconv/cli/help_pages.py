@@ -44,4 +44,4 @@ def _plain(topic: str) -> str:
 
 
 def _folder() -> Path:
-    return next((folder for folder in _FOLDERS if (folder / "design.md").is_file()), _FOLDERS[0])
+    return next((folder for folder in _FOLDERS if (folder / "keys.md").is_file()), _FOLDERS[0])

@@ -30,7 +30,7 @@ except ImportError:  # Python 3.10
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HOME = PROJECT["project"]["urls"]["Homepage"]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDED = ("hatchling", "hatch_fancy_pypi_readme")
 
 
@@ -111,7 +111,8 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.py")}
-    pages = {f"ckptconv/docs/{path.name}" for path in (ROOT / "docs").iterdir()}
+    docs = (path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.*"))
+    pages = {f"ckptconv/{path.as_posix()}" for path in docs}
     web = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv/pages/web").iterdir()}
     lists = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.txt")}
     assert len(lists) == 3

@@ -1,7 +1,7 @@
 """The fuzzer, in small: some hundred files, always the same ones; and the proof that it notices
 what it looks for.
 
-``make fuzz`` runs it without end; see docs/fuzzing.md.
+``make fuzz`` runs it without end; see docs/maintainers/fuzzing.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Writes docs/hostile-files.md: every case, and what ckptconv, torch and the safetensors library do
+"""Writes docs/maintainers/hostile-files.md: every case, and what ckptconv, torch and the
+safetensors library do
 with it.
 
     export PYTHONPATH=.:tests:tests/trust
@@ -31,7 +32,7 @@ from hostile.cases import GENERATED, GOOD, Case, bad
 from hostile.families import FAMILIES
 from hostile.forked import Server, server
 
-PAGE = ROOT / "docs" / "hostile-files.md"
+PAGE = ROOT / "docs" / "maintainers" / "hostile-files.md"
 CPU, CLOCK, SPACE = 10, 120, 8 << 30
 MUCH = 1 << 30  # bytes of memory that are worth a word
 DCP = "DCP folders"
