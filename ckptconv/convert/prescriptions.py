@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
 from shlex import quote
+from typing import Any
 
-from ckptconv.convert.options import Request
+from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.planner import plan_trial
-from ckptconv.devices.mapping import tag_map
-from ckptconv.keys.key_map import KeyRules
 from ckptconv.objects.threats import DO_NOT_LOAD
 from ckptconv.pickles.nodes import Call
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
 from ckptconv.support.text import STANDARD_INPUT, as_argument, count_text
-from ckptconv.tensors.dtypes import floating_dtype
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
@@ -32,63 +30,45 @@ class Fix:
     """
 
     suffix: str | None = None
+    tag: str | None = None
     device: str | None = None
     only: str | None = None
     strip_prefix: str | None = None
+    preset: str | None = None
     dtype: str | None = None
-    unknown: Unknown = "refuse"
     like: str | None = None
     model: str | None = None
-    drop_unexpected: bool | None = None
-    tag: str | None = None
     tied: str | None = None
-    preset: str | None = None
+    unknown: Unknown | None = None
+    drop_unexpected: bool | None = None
 
     def with_(self, other: Fix) -> Fix:
         """Both: what the other one asks for goes before what this one does."""
-        given = {
-            name: value for name in self.__slots__ if (value := getattr(other, name)) is not None
-        }
-        if other.unknown == "refuse":
-            given["unknown"] = self.unknown
-        return replace(self, **given)
+        return replace(self, **other.given())
+
+    def given(self) -> dict[str, Any]:
+        """What is asked for, by its name, in the order of a command line."""
+        named = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in named if value is not None}
 
     def options(self, target: KeyTarget | None) -> Request:
         """The conversion as the library has it; `target` is what `like` or `model` name."""
-        rules = (("strip-prefix", self.strip_prefix), ("preset", self.preset))
-        keys = KeyRules.of((word, value) for word, value in rules if value)
-        dtype = floating_dtype(self.dtype) if self.dtype else None
-        fit_to = (
-            replace(target, drop_unexpected=bool(self.drop_unexpected))
-            if target and (self.like or self.model)
-            else None
-        )
-        return Request(
-            keys=keys,
-            tags=tag_map(self.device),
-            dtype=dtype,
-            only=self.only,
-            unknown=self.unknown,
-            fit_to=fit_to,
-            tied=self.tied or "alias",
-        )
+        words = self.given()
+        fit_to = None
+        if target and (self.like or self.model):
+            fit_to = replace(target, drop_unexpected=bool(self.drop_unexpected))
+        for name in ("suffix", "tag"):  # those of the output's name, and of the opened source
+            words.pop(name, None)
+        return Options(**words).request(fit_to)
 
     def arguments(self) -> list[str]:
         """The same as words of a command line."""
-        named = (
-            ("--tag", self.tag),
-            ("--device", self.device),
-            ("--only", self.only),
-            ("--strip-prefix", self.strip_prefix),
-            ("--preset", self.preset),
-            ("--dtype", self.dtype),
-            ("--like", self.like),
-            ("--model", self.model),
-            ("--tied", self.tied),
-            ("--unknown", None if self.unknown == "refuse" else self.unknown),
-        )
-        words = [word for name, value in named if value is not None for word in (name, value)]
-        return words + ["--drop-unexpected"] * bool(self.drop_unexpected)
+        words: list[str] = []
+        for name, value in self.given().items():
+            if name != "suffix" and value is not False:
+                words.append(f"--{name.replace('_', '-')}")
+                words += [] if value is True else [value]
+        return words
 
 
 @dataclass(frozen=True, slots=True)
