@@ -16,6 +16,7 @@ import torch
 from safetensors.numpy import load, save_file
 
 from ckptconv import load_portable
+from helpers.certificates import certificate
 from helpers.paths import SAMPLES
 from helpers.program import Finished, run_process
 from helpers.raw_objects import get_object, object_keys, open_uploads, put_object
@@ -93,7 +94,8 @@ def test_nothing_is_written_to_the_disk(server, home, url, large, tmp_path):
     cwd, temporary = tmp_path / "cwd", tmp_path / "tmp"
     cwd.mkdir()
     temporary.mkdir()
-    places = {"TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
+    trusted = f"{certificate(tmp_path, 'store')}.crt"
+    places = {"TMPDIR": str(temporary), "HOME": str(tmp_path / "home"), "AWS_CA_BUNDLE": trusted}
     command = ("convert", f"{url}/large.pt", f"{url}/model.safetensors", "--verify")
     strace = shutil.which("strace")
     if strace is None or subprocess.run([strace, "-o", "/dev/null", "true"]).returncode:
