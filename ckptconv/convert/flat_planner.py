@@ -44,6 +44,7 @@ from ckptconv.tree.flattening import (
 from ckptconv.tree.renaming import (
     excluded,
     map_state_dict,
+    refuse_codes_apart,
     refuse_nothing_left,
     renamed_keys,
     with_filled,
@@ -74,6 +75,7 @@ def plan_flat(
     refuse_idle([keys], options.keys)
     names = dict(zip(keys.old, keys.new, strict=True))
     checkpoint = replace(checkpoint, metadata=followed(checkpoint.metadata, names))
+    refuse_codes_apart(found, names)
     strings = _strings(checkpoint, to, options, flattened)
     tied = _tied(to, named, strings, options.tied)
     _refuse_taken(options, flattened.tensors, strings)

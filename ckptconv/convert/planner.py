@@ -49,11 +49,10 @@ from ckptconv.support.limits import held, in_force
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.scaled_weights import refuse_apart
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import edited
 from ckptconv.tree.fitted_keys import KeyTarget
-from ckptconv.tree.renaming import RenamedKeys, rename_state_dicts
+from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
 from ckptconv.tree.strays import settle_strays
@@ -144,7 +143,6 @@ def _planned(
                 dropped=checkpoint.dropped,
                 names_storages=checkpoint.container.names_storages,
             )
-            _refuse_codes_apart(plan, checkpoint)
             if checkpoint.part is not None:
                 _refuse_codes_alone(plan)
             if options.with_files:
@@ -162,19 +160,6 @@ def _planned(
             )
     except CheckpointError as error:
         raise checkpoint.blamed(error) from error.__cause__
-
-
-def _refuse_codes_apart(plan: ConversionPlan, checkpoint: Checkpoint) -> None:
-    """Refuse an output with codes whose scale was left out, or has a name apart from theirs, by a
-    rule or by fitting; edits see to it by themselves.
-    """
-    is_changed = any(item.changed for item in plan.state_dicts)
-    if not (is_changed or any(item.by_rule for item in plan.skipped)):
-        return
-    written = dict(plan.tensors())
-    for found in checkpoint.state_dicts():
-        base = f"{found.path}." if found.path else ""
-        refuse_apart({f"{base}{key}": ref for key, ref in found.tensors()}, written)
 
 
 def _refuse_codes_alone(plan: ConversionPlan) -> None:
@@ -287,6 +272,7 @@ def _plan_tree(
     for item, done in zip(found, renamed, strict=True):
         names = {**dict.fromkeys(item.keys), **done.kept(item.keys)}
         refuse_without(followed(checkpoint.metadata, names), f"a {to.name} output")
+        refuse_codes_apart(item, names)
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
     if not refs and not settled.storages:

@@ -48,10 +48,9 @@ from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
-from ckptconv.tensors.scaled_weights import refuse_apart
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit
-from ckptconv.tree.renaming import rename_state_dicts, with_filled
+from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
 from ckptconv.tree.strays import settle_strays
@@ -176,10 +175,7 @@ def _selected(
         keys = map_keys(chosen.keys, rules, chosen.path, chosen.telling_keys, chosen.keys_beside)
         refuse_idle([keys], rules)
         names = dict(zip(keys.old, keys.new, strict=True))
-        tensors = dict(chosen.tensors())
-        after = {new: ref for old, ref in tensors.items() if (new := names[old]) is not None}
-        if after.keys() != tensors.keys():
-            refuse_apart(tensors, after)
+        refuse_codes_apart(chosen, names)
         _tell_metadata(checkpoint, names)
         names_after, values = with_filled(chosen, keys)
         filled = replace(chosen, values=values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -45,8 +45,8 @@ class RenameKeys:
         renamed, skipped = rename_state_dicts(found, overlay, self.rules)
         names: dict[str, str | None] = {}
         for item, done in zip(found, renamed, strict=True):
-            tensors, kept = dict(item.tensors()), done.kept(item.keys)
-            refuse_apart(tensors, {kept[key]: tensors[key] for key in tensors.keys() & kept.keys()})
+            kept = done.kept(item.keys)
+            refuse_codes_apart(item, kept)
             names |= {item.prefix + key: _under(item.prefix, kept.get(key)) for key in item.keys}
         return replace(
             checkpoint,
@@ -54,6 +54,18 @@ class RenameKeys:
             metadata=followed(checkpoint.metadata, names),
             dropped=(*checkpoint.dropped, *(item.node for item in skipped)),
         )
+
+
+def refuse_codes_apart(item: StateDict, names: Mapping[str, str | None]) -> None:
+    """Raise `RefusedObject` where the new `names` of a state dict's keys part codes from what they
+    are read with; a key without a name is left out.
+    """
+    tensors = dict(item.tensors())
+    if all(names.get(key) == key for key in tensors):
+        return
+    before = {item.prefix + key: ref for key, ref in tensors.items()}
+    named = ((names.get(key), ref) for key, ref in tensors.items())
+    refuse_apart(before, {item.prefix + new: ref for new, ref in named if new is not None})
 
 
 def _under(prefix: str, key: str | None) -> str | None:
