@@ -91,6 +91,13 @@ class Dict:
         self.pairs: list[tuple[Node, Node]] = [] if pairs is None else pairs
 
 
+def ordered_dict(pairs: Sequence[tuple[Node, Node]] = ()) -> Call:
+    """An `OrderedDict` of these pairs."""
+    made = Call(ORDERED_DICT, ())
+    made.pairs = pairs
+    return made
+
+
 class PersistentId:
     """A reference out of the stream whose meaning the caller did not know."""
 
