@@ -13,28 +13,11 @@ from ckptconv.support.errors import DeviceUnavailable
 # never hold a tensor (mkldnn, opengl, opencl, ideep); torch writes the single ones without an
 # index, and loads `cpu` but not `cpu:0`.
 _SINGLE = ("cpu", "mps")
-
-
-INDEXED = (
-    "cuda",
-    "xpu",
-    "hpu",
-    "xla",
-    "mtia",
-    "privateuseone",
-    "ipu",
-    "hip",
-    "vulkan",
-    "ve",
-    "maia",
-    "fpga",
-    "lazy",
-)
-
+_INDEXED = "cuda xpu hpu xla mtia privateuseone ipu hip vulkan ve maia fpga lazy"
+INDEXED = tuple(_INDEXED.split())
 
 # backends outside torch; torch.utils.rename_privateuse1_backend
 RENAMED = ("npu", "mlu", "musa", "gcu", "sdaa")
-
 
 COUNTED = ("cuda", "xpu")
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptconv.formats.containers import open_source
-from ckptconv.io.inflate import UnpackedSource, is_bomb
+from ckptconv.io.inflate import IS_BOMB, UnpackedSource, is_bomb
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, malformed
 from ckptconv.support.limits import in_force
@@ -110,9 +110,9 @@ def _pieces(source: Source, opened: Any, broken: tuple[type[Exception], ...]) ->
             total += len(piece)
             if is_bomb(source.size, total):
                 what = f"unpacks from {source.size} bytes to more than {total}"
-                most, advice = in_force().inflated_ratio, "it looks like a decompression bomb"
+                most = in_force().inflated_ratio
                 raise LimitExceeded(
-                    what, limit="inflated_ratio", allowed=most, path=source.path, advice=advice
+                    what, limit="inflated_ratio", allowed=most, path=source.path, advice=IS_BOMB
                 )
             yield piece
     except CheckpointError:

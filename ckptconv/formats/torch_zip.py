@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckptconv.formats.zip_records import ArchiveStorages, Records, checksum_notes, read_tree
+from ckptconv.formats.zip_records import (
+    ArchiveStorages,
+    Records,
+    checksum_notes,
+    read_tree,
+    root_folders,
+)
 from ckptconv.io.source import Source
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
@@ -25,13 +31,8 @@ CONTAINER = Container(
     has_checksums=True,
     names_storages=True,
 )
-_OPTIONAL = (
-    "version",
-    "byteorder",
-    ".format_version",
-    ".storage_alignment",
-    ".data/serialization_id",
-)
+_OWN = "data.pkl version byteorder .format_version .storage_alignment .data/serialization_id"
+"""The records that torch writes besides the storages."""
 
 
 def open_torch_zip(source: Source, records: Records) -> Checkpoint:
@@ -62,31 +63,19 @@ def open_torch_zip(source: Source, records: Records) -> Checkpoint:
 
 def _root_folder(source: Source, records: Records) -> str:
     """The folder that holds data.pkl, with its slash."""
-    roots = [
-        name[: -len("data.pkl")]
-        for name in records
-        if name.endswith("/data.pkl") and name.count("/") == 1
-    ]
+    roots = root_folders(records, "data.pkl")
     if len(roots) > 1:
-        raise MalformedCheckpoint(
-            f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}",
-            path=source.path,
-            where="zip directory",
-        )
+        what = f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}"
+        raise MalformedCheckpoint(what, path=source.path, where="zip directory")
     if not roots:
-        raise _other_archive(source, records)
+        what = "is a zip archive without a data.pkl, so torch.save did not write it"
+        raise UnsupportedCheckpoint(what, path=source.path)
     return roots[0]
-
-
-def _other_archive(source: Source, records: Records) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(
-        "is a zip archive without a data.pkl, so torch.save did not write it", path=source.path
-    )
 
 
 def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]:
     """The records that are none of torch's own and that the pickle does not name."""
-    known = {f"{root}{name}" for name in ("data.pkl", *_OPTIONAL)}
+    known = {f"{root}{name}" for name in _OWN.split()}
     return [name for name in records if name not in known and name not in storages.used]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -186,3 +186,17 @@ class Checkpoint:
         """
         with held(self.limits):
             return choose_state_dict(self.root, only, self.path)
+
+
+def whole_of(
+    parts: Sequence[Checkpoint],
+    container: Container,
+    root: Node,
+    path: PurePath,
+    notes: Iterable[str] = (),
+) -> Checkpoint:
+    """The checkpoint that several open ones are together: their sizes, notes and files."""
+    told = dict.fromkeys((*notes, *(note for part in parts for note in part.notes)))
+    sources = tuple(source for part in parts for source in part.sources)
+    nbytes = sum(part.nbytes for part in parts)
+    return Checkpoint(path, container, root, nbytes, notes=tuple(told), sources=sources)

@@ -14,12 +14,11 @@ SpeechBrain's folders (``CKPT+2026-01-01+00-00-00+00``) are alike: a file for ea
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import PurePath
 from typing import NamedTuple
 
-from ckptconv.formats.containers import open_file
+from ckptconv.formats.containers import all_open, open_file
 from ckptconv.formats.folders.alone import has_shards, refuse_flat
 from ckptconv.formats.folders.dcp import open_dcp
 from ckptconv.formats.folders.ranks import join_ranks
@@ -27,12 +26,8 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.pickles.substitution import calls_of
-from ckptconv.support.errors import (
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    printable,
-)
-from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
 
 CONTAINER = Container(
@@ -104,35 +99,29 @@ def open_accelerate(path: Location, *_: object) -> Checkpoint:
             checkpoints.append(checkpoint)
             pairs.append((part.label, _unwrapped(checkpoint.root, part)))
         opened.pop_all()
-    return Checkpoint(
-        path=path.path,
-        container=container,
-        root=Dict(pairs),
-        nbytes=sum(one.nbytes for one in checkpoints),
-        notes=tuple(dict.fromkeys((*notes, *(note for one in checkpoints for note in one.notes)))),
-        sources=tuple(source for one in checkpoints for source in one.sources),
-    )
+    return whole_of(checkpoints, container, Dict(pairs), path.path, notes)
 
 
 def _parts(folder: Location) -> tuple[list[_Part], list[str]]:
     """The parts in the order of the tree, models first, and notes on what is left out."""
+
+    def alone(names: Iterable[str]) -> list[_Part]:
+        files = [within(folder.child(name), folder) for name in names]
+        return [_Part(file.stem, [file], False) for file in files]
+
     names = folder.names()
     if _SPEECHBRAIN in names:
-        files = [folder.child(name) for name in names if name.endswith(".ckpt")]
-        return [_Part(file.stem, [within(file, folder)], False) for file in files], []
+        return alone(name for name in names if name.endswith(".ckpt")), []
     fsdp = [name for name in names if _FSDP(name)]
     plain, left = _preferred([name for name in names if _MODEL(name)])
-    parts = list(
-        _gathered(folder, plain, _plain_label) if plain else _gathered(folder, fsdp, _fsdp_label)
-    )
-    parts += _gathered(folder, [name for name in names if _OPTIMIZER(name)], _optimizer_label)
-    others = [name for name in names if _OTHERS(name) and not _MODEL(name)]
-    parts += [
-        _Part(PurePath(name).stem, [within(folder.child(name), folder)], False) for name in others
+    weights, labelled = (plain, _plain_label) if plain else (fsdp, _fsdp_label)
+    parts = [
+        *_gathered(folder, weights, labelled),
+        *_gathered(folder, [name for name in names if _OPTIMIZER(name)], _optimizer_label),
+        *alone(name for name in names if _OTHERS(name) and not _MODEL(name)),
     ]
-    left += [
-        f"{printable(name)} is left out: {plain[0]} holds the weights" for name in fsdp if plain
-    ]
+    for name in fsdp if plain else ():
+        left.append(f"{printable(name)} is left out: {plain[0]} holds the weights")
     return parts, left
 
 
@@ -142,7 +131,8 @@ def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
     left = []
     for name in sorted(names, key=lambda name: not name.endswith(".safetensors")):
         first = found.setdefault(_plain_label(name)[0], name)
-        left += [f"{name} is left out: {first} holds the weights"] * (first != name)
+        if first != name:
+            left.append(f"{name} is left out: {first} holds the weights")
     return sorted(found.values()), left
 
 
@@ -181,10 +171,8 @@ def _gathered(
     for label, found in forms.items():
         if len(found) > 1:
             named = ", ".join(printable(form_names[0]) for form_names in found.values())
-            what, hint = (
-                f"holds {label} in {len(found)} forms: {named}",
-                "move away the files of another run",
-            )
+            what = f"holds {label} in {len(found)} forms: {named}"
+            hint = "move away the files of another run"
             raise UnsupportedCheckpoint(what, path=folder, hint=hint)
         [(form, members)] = found.items()
         paths = [within(folder.child(name), folder) for name in members]
@@ -196,13 +184,11 @@ def _open_part(part: _Part, pool: FilePool) -> Checkpoint:
         return open_dcp(part.paths[0])
     if not part.is_ranks:
         return open_file(part.paths[0], pool)
-    with ExitStack() as opened:
-        files = [opened.enter_context(open_file(path, pool)) for path in part.paths]
+    with all_open(part.paths[0].parent, part.paths, pool) as files:
         is_whole = len(files) == 1 and not has_shards(calls_of(files[0].root))
         checkpoint = files[0] if is_whole else join_ranks(files)
         keys = [key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str]
         refuse_flat(keys, part.paths[0].parent.path)
-        opened.pop_all()
     return checkpoint
 
 

@@ -19,12 +19,7 @@ from typing import NamedTuple
 from ckptconv.formats.folders.dcp_metadata import with_key
 from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.formats.zip_archive import Record, open_archive
-from ckptconv.formats.zip_directory import (
-    MOST_BEHIND,
-    central_places,
-    check_end,
-    has_one_end,
-)
+from ckptconv.formats.zip_directory import MOST_BEHIND, central_places, check_end, has_one_end
 from ckptconv.io.guarded import GuardedSource
 from ckptconv.io.source import SMALL, RangeSource, Source
 from ckptconv.pickles.nodes import Node
