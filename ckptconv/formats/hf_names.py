@@ -23,17 +23,9 @@ from ckptconv.support.choices import not_one
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.json_text import read_object
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-}
+_UNITS = {"": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}I": 1024**_power}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?").fullmatch
 
 

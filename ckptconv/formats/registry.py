@@ -351,15 +351,14 @@ def _open_alone(path: Location) -> Checkpoint:
     if is_of_dcp(path.name):
         hint = f"name the folder of all ranks: {path.parent}"
         raise UnsupportedCheckpoint("is one file of a DCP checkpoint", path=path, hint=hint)
-    checkpoint = open_file(path)
-    try:
+    with contextlib.ExitStack() as opened:
+        checkpoint = opened.enter_context(open_file(path))
         for is_suspected, refused_by in _RANK_FILES:
             if is_suspected(checkpoint):
                 _in_folders(refused_by)(checkpoint, path)
-        return _with_part(checkpoint, part_of(path, checkpoint))
-    except CheckpointError:
-        checkpoint.close()
-        raise
+        found = _with_part(checkpoint, part_of(path, checkpoint))
+        opened.pop_all()
+    return found
 
 
 def is_empty_loss(file: Location) -> bool:

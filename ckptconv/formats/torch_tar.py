@@ -15,7 +15,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckptconv.formats.packed import within_file
 from ckptconv.formats.zip_kinds import CONTAINER as MEMBERS
@@ -88,35 +87,25 @@ def open_torch_tar(source: Source) -> Checkpoint:
 # ---------------------------------------------------------------------------------------- directory
 
 
-class _Header(NamedTuple):
-    """What the 512 bytes before a member say of it: `kind` is the type flag, `size` the bytes of
-    its content.
-    """
-
-    name: str
-    kind: bytes
-    size: int
-
-
 def members_of(source: Source) -> dict[str, Source]:
     """The ordinary files of the archive by name, as far as torch could have written them."""
     found: dict[str, Source] = {}
     extended: dict[str, str] = {}
     at, small = 0, in_force().small_record_bytes
     while at + _BLOCK <= source.size and any(block := source.read(at, _BLOCK)):
-        header = _header(source, block, at)
+        name, kind, size = _header(source, block, at)
         start = at + _BLOCK
-        if header.kind == b"x" and header.size <= small:
-            extended = _extended(source, start, header.size)
+        if kind == b"x" and size <= small:
+            extended = _extended(source, start, size)
         else:
-            name = extended.get("path", header.name)
-            size = _size(source, extended.get("size"), header.size)
-            if header.kind in (b"0", b"\0"):
+            name = extended.get("path", name)
+            size = _size(source, extended.get("size"), size)
+            if kind in (b"0", b"\0"):
                 _add(source, found, name, start, size)
             elif name in (*_MEMBERS, "sys_info"):
                 raise _malformed(source, "is a link or a device, not a file", name)
-            header, extended = header._replace(size=size), {}
-        at = start + -(-header.size // _BLOCK) * _BLOCK
+            extended = {}
+        at = start + -(-size // _BLOCK) * _BLOCK
     return found
 
 
@@ -132,9 +121,9 @@ def _add(source: Source, found: dict[str, Source], name: str, start: int, size: 
     found[name] = RangeSource(source, start, size)
 
 
-def _header(source: Source, block: bytes, at: int) -> _Header:
-    """The header in `block`, its checksum verified (the sum of its bytes, those of the checksum
-    itself taken as spaces).
+def _header(source: Source, block: bytes, at: int) -> tuple[str, bytes, int]:
+    """The name, the type flag and the size of a member, by the 512 bytes before it; their checksum
+    is verified (the sum of the bytes, those of the checksum itself taken as spaces).
     """
     where = f"tar header at {at}"
     try:
@@ -147,7 +136,7 @@ def _header(source: Source, block: bytes, at: int) -> _Header:
     if sum(block) - sum(block[148:156]) + 8 * 0x20 != checksum or size < 0:
         raise _malformed(source, "does not have the checksum that it declares", where)
     name = block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
-    return _Header(name, block[156:157], size)
+    return name, block[156:157], size
 
 
 def _extended(source: Source, start: int, size: int) -> dict[str, str]:

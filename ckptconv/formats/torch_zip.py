@@ -8,7 +8,7 @@ caffe2/serialize/inline_container.cc.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ckptconv.formats.zip_records import (
     ArchiveStorages,
@@ -44,20 +44,22 @@ def open_torch_zip(source: Source, records: Records) -> Checkpoint:
     root = _root_folder(source, records)
     storages = ArchiveStorages(source, records, root)
     tree, pickle = read_tree(source, records[f"{root}data.pkl"], storages)
-    others = _others(records, root, storages)
+    known = {f"{root}{name}" for name in _OWN.split()}
+    others = [name for name in records if name not in known and name not in storages.used]
+    notes = [*checksum_notes(records)]
+    if others:
+        told = "records do not belong to a tensor and are left out, e.g."
+        notes.insert(0, f"{len(others)} {told} {printable(others[0])}")
+    dead = max(0, source.size - _alive(records, others))
+    strays = tuple(name for name in others if not name.startswith(root))
     return Checkpoint(
-        path=source.path,
-        container=CONTAINER,
-        root=tree,
-        nbytes=source.size,
-        notes=tuple(_notes(records, others)),
+        source.path,
+        CONTAINER,
+        tree,
+        source.size,
+        notes=tuple(notes),
         sources=(source, *storages.inflated),
-        facts=FileFacts(
-            head=pickle[:PICKLE_HEAD],
-            dead=max(0, source.size - _alive(records, others)),
-            strays=tuple(name for name in others if not name.startswith(root)),
-            version=storages.version,
-        ),
+        facts=FileFacts(pickle[:PICKLE_HEAD], dead, strays, storages.version),
     )
 
 
@@ -73,12 +75,6 @@ def _root_folder(source: Source, records: Records) -> str:
     return roots[0]
 
 
-def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]:
-    """The records that are none of torch's own and that the pickle does not name."""
-    known = {f"{root}{name}" for name in _OWN.split()}
-    return [name for name in records if name not in known and name not in storages.used]
-
-
 def _alive(records: Records, others: Sequence[str]) -> int:
     """An upper bound of the bytes that all records but `others` need, in what torch writes."""
     stored = sum([record.stored for record in records.values()])
@@ -87,12 +83,3 @@ def _alive(records: Records, others: Sequence[str]) -> int:
 
 
 _AROUND = 400  # bytes at most of the headers, the padding and the directory's entry of a record
-
-
-def _notes(records: Records, others: Sequence[str]) -> Iterable[str]:
-    if others:
-        yield (
-            f"{len(others)} records do not belong to a tensor and are left out, e.g. "
-            f"{printable(others[0])}"
-        )
-    yield from checksum_notes(records)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -118,16 +118,7 @@ CONTAINER = Container(
 
 
 _NOT_TORCH = "so torch.save did not write it"
-
-
-@dataclass(slots=True)
-class _Outer:
-    """The outermost archive: how many members were met in it so far."""
-
-    members: int = 0
-
-
-_OUTER: ContextVar[_Outer | None] = ContextVar("outermost archive", default=None)
+_MET: ContextVar[list[int] | None] = ContextVar("members of an archive and all in it", default=None)
 
 
 def open_zip_members(source: Source, records: Records) -> Checkpoint:
@@ -137,10 +128,12 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
     Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many, those
     of archives that are members themselves counted in.
     """
-    outer = _OUTER.get() or _Outer()
-    _refuse_many(source, records, outer)
+    met = [*(_MET.get() or ()), len(records)]
+    told = f"is a zip archive of {sum(met)} members without a data.pkl"
+    what, advice = f"{told}, {_NOT_TORCH}", "unpack it and name the file that you mean"
+    refuse_beyond("zip_members", sum(met), what, path=source.path, advice=advice)
     spool = Spool()
-    before = _OUTER.set(outer)
+    before = _MET.set(met)
     try:
         inners = {name: _member_source(source, record, spool) for name, record in records.items()}
         what = "is a zip archive without a data.pkl and without a checkpoint in it"
@@ -151,7 +144,7 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
         spool.close()
         raise
     finally:
-        _OUTER.reset(before)
+        _MET.reset(before)
     return found
 
 
@@ -212,10 +205,3 @@ def _notes(
     if left := [name for name in names if name not in found]:
         told = f"{count_text(len(left), 'member')} left out as no checkpoint"
         yield f"{told}: {printable(', '.join(left))}"
-
-
-def _refuse_many(source: Source, records: Records, outer: _Outer) -> None:
-    outer.members += len(records)
-    told = f"is a zip archive of {outer.members} members without a data.pkl"
-    what, advice = f"{told}, {_NOT_TORCH}", "unpack it and name the file that you mean"
-    refuse_beyond("zip_members", outer.members, what, path=source.path, advice=advice)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, Path
@@ -23,6 +24,9 @@ from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import Container
+
+CONTAINER = Container("DCP", "torch.distributed.checkpoint", is_folder=True)
+OF_MEGATRON = replace(CONTAINER, by="megatron", why_not="only Megatron opens it")
 
 
 class Flavour(NamedTuple):
@@ -103,13 +107,7 @@ def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]
     return root, ()
 
 
-MEGATRON = Flavour(
-    Container("DCP", by="megatron", why_not="only Megatron opens it", is_folder=True),
-    "common.pt",
-    _with_common,
-    _megatron_paths,
-    _flat_fragments,
-)
+MEGATRON = Flavour(OF_MEGATRON, "common.pt", _with_common, _megatron_paths, _flat_fragments)
 
 
 # ---------------------------------------------------------------------------------------- Lightning
@@ -147,6 +145,4 @@ def _as_single_file(root: Dict) -> Dict:
     return Dict(list(found.items()))
 
 
-LIGHTNING = Flavour(
-    Container("DCP", "torch.distributed.checkpoint", is_folder=True), "meta.pt", _with_meta
-)
+LIGHTNING = Flavour(CONTAINER, "meta.pt", _with_meta)

@@ -53,7 +53,10 @@ OpenFile = Callable[[Location], Checkpoint]
 
 def is_deepspeed(path: Location) -> bool:
     """Whether `path` is the folder of a step."""
-    return path.is_folder() and _is_step(path)
+    if not path.is_folder():
+        return False
+    has_files = any(matches(name) for name in _names(path) for matches in _LAYOUTS)
+    return has_files or _is_universal(path)
 
 
 def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
@@ -84,11 +87,6 @@ def _names(folder: Location) -> Sequence[str]:
         return folder.names()
     except OSError as error:
         raise UnsupportedCheckpoint(f"cannot be listed: {error.strerror}", path=folder) from error
-
-
-def _is_step(folder: Location) -> bool:
-    has_files = any(matches(name) for name in _names(folder) for matches in _LAYOUTS)
-    return has_files or _is_universal(folder)
 
 
 def _is_universal(folder: Location) -> bool:
@@ -177,7 +175,10 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
         return replace(first, container=CONTAINER, notes=(told, *first.notes), sources=sources)
     weights = Weights(states, stage)
-    root = Dict([("module", weights.join(ranks)), *_rest_of_training(first.root)])
+    gone = {"module", *_BOOKKEEPING.split()}
+    pairs = mapping_pairs(first.root) or ()
+    others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
+    root = Dict([("module", weights.join(ranks)), *others])
     told = f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's state is left out"
     container = CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}")
     return whole_of(everything, container, root, first.path, (told, *weights.notes))
@@ -235,9 +236,3 @@ def _model_states(model: Checkpoint) -> dict[str, Node]:
         raise MalformedCheckpoint(what, path=model.path)
     replace(model, part=part_of_step("", model.root)).refuse_part()
     return states
-
-
-def _rest_of_training(root: Node) -> list[tuple[Node, Node]]:
-    gone = {"module", *_BOOKKEEPING.split()}
-    pairs = mapping_pairs(root) or ()
-    return [(key, value) for key, value in pairs if type(key) is not str or key not in gone]
