@@ -43,9 +43,8 @@ def check_tag(tag: str) -> str:
         return found
     meant = canonical_tag(tag.strip().lower())
     why = ": a meta tensor has no values" if tag.partition(":")[0] == "meta" else ""
-    raise DeviceUnavailable(
-        f"{tag!r} is not a device tag{why}", hint=f"write {meant}; {_FORMS}" if meant else _FORMS
-    )
+    hint = f"write {meant}; {_FORMS}" if meant else _FORMS
+    raise DeviceUnavailable(f"{tag!r} is not a device tag{why}", hint=hint)
 
 
 def canonical_tag(tag: str) -> str | None:

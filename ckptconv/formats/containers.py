@@ -89,8 +89,17 @@ def is_raw_pickle(head: bytes) -> bool:
 
 def is_packed(head: bytes) -> bool:
     """Whether a file that begins so is compressed, in a way that this Python unpacks."""
-    is_one = head.startswith((b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"))
-    return is_one and named("packed.packer_of")(head) is not None
+    return packer_of(head) is not None
+
+
+def packer_of(head: bytes) -> Any:
+    """The module that unpacks a file which begins so; None where there is none: a Python may be
+    built without the one or the other.
+    """
+    found = [row.packer for row in STRANGERS if row.packer and head.startswith(row.magic)]
+    with contextlib.suppress(ImportError):
+        return import_module(found[0]) if found else None
+    return None
 
 
 # ---------------------------------------------------------------------------------- what is read
@@ -237,23 +246,28 @@ _FIRST_RECORDS = (b"/data.pkl", b".npy")
 
 
 class Stranger(NamedTuple):
-    """What a file is that starts with `magic` at byte `at`, and what its owner can do."""
+    """What a file is that starts with `magic` at byte `at`, and what its owner can do; of a packed
+    one also the `packer`, the module of Python that unpacks it.
+    """
 
     at: int
     magic: bytes
     what: str
     hint: str | None = None
     is_packed: bool = False
+    packer: str = ""
 
 
 STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself",
         "run: git lfs pull"),
-    Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip", True),
-    Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2", True),
-    Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz", True),
+    Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip", True,
+        "gzip"),
+    Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2", True, "bz2"),
+    Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz", True, "lzma"),
     Stranger(0, b"\x04\x22\x4d\x18", "is lz4-compressed", "unpack it first: unlz4", True),
-    Stranger(0, b"\x28\xb5\x2f\xfd", "is zstd-compressed", "unpack it first: unzstd", True),
+    Stranger(0, b"\x28\xb5\x2f\xfd", "is zstd-compressed", "unpack it first: unzstd", True,
+        "compression.zstd"),
     Stranger(0, b"7z\xbc\xaf\x27\x1c", "is a 7z archive", "unpack it first", True),
     Stranger(0, b"Rar!", "is a rar archive", "unpack it first", True),
     Stranger(0, b"PK\5\6", "is an empty zip archive"),

@@ -82,9 +82,8 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
-        raise OutputRefused(
-            "needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'"
-        ) from error
+        what, hint = "needs a torch that writes DCP folders", "pip install 'torch>=2.2'"
+        raise OutputRefused(what, path=name, hint=hint) from error
 
     class Writer(FileSystemWriter):
         """Notes the folder's lasting name instead of the temporary one."""
@@ -108,10 +107,9 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
             raise stop from None
         if isinstance(cause, OSError):
             raise cause from error
-        what = printable(str(cause) or type(cause).__name__, 300)
-        raise OutputRefused(
-            f"torch.distributed.checkpoint does not take it: {what}", path=name
-        ) from error
+        why = printable(str(cause) or type(cause).__name__, 300)
+        what = f"torch.distributed.checkpoint does not take it: {why}"
+        raise OutputRefused(what, path=name) from error
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -321,7 +321,7 @@ class SafetensorsFile(TargetFormat):
         for (key, ref, dtype), nbytes in zip(ordered, sizes, strict=True):
             items.append(WriteItem(key, lead, at, nbytes, ref, dtype))
             lead, at = b"", at + nbytes
-        return Layout(tuple(items), at, lambda _index, _crc: b"", lambda _crcs: lead)
+        return Layout(tuple(items), at, ending=lambda _crcs: lead)
 
     def load_checker(self) -> None:
         import numpy  # noqa: F401 - by which the library opens a file

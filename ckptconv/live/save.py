@@ -150,12 +150,9 @@ class _Symbolic:
         return (self.node(item, (place, index, None)) for index, item in enumerate(value))
 
     def _refuse(self, value: Any, place: Any, what: str = "cannot be saved portably") -> Any:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise RefusedObject(
-            f"{printable(kind)} {what}",
-            where=place_text(place) or None,
-            hint="save tensors and plain Python values only",
-        )
+        kind = printable(f"{type(value).__module__}.{type(value).__qualname__}")
+        where, hint = place_text(place) or None, "save tensors and plain Python values only"
+        raise RefusedObject(f"{kind} {what}", where=where, hint=hint)
 
     def _constant(self, value: Any) -> Node:
         torch = self._torch

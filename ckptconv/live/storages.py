@@ -150,9 +150,8 @@ class Storages:
             mapped = self._torch.UntypedStorage.from_file(path, False, source.size)
         except RuntimeError as error:  # the file is shorter by now
             source.check_unchanged()
-            raise UnsupportedCheckpoint(
-                f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it"
-            ) from error
+            what, hint = f"cannot be mapped: {error}", "mmap=False reads it"
+            raise UnsupportedCheckpoint(what, path=source.path, hint=hint) from error
         source.check_mapped()
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped

@@ -32,7 +32,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.assembly import assembled, check_cover
-from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.refs import Shape
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import label_text
 
@@ -86,11 +86,8 @@ def foretell_dcp(path: Location, reread: Callable[[], Checkpoint]) -> Checkpoint
 
 def _folder(path: Location) -> Location:
     if _is_data_file(path):
-        raise UnsupportedCheckpoint(
-            "is one of the files of a DCP folder, which hold parts of tensors",
-            path=path,
-            hint=f"name the folder: {path.parent}",
-        )
+        what = "is one of the files of a DCP folder, which hold parts of tensors"
+        raise UnsupportedCheckpoint(what, path=path, hint=f"name the folder: {path.parent}")
     return path.parent if path.name == INDEX else path
 
 
@@ -134,10 +131,8 @@ def _read_index(folder: Location) -> tuple[Metadata, int]:
     """
     files: Sequence[Location] = [folder.child(INDEX)]
     if not files[0].is_file() and folder.child(f"__0{INDEX}").is_file():
-        of_ranks = [name for name in folder.names() if _OF_A_RANK(name)]
-        files = [
-            folder.child(name) for name in sorted(of_ranks, key=lambda name: (len(name), name))
-        ]
+        of_ranks = sorted(filter(_OF_A_RANK, folder.names()), key=lambda name: (len(name), name))
+        files = [folder.child(name) for name in of_ranks]
     found, nbytes = [], 0
     for file in files:
         source = file.open()
@@ -164,14 +159,9 @@ def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
         items.sort()
         for (start, length, key), (at, _, other) in pairwise(items):
             if at < start + length:
-                raise _overlap(inside(folder, path).name, at, other, key)
-
-
-def _overlap(name: str, at: int, key: str, other: str) -> MalformedCheckpoint:
-    whose = "another item of it" if key == other else f"'{printable(other)}'"
-    return MalformedCheckpoint(
-        f"lies at byte {at} of '{printable(name)}', and so does {whose}", where=key
-    )
+                whose = "another item of it" if key == other else f"'{printable(key)}'"
+                what = f"lies at byte {at} of '{printable(inside(folder, path).name)}'"
+                raise MalformedCheckpoint(f"{what}, and so does {whose}", where=other)
 
 
 # ----------------------------------------------------------------------------------------- the tree
@@ -185,12 +175,7 @@ def _tree(
         if key in left_out:
             continue
         try:
-            value = (
-                items.root_of(_found(metadata, key, None))
-                if entry is None
-                else _tensor(metadata, key, entry, items)
-            )
-            tree.put(paths.get(key, (key,)), value)
+            tree.put(paths.get(key, (key,)), _value(metadata, key, entry, items))
         except CheckpointError as error:
             raise with_key(error, key) from error.__cause__
     return tree.root
@@ -210,7 +195,9 @@ def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterat
                 yield item, Chunk(key, entry.dtype, start, shape)
 
 
-def _tensor(metadata: Metadata, key: str, entry: TensorEntry, items: Items) -> TensorRef:
+def _value(metadata: Metadata, key: str, entry: TensorEntry | None, items: Items) -> Node:
+    if entry is None:
+        return items.root_of(_found(metadata, key, None))
     if len(entry.chunks) > _MANY:
         check_cover(entry.shape, entry.chunks)
     parts = []
@@ -218,10 +205,8 @@ def _tensor(metadata: Metadata, key: str, entry: TensorEntry, items: Items) -> T
         chunk = Chunk(key, entry.dtype, start, shape)
         parts.append((start, items.chunk(_found(metadata, key, start), chunk)))
     if key in metadata.reshaped:
-        raise UnsupportedCheckpoint(
-            "was stored in flat fragments by an older Megatron, which is not read yet",
-            hint="save it with a newer Megatron",
-        )
+        what = "was stored in flat fragments by an older Megatron, which is not read yet"
+        raise UnsupportedCheckpoint(what, hint="save it with a newer Megatron")
     return assembled(entry.dtype, entry.shape, parts)
 
 
@@ -277,9 +262,8 @@ class _Nested:
 
     def _hang(self, holder: Node, label: str | int, value: Node) -> None:
         if (type(holder) is list) is not (type(label) is int):
-            raise MalformedCheckpoint(
-                "its path mixes the keys of a dict with the indices of a list"
-            )
+            what = "its path mixes the keys of a dict with the indices of a list"
+            raise MalformedCheckpoint(what)
         if isinstance(label, str):
             holder.pairs.append((label, value))
             return

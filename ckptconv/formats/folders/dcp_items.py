@@ -229,10 +229,8 @@ def inside(folder: Location, name: str) -> Location:
     elif not place.stays_within(folder):
         what = f"names the file '{name}', which is a link out of the folder"
     elif not place.exists():
-        what, hint = (
-            f"needs the file '{name}', which is not there",
-            "fetch or copy the whole folder",
-        )
+        what = f"needs the file '{name}', which is not there"
+        hint = "fetch or copy the whole folder"
     else:
         return place
     raise MalformedCheckpoint(what, path=folder, hint=hint)
@@ -329,7 +327,7 @@ class ForetoldSource(WrappedSource):
         # where the values of chunks are, by the places where they were expected; of those that had
         # to be gathered, only the last ones are kept
         self._found: dict[int, tuple[Source, int]] = {}
-        self._gathered: tuple[int, Source] = (-1, self)
+        self._gathered = -1
 
     def foretell(self, told: _Foretold) -> None:
         """Note that the values of a chunk are expected at its place."""
@@ -362,16 +360,12 @@ class ForetoldSource(WrappedSource):
         return source, at + offset - told.place
 
     def _values(self, told: _Foretold) -> tuple[Source, int]:
-        if (known := self._found.get(told.place)) is not None:
-            return known
-        if self._gathered[0] == told.place:
-            return self._gathered[1], 0
-        source, at = self._items.values_of(told)
-        if source.is_in_memory():
-            self._gathered = (told.place, source)
-        else:
-            self._found[told.place] = (source, at)
-        return source, at
+        if told.place not in self._found:
+            found = self._found[told.place] = self._items.values_of(told)
+            if found[0].is_in_memory():
+                self._found.pop(self._gathered, None)
+                self._gathered = told.place
+        return self._found[told.place]
 
     def close(self) -> None:
         self._items.close()

@@ -87,10 +87,8 @@ def merged(ranks: Sequence[Metadata]) -> Metadata:
 
 def _metadata(root: Node) -> Metadata:
     fields = _fields(root, "Metadata", None)
-    entries = {
-        key: _entry(node, key)
-        for key, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")
-    }
+    named = _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")
+    entries = {key: _entry(node, key) for key, node in named}
     planner = fields.get("planner_data")
     paths = {}
     if type(planner) is Dict:
@@ -136,16 +134,10 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
     chunks = fields.get("chunks")
     if type(chunks) is not list:
         raise _malformed("its chunks are not a list", key)
-    return TensorEntry(
-        _dtype(fields.get("properties"), key),
-        _size(fields.get("size"), key),
-        tuple(_chunk(chunk, key) for chunk in chunks),
-    )
-
-
-def _chunk(node: Node, key: str) -> tuple[Shape, Shape]:
-    fields = _fields(node, "ChunkStorageMetadata", key)
-    return _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
+    dtype, shape = _dtype(fields.get("properties"), key), _size(fields.get("size"), key)
+    boxes = (_fields(chunk, "ChunkStorageMetadata", key) for chunk in chunks)
+    placed = [(_size(box.get("offsets"), key), _size(box.get("sizes"), key)) for box in boxes]
+    return TensorEntry(dtype, shape, tuple(placed))
 
 
 def _dtype(properties: Node, key: str) -> DType:

@@ -48,11 +48,9 @@ def refuse_one_rank(checkpoint: Checkpoint, *_: object) -> None:
     """Raise for the file of one rank: its chunks must not pass for tensors."""
     starts = _starts(checkpoint)
     if starts and (_SHARD(checkpoint.path.name) or any(any(start) for start in starts.values())):
-        raise UnsupportedCheckpoint(
-            "holds the chunks of one rank, not whole tensors",
-            path=checkpoint.path,
-            hint=f"name the folder of all ranks: {checkpoint.path.parent}",
-        )
+        what, path = "holds the chunks of one rank, not whole tensors", checkpoint.path
+        hint = f"name the folder of all ranks: {path.parent}"
+        raise UnsupportedCheckpoint(what, path=path, hint=hint)
 
 
 def open_dcp_shards(path: Location, *_: object) -> Checkpoint:
@@ -118,9 +116,8 @@ def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Location) 
             raise MalformedCheckpoint("its chunks differ in their number of dimensions")
         ends = [map(sum, zip(start, shape, strict=True)) for start, shape in distinct]
         shape = tuple(map(max, zip(*ends, strict=True)))
-        return assembled(
-            chunks[0][1].dtype, shape, [(start, ref) for (start, _), ref in distinct.items()]
-        )
+        placed = [(start, ref) for (start, _), ref in distinct.items()]
+        return assembled(chunks[0][1].dtype, shape, placed)
 
 
 def _consolidated_size(index: Location) -> int | None:

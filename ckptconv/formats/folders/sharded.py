@@ -102,10 +102,9 @@ def variants(folder: Location) -> dict[str, Location]:
     """The variants of the weights in a folder, each with its index or its one file."""
     names = folder.names() if folder.is_folder() else []
     matches = (match for matches in _VARIANTS for name in names if (match := matches(name)))
-    found = {
-        name: _usual(folder, name) for name in dict.fromkeys(one["variant"] for one in matches)
-    }
-    return {name: file for name, file in found.items() if file is not None}
+    found = dict.fromkeys(match["variant"] for match in matches)
+    files = ((name, _usual(folder, name)) for name in found)
+    return {name: file for name, file in files if file is not None}
 
 
 def open_sharded(path: Location, _: Location, variant: str | None) -> Checkpoint:
@@ -135,10 +134,8 @@ def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterat
     what training keeps beside the weights, nor the weights in another form.
     """
     parts = {read.name, *(file.path.name for file in checkpoint.files)}
-    others = [
-        name for name in weight_files(folder) if name not in parts and not _ANOTHER_FORM(name)
-    ]
-    if others:
+    others = [name for name in weight_files(folder) if not _ANOTHER_FORM(name)]
+    if others := [name for name in others if name not in parts]:
         told = "1 other file is" if len(others) == 1 else f"{len(others):,} other files are"
         yield f"{read.name} is read; {told} beside it and not read: {some_text(others)}"
 
@@ -159,9 +156,8 @@ def _library(name: str) -> str:
 def _only_variant(folder: Location, found: Mapping[str, Location]) -> str:
     if len(found) > 1:
         what = f"holds {len(found)} variants of its weights, but not the plain weights"
-        raise AmbiguousStateDict(
-            what, path=folder, hint=f"choose one with --tag: {printable(', '.join(found), 500)}"
-        )
+        hint = f"choose one with --tag: {printable(', '.join(found), 500)}"
+        raise AmbiguousStateDict(what, path=folder, hint=hint)
     return next(iter(found))
 
 
@@ -197,11 +193,8 @@ def _open_index(index: Location) -> Checkpoint:
         if index.fingerprint() == before:
             return checkpoint
         checkpoint.close()
-    raise MalformedCheckpoint(
-        "is being replaced again and again",
-        path=index,
-        hint="wait until the program that writes it has finished",
-    )
+    hint = "wait until the program that writes it has finished"
+    raise MalformedCheckpoint("is being replaced again and again", path=index, hint=hint)
 
 
 _KEPT_OPEN = 400  # shards; a process may often open 1,024 files, and two checkpoints are compared
