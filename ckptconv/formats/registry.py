@@ -34,7 +34,7 @@ from ckptconv.support.choices import (
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened, printable
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.report import DANGER
-from ckptconv.tree.checkpoint import Checkpoint, Part
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited, refuse_no_edits
 from ckptconv.tree.modules import flatten_modules, holds_modules
 from ckptconv.tree.old_tensors import complete_tensors
@@ -232,7 +232,7 @@ class _Asked:
             checkpoint = _open_alone(path)
         if checkpoint.part is not None or not is_folder:
             return checkpoint
-        return _with_part(checkpoint, part_of_modules(path))
+        return checkpoint.as_part(part_of_modules(path))
 
     def _open_gathering(self, kind: Gathering, path: Location) -> Checkpoint:
         tag = self.tag if path == self.paths[0] else None
@@ -319,11 +319,6 @@ def _holds_shards(place: Location) -> bool:
         return False
 
 
-def _with_part(checkpoint: Checkpoint, part: Part | None) -> Checkpoint:
-    told = () if part is None else (f"{part.what}; {part.hint}",)
-    return replace(checkpoint, part=part, notes=(*checkpoint.notes, *told))
-
-
 def gathering(path: Location) -> Gathering | None:
     """The kind of gathering that a place is, if it is any."""
     there = path.kind()
@@ -356,7 +351,7 @@ def _open_alone(path: Location) -> Checkpoint:
         for is_suspected, refused_by in _RANK_FILES:
             if is_suspected(checkpoint):
                 _in_folders(refused_by)(checkpoint, path)
-        found = _with_part(checkpoint, part_of(path, checkpoint))
+        found = checkpoint.as_part(part_of(path, checkpoint))
         opened.pop_all()
     return found
 

@@ -90,11 +90,11 @@ def read_header(source: Source) -> tuple[dict[str, Any], int]:
     size = int.from_bytes(source.read(0, 8), "little")
     what, where = f"declares {size} bytes", "header length"
     if 8 + size > source.size:
-        raise _malformed(source, where, f"{what} where {source.size - 8} are left")
+        raise malformed(f"{what} where {source.size - 8} are left", source.path, where)
     refuse_beyond("safetensors_header_bytes", size, what, path=source.path, where=where)
     raw = source.read(8, size)
     if not raw.startswith(b"{"):
-        raise _malformed(source, "header", "does not begin with '{'")
+        raise malformed("does not begin with '{'", source.path, "header")
     header = read_object(raw, source.path, "header")
     return header, 8 + size
 
@@ -145,11 +145,12 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
-        raise _malformed(source, RESERVED, "holds something other than strings")
+        raise malformed("holds something other than strings", source.path, RESERVED)
     try:
         "".join((*metadata, *metadata.values())).encode()
     except UnicodeEncodeError:
-        raise _malformed(source, RESERVED, "holds half a character (a lone surrogate)") from None
+        what = "holds half a character (a lone surrogate)"
+        raise malformed(what, source.path, RESERVED) from None
     return metadata
 
 
@@ -160,10 +161,11 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     dtype = BY_SAFETENSORS.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     shape, offsets = entry["shape"], entry["data_offsets"]
     if dtype is None:
-        raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
+        raise malformed(f"has the unknown dtype {entry['dtype']!r}", source.path, key)
     are_lists = type(shape) is list and type(offsets) is list and len(offsets) == 2
     if not are_lists or not _are_sizes([*shape, *offsets]):
-        raise _malformed(source, key, "its shape or data_offsets hold something other than sizes")
+        what = "its shape or data_offsets hold something other than sizes"
+        raise malformed(what, source.path, key)
     refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
     if dtype is FLOAT4_PAIRS:
@@ -178,16 +180,16 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     nbits = numel * dtype.bits
     if nbits % 8:
         what = f"its {numel} elements of {dtype.bits} bits do not fill whole bytes"
-        raise _malformed(source, key, what)
+        raise malformed(what, source.path, key)
     if nbits // 8 != end - begin:
         what = f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
-        raise _malformed(source, key, what)
+        raise malformed(what, source.path, key)
     if not key.isascii():
         try:
             key.encode()
         except UnicodeEncodeError:
             what = "its name holds half a character (a lone surrogate)"
-            raise _malformed(source, key, what) from None
+            raise malformed(what, source.path, key) from None
     return dtype, tuple(shape), begin, end
 
 
@@ -200,14 +202,10 @@ def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -
     for begin, end in sorted(spans):
         if begin != at:
             what = f"leave a gap or overlap at byte {min(at, begin)} of the data"
-            raise _malformed(source, "data_offsets", what)
+            raise malformed(what, source.path, "data_offsets")
         at = end
     if at != available:
-        raise _malformed(source, "data", f"has {available} bytes where the header needs {at}")
-
-
-def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
-    return malformed(what, path=source.path, where=where)
+        raise malformed(f"has {available} bytes where the header needs {at}", source.path, "data")
 
 
 # ------------------------------------------------------------------------------------------ writing

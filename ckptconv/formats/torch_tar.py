@@ -103,7 +103,7 @@ def members_of(source: Source) -> dict[str, Source]:
             if kind in (b"0", b"\0"):
                 _add(source, found, name, start, size)
             elif name in (*_MEMBERS, "sys_info"):
-                raise _malformed(source, "is a link or a device, not a file", name)
+                raise malformed("is a link or a device, not a file", source.path, name)
             extended = {}
         at = start + -(-size // _BLOCK) * _BLOCK
     return found
@@ -111,10 +111,10 @@ def members_of(source: Source) -> dict[str, Source]:
 
 def _add(source: Source, found: dict[str, Source], name: str, start: int, size: int) -> None:
     if name in found:
-        raise _malformed(source, "is in the archive twice", name)
+        raise malformed("is in the archive twice", source.path, name)
     if start + size > source.size:
         what = f"its {size} bytes at {start} lie beyond the end of the file ({source.size})"
-        raise _malformed(source, what, name)
+        raise malformed(what, source.path, name)
     if len(found) == _MOST_MEMBERS:
         what = f"is a tar file of more than {_MOST_MEMBERS} members"
         raise UnsupportedCheckpoint(what, path=source.path, hint=_HINT)
@@ -132,9 +132,9 @@ def _header(source: Source, block: bytes, at: int) -> tuple[str, bytes, int]:
         if block[124] != 0x80:
             size = int(block[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
-        raise _malformed(source, "holds an invalid number", where) from None
+        raise malformed("holds an invalid number", source.path, where) from None
     if sum(block) - sum(block[148:156]) + 8 * 0x20 != checksum or size < 0:
-        raise _malformed(source, "does not have the checksum that it declares", where)
+        raise malformed("does not have the checksum that it declares", source.path, where)
     name = block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
     return name, block[156:157], size
 
@@ -145,7 +145,7 @@ def _extended(source: Source, start: int, size: int) -> dict[str, str]:
     while rest:
         length, _, _ = rest.partition(b" ")
         if not length.isdigit() or len(length) > 4 or not len(length) < int(length) <= len(rest):
-            raise _malformed(source, "is not a list of keys and values", "pax header")
+            raise malformed("is not a list of keys and values", source.path, "pax header")
         key, _, value = rest[len(length) + 1 : int(length) - 1].partition(b"=")
         found[key.decode("utf-8", "backslashreplace")] = value.decode("utf-8", "backslashreplace")
         rest = rest[int(length) :]
@@ -156,12 +156,8 @@ def _size(source: Source, extended: str | None, size: int) -> int:
     if extended is None:
         return size
     if not (extended.isascii() and extended.isdigit() and len(extended) < 20):
-        raise _malformed(source, "declares a size that is not a number", "pax header")
+        raise malformed("declares a size that is not a number", source.path, "pax header")
     return int(extended)
-
-
-def _malformed(source: Source, what: str, where: str) -> MalformedCheckpoint:
-    return malformed(what, path=source.path, where=where)
 
 
 def _refuse_rest(member: Source, end: int) -> None:

@@ -72,18 +72,14 @@ _EMPTY = (
 
 
 def _notes(root: Call, code: _Code) -> Iterator[str]:
-    yield (
-        f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is "
-        "left out"
-    )
+    told = f"a TorchScript archive, read as the state dict of {printable(root.name)}"
+    yield f"{told}; its code is left out"
     if code.opaque:
         told = "classes save their state in a way of their own, so their tensors are left out"
         yield f"{len(code.opaque)} {told}: {first_few_in_short(sorted(code.opaque), 3)}"
     if code.untold:
-        yield (
-            "its classes do not list their buffers (before torch 1.6): all tensors except the "
-            "parameters are read as buffers"
-        )
+        told = "its classes do not list their buffers (before torch 1.6)"
+        yield f"{told}: all tensors except the parameters are read as buffers"
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
@@ -124,23 +120,17 @@ _STRING = re.compile(r'\\.|"((?:[^"\\]|\\.)*)("|\\?\Z)')
 def _classes(text: str) -> dict[str, _Class]:
     """The classes in a text of code by name; their methods are not looked at."""
     heads = list(_HEAD.finditer(text))
-    bounds = [*(head.start() for head in heads), len(text)]
-    return {
-        head[1]: _class(head[2], text[head.end() : end])
-        for head, end in zip(heads, bounds[1:], strict=True)
-    }
+    ends = [*(head.start() for head in heads[1:]), len(text)]
+    bounds = zip(heads, ends, strict=True) if heads else ()
+    return {head[1]: _class(head[2], text[head.end() : end]) for head, end in bounds}
 
 
 def _class(base: str | None, body: str) -> _Class:
     method = _METHOD.search(body)
     attributes = body[: method.start()] if method else body
     lists = {match[1]: frozenset(_names(match[2])) for match in _LIST.finditer(attributes)}
-    return _Class(
-        base == "Module",
-        lists.get("__parameters__", frozenset()),
-        lists.get("__buffers__"),
-        frozenset(_TENSOR.findall(attributes)),
-    )
+    parameters, buffers = lists.get("__parameters__", frozenset()), lists.get("__buffers__")
+    return _Class(base == "Module", parameters, buffers, frozenset(_TENSOR.findall(attributes)))
 
 
 def _names(listed: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -98,12 +99,9 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
     """All bytes of a record, its CRC-32 checked; `limit` is the name of the limit of its size."""
     told: dict[str, Any] = {"path": source.path, "where": record.name}
     refuse_beyond(limit, record.size, f"is {record.size} bytes long", **told)
-    spool = Spool()
-    try:
+    with closing(Spool()) as spool:
         plain, offset = record_source(source, record, spool)
         found = plain.read(offset, record.size)
-    finally:
-        spool.close()
     if record.crc32 is not None and crc32(found) != record.crc32:
         what = "does not have the CRC-32 that the archive says"
         raise MalformedCheckpoint(what, code="checksum", **told)

@@ -103,9 +103,7 @@ def central_places(source: Source) -> dict[str, int]:
     start, count, _, raw = find_directory(source)
     places, at = {}, 0
     for _ in range(count):
-        _, _, _, _, _, _, name_size, extra_size, comment_size, _, _ = CENTRAL_USED.unpack_from(
-            raw, at
-        )
+        name_size, extra_size, comment_size = CENTRAL_USED.unpack_from(raw, at)[6:9]
         name_at = at + CENTRAL.size
         places[raw[name_at : name_at + name_size].decode()] = start + at
         at = name_at + name_size + extra_size + comment_size

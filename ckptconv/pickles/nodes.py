@@ -91,13 +91,6 @@ class Dict:
         self.pairs: list[tuple[Node, Node]] = [] if pairs is None else pairs
 
 
-def ordered_dict(pairs: Sequence[tuple[Node, Node]] = ()) -> Call:
-    """An `OrderedDict` of these pairs."""
-    made = Call(ORDERED_DICT, ())
-    made.pairs = pairs
-    return made
-
-
 class PersistentId:
     """A reference out of the stream whose meaning the caller did not know."""
 
@@ -203,3 +196,10 @@ def spoken(node: Node) -> str:
 
 _SPOKEN = 60  # characters of a text that is named
 _PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+def ordered_dict(pairs: Sequence[tuple[Node, Node]] = ()) -> Call:
+    """An `OrderedDict` of these pairs."""
+    made = Call(ORDERED_DICT, ())
+    made.pairs = pairs
+    return made

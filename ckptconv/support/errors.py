@@ -223,7 +223,7 @@ class MalformedCheckpoint(CheckpointError):
     """The bytes contradict themselves or their format: truncated, corrupt, or made to deceive."""
 
 
-def malformed(what: str, *, path: Any = None, where: object = None) -> MalformedCheckpoint:
+def malformed(what: str, path: Any = None, where: object = None) -> MalformedCheckpoint:
     """The error for a file that is damaged, as far as its bytes tell."""
     hint = "the file is damaged, cut off or forged"
     return MalformedCheckpoint(what, path=path, where=where, hint=hint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -162,6 +162,11 @@ class Checkpoint:
             return self
         with held(self.limits):
             return self.reread()
+
+    def as_part(self, part: Part | None) -> Checkpoint:
+        """The same, which is only that part of a checkpoint; a note says so."""
+        told = () if part is None else (f"{part.what}; {part.hint}",)
+        return replace(self, part=part, notes=(*self.notes, *told))
 
     def refuse_part(self, output: str = "") -> None:
         """Raise `UnsupportedCheckpoint` for one part of a checkpoint, which is not to be taken for

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -135,11 +136,8 @@ def _read_index(folder: Location) -> tuple[Metadata, int]:
         files = [folder.child(name) for name in of_ranks]
     found, nbytes = [], 0
     for file in files:
-        source = file.open()
-        try:
+        with closing(file.open()) as source:
             found.append(dcp_metadata.read_metadata(source))
-        finally:
-            source.close()
         nbytes += source.size
     return found[0] if len(found) == 1 else dcp_metadata.merged(found), nbytes
 

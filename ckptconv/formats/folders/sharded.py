@@ -215,10 +215,7 @@ def _open_set(index: Location) -> Checkpoint:
         pairs = _pairs(index, weight_map, shards)
         opened.pop_all()
     whole = joined(index.path, pairs, list(shards.values()))
-    part = _delta(metadata)
-    told = () if part is None else (f"{part.what}; {part.hint}",)
-    notes = (*whole.notes, *told)
-    return replace(whole, index_metadata=metadata, part=part, notes=notes)
+    return replace(whole, index_metadata=metadata).as_part(_delta(metadata))
 
 
 def _delta(metadata: Mapping[str, Any]) -> Part | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from ckptconv.pickles.nodes import ABSENT, Call, Node, mapping_pairs, ordered_dict
@@ -157,11 +158,8 @@ def join_parameters(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> di
     if ranks[0].stage == 3:
         return dict(_shares_joined(ranks, groups))
     _require_groups(ranks[0], groups)
-    return {
-        name: ref
-        for number, shapes in enumerate(groups)
-        for name, ref in _group_joined(ranks, number, shapes)
-    }
+    joined = (_group_joined(ranks, number, shapes) for number, shapes in enumerate(groups))
+    return dict(chain.from_iterable(joined))
 
 
 def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
@@ -303,11 +301,10 @@ class Weights:
 
     def _add_others(self, module: Node) -> None:
         """What only the module holds: extra states, the frozen parameters of stage 1."""
-        others = [
-            (name, value) for name, value in entries(module).items() if name not in self._found
-        ]
-        empty = {name for name, value in others if self._is_placeholder(value)}
-        kept = {name: value for name, value in others if name not in empty}
+        values = entries(module)
+        others = [name for name in values if name not in self._found]
+        empty = {name for name in others if self._is_placeholder(values[name])}
+        kept = {name: values[name] for name in others if name not in empty}
         if empty:
             told = "without values in any file, so they are left out"
             self.notes += (f"{told}: {_some(sorted(empty))}",)
