@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptconv.devices.host import Gpu, listed_gpus, visible_indices
-from ckptconv.devices.nvidia_smi import ask_gpus
+from ckptconv.devices.host import visible_indices
+from ckptconv.devices.nvidia_smi import Gpu, ask_gpus
 from ckptconv.support.errors import DeviceUnavailable, printable
 
 Shell = Literal["sh", "fish", "powershell", "cmd"]
@@ -61,10 +61,9 @@ def choose_gpus(*, min_free: int | None = None, count: int | None = None) -> Gpu
     """
     answer = ask_gpus(partitions=True, seconds=SECONDS)
     if answer.problem is not None:
-        raise DeviceUnavailable(
-            printable(answer.problem), hint="see what is wrong with: nvidia-smi"
-        )
-    listed = listed_gpus(answer)
+        hint = "see what is wrong with: nvidia-smi"
+        raise DeviceUnavailable(printable(answer.problem), hint=hint)
+    listed = answer.gpus
     seen, notes = _visible(listed)
     notes += [f"nvidia-smi says: {printable(remark)}" for remark in answer.remarks]
     passed = {gpu.physical: why for gpu in seen if (why := _unfit(gpu, min_free))}
@@ -86,39 +85,28 @@ def settings(choice: GpuChoice, shell: Shell) -> list[str]:
 def _visible(listed: Sequence[Gpu]) -> tuple[list[Gpu], list[str]]:
     """The GPUs that the environment leaves visible, by index, and a note where it leaves none."""
     env = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = sorted(listed, key=lambda gpu: gpu.physical or 0)
     if env is None or not listed:
-        return sorted(listed, key=lambda gpu: gpu.physical or 0), (
-            [] if listed else ["this host has no NVIDIA GPU"]
-        )
+        return shown, [] if listed else ["this host has no NVIDIA GPU"]
     set_to = f"CUDA_VISIBLE_DEVICES={printable(env)}"
     if env.strip().startswith("MIG-"):
         what = f"{set_to} names a MIG instance, whose memory nvidia-smi does not list"
         raise DeviceUnavailable(what, hint="it stays as it is")
     indices = visible_indices(env, listed)
     _check_order(set_to, env, indices, listed)
-    shown = [gpu for gpu in listed if gpu.physical in indices]
-    return sorted(shown, key=lambda gpu: gpu.physical or 0), (
-        [] if shown else [f"{set_to} leaves no GPU visible"]
-    )
+    shown = [gpu for gpu in shown if gpu.physical in indices]
+    return shown, [] if shown else [f"{set_to} leaves no GPU visible"]
 
 
 def _check_order(set_to: str, env: str, indices: Sequence[int], listed: Sequence[Gpu]) -> None:
     """Refuse indices that CUDA may count unlike nvidia-smi: the order decides which are meant."""
-    if (
-        env.startswith("GPU-")
-        or not 0 < len(indices) < len(listed)
-        or len({gpu.name for gpu in listed}) == 1
-    ):
+    are_alike = len({gpu.name for gpu in listed}) == 1
+    if env.startswith("GPU-") or not 0 < len(indices) < len(listed) or are_alike:
         return
     if os.environ.get("CUDA_DEVICE_ORDER") != ORDER:
-        what = (
-            f"{set_to} counts the GPUs fastest first, nvidia-smi by PCI bus, and they are not "
-            "all alike"
-        )
-        raise DeviceUnavailable(
-            what,
-            hint=f"set CUDA_DEVICE_ORDER={ORDER} if it counts as nvidia-smi does, or name UUIDs",
-        )
+        counts = f"{set_to} counts the GPUs fastest first, nvidia-smi by PCI bus"
+        hint = f"set CUDA_DEVICE_ORDER={ORDER} if it counts as nvidia-smi does, or name UUIDs"
+        raise DeviceUnavailable(f"{counts}, and they are not all alike", hint=hint)
 
 
 def _unfit(gpu: Gpu, min_free: int | None) -> str | None:
@@ -153,13 +141,11 @@ def _names(chosen: Sequence[Gpu], listed: Sequence[Gpu]) -> str:
     """Indices; UUIDs where CUDA may count otherwise: beside a GPU in MIG mode, or where
     nvidia-smi's numbers have gaps.
     """
-    odd = any(gpu.partitioned for gpu in listed) or [gpu.physical for gpu in listed] != list(
-        range(len(listed))
-    )
+    has_gaps = [gpu.physical for gpu in listed] != list(range(len(listed)))
+    odd = has_gaps or any(gpu.partitioned for gpu in listed)
     names = [str(gpu.uuid if odd else gpu.physical) for gpu in chosen]
     for name in names:
         if not _SAFE(name):
-            raise DeviceUnavailable(
-                f"nvidia-smi names a GPU {name!r}, which is not a UUID", hint="nothing was chosen"
-            )
+            what = f"nvidia-smi names a GPU {name!r}, which is not a UUID"
+            raise DeviceUnavailable(what, hint="nothing was chosen")
     return ",".join(names)

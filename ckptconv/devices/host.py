@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.devices.nvidia_smi import Answer, ask_gpus
+from ckptconv.devices.nvidia_smi import Gpu, ask_gpus
 from ckptconv.support.errors import DeviceUnavailable, MissingDependency, printable
 
 if TYPE_CHECKING:
@@ -30,25 +30,6 @@ _PACKAGES = {
 # c10::DeviceIndex is an int8: torch takes `cuda:128` for an index of 65408 and `cuda:255` for plain
 # `cuda`.
 _ELSEWHERE = "ask for cpu, or auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU, sizes in bytes, None where unknown; `logical` is None if hidden, `physical` if only
-    torch sees it.
-
-    `trouble` is what a broken one says instead of its memory; `partitioned` is MIG mode, where it
-    was asked.
-    """
-
-    logical: int | None
-    physical: int | None
-    name: str
-    uuid: str | None
-    total: int | None
-    free: int | None
-    trouble: str | None = None
-    partitioned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +71,9 @@ def _list_gpus(notes: list[str]) -> list[Gpu]:
     answer = ask_gpus()
     if answer.problem is None:
         notes += [f"nvidia-smi says: {_first_sentence(remark)}" for remark in answer.remarks]
-        return listed_gpus(answer)
+        return [*answer.gpus]
     notes.append(_first_sentence(answer.problem))
     return []
-
-
-def listed_gpus(answer: Answer) -> list[Gpu]:
-    """The GPUs that nvidia-smi lists, before it is known which of them are visible."""
-    return [
-        Gpu(
-            None,
-            row.index,
-            row.name,
-            row.uuid,
-            row.total,
-            row.free,
-            row.trouble,
-            row.index in answer.partitioned,
-        )
-        for row in answer.rows
-    ]
 
 
 def visible_indices(env: str | None, gpus: Iterable[Gpu]) -> list[int]:
@@ -129,11 +93,8 @@ def visible_indices(env: str | None, gpus: Iterable[Gpu]) -> list[int]:
         number = re.match(r"\+?0*([0-9]+)", entry.strip())
         named = [index for index in uuids if number and number[1] == str(index)]
         if env.startswith("GPU-"):
-            named = [
-                index
-                for index in uuids
-                if entry.startswith("GPU-") and uuids[index].startswith(entry)
-            ]
+            is_one = entry.startswith("GPU-")
+            named = [index for index, uuid in uuids.items() if is_one and uuid.startswith(entry)]
         if len(named) != 1:
             break
         if named[0] in visible:
@@ -154,19 +115,12 @@ def _visibility_notes(visible: str | None, gpus: Sequence[Gpu], shown: int) -> l
             what = "a MIG instance; its GPU is not looked up"
         elif not shown and visible_indices(entries[0], gpus):
             what = "a GPU is named twice, which hides all of them"
-        notes += (
-            []
-            if entries[shown].strip().startswith("-")
-            else [f"CUDA_VISIBLE_DEVICES={visible}: {what}"]
-        )
-    if (
-        len({gpu.name for gpu in gpus}) > 1
-        and os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") != "PCI_BUS_ID"
-    ):
-        notes.append(
-            "the GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA and nvidia-smi may "
-            "number them differently"
-        )
+        if not entries[shown].strip().startswith("-"):
+            notes.append(f"CUDA_VISIBLE_DEVICES={visible}: {what}")
+    order = os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    if len({gpu.name for gpu in gpus}) > 1 and order != "PCI_BUS_ID":
+        differ = "the GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID"
+        notes.append(f"{differ}: CUDA and nvidia-smi may number them differently")
     return notes
 
 
@@ -184,11 +138,8 @@ def _ask_torch(torch: Any, host: Host) -> Host:
     if host.gpus and not count:
         notes.append(f"nvidia-smi lists {len(host.gpus)} GPUs but {_census(torch, 'cuda', 0)}")
     seen = {gpu.physical for gpu in gpus}
-    gpus += [
-        replace(gpu, logical=None if count else gpu.logical)
-        for gpu in host.gpus
-        if gpu.physical not in seen
-    ]
+    unseen = [gpu for gpu in host.gpus if gpu.physical not in seen]
+    gpus += [replace(gpu, logical=None) for gpu in unseen] if count else unseen
     return Host(tuple(gpus), host.visible, str(torch.__version__), count, mps, xpu, tuple(notes))
 
 
@@ -199,16 +150,14 @@ def _torch_gpu(torch: Any, index: int, listed: Iterable[Gpu], notes: list[str]) 
     Free memory is nvidia-smi's where known: asking torch opens a context on that GPU.
     """
     properties = _attempt(lambda: torch.cuda.get_device_properties(index), notes)
-    name, total = (
-        getattr(properties, "name", f"cuda:{index}"),
-        getattr(properties, "total_memory", None),
-    )
+    name = getattr(properties, "name", f"cuda:{index}")
+    total = getattr(properties, "total_memory", None)
     uuid = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else None
     same = [gpu for gpu in listed if (gpu.uuid == uuid if uuid else gpu.logical == index)]
     gpu = same[0] if same else Gpu(index, None, name, uuid, total, None)
-    free = (
-        _attempt(lambda: torch.cuda.mem_get_info(index)[0], notes) if gpu.free is None else gpu.free
-    )
+    free = gpu.free
+    if free is None:
+        free = _attempt(lambda: torch.cuda.mem_get_info(index)[0], notes)
     return replace(gpu, logical=index, free=free)
 
 
@@ -255,10 +204,9 @@ def _attempt(ask: Callable[[], Any], notes: list[str]) -> Any:
 
 def _count(torch: Any, kind: str, notes: list[str]) -> int:
     backend = getattr(torch, kind, None)
-    return (
-        _attempt(lambda: backend.device_count() if backend and backend.is_available() else 0, notes)
-        or 0
-    )
+    if backend is None:
+        return 0
+    return _attempt(lambda: backend.is_available() and backend.device_count(), notes) or 0
 
 
 def _first_sentence(text: object) -> str:
@@ -274,22 +222,18 @@ def best_device() -> str:
     LOCAL_RANK names a CUDA device that is not here.
     """
     torch = _import_torch([])
+    ask: Callable[[int], int | None]
     if torch is None:
-        free = {
-            gpu.logical: gpu.free
-            for gpu in survey_host(ask_torch=False).gpus
-            if gpu.logical is not None
-        }
-        return (
-            _rank_device(None, len(free)) or _freest("cuda", len(free), free.get) if free else "cpu"
-        )
-    if count := _count(torch, "cuda", []):
-        return _rank_device(torch, count) or _freest(
-            "cuda", count, lambda index: torch.cuda.mem_get_info(index)[0]
-        )
-    if _attempt(torch.backends.mps.is_available, []):
+        gpus = survey_host(ask_torch=False).gpus
+        free = {gpu.logical: gpu.free for gpu in gpus if gpu.logical is not None}
+        count, ask = len(free), free.get
+    else:
+        count, ask = _count(torch, "cuda", []), lambda index: torch.cuda.mem_get_info(index)[0]
+    if count:
+        return _rank_device(torch, count) or _freest("cuda", count, ask)
+    if torch is not None and _attempt(torch.backends.mps.is_available, []):
         return "mps"
-    count = _count(torch, "xpu", [])
+    count = 0 if torch is None else _count(torch, "xpu", [])
     return _freest("xpu", count, lambda index: torch.xpu.mem_get_info(index)[0]) if count else "cpu"
 
 
@@ -297,20 +241,16 @@ def _rank_device(torch: Any, count: int) -> str | None:
     rank = os.environ.get("LOCAL_RANK")
     if not rank or rank in map(str, range(count)):
         return f"cuda:{rank}" if rank else None
-    what = (
-        f"LOCAL_RANK={rank} asks for cuda:{rank}, which is not here: "
-        f"{_census(torch, 'cuda', count)}"
-    )
-    raise DeviceUnavailable(
-        what, hint='start one process per GPU, or name a device instead of "auto" (cuda:0)'
-    )
+    what = f"LOCAL_RANK={rank} asks for cuda:{rank}, which is not here"
+    hint = 'start one process per GPU, or name a device instead of "auto" (cuda:0)'
+    raise DeviceUnavailable(f"{what}: {_census(torch, 'cuda', count)}", hint=hint)
 
 
 def _freest(kind: str, count: int, free: Callable[[int], int | None]) -> str:
     """The device with the most free memory of those that can tell; an only one is not asked."""
-    sizes = [
-        _attempt(functools.partial(free, index), []) if count > 1 else 0 for index in range(count)
-    ]
+    if count == 1:
+        return f"{kind}:0"
+    sizes = [_attempt(functools.partial(free, index), []) for index in range(count)]
     largest = max(range(count), key=lambda index: -1 if sizes[index] is None else sizes[index])
     return f"{kind}:{largest}"
 
@@ -337,13 +277,11 @@ def require_device(tag: str) -> torch.device:
         # any backend can answer this
         device = _attempt(lambda: torch.empty(0, device=canonical).device, notes)
     elif int(index or 0) < count:
-        device = _attempt(
-            lambda: torch.device(kind, int(index or getattr(torch, kind).current_device())), notes
-        )
+        current = getattr(torch, kind).current_device
+        device = _attempt(lambda: torch.device(kind, int(index or current())), notes)
     if device is None:
-        raise DeviceUnavailable(
-            f"{tag} is not here: {_census(torch, kind, count, notes)}", hint=_ELSEWHERE
-        )
+        what = f"{tag} is not here: {_census(torch, kind, count, notes)}"
+        raise DeviceUnavailable(what, hint=_ELSEWHERE)
     return device
 
 
@@ -367,13 +305,12 @@ def _cuda_reasons(torch: Any, count: int) -> list[str]:
     if visible is None:
         return []
     entries = [entry.strip() for entry in visible.split(",")][:count]
-    logical = [f"cuda:{index}" for index in range(len(entries))]
-    result = (
-        f"makes physical {_series(entries)} the logical {_series(logical)}"
-        if entries
-        else "leaves no GPU visible"
-    )
-    return [f"CUDA_VISIBLE_DEVICES={visible} {result}"]
+    if not entries:
+        return [f"CUDA_VISIBLE_DEVICES={visible} leaves no GPU visible"]
+    logical = _series([f"cuda:{index}" for index in range(len(entries))])
+    return [
+        f"CUDA_VISIBLE_DEVICES={visible} makes physical {_series(entries)} the logical {logical}"
+    ]
 
 
 def _series(names: Sequence[str]) -> str:

@@ -57,14 +57,12 @@ def read_tag_pairs(words: Iterable[str]) -> dict[str, str]:
     for word in words:
         old, _, new = word.partition("=")
         if not (old and new):
-            raise DeviceUnavailable(
-                f"--map-location {word!r} is not OLD=NEW", hint="write for example cuda:3=cuda:0"
-            )
+            what = f"--map-location {word!r} is not OLD=NEW"
+            raise DeviceUnavailable(what, hint="write for example cuda:3=cuda:0")
         new = _asked_tag(new)
         if targets.setdefault(old, new) != new:
-            raise DeviceUnavailable(
-                f"--map-location sends {old} to both {targets[old]} and {new}", hint="keep one"
-            )
+            what = f"--map-location sends {old} to both {targets[old]} and {new}"
+            raise DeviceUnavailable(what, hint="keep one")
     return targets
 
 
@@ -95,9 +93,8 @@ def resolve_map_location(
     elif isinstance(map_location, (str, getattr(sys.modules.get("torch"), "device", str))):
         chosen = TagMap(settled(str(map_location)))
     else:
-        raise DeviceUnavailable(
-            f"map_location={map_location!r} is not a location", hint="give a tag, or a dict of tags"
-        )
+        what = f"map_location={map_location!r} is not a location"
+        raise DeviceUnavailable(what, hint="give a tag, or a dict of tags")
     from ckptconv.devices.host import require_device
 
     return functools.cache(lambda tag: require_device(chosen(tag)))

@@ -1,5 +1,5 @@
-"""Runs nvidia-smi and reads its answer: rows of GPUs, remarks, or why there is no list; `host`
-interprets them.
+"""Runs nvidia-smi and reads its answer: GPUs, remarks, or why there is no list; `host` interprets
+them.
 
 It numbers GPUs by PCI bus. Memory is in MiB, or a word in brackets: ``[N/A]`` where CPU and GPU
 share it, ``[Insufficient Permissions]`` on a partitioned GPU, ``[Unknown Error]`` and the like on
@@ -29,32 +29,33 @@ _WARNED = 14  # "infoROM is corrupted": the list before it is whole
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One GPU; sizes in bytes, None where it does not tell them, and then `trouble` where that says
-    that it is broken.
+class Gpu:
+    """One GPU, sizes in bytes, None where unknown; `logical` is None if hidden, `physical` if only
+    torch sees it.
+
+    `trouble` is what a broken one says instead of its memory; `partitioned` is MIG mode, where it
+    was asked.
     """
 
-    index: int
-    uuid: str
+    logical: int | None
+    physical: int | None
     name: str
+    uuid: str | None
     total: int | None
     free: int | None
-    trouble: str | None
+    trouble: str | None = None
+    partitioned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All rows, and other lines as `remarks`; `problem` says why the rows are not all (None: they
-    are).
-
-    `partitioned` are the indices of GPUs in MIG mode, where that was asked. Without nvidia-smi the
-    answer is empty.
+    """All GPUs, as yet without `logical` indices, and other lines as `remarks`; `problem` says why
+    the GPUs are not all (None: they are). Without nvidia-smi the answer is empty.
     """
 
-    rows: tuple[Row, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     remarks: tuple[str, ...] = ()
     problem: str | None = None
-    partitioned: frozenset[int] = frozenset()
 
 
 def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answer:
@@ -110,32 +111,28 @@ def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
 def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:
     lines = [line.strip() for line in out.splitlines() if line.strip()]
     listed = [line for line in lines if line.count(",") >= 4]
-    rows = [_row(line) for line in listed]
+    gpus = [_gpu(line, partitioned) for line in listed]
     remarks = tuple(line for line in lines if line not in listed)
     problem = None
+    has_none = any("No devices were found" in remark for remark in remarks)
     if code not in (0, _WARNED if listed else 0):
-        problem = (
-            None
-            if _none_found(remarks)
-            else f"nvidia-smi failed (exit {code}): {(remarks or ('no reason given',))[0]}"
-        )
-    elif None in rows or not (rows or _none_found(remarks) or not lines):
-        problem = (
-            "nvidia-smi could not be understood: "
-            f"{listed[rows.index(None)] if None in rows else lines[0]}"
-        )
-    return Answer(tuple(row for row in rows if row), remarks, problem, partitioned)
+        if not has_none:
+            reason = remarks[0] if remarks else "no reason given"
+            problem = f"nvidia-smi failed (exit {code}): {reason}"
+    elif None in gpus:
+        problem = f"nvidia-smi could not be understood: {listed[gpus.index(None)]}"
+    elif lines and not gpus and not has_none:
+        problem = f"nvidia-smi could not be understood: {lines[0]}"
+    return Answer(tuple(gpu for gpu in gpus if gpu), remarks, problem)
 
 
-def _none_found(remarks: Sequence[str]) -> bool:
-    return any("No devices were found" in remark for remark in remarks)
-
-
-def _row(line: str) -> Row | None:
+def _gpu(line: str, partitioned: frozenset[int]) -> Gpu | None:
     """One line of the list; a name may have commas."""
     index, uuid, *name, total, free = (field.strip() for field in line.split(","))
     if not (index.isascii() and index.isdecimal()):
         return None
     sizes = [int(found[1]) << 20 if (found := _SIZE(size)) else None for size in (total, free)]
     odd = [size for size in (total, free) if not _SIZE(size) and size not in _UNTOLD]
-    return Row(int(index), uuid, ",".join(name), sizes[0], sizes[1], odd[0] if odd else None)
+    trouble, number = odd[0] if odd else None, int(index)
+    told = sizes[0], sizes[1], trouble, number in partitioned
+    return Gpu(None, number, ",".join(name), uuid, *told)

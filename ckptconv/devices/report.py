@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptconv.devices.gpu_choice import ORDER
-from ckptconv.devices.host import Gpu, Host
+from ckptconv.devices.host import Host
+from ckptconv.devices.nvidia_smi import Gpu
 from ckptconv.support.errors import printable
 from ckptconv.support.report import Fields, Row, note_rows
 from ckptconv.support.text import count_text, size_text

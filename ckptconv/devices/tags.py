@@ -13,28 +13,11 @@ from ckptconv.support.errors import DeviceUnavailable
 # never hold a tensor (mkldnn, opengl, opencl, ideep); torch writes the single ones without an
 # index, and loads `cpu` but not `cpu:0`.
 _SINGLE = ("cpu", "mps")
-
-
-INDEXED = (
-    "cuda",
-    "xpu",
-    "hpu",
-    "xla",
-    "mtia",
-    "privateuseone",
-    "ipu",
-    "hip",
-    "vulkan",
-    "ve",
-    "maia",
-    "fpga",
-    "lazy",
-)
-
+_INDEXED = "cuda xpu hpu xla mtia privateuseone ipu hip vulkan ve maia fpga lazy"
+INDEXED = tuple(_INDEXED.split())
 
 # backends outside torch; torch.utils.rename_privateuse1_backend
 RENAMED = ("npu", "mlu", "musa", "gcu", "sdaa")
-
 
 COUNTED = ("cuda", "xpu")
 
@@ -60,9 +43,8 @@ def check_tag(tag: str) -> str:
         return found
     meant = canonical_tag(tag.strip().lower())
     why = ": a meta tensor has no values" if tag.partition(":")[0] == "meta" else ""
-    raise DeviceUnavailable(
-        f"{tag!r} is not a device tag{why}", hint=f"write {meant}; {_FORMS}" if meant else _FORMS
-    )
+    hint = f"write {meant}; {_FORMS}" if meant else _FORMS
+    raise DeviceUnavailable(f"{tag!r} is not a device tag{why}", hint=hint)
 
 
 def canonical_tag(tag: str) -> str | None:

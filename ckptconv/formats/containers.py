@@ -7,8 +7,9 @@ too, a few files deep.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,8 +89,17 @@ def is_raw_pickle(head: bytes) -> bool:
 
 def is_packed(head: bytes) -> bool:
     """Whether a file that begins so is compressed, in a way that this Python unpacks."""
-    is_one = head.startswith((b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"))
-    return is_one and named("packed.packer_of")(head) is not None
+    return packer_of(head) is not None
+
+
+def packer_of(head: bytes) -> Any:
+    """The module that unpacks a file which begins so; None where there is none: a Python may be
+    built without the one or the other.
+    """
+    found = [row.packer for row in STRANGERS if row.packer and head.startswith(row.magic)]
+    with contextlib.suppress(ImportError):
+        return import_module(found[0]) if found else None
+    return None
 
 
 # ---------------------------------------------------------------------------------- what is read
@@ -156,7 +166,8 @@ _DEPTH: ContextVar[int] = ContextVar("files around the one that is opened", defa
 def open_source(source: Source) -> Checkpoint:
     """Open what a source holds; on failure the caller closes it."""
     depth = _DEPTH.get()
-    if depth > (most := in_force().files_in_files):
+    most = in_force().files_in_files
+    if depth > most:
         what = f"holds more than {most} files within files"
         raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
     head = source.read(0, min(HEAD, source.size))
@@ -181,6 +192,19 @@ def open_file(place: Location, pool: FilePool | None = None) -> Checkpoint:
     except BaseException:
         source.close()
         raise
+
+
+@contextlib.contextmanager
+def all_open(
+    around: Location, places: Sequence[Location], pool: FilePool | None
+) -> Iterator[list[Checkpoint]]:
+    """Checkpoints of one file each, asked for at once from `around`; they stay open, but where the
+    block fails.
+    """
+    around.foresee(places, first_reads)
+    with contextlib.ExitStack() as opened:
+        yield [opened.enter_context(open_file(place, pool)) for place in places]
+        opened.pop_all()
 
 
 def first_reads(head: bytes, size: int) -> list[Range]:
@@ -222,23 +246,28 @@ _FIRST_RECORDS = (b"/data.pkl", b".npy")
 
 
 class Stranger(NamedTuple):
-    """What a file is that starts with `magic` at byte `at`, and what its owner can do."""
+    """What a file is that starts with `magic` at byte `at`, and what its owner can do; of a packed
+    one also the `packer`, the module of Python that unpacks it.
+    """
 
     at: int
     magic: bytes
     what: str
     hint: str | None = None
     is_packed: bool = False
+    packer: str = ""
 
 
 STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"version https://git-lfs", "is a git-LFS pointer, not the file itself",
         "run: git lfs pull"),
-    Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip", True),
-    Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2", True),
-    Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz", True),
+    Stranger(0, b"\x1f\x8b\x08", "is gzip-compressed", "unpack it first: gunzip", True,
+        "gzip"),
+    Stranger(0, b"BZh", "is bzip2-compressed", "unpack it first: bunzip2", True, "bz2"),
+    Stranger(0, b"\xfd7zXZ\0", "is xz-compressed", "unpack it first: unxz", True, "lzma"),
     Stranger(0, b"\x04\x22\x4d\x18", "is lz4-compressed", "unpack it first: unlz4", True),
-    Stranger(0, b"\x28\xb5\x2f\xfd", "is zstd-compressed", "unpack it first: unzstd", True),
+    Stranger(0, b"\x28\xb5\x2f\xfd", "is zstd-compressed", "unpack it first: unzstd", True,
+        "compression.zstd"),
     Stranger(0, b"7z\xbc\xaf\x27\x1c", "is a 7z archive", "unpack it first", True),
     Stranger(0, b"Rar!", "is a rar archive", "unpack it first", True),
     Stranger(0, b"PK\5\6", "is an empty zip archive"),
@@ -254,12 +283,10 @@ STRANGERS: tuple[Stranger, ...] = (
 )  # fmt: skip
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
-
 _TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch
 """The names of the files that hold a TensorFlow checkpoint's values, one behind another and without
 any mark.
 """
-
 
 # tensorflow/core/lib/io/format.h: kTableMagicNumber
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
@@ -267,54 +294,42 @@ _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 def stranger(source: Source, head: bytes) -> UnsupportedCheckpoint:
     """The error that says what a file is that begins with `head`, and what to do."""
+    what, hint, code = _what_else(source, head)
+    return UnsupportedCheckpoint(what, path=source.path, hint=hint, code=code)
+
+
+def _what_else(source: Source, head: bytes) -> tuple[str, str | None, ErrorCode]:
     if not head:
-        return UnsupportedCheckpoint(
-            "is empty (0 bytes)", path=source.path, hint="fetch or save it again"
-        )
+        return "is empty (0 bytes)", "fetch or save it again", ""
     has_its_name = _TENSORFLOW_SHARD(source.path.name) is not None
     known = next((item for item in STRANGERS if head[item.at :].startswith(item.magic)), None)
     if known is not None and not (has_its_name and len(known.magic) == 1):
-        packed: ErrorCode = "compressed" if known.is_packed else ""
-        return UnsupportedCheckpoint(known.what, path=source.path, hint=known.hint, code=packed)
+        return known.what, known.hint, "compressed" if known.is_packed else ""
     if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:
-        return UnsupportedCheckpoint(
-            "is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path
-        )
+        return "is the index of a TensorFlow checkpoint, not a PyTorch checkpoint", None, ""
     if has_its_name:
-        return UnsupportedCheckpoint(
-            "is a part of a TensorFlow checkpoint, not a PyTorch checkpoint", path=source.path
-        )
+        return "is a part of a TensorFlow checkpoint, not a PyTorch checkpoint", None, ""
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return UnsupportedCheckpoint(
-            "is a web page, not a checkpoint",
-            path=source.path,
-            hint="the download failed or needs a login; fetch it again",
-        )
+        hint = "the download failed or needs a login; fetch it again"
+        return "is a web page, not a checkpoint", hint, ""
     if all(byte >= 32 or byte in b"\t\n\r" for byte in head):
         kind = "a JSON text" if text.startswith((b"{", b"[")) else "a text file"
-        what = f"is {kind}, not a checkpoint ({_beginning(head)})"
-        return UnsupportedCheckpoint(what, path=source.path, hint=_TEXT_HINT, code="text")
-    return UnsupportedCheckpoint(
-        "is not a checkpoint of a known kind", path=source.path, hint=_UNKNOWN_HINT
-    )
+        return f"is {kind}, not a checkpoint ({_beginning(head)})", _TEXT_HINT, "text"
+    return "is not a checkpoint of a known kind", _UNKNOWN_HINT, ""
 
 
 def _beginning(head: bytes) -> str:
     """The first words of a text, which often say what went wrong where it was fetched."""
     line = " ".join(head.decode("latin-1").split())
-    return f"it begins: {line[:_SHOWN_OF_TEXT]}" + "…" * (len(line) > _SHOWN_OF_TEXT)
+    return f"it begins: {line[:_SHOWN_OF_TEXT]}" + ("…" if len(line) > _SHOWN_OF_TEXT else "")
 
 
 _SHOWN_OF_TEXT = 40
-
-
 _TEXT_HINT = (
     "if it was downloaded, an error was saved in its place: fetch it again; otherwise name the "
     "file with the weights"
 )
-
-
 _UNKNOWN_HINT = (
     "check that it is complete and unpacked, and which program wrote it; docs/containers.md "
     "lists what is read"

@@ -37,16 +37,12 @@ class DcpFolder(TargetFormat):
 
     def refuse_part(self, root: Node, *, keeps_objects: bool, only: str | None) -> None:
         if keeps_objects:
-            raise RefusedObject(
-                "objects of unknown classes cannot be kept in a DCP folder",
-                hint="use --unknown drop",
-            )
-        if not _is_dict(root):
-            raise RefusedObject(
-                "is not a dict, and a DCP folder holds only dicts",
-                where=only,
-                hint="--only PATH takes one part",
-            )
+            what = "objects of unknown classes cannot be kept in a DCP folder"
+            raise RefusedObject(what, hint="use --unknown drop")
+        is_dict = mapping_pairs(root) is not None
+        if not is_dict and not (type(root) is Call and type(plain_form(root)) is Dict):
+            what = "is not a dict, and a DCP folder holds only dicts"
+            raise RefusedObject(what, where=only, hint="--only PATH takes one part")
 
     def part_notes(self, root: Node) -> Iterator[str]:
         """Tell of keys that DCP keeps as text: an optimizer's state has numbers
@@ -55,10 +51,8 @@ class DcpFolder(TargetFormat):
         for place, node in walk(root):
             if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
                 where = printable(place_text(place)) or "the root"
-                yield (
-                    f"keys that are numbers ({where}, …) become text in a DCP folder, "
-                    "as torch itself writes them"
-                )
+                become = "become text in a DCP folder, as torch itself writes them"
+                yield f"keys that are numbers ({where}, …) {become}"
                 return
 
     def lay_out_tree(self, tree: Tree, cast: CastRule, retag: Retag) -> Layout:
@@ -70,12 +64,6 @@ class DcpFolder(TargetFormat):
 
 
 DCP = DcpFolder()
-
-
-def _is_dict(root: Node) -> bool:
-    if mapping_pairs(root) is not None:
-        return True
-    return type(root) is Call and type(plain_form(root)) is Dict
 
 
 def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
@@ -94,9 +82,8 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
-        raise OutputRefused(
-            "needs a torch that writes DCP folders", path=name, hint="pip install 'torch>=2.2'"
-        ) from error
+        what, hint = "needs a torch that writes DCP folders", "pip install 'torch>=2.2'"
+        raise OutputRefused(what, path=name, hint=hint) from error
 
     class Writer(FileSystemWriter):
         """Notes the folder's lasting name instead of the temporary one."""
@@ -109,9 +96,8 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
         tree = torch.load(plain, map_location="cpu", mmap=True, weights_only=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            alone = (
-                {"no_dist": True} if "no_dist" in signature(save).parameters else {}
-            )  # the only way there is before torch 2.6
+            # the only way there is before torch 2.6
+            alone = {"no_dist": True} if "no_dist" in signature(save).parameters else {}
             save(tree, storage_writer=Writer(folder, sync_files=False), **alone)
     except OSError:
         raise
@@ -121,10 +107,9 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
             raise stop from None
         if isinstance(cause, OSError):
             raise cause from error
-        what = printable(str(cause) or type(cause).__name__, 300)
-        raise OutputRefused(
-            f"torch.distributed.checkpoint does not take it: {what}", path=name
-        ) from error
+        why = printable(str(cause) or type(cause).__name__, 300)
+        what = f"torch.distributed.checkpoint does not take it: {why}"
+        raise OutputRefused(what, path=name) from error
 
 
 def _cause(error: BaseException) -> BaseException:

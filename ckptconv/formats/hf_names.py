@@ -23,17 +23,9 @@ from ckptconv.support.choices import not_one
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.json_text import read_object
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-}
+_UNITS = {"": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}I": 1024**_power}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?").fullmatch
 
 
@@ -60,9 +52,8 @@ def shard_limit(given: int | str | None) -> int | None:
             return parse_size(given)
     elif given is None or (type(given) is int and given > 0):
         return given
-    raise not_one(
-        "max_shard_size", given, "write it as '5GB' or '500MB', or give a number of bytes"
-    )
+    hint = "write it as '5GB' or '500MB', or give a number of bytes"
+    raise not_one("max_shard_size", given, hint)
 
 
 def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:
@@ -90,9 +81,7 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
         else:
             shards.append(list(indices))
             room = limit - size
-    return sorted(
-        (sorted(indices) for indices in (*shards, *alone)), key=lambda indices: indices[0]
-    )
+    return sorted(map(sorted, (*shards, *alone)), key=lambda indices: indices[0])
 
 
 def shard_paths(output: PurePath, count: int) -> list[PurePath]:
@@ -103,10 +92,8 @@ def shard_paths(output: PurePath, count: int) -> list[PurePath]:
     """
     if count == 1:
         return [output]
-    return [
-        output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}")
-        for number in range(1, count + 1)
-    ]
+    of = f"of-{count:05}{output.suffix}"
+    return [output.with_name(f"{output.stem}-{number + 1:05}-{of}") for number in range(count)]
 
 
 def index_path(output: PurePath) -> PurePath:
@@ -168,12 +155,10 @@ def earlier_files(output: PurePath, *, others: bool) -> list[PurePath]:
     folder = place_of(output.parent)
     with output_errors(output):
         names = folder.names() if folder.is_folder() else []
-        found = [
-            name
-            for name in names
-            if name not in own
-            and (is_shard(name) or (looked_for and looked_for == _looked_for(name)))
-        ]
+        found = [name for name in names if is_shard(name)]
+        if looked_for:
+            found = [name for name in names if is_shard(name) or _looked_for(name) == looked_for]
+        found = [name for name in found if name not in own]
         return [output.with_name(name) for name in (*own, *found) if folder.child(name).is_file()]
 
 
@@ -204,10 +189,8 @@ def index_text(
         entries = "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
         return f"{around.removesuffix(_NO_ENTRIES)}{entries}\n}}\n".encode()
     except ValueError as error:  # a number beyond any float, half a character
-        hint = "correct the index of the source"
-        raise CheckpointError(
-            f"cannot be written as JSON ({error})", where="index", hint=hint
-        ) from None
+        what, hint = f"cannot be written as JSON ({error})", "correct the index of the source"
+        raise CheckpointError(what, where="index", hint=hint) from None
 
 
 _NO_ENTRIES = "{}\n}"

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptconv.io.files import noting_files
-from ckptconv.io.inflate import is_bomb
+from ckptconv.io.inflate import IS_BOMB, Kind, is_bomb, refuse_bomb
 from ckptconv.io.source import Source
-from ckptconv.support.errors import LimitExceeded
-from ckptconv.support.limits import in_force
 
 if TYPE_CHECKING:
     from ckptconv.formats.zip_archive import Record
@@ -31,8 +30,7 @@ class _Opening:
     """
 
     size: int = 0
-    records: int = 0
-    pickles: int = 0
+    claimed: Counter[Kind] = field(default_factory=Counter)
     files: set[tuple[int, int]] = field(default_factory=set)
 
     def note(self, found: os.stat_result) -> None:
@@ -69,14 +67,8 @@ def claim_records(source: Source, records: Iterable[Record]) -> None:
     claimed = sum(
         item.size for item in records if item.deflated and not is_bomb(item.stored, item.size)
     )
-    if not claimed:
-        return
-    opening = _OPENING.get() or _Opening(source.size)
-    opening.records += claimed
-    most = in_force()
-    _refuse(
-        opening.records, most.inflated_free, most.inflated_ratio, "inflated_ratio", opening, source
-    )
+    if claimed:
+        _claim(source, claimed, "records", "inflated")
 
 
 def claim_pickle(source: Source, size: int) -> None:
@@ -84,22 +76,12 @@ def claim_pickle(source: Source, size: int) -> None:
 
     `LimitExceeded` when it and those before are too much.
     """
+    _claim(source, size, "pickles and texts", "pickle")
+
+
+def _claim(source: Source, size: int, called: str, kind: Kind) -> None:
     opening = _OPENING.get() or _Opening(source.size)
-    opening.pickles += size
-    most = in_force()
-    _refuse(opening.pickles, most.pickle_free, most.pickle_ratio, "pickle_ratio", opening, source)
-
-
-def _refuse(
-    claimed: int, free: int, ratio: int, limit: str, opening: _Opening, source: Source
-) -> None:
-    size = opening.size
-    if claimed <= max(free, ratio * size):
-        return
-    kind = "pickles and texts" if limit == "pickle_ratio" else "records"
-    what = f"its deflated {kind} claim to inflate from {size} to {claimed} bytes in total"
-    needed = -(-claimed // max(1, size))
-    advice = "it looks like a decompression bomb"
-    raise LimitExceeded(
-        what, limit=limit, allowed=ratio, needed=needed, path=source.path, advice=advice
-    )
+    opening.claimed[kind] += size
+    whole, claimed = opening.size, opening.claimed[kind]
+    what = f"its deflated {called} claim to inflate from {whole} to {claimed} bytes in total"
+    refuse_bomb(whole, claimed, what, kind, path=source.path, advice=IS_BOMB)

@@ -20,14 +20,14 @@ from math import prod
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from ckptconv.formats import zip_archive
-from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, WriteItem
-from ckptconv.formats.zip_archive import Record, Slot, record_source
+from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat
+from ckptconv.formats.zip_archive import Record, record_source
+from ckptconv.formats.zip_layout import NewRecord, lay_out_records
 from ckptconv.formats.zip_records import Records, checksum_notes
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.io.inflate import Spool
 from ckptconv.io.source import Source
-from ckptconv.pickles.nodes import ORDERED_DICT, Call
+from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.support.errors import (
     CheckpointError,
     MalformedCheckpoint,
@@ -118,16 +118,9 @@ def open_npz(source: Source, records: Records) -> Checkpoint:
     except CheckpointError as error:
         spool.close()
         raise error.at(path=source.path, where=name) from error.__cause__
-    root = Call(ORDERED_DICT, ())
-    root.pairs = tensors
-    return Checkpoint(
-        path=source.path,
-        container=CONTAINER,
-        root=root,
-        nbytes=source.size,
-        notes=tuple(checksum_notes(records)),
-        sources=(source, *inflated),
-    )
+    notes, sources = tuple(checksum_notes(records)), (source, *inflated)
+    root = ordered_dict(tensors)
+    return Checkpoint(source.path, CONTAINER, root, source.size, notes=notes, sources=sources)
 
 
 def _tensor(source: Source, record: Record, head: bytes, spool: Spool) -> TensorRef:
@@ -232,11 +225,8 @@ def parse_header(text: str) -> Header:
         at = entry.end()
     if found.keys() != {"descr", "fortran_order", "shape"}:
         raise MalformedCheckpoint("its header has other entries than an array's", hint=_DAMAGED)
-    descr, order, sizes = (
-        found["descr"]["text"],
-        found["fortran_order"]["flag"],
-        found["shape"]["sizes"],
-    )
+    descr, order = found["descr"]["text"], found["fortran_order"]["flag"]
+    sizes = found["shape"]["sizes"]
     if descr is None or order is None or sizes is None:
         raise MalformedCheckpoint("its header has values of the wrong types", hint=_DAMAGED)
     shape = tuple(int(size) for size in re.findall(r"[0-9]+", sizes))
@@ -247,18 +237,16 @@ def _dtype(descr: str) -> tuple[DType, bool]:
     """The element type that a header names, and whether its bytes are in big-endian order."""
     named = _DESCR(descr)
     if named is None:
-        raise UnsupportedCheckpoint(
-            f"is an array of the unknown type {printable(descr, 40)!r}", hint=_LEAVE_OUT
-        )
+        what = f"is an array of the unknown type {printable(descr, 40)!r}"
+        raise UnsupportedCheckpoint(what, hint=_LEAVE_OUT)
     code = named["code"]
     dtype = TYPES.get(code)
     if dtype is None:
         held = _REFUSED.get(code[0], f"the unknown type {code}")
         raise UnsupportedCheckpoint(f"is an array of {held}", hint=_LEAVE_OUT)
     if named["order"] == "|" and dtype.word > 1:
-        raise UnsupportedCheckpoint(
-            f"does not say in which order the bytes of its type {code} are", hint=_LEAVE_OUT
-        )
+        what = f"does not say in which order the bytes of its type {code} are"
+        raise UnsupportedCheckpoint(what, hint=_LEAVE_OUT)
     return dtype, named["order"] == ">"
 
 
@@ -285,12 +273,9 @@ class NpzFile(TargetFormat):
         bad = bad_names([key for key, _, _ in tensors])
         for key, ref, dtype in tensors:
             _refuse_array(key, dtype, ref.shape)
-            if what := bad.get(key):
-                raise RefusedObject(
-                    what,
-                    where=key,
-                    hint="rename it (--rename), or write safetensors (--to safetensors)",
-                )
+            if key in bad:
+                hint = "rename it (--rename), or write safetensors (--to safetensors)"
+                raise RefusedObject(bad[key], where=key, hint=hint)
 
     def tensor_notes(self, named: Sequence[NamedTensor], retag: Retag) -> Iterator[str]:
         if any(retag(ref.location) != "cpu" for _, ref, _ in named):
@@ -314,9 +299,8 @@ class NpzFile(TargetFormat):
                 # A key that is the name of a member is that member to numpy, else KEY.npy is.
                 seen = {key if key in members else key + SUFFIX for key in archive.files}
         except (OSError, ValueError) as error:
-            raise VerificationFailed(
-                f"{CONTAINER.by} does not open it: {error}", path=name
-            ) from error
+            what = f"{CONTAINER.by} does not open it: {error}"
+            raise VerificationFailed(what, path=name) from error
         if len(seen) != count:
             raise VerificationFailed(f"{CONTAINER.by} sees {len(seen)} arrays in it", path=name)
 
@@ -327,29 +311,11 @@ def lay_out_arrays(
     """The archive of arrays: the name, type, shape and values of each. The bytes of one may be left
     empty by who writes them himself.
     """
-    items: list[WriteItem] = []
-    slots: list[Slot] = []
-    headers: list[bytes] = []
-    end = 0
+    records = []
     for key, dtype, shape, values in arrays:
-        header, nbytes = _header(dtype, shape), prod(shape) * dtype.itemsize
-        name = f"{key}{SUFFIX}".encode()
-        slot, lead, offset, end = zip_archive.lay_out(name, end, len(header) + nbytes)
-        slots.append(slot)
-        headers.append(header)
-        items.append(WriteItem(key, lead + header, offset + len(header), nbytes, values, dtype))
-
-    def member_crc(index: int, crc: int) -> int:
-        return combined_crc(crc32(headers[index]), crc, items[index].nbytes)
-
-    return Layout(
-        tuple(items),
-        end + zip_archive.ending_size(slots),
-        lambda index, crc: zip_archive.descriptor(slots[index], member_crc(index, crc)),
-        lambda crcs: zip_archive.ending(
-            slots, [member_crc(index, crc) for index, crc in enumerate(crcs)], end
-        ),
-    )
+        name, nbytes = f"{key}{SUFFIX}".encode(), prod(shape) * dtype.itemsize
+        records.append(NewRecord(key, name, _header(dtype, shape), nbytes, values, dtype))
+    return lay_out_records(records)
 
 
 def holds(dtype: DType) -> bool:
@@ -366,21 +332,17 @@ def bad_names(keys: Sequence[str]) -> dict[str, str]:
 
 def _refuse_array(key: str, dtype: DType, shape: Shape) -> None:
     """Refuse an array that numpy cannot have."""
+    hint = "write safetensors (--to safetensors), or leave it out (--exclude)"
     if dtype not in _DESCRS:
-        cast = "cast it (--dtype f32), " if dtype.is_floating else ""
-        what, remedy = f"numpy has no dtype {dtype.name}", cast
+        what = f"numpy has no dtype {dtype.name}"
+        hint = f"cast it (--dtype f32), {hint}" if dtype.is_floating else hint
     elif len(shape) > _MOST_DIMENSIONS:
         what = f"it has {len(shape)} dimensions; numpy has at most {_MOST_DIMENSIONS}"
-        remedy = ""
     elif prod(size for size in shape if size) * dtype.itemsize > _LARGEST:
-        what, remedy = f"numpy cannot have an array of the shape {shape}", ""
+        what = f"numpy cannot have an array of the shape {shape}"
     else:
         return
-    raise RefusedObject(
-        what,
-        where=key,
-        hint=f"{remedy}write safetensors (--to safetensors), or leave it out (--exclude)",
-    )
+    raise RefusedObject(what, where=key, hint=hint)
 
 
 def _why_no_name(key: str, other: str, keys: Set[str]) -> str | None:

@@ -10,6 +10,7 @@ caffe2/proto/torch.proto of torch 1.4.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,17 +25,17 @@ from ckptconv.formats.zip_records import (
 )
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import read_torch_pickle
-from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
+from ckptconv.pickles.nodes import Call, Node, ordered_dict
 from ckptconv.support.errors import (
-    CheckpointError,
     LimitExceeded,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
+    errors_at,
     printable,
 )
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import in_force
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 from ckptconv.tree.checkpoint import Checkpoint
 
@@ -60,33 +61,23 @@ def open_old_torchscript(source: Source, records: Records) -> Checkpoint:
     """
     root = root_folder(records, _MODEL) or ""
     storages = ArchiveStorages(source, records, root)
-    try:
-        model = read_object(
-            read_limited(source, records[root + _MODEL], "text_bytes"), source.path, root + _MODEL
-        )
+    what, path, where = "a TorchScript archive from before torch 1.4", source.path, root + _MODEL
+    with errors_at(path=path, where=where):
+        model = read_object(read_limited(source, records[where], "text_bytes"), path, where)
         if "mainModule" not in model:
-            raise MalformedCheckpoint(
-                "is a TorchScript archive from before torch 1.4 without a main module"
-            )
+            raise MalformedCheckpoint(f"is {what} without a main module")
         tensors = _tensors(model, storages, root)
         attributes = _attributes(source, records, root)
-        made = Call(ORDERED_DICT, ())
-        made.pairs = list(_state_dict(_message(model, "mainModule"), tensors, attributes))
-    except CheckpointError as error:
-        raise error.at(path=source.path, where=root + _MODEL) from error.__cause__
-    note = (
-        "a TorchScript archive from before torch 1.4, read as its state dict; its code is left out"
-    )
-    notes = (note, *checksum_notes(records))
+        made = ordered_dict([*_state_dict(_message(model, "mainModule"), tensors, attributes)])
+    notes = (f"{what}, read as its state dict; its code is left out", *checksum_notes(records))
     sources = (source, *storages.inflated)
-    return Checkpoint(source.path, CONTAINER, made, source.size, notes=notes, sources=sources)
+    return Checkpoint(path, CONTAINER, made, source.size, notes=notes, sources=sources)
 
 
 def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise MalformedCheckpoint(
-            f"holds a {type(value).__name__} where a {kind.__name__} should be"
-        )
+        what = f"holds a {type(value).__name__} where a {kind.__name__} should be"
+        raise MalformedCheckpoint(what)
     return value
 
 
@@ -105,12 +96,7 @@ def _text(holder: Any, name: str) -> str:
 
 def _number(value: Any) -> int:
     """A number as protobuf writes it into JSON: 64-bit ones are texts."""
-    if (
-        type(value) is str
-        and 0 < len(value) < 20
-        and value.removeprefix("-").isascii()
-        and value.removeprefix("-").isdigit()
-    ):
+    if type(value) is str and re.fullmatch("(?=.{1,19}$)-?[0-9]+", value):
         return int(value)
     number: int = _checked(value, int)
     return number
@@ -129,30 +115,20 @@ def _tensor(
 ) -> TensorRef:
     record = _text(_message(given, "data"), "key")
     if given.get("isQuantized"):
-        raise UnsupportedCheckpoint(
-            "a quantized tensor from before torch 1.4 is not read", where=record
-        )
-    dtype = _dtype(given, record)
-    if record not in found:
-        found[record] = storages.at(root + record, _text(given, "device") or "cpu", dtype)
-    shape = tuple(map(_number, _checked(given.get("dims", []), list)))
-    stride = tuple(map(_number, _checked(given.get("strides", []), list)))
-    return view_of(
-        found[record],
-        dtype,
-        _number(given.get("offset", 0)),
-        shape,
-        stride or contiguous_stride(shape),
-    )
-
-
-def _dtype(given: Any, record: str) -> DType:
+        what = "a quantized tensor from before torch 1.4 is not read"
+        raise UnsupportedCheckpoint(what, where=record)
     name = _text(given, "dataType")
     if name not in _DTYPES:
-        raise UnsupportedCheckpoint(
-            f"has the unknown dtype '{printable(name)}'", where=record or None
-        )
-    return BY_NAME[_DTYPES[name]]
+        what = f"has the unknown dtype '{printable(name)}'"
+        raise UnsupportedCheckpoint(what, where=record or None)
+    dtype = BY_NAME[_DTYPES[name]]
+    if record not in found:
+        found[record] = storages.at(root + record, _text(given, "device") or "cpu", dtype)
+    shape, stride = (
+        tuple(map(_number, _checked(given.get(field, []), list))) for field in ("dims", "strides")
+    )
+    offset = _number(given.get("offset", 0))
+    return view_of(found[record], dtype, offset, shape, stride or contiguous_stride(shape))
 
 
 def _attributes(source: Source, records: Records, root: str) -> list[int | None]:
@@ -165,9 +141,8 @@ def _attributes(source: Source, records: Records, root: str) -> list[int | None]
 
 
 def _no_storages(key: str, *_: object) -> Storage:
-    raise MalformedCheckpoint(
-        f"its attributes name the storage {printable(key)}; they should have none"
-    )
+    what = f"its attributes name the storage {printable(key)}; they should have none"
+    raise MalformedCheckpoint(what)
 
 
 def _tensor_index(value: Node) -> int | None:
@@ -193,22 +168,17 @@ def _state_dict(
             for child in _messages(module, "submodules")
         ]
         written += sum(len(name) for name, _, _ in children)
-        if depth > most.depth:
-            raise LimitExceeded(
-                "its modules nest too deeply",
-                limit="depth",
-                allowed=most.depth,
-                where=prefix[:60] + "…",
-            )
-        if written > most.names:
-            raise LimitExceeded(
-                "its names are too long", limit="names", allowed=most.names, where=prefix[:60] + "…"
-            )
+        for limit, reached, what in (
+            ("depth", depth, "its modules nest too deeply"),
+            ("names", written, "its names are too long"),
+        ):
+            if reached > (allowed := getattr(most, limit)):
+                where = prefix[:60] + "…"
+                raise LimitExceeded(what, limit=limit, allowed=allowed, where=where)
         for name, index in _own(module, attributes):
             if not 0 <= index < len(tensors):
-                raise MalformedCheckpoint(
-                    f"names tensor {index} of {len(tensors)}", where=prefix + name
-                )
+                what = f"names tensor {index} of {len(tensors)}"
+                raise MalformedCheckpoint(what, where=prefix + name)
             if prefix + name in seen:
                 raise MalformedCheckpoint("is named twice", where=prefix + name)
             seen.add(prefix + name)

@@ -13,37 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckptconv.formats.containers import open_source
-from ckptconv.io.inflate import UnpackedSource, is_bomb
+from ckptconv.formats.containers import open_source, packer_of
+from ckptconv.io.inflate import IS_BOMB, UnpackedSource, is_bomb
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, malformed
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
-
-
-def packer_of(head: bytes) -> Any:
-    """The module that unpacks a file which begins so; None where there is none.
-
-    They are imported here, for a Python may be built without the one or the other.
-    """
-    with contextlib.suppress(ImportError):
-        if head.startswith(b"\x1f\x8b\x08"):
-            import gzip
-
-            return gzip
-        if head.startswith(b"BZh"):
-            import bz2
-
-            return bz2
-        if head.startswith(b"\xfd7zXZ\0"):
-            import lzma
-
-            return lzma
-        if head.startswith(b"\x28\xb5\x2f\xfd"):
-            from compression import zstd  # type: ignore[import-not-found,unused-ignore]  # 3.14
-
-            return zstd
-    return None
 
 
 def open_packed(source: Source) -> Checkpoint:
@@ -110,9 +85,9 @@ def _pieces(source: Source, opened: Any, broken: tuple[type[Exception], ...]) ->
             total += len(piece)
             if is_bomb(source.size, total):
                 what = f"unpacks from {source.size} bytes to more than {total}"
-                most, advice = in_force().inflated_ratio, "it looks like a decompression bomb"
+                most = in_force().inflated_ratio
                 raise LimitExceeded(
-                    what, limit="inflated_ratio", allowed=most, path=source.path, advice=advice
+                    what, limit="inflated_ratio", allowed=most, path=source.path, advice=IS_BOMB
                 )
             yield piece
     except CheckpointError:

@@ -11,14 +11,8 @@ from ckptconv.formats.containers import open_source
 from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.torch_read import is_tensor_call, read_torch_pickle
 from ckptconv.pickles.nodes import Call, Dict, Node
-from ckptconv.support.errors import (
-    CheckpointError,
-    LimitExceeded,
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    printable,
-)
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, printable
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
@@ -40,37 +34,28 @@ def open_raw_pickle(source: Source) -> Checkpoint:
 
     Raises `UnsupportedCheckpoint` when it holds no tensors or arrays.
     """
-    if source.size > (most := in_force().pickle_bytes):
-        what = f"is a pickle of {source.size} bytes"
-        raise LimitExceeded(
-            what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path
-        )
+    size, path = source.size, source.path
+    refuse_beyond("pickle_bytes", size, f"is a pickle of {size} bytes", path=path)
 
     def nested(stream: bytes) -> Node:
         try:
             return open_source(MemorySource(stream, source.path)).root
         except UnsupportedCheckpoint as error:
-            raise MalformedCheckpoint(
-                f"a stream in it {error.what}", where="pickle", hint=error.hint
-            ) from error
+            what = f"a stream in it {error.what}"
+            raise MalformedCheckpoint(what, where="pickle", hint=error.hint) from error
 
-    try:
-        root = read_torch_pickle(source.read(0, source.size), _elsewhere, nested=nested)
-    except CheckpointError as error:
-        raise error.at(path=source.path, where="pickle") from error.__cause__
+    with errors_at(path=path, where="pickle"):
+        root = read_torch_pickle(source.read(0, size), _elsewhere, nested=nested)
     if not any(_has_values(node) for _, node in walk(root)):
-        raise UnsupportedCheckpoint(
-            f"is a bare pickle ({_what(root)}) without tensors or arrays in it", path=source.path
-        )
-    return Checkpoint(source.path, CONTAINER, root, source.size, sources=(source,))
+        what = f"is a bare pickle ({_what(root)}) without tensors or arrays in it"
+        raise UnsupportedCheckpoint(what, path=path)
+    return Checkpoint(path, CONTAINER, root, size, sources=(source,))
 
 
 def _elsewhere(key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
-    raise MalformedCheckpoint(
-        f"names the storage {printable(key)}, which is not in this file",
-        hint="it was taken out of a checkpoint, like the data.pkl of a zip; name the checkpoint "
-        "itself",
-    )
+    what = f"names the storage {printable(key)}, which is not in this file"
+    taken = "it was taken out of a checkpoint, like the data.pkl of a zip"
+    raise MalformedCheckpoint(what, hint=f"{taken}; name the checkpoint itself")
 
 
 def _has_values(node: Node) -> bool:

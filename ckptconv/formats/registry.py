@@ -31,15 +31,10 @@ from ckptconv.support.choices import (
     refuse_no_text,
     spelling_checked,
 )
-from ckptconv.support.errors import (
-    CheckpointError,
-    UnsupportedCheckpoint,
-    not_opened,
-    printable,
-)
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened, printable
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.report import DANGER
-from ckptconv.tree.checkpoint import Checkpoint, Part
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited, refuse_no_edits
 from ckptconv.tree.modules import flatten_modules, holds_modules
 from ckptconv.tree.old_tensors import complete_tensors
@@ -70,10 +65,8 @@ class Gathering(NamedTuple):
     def matches(self, path: Location, names: Iterable[str], *, is_folder: bool) -> bool:
         """Whether a place is one; `names` are those in it, or its own where it is no folder."""
         pattern = re.compile(self.inside if is_folder else self.file, re.DOTALL)
-        if not any(map(pattern.fullmatch, names)):
-            return False
-        found: bool = _in_folders(self.matched_by)(path)
-        return found
+        has_name = any(map(pattern.fullmatch, names))
+        return has_name and bool(_in_folders(self.matched_by)(path))
 
     def tags_of(self, path: Location) -> Collection[str]:
         """The tags of a place that is one."""
@@ -154,9 +147,7 @@ def open_to_look(path: Named, *, tag: str | None = None, whole_modules: bool = F
     where each look costs a request, by its index alone.
     """
     asked = _asked(path, tag, whole_modules=whole_modules)
-    if not asked.paths[0].is_far():
-        return asked.opened()
-    return asked.opened_quickly()
+    return asked.opened_quickly() if asked.paths[0].is_far() else asked.opened()
 
 
 def _asked(
@@ -203,12 +194,12 @@ class _Asked:
         named: set[tuple[str, str]] = set()
         try:
             with collector_paused(), counted_together(), names_noted() as named:
-                pool = FilePool()
-                if len(paths) > 1:
+                if len(paths) == 1:
+                    opened.append(self._open())
+                else:
                     paths[0].foresee(paths, first_reads)
-                opened += (
-                    [self._open()] if len(paths) == 1 else (open_file(item, pool) for item in paths)
-                )
+                    pool = FilePool()
+                    opened += (open_file(item, pool) for item in paths)
                 found = _finished(opened, named, whole_modules=self.whole_modules)
                 return edited(found, self.edits)
         except BaseException as error:
@@ -235,22 +226,21 @@ class _Asked:
         elif is_folder:
             checkpoint = self._open_inside(path, kind)
         elif tag is not None:
-            raise UnsupportedCheckpoint(
-                "holds no tags to choose from", path=path, hint="leave --tag out"
-            )
+            what = "holds no tags to choose from"
+            raise UnsupportedCheckpoint(what, path=path, hint="leave --tag out")
         else:
             checkpoint = _open_alone(path)
         if checkpoint.part is not None or not is_folder:
             return checkpoint
-        return _with_part(checkpoint, part_of_modules(path))
+        return checkpoint.as_part(part_of_modules(path))
 
     def _open_gathering(self, kind: Gathering, path: Location) -> Checkpoint:
-        found: Checkpoint
+        tag = self.tag if path == self.paths[0] else None
+        told: list[Any] = [self.paths[0], tag]
+        opened_by = kind.opened_by
         if self.is_by_index and kind.foretold_by:
-            found = _in_folders(kind.foretold_by)(path, replace(self, is_by_index=False).opened)
-        else:
-            tag = self.tag if path == self.paths[0] else None
-            found = _in_folders(kind.opened_by)(path, self.paths[0], tag)
+            opened_by, told = kind.foretold_by, [replace(self, is_by_index=False).opened]
+        found: Checkpoint = _in_folders(opened_by)(path, *told)
         return found
 
     def _open_inside(self, folder: Location, kind: Gathering | None) -> Checkpoint:
@@ -329,11 +319,6 @@ def _holds_shards(place: Location) -> bool:
         return False
 
 
-def _with_part(checkpoint: Checkpoint, part: Part | None) -> Checkpoint:
-    told = () if part is None else (f"{part.what}; {part.hint}",)
-    return replace(checkpoint, part=part, notes=(*checkpoint.notes, *told))
-
-
 def gathering(path: Location) -> Gathering | None:
     """The kind of gathering that a place is, if it is any."""
     there = path.kind()
@@ -361,15 +346,14 @@ def _open_alone(path: Location) -> Checkpoint:
     if is_of_dcp(path.name):
         hint = f"name the folder of all ranks: {path.parent}"
         raise UnsupportedCheckpoint("is one file of a DCP checkpoint", path=path, hint=hint)
-    checkpoint = open_file(path)
-    try:
+    with contextlib.ExitStack() as opened:
+        checkpoint = opened.enter_context(open_file(path))
         for is_suspected, refused_by in _RANK_FILES:
             if is_suspected(checkpoint):
                 _in_folders(refused_by)(checkpoint, path)
-        return _with_part(checkpoint, part_of(path, checkpoint))
-    except CheckpointError:
-        checkpoint.close()
-        raise
+        found = checkpoint.as_part(part_of(path, checkpoint))
+        opened.pop_all()
+    return found
 
 
 def is_empty_loss(file: Location) -> bool:
@@ -412,9 +396,8 @@ def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
         what = (
             "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
         )
-        raise UnsupportedCheckpoint(
-            what, path=folder, hint="copy the whole folder, hidden files too"
-        )
+        hint = "copy the whole folder, hidden files too"
+        raise UnsupportedCheckpoint(what, path=folder, hint=hint)
 
 
 def lacks_metadata(folder: Location) -> bool:

@@ -20,18 +20,18 @@ from typing import Any
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, WriteItem
 from ckptconv.io.source import Source
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
-from ckptconv.pickles.nodes import ORDERED_DICT, Call
+from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.support.errors import (
     CheckpointError,
     DeviceUnavailable,
-    LimitExceeded,
     MalformedCheckpoint,
     VerificationFailed,
+    errors_at,
     malformed,
     printable,
 )
 from ckptconv.support.json_text import read_object
-from ckptconv.support.limits import in_force
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
 from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions, view_identity, whole_view
@@ -76,8 +76,10 @@ def open_safetensors(source: Source) -> Checkpoint:
         if value in tensors and not (name in tensors or name in aliases or name in _NOT_ALIASES)
     )
     tensors |= {alias: tensors[kept] for alias, kept in aliases.items()}
-    root = Call(ORDERED_DICT, ())
-    root.pairs = list(_restored(source, tensors, metadata).items())
+    with errors_at(path=source.path):
+        recipes = metadata.pop(ENCODINGS, None)
+        restored = tensors if recipes is None else restore(tensors, recipes)
+    root = ordered_dict(list(restored.items()))
     return Checkpoint(source.path, CONTAINER, root, source.size, metadata, notes, (source,))
 
 
@@ -86,22 +88,13 @@ def read_header(source: Source) -> tuple[dict[str, Any], int]:
     if source.size < 8:
         raise MalformedCheckpoint("is too short for a header", path=source.path)
     size = int.from_bytes(source.read(0, 8), "little")
+    what, where = f"declares {size} bytes", "header length"
     if 8 + size > source.size:
-        raise _malformed(
-            source, "header length", f"declares {size} bytes where {source.size - 8} are left"
-        )
-    if size > (most := in_force().safetensors_header_bytes):
-        raise LimitExceeded(
-            f"declares {size} bytes",
-            limit="safetensors_header_bytes",
-            allowed=most,
-            needed=size,
-            path=source.path,
-            where="header length",
-        )
+        raise malformed(f"{what} where {source.size - 8} are left", source.path, where)
+    refuse_beyond("safetensors_header_bytes", size, what, path=source.path, where=where)
     raw = source.read(8, size)
     if not raw.startswith(b"{"):
-        raise _malformed(source, "header", "does not begin with '{'")
+        raise malformed("does not begin with '{'", source.path, "header")
     header = read_object(raw, source.path, "header")
     return header, 8 + size
 
@@ -145,33 +138,19 @@ _DESCRIBING = frozenset(_DESCRIBING_WORDS.split())
 """Words of metadata that describe a file."""
 
 
-def _restored(
-    source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]
-) -> dict[str, Any]:
-    """The tensors that were encoded put together again; their recipes leave the metadata."""
-    recipes = metadata.pop(ENCODINGS, None)
-    if recipes is None:
-        return tensors
-    try:
-        return restore(tensors, recipes)
-    except CheckpointError as error:
-        raise error.at(path=source.path) from error.__cause__
-
-
 _NOT_ACCOUNTED = "the library may accept it, but ckptconv does not read what it cannot account for"
 
 
 def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise _malformed(source, RESERVED, "holds something other than strings")
+    if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
+        raise malformed("holds something other than strings", source.path, RESERVED)
     try:
         "".join((*metadata, *metadata.values())).encode()
     except UnicodeEncodeError:
-        raise _malformed(source, RESERVED, "holds half a character (a lone surrogate)") from None
+        what = "holds half a character (a lone surrogate)"
+        raise malformed(what, source.path, RESERVED) from None
     return metadata
 
 
@@ -182,41 +161,35 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     dtype = BY_SAFETENSORS.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     shape, offsets = entry["shape"], entry["data_offsets"]
     if dtype is None:
-        raise _malformed(source, key, f"has the unknown dtype {entry['dtype']!r}")
-    if (
-        type(shape) is not list
-        or type(offsets) is not list
-        or len(offsets) != 2
-        or not _are_sizes([*shape, *offsets])
-    ):
-        raise _malformed(source, key, "its shape or data_offsets hold something other than sizes")
+        raise malformed(f"has the unknown dtype {entry['dtype']!r}", source.path, key)
+    are_lists = type(shape) is list and type(offsets) is list and len(offsets) == 2
+    if not are_lists or not _are_sizes([*shape, *offsets]):
+        what = "its shape or data_offsets hold something other than sizes"
+        raise malformed(what, source.path, key)
     refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
     if dtype is FLOAT4_PAIRS:
-        dtype, shape = (
-            (FLOAT4, shape)
-            if not shape or shape[-1] % 2
-            else (dtype, [*shape[:-1], shape[-1] // 2])
-        )
+        if not shape or shape[-1] % 2:
+            dtype = FLOAT4
+        else:
+            shape = [*shape[:-1], shape[-1] // 2]
     numel = prod(shape)
     if (not numel or numel >> 63) and prod(size for size in shape if size) >> 63:
         what = f"its shape {shape} overflows"
         raise MalformedCheckpoint(what, path=source.path, where=key, hint=_NOT_ACCOUNTED)
     nbits = numel * dtype.bits
     if nbits % 8:
-        raise _malformed(
-            source, key, f"its {numel} elements of {dtype.bits} bits do not fill whole bytes"
-        )
+        what = f"its {numel} elements of {dtype.bits} bits do not fill whole bytes"
+        raise malformed(what, source.path, key)
     if nbits // 8 != end - begin:
-        raise _malformed(
-            source, key, f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
-        )
+        what = f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
+        raise malformed(what, source.path, key)
     if not key.isascii():
         try:
             key.encode()
         except UnicodeEncodeError:
             what = "its name holds half a character (a lone surrogate)"
-            raise _malformed(source, key, what) from None
+            raise malformed(what, source.path, key) from None
     return dtype, tuple(shape), begin, end
 
 
@@ -228,18 +201,11 @@ def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -
     at = 0
     for begin, end in sorted(spans):
         if begin != at:
-            raise _malformed(
-                source,
-                "data_offsets",
-                f"leave a gap or overlap at byte {min(at, begin)} of the data",
-            )
+            what = f"leave a gap or overlap at byte {min(at, begin)} of the data"
+            raise malformed(what, source.path, "data_offsets")
         at = end
     if at != available:
-        raise _malformed(source, "data", f"has {available} bytes where the header needs {at}")
-
-
-def _malformed(source: Source, where: str, what: str) -> MalformedCheckpoint:
-    return malformed(what, path=source.path, where=where)
+        raise malformed(f"has {available} bytes where the header needs {at}", source.path, "data")
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -257,59 +223,13 @@ def header_bytes(text: bytes, nbytes: int | None = None) -> bytes:
     Raises `LimitExceeded` for a header that is too long for the library.
     """
     raw = text + b" " * (-len(text) % 8 if nbytes is None else nbytes - 8 - len(text))
-    if len(raw) > (most := in_force().safetensors_header_bytes):
-        raise LimitExceeded(
-            f"its header would take {len(raw)} bytes",
-            limit="safetensors_header_bytes",
-            allowed=most,
-            needed=len(raw),
-            advice="the safetensors library opens headers of at most 100,000,000 bytes: write a "
-            "torch file, or shards",
-        )
-    return len(raw).to_bytes(8, "little") + raw
-
-
-def lay_out_safetensors(
-    tensors: Sequence[tuple[str, TensorRef, DType]], metadata: Mapping[str, str]
-) -> Layout:
-    """The output file for named tensors, each with the dtype to write it in, and metadata.
-
-    Tensors lie in the order of falling element size, and of the given order within a size, so that
-    each is aligned in the file; the header is padded with spaces to a multiple of 8, as the library
-    does.
-    """
-    ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
-    header: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
-    at = 0
-    sizes = []
-    for key, ref, dtype in ordered:
-        if key == RESERVED:
-            raise CheckpointError(
-                "a tensor may not be called __metadata__ in safetensors",
-                where=key,
-                hint="use --rename",
-            )
-        nbytes = ref.numel * dtype.bits >> 3
-        code, shape = written_form(ref) or (dtype.safetensors, ref.shape)
-        if dtype is FLOAT4_PAIRS and shape:
-            shape = (*shape[:-1], shape[-1] * 2)
-        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        sizes.append(nbytes)
-        at += nbytes
-    return _items(ordered, sizes, header_bytes(header_text(header)))
-
-
-def _items(
-    ordered: Sequence[tuple[str, TensorRef, DType]], sizes: Sequence[int], header: bytes
-) -> Layout:
-    items = []
-    lead, at = header, len(header)
-    for (key, ref, dtype), nbytes in zip(ordered, sizes, strict=True):
-        items.append(WriteItem(key, lead, at, nbytes, ref, dtype))
-        lead, at = b"", at + nbytes
-    return Layout(
-        tuple(items), at, lambda _index, _crc: b"", lambda _crcs: b"" if items else header
+    what = f"its header would take {len(raw)} bytes"
+    advice = (
+        "the safetensors library opens headers of at most 100,000,000 bytes: write a torch file, "
+        "or shards"
     )
+    refuse_beyond("safetensors_header_bytes", len(raw), what, advice=advice)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 class SafetensorsFile(TargetFormat):
@@ -344,16 +264,11 @@ class SafetensorsFile(TargetFormat):
             if ref.numel:
                 views.setdefault(view_identity(ref), []).append(key)
         taken = {"format", "device", *metadata}
-        aliases = {
-            name: names[0]
-            for names in [
-                sorted(names, key=lambda name: (not fnmatchcase(name, stays), name))
-                for names in views.values()
-                if len(names) > 1
-            ]
-            for name in names[1:]
-            if name not in taken
-        }
+        aliases: dict[str, str] = {}
+        for names in views.values():
+            if len(names) > 1:
+                first, *others = sorted(names, key=lambda one: (not fnmatchcase(one, stays), one))
+                aliases |= {name: first for name in others if name not in taken}
         kept = {key for key, _ in named if key not in aliases}
         return aliases_in({**metadata, **aliases}, kept)
 
@@ -371,11 +286,10 @@ class SafetensorsFile(TargetFormat):
         if metadata.get("format") not in _OTHER_FRAMEWORKS:
             metadata["format"] = "pt"
         tags = {retag(ref.location) for ref in named.values()}
-        if bad := next((tag for tag in tags if not tag.isascii()), None):
-            raise DeviceUnavailable(
-                f"the location tag '{printable(bad)}' is not a device",
-                hint="name one with --device",
-            )
+        for tag in tags:
+            if not tag.isascii():
+                what = f"the location tag '{printable(tag)}' is not a device"
+                raise DeviceUnavailable(what, hint="name one with --device")
         if len(tags) == 1:
             metadata["device"] = tags.pop()
         return metadata
@@ -383,7 +297,29 @@ class SafetensorsFile(TargetFormat):
     def lay_out(
         self, tensors: Sequence[NamedTensor], metadata: Mapping[str, str], retag: Retag
     ) -> Layout:
-        return lay_out_safetensors(tensors, metadata)
+        """Tensors lie in the order of falling element size, and of the given order within a size,
+        so that each is aligned in the file.
+        """
+        ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
+        header: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
+        sizes, at = [], 0
+        for key, ref, dtype in ordered:
+            if key == RESERVED:
+                what = "a tensor may not be called __metadata__ in safetensors"
+                raise CheckpointError(what, where=key, hint="use --rename")
+            nbytes = ref.numel * dtype.bits >> 3
+            code, shape = written_form(ref) or (dtype.safetensors, ref.shape)
+            if dtype is FLOAT4_PAIRS and shape:
+                shape = (*shape[:-1], shape[-1] * 2)
+            header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+            sizes.append(nbytes)
+            at += nbytes
+        lead = whole = header_bytes(header_text(header))
+        items, at = [], len(whole)
+        for (key, ref, dtype), nbytes in zip(ordered, sizes, strict=True):
+            items.append(WriteItem(key, lead, at, nbytes, ref, dtype))
+            lead, at = b"", at + nbytes
+        return Layout(tuple(items), at, ending=lambda _crcs: lead)
 
     def load_checker(self) -> None:
         import numpy  # noqa: F401 - by which the library opens a file
@@ -394,9 +330,8 @@ class SafetensorsFile(TargetFormat):
         with _opened(written, name) as opened:
             seen = len(opened.keys())
         if seen != count:
-            raise VerificationFailed(
-                f"the safetensors library sees {seen} tensors in it", path=name
-            )
+            what = f"the safetensors library sees {seen} tensors in it"
+            raise VerificationFailed(what, path=name)
 
 
 def entries_seen(
@@ -423,9 +358,8 @@ def _opened(written: Path, name: PurePath) -> Iterator[Any]:
         with safe_open(written, framework="np") as opened:
             yield opened
     except SafetensorError as error:
-        raise VerificationFailed(
-            f"the safetensors library does not open it: {error}", path=name
-        ) from error
+        what = f"the safetensors library does not open it: {error}"
+        raise VerificationFailed(what, path=name) from error
 
 
 _OTHER_FRAMEWORKS = ("mlx", "flax", "tf")

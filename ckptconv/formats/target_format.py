@@ -58,18 +58,13 @@ class Layout:
 
     items: tuple[WriteItem, ...]
     nbytes: int
-    trail: Callable[[int, int], bytes]
-    ending: Callable[[Sequence[int]], bytes]
+    trail: Callable[[int, int], bytes] = lambda _index, _crc: b""
+    ending: Callable[[Sequence[int]], bytes] = lambda _crcs: b""
 
 
 def one_item(name: str, raw: bytes) -> Layout:
     """A file of ready bytes."""
-    return Layout(
-        (WriteItem(name, b"", 0, len(raw), raw, UINT8),),
-        len(raw),
-        lambda _index, _crc: b"",
-        lambda _crcs: b"",
-    )
+    return Layout((WriteItem(name, b"", 0, len(raw), raw, UINT8),), len(raw))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from ckptconv.objects.torch_read import named_storages, read_torch_pickle
 from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printable
+from ckptconv.support.errors import MalformedCheckpoint, errors_at, printable
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage
 from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
@@ -45,15 +45,13 @@ def open_torch_legacy(source: Source) -> Checkpoint:
     (torch would leave whatever is in memory there), or when the file does not end with the last
     one.
     """
-    try:
+    with errors_at(path=source.path, where="pickles"):
         (_magic, protocol, system, tree, keys), start = read_pickles(source, 0, 5)
         if read_pickle(protocol) != _PROTOCOL:
             raise MalformedCheckpoint("has a protocol other than 1001", where="protocol version")
         read_pickle(system)
         storages = _Storages(source, named_storages(tree), _listed(read_pickle(keys)), start)
         root = read_torch_pickle(tree, storages)
-    except CheckpointError as error:
-        raise error.at(path=source.path, where="pickles") from error.__cause__
     head = FileFacts(source.read(0, PICKLE_HEAD))
     sources = (storages.guarded,)
     return Checkpoint(source.path, CONTAINER, root, source.size, sources=sources, facts=head)
@@ -87,28 +85,24 @@ class _Storages:
         at = start
         for key in keys:
             if key not in named:
-                raise MalformedCheckpoint(
-                    "is in the file, but the tree does not name it", where=storage_name(key)
-                )
-            at = self._offsets[key] = self._payload(key, at, named[key][0])
-            at += named[key][0]
-        self._refuse_missing(named)
+                what = "is in the file, but the tree does not name it"
+                raise MalformedCheckpoint(what, where=storage_name(key))
+            nbytes = named[key][0]
+            self._offsets[key] = at + _COUNT
+            at += _COUNT + nbytes
+            if at > source.size:
+                beyond = f"lie beyond the end of the file ({source.size})"
+                what = f"its {nbytes} bytes at {at - nbytes} {beyond}"
+                hint = "the file is cut off; fetch it again"
+                raise MalformedCheckpoint(what, where=storage_name(key), hint=hint)
+        if missing := [key for key in named if key not in self._offsets]:
+            what = "the pickle names a storage that the file does not hold"
+            raise MalformedCheckpoint(what, where=storage_name(missing[0]))
         self._refuse_rest(at)
         self.guarded = GuardedSource(source, [*self._offsets.values()], self._check_counts)
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
         return Storage(self.guarded, self._offsets[key], nbytes, location, storage_name(key), dtype)
-
-    def _payload(self, key: str, at: int, nbytes: int) -> int:
-        """The first byte of the elements, behind their count at byte `at`."""
-        if at + _COUNT + nbytes > self._source.size:
-            raise MalformedCheckpoint(
-                f"its {nbytes} bytes at {at + _COUNT} lie beyond the end of the file "
-                f"({self._source.size})",
-                where=storage_name(key),
-                hint="the file is cut off; fetch it again",
-            )
-        return at + _COUNT
 
     def _check_counts(self, first: int, stop: int) -> dict[int, int]:
         """Hold the element counts of some storages against the tree."""
@@ -123,32 +117,19 @@ class _Storages:
             nbytes, dtype = self._named[key]
             expected = nbytes // (dtype or UINT8).itemsize
             if count != expected:
-                raise MalformedCheckpoint(
-                    f"has {count} elements where the pickle says {expected}",
-                    path=self._source.path,
-                    where=storage_name(key),
-                )
+                what = f"has {count} elements where the pickle says {expected}"
+                raise MalformedCheckpoint(what, path=self._source.path, where=storage_name(key))
         return {}
-
-    def _refuse_missing(self, named: dict[str, tuple[int, DType | None]]) -> None:
-        if missing := [key for key in named if key not in self._offsets]:
-            raise MalformedCheckpoint(
-                "the pickle names a storage that the file does not hold",
-                where=storage_name(missing[0]),
-            )
 
     def _refuse_rest(self, end: int) -> None:
         rest = self._source.size - end
         if not rest:
             return
-        again = is_torch_legacy(self._source.read(end, min(rest, _HEAD)))
-        raise MalformedCheckpoint(
-            f"{rest} bytes follow the last storage",
-            where=f"byte {end}",
-            hint=f"a second checkpoint was saved into the same file; split it at byte {end}"
-            if again
-            else "something was appended to the file; fetch it again",
-        )
+        hint = "something was appended to the file; fetch it again"
+        if is_torch_legacy(self._source.read(end, min(rest, _HEAD))):
+            hint = f"a second checkpoint was saved into the same file; split it at byte {end}"
+        what = f"{rest} bytes follow the last storage"
+        raise MalformedCheckpoint(what, where=f"byte {end}", hint=hint)
 
 
 def storage_name(key: str) -> str:

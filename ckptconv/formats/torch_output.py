@@ -7,16 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptconv.formats import zip_archive
-from ckptconv.formats.target_format import (
-    Layout,
-    NamedTensor,
-    Retag,
-    TargetFormat,
-    Tree,
-    WriteItem,
-)
-from ckptconv.formats.zip_archive import Slot
+from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree
+from ckptconv.formats.zip_layout import ALIGNMENT, NewRecord, lay_out_records
 from ckptconv.io.crc import crc32
 from ckptconv.objects.torch_write import StoredAs, TorchLeaves
 from ckptconv.pickles.nodes import ORDERED_DICT, Call
@@ -56,15 +48,16 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Retag) -> Layout:
         )
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
-    return _records([
+    contents: tuple[tuple[str, bytes | NewStorage], ...] = (
         ("data.pkl", pickle),
         (".format_version", b"1"),
-        (".storage_alignment", b"%d" % zip_archive.ALIGNMENT),
+        (".storage_alignment", b"%d" % ALIGNMENT),
         ("byteorder", b"little"),
         *((f"data/{number}", new) for number, new in enumerate(ordered)),
         ("version", b"3\n"),
         (".data/serialization_id", _serialization_id(pickle)),
-    ])  # fmt: skip
+    )
+    return lay_out_records(_record(name, content) for name, content in contents)
 
 
 def _serialization_id(pickle: bytes) -> bytes:
@@ -74,26 +67,12 @@ def _serialization_id(pickle: bytes) -> bytes:
     return b"%030d%010d" % (len(pickle), crc32(pickle))
 
 
-def _records(contents: Iterable[tuple[str, bytes | NewStorage]]) -> Layout:
-    items: list[WriteItem] = []
-    slots: list[Slot] = []
-    end = 0
-    values: TensorRef | bytes
-    folder, lay_out = f"{ROOT}/".encode(), zip_archive.lay_out
-    for name, content in contents:
-        if isinstance(content, bytes):
-            values, dtype, nbytes = content, UINT8, len(content)
-        else:
-            values, dtype, _, _, nbytes = content
-        slot, lead, offset, end = lay_out(folder + name.encode(), end, nbytes)
-        slots.append(slot)
-        items.append(made(WriteItem, (name, lead, offset, nbytes, values, dtype)))
-    return Layout(
-        tuple(items),
-        end + zip_archive.ending_size(slots),
-        lambda index, crc: zip_archive.descriptor(slots[index], crc),
-        lambda crcs: zip_archive.ending(slots, crcs, end),
-    )
+def _record(name: str, content: bytes | NewStorage) -> NewRecord:
+    path = f"{ROOT}/{name}".encode()
+    if isinstance(content, bytes):
+        return NewRecord(name, path, b"", len(content), content, UINT8)
+    values, dtype, _, _, nbytes = content
+    return made(NewRecord, (name, path, b"", nbytes, values, dtype))
 
 
 _NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out (--exclude)"

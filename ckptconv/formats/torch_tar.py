@@ -15,7 +15,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckptconv.formats.packed import within_file
 from ckptconv.formats.zip_kinds import CONTAINER as MEMBERS
@@ -32,12 +31,7 @@ from ckptconv.objects.torch_read import (
 from ckptconv.pickles.nodes import Global, Node, mapping_pairs
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import (
-    CheckpointError,
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    malformed,
-)
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, malformed
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions
@@ -74,37 +68,23 @@ def open_torch_tar(source: Source) -> Checkpoint:
         if found.container is MEMBERS and len(pairs) == 1:
             found = replace(found, root=pairs[0][1])
         return within_file(found, (source,), "tar of checkpoints", CONTAINER.torch_says)
-    if missing := [name for name in _MEMBERS if name not in members]:
-        raise UnsupportedCheckpoint(
-            f"is a tar file, but not one of torch (before 0.1.11): it has no member '{missing[0]}'",
-            path=source.path,
-            hint=_HINT,
-        )
-    name = "storages"
-    try:
+    path = source.path
+    for name in _MEMBERS:
+        if name not in members:
+            what = "is a tar file, but not one of torch (before 0.1.11)"
+            raise UnsupportedCheckpoint(f"{what}: it has no member '{name}'", path=path, hint=_HINT)
+    with errors_at(path=path, where="storages"):
         storages = _read_storages(members["storages"])
-        name = "tensors"
+    with errors_at(path=path, where="tensors"):
         tensors = _read_tensors(members["tensors"], storages)
-        name = "pickle"
+    with errors_at(path=path, where="pickle"):
         (tree,), end = read_pickles(members["pickle"], 0, 1)
         _refuse_rest(members["pickle"], end)
         root = read_pickle(tree, reducers=REDUCERS, persistent=_Ids(storages, tensors))
-    except CheckpointError as error:
-        raise error.at(path=source.path, where=name) from error.__cause__
-    return Checkpoint(source.path, CONTAINER, root, source.size, sources=(source,))
+    return Checkpoint(path, CONTAINER, root, source.size, sources=(source,))
 
 
 # ---------------------------------------------------------------------------------------- directory
-
-
-class _Header(NamedTuple):
-    """What the 512 bytes before a member say of it: `kind` is the type flag, `size` the bytes of
-    its content.
-    """
-
-    name: str
-    kind: bytes
-    size: int
 
 
 def members_of(source: Source) -> dict[str, Source]:
@@ -113,62 +93,50 @@ def members_of(source: Source) -> dict[str, Source]:
     extended: dict[str, str] = {}
     at, small = 0, in_force().small_record_bytes
     while at + _BLOCK <= source.size and any(block := source.read(at, _BLOCK)):
-        header = _header(source, block, at)
+        name, kind, size = _header(source, block, at)
         start = at + _BLOCK
-        if header.kind == b"x" and header.size <= small:
-            extended = _extended(source, start, header.size)
+        if kind == b"x" and size <= small:
+            extended = _extended(source, start, size)
         else:
-            name, size = (
-                extended.get("path", header.name),
-                _size(source, extended.get("size"), header.size),
-            )
-            if header.kind in (b"0", b"\0"):
+            name = extended.get("path", name)
+            size = _size(source, extended.get("size"), size)
+            if kind in (b"0", b"\0"):
                 _add(source, found, name, start, size)
             elif name in (*_MEMBERS, "sys_info"):
-                raise _malformed(source, "is a link or a device, not a file", name)
-            header, extended = header._replace(size=size), {}
-        at = start + -(-header.size // _BLOCK) * _BLOCK
+                raise malformed("is a link or a device, not a file", source.path, name)
+            extended = {}
+        at = start + -(-size // _BLOCK) * _BLOCK
     return found
 
 
 def _add(source: Source, found: dict[str, Source], name: str, start: int, size: int) -> None:
     if name in found:
-        raise _malformed(source, "is in the archive twice", name)
+        raise malformed("is in the archive twice", source.path, name)
     if start + size > source.size:
-        raise _malformed(
-            source,
-            f"its {size} bytes at {start} lie beyond the end of the file ({source.size})",
-            name,
-        )
+        what = f"its {size} bytes at {start} lie beyond the end of the file ({source.size})"
+        raise malformed(what, source.path, name)
     if len(found) == _MOST_MEMBERS:
-        raise UnsupportedCheckpoint(
-            f"is a tar file of more than {_MOST_MEMBERS} members",
-            path=source.path,
-            hint=_HINT,
-        )
+        what = f"is a tar file of more than {_MOST_MEMBERS} members"
+        raise UnsupportedCheckpoint(what, path=source.path, hint=_HINT)
     found[name] = RangeSource(source, start, size)
 
 
-def _header(source: Source, block: bytes, at: int) -> _Header:
-    """The header in `block`, its checksum verified (the sum of its bytes, those of the checksum
-    itself taken as spaces).
+def _header(source: Source, block: bytes, at: int) -> tuple[str, bytes, int]:
+    """The name, the type flag and the size of a member, by the 512 bytes before it; their checksum
+    is verified (the sum of the bytes, those of the checksum itself taken as spaces).
     """
+    where = f"tar header at {at}"
     try:
         checksum = int(block[148:156].strip(b" \0") or b"0", 8)
-        size = (
-            int.from_bytes(block[125:136], "big")
-            if block[124] == 0x80
-            else int(block[124:136].strip(b" \0") or b"0", 8)
-        )
+        size = int.from_bytes(block[125:136], "big")
+        if block[124] != 0x80:
+            size = int(block[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
-        raise _malformed(source, "holds an invalid number", f"tar header at {at}") from None
+        raise malformed("holds an invalid number", source.path, where) from None
     if sum(block) - sum(block[148:156]) + 8 * 0x20 != checksum or size < 0:
-        raise _malformed(
-            source, "does not have the checksum that it declares", f"tar header at {at}"
-        )
-    return _Header(
-        block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace"), block[156:157], size
-    )
+        raise malformed("does not have the checksum that it declares", source.path, where)
+    name = block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
+    return name, block[156:157], size
 
 
 def _extended(source: Source, start: int, size: int) -> dict[str, str]:
@@ -177,7 +145,7 @@ def _extended(source: Source, start: int, size: int) -> dict[str, str]:
     while rest:
         length, _, _ = rest.partition(b" ")
         if not length.isdigit() or len(length) > 4 or not len(length) < int(length) <= len(rest):
-            raise _malformed(source, "is not a list of keys and values", "pax header")
+            raise malformed("is not a list of keys and values", source.path, "pax header")
         key, _, value = rest[len(length) + 1 : int(length) - 1].partition(b"=")
         found[key.decode("utf-8", "backslashreplace")] = value.decode("utf-8", "backslashreplace")
         rest = rest[int(length) :]
@@ -188,12 +156,8 @@ def _size(source: Source, extended: str | None, size: int) -> int:
     if extended is None:
         return size
     if not (extended.isascii() and extended.isdigit() and len(extended) < 20):
-        raise _malformed(source, "declares a size that is not a number", "pax header")
+        raise malformed("declares a size that is not a number", source.path, "pax header")
     return int(extended)
-
-
-def _malformed(source: Source, what: str, where: str) -> MalformedCheckpoint:
-    return malformed(what, path=source.path, where=where)
 
 
 def _refuse_rest(member: Source, end: int) -> None:
@@ -213,17 +177,16 @@ def _read_storages(member: Source) -> _Storages:
     for _ in range(count):
         entry, at = _read_entry(member, at, 3)
         key, location, dtype = _key(entry[0]), entry[1], storage_dtype(entry[2]) or UINT8
+        name = f"storage {key}"
         if type(location) is not str:
-            raise MalformedCheckpoint("its location tag is not text", where=f"storage {key}")
+            raise MalformedCheckpoint("its location tag is not text", where=name)
         numel = int.from_bytes(member.read(at, 8), "little", signed=True)
         nbytes = numel * dtype.itemsize
         if numel < 0 or at + 8 + nbytes > member.size:
-            left = member.size - at - 8
-            raise MalformedCheckpoint(
-                f"claims {numel} elements where {left} bytes are left", where=f"storage {key}"
-            )
+            what = f"claims {numel} elements where {member.size - at - 8} bytes are left"
+            raise MalformedCheckpoint(what, where=name)
         _refuse_known(key, found)
-        found[key] = window(Storage(member, at + 8, nbytes, location, f"storage {key}", dtype))
+        found[key] = window(Storage(member, at + 8, nbytes, location, name, dtype))
         at += 8 + nbytes
     (views,), at = read_pickles(member, at, 1, window=_SMALL)
     _refuse_rest(member, at)
@@ -239,9 +202,8 @@ def _add_views(views: Node, found: _Storages) -> None:
             raise MalformedCheckpoint("a view is not a tuple of key, root, offset and size")
         key, root = _key(view[0]), found.get(_key(view[1]))
         if root is None:
-            raise MalformedCheckpoint(
-                "is a view of a storage that does not exist", where=f"storage {key}"
-            )
+            what = "is a view of a storage that does not exist"
+            raise MalformedCheckpoint(what, where=f"storage {key}")
         _refuse_known(key, found)
         found[key] = part_of(root, view[2], view[3])
 
@@ -261,7 +223,11 @@ def _read_tensors(member: Source, storages: _Storages) -> dict[int, TensorRef]:
         at += 16 + 16 * ndim
         _refuse_known(key, found)
         storage = _storage_of(storage_key, cls, storages, member)
-        found[key] = _tensor(storage, numbers[-1], numbers[:ndim], numbers[ndim:-1])
+        shape, stride = numbers[:ndim], numbers[ndim:-1]
+        if not shape and storage.start == storage.stop:
+            # without dimensions: in torch of that time, a tensor without elements
+            shape, stride = (0,), (1,)
+        found[key] = tensor_of_storage(storage, numbers[-1], shape, stride)
     _refuse_rest(member, at)
     return found
 
@@ -271,25 +237,13 @@ def _storage_of(key: Node, cls: Node, storages: _Storages, member: Source) -> Wi
     if key is not None:
         found = storages.get(_key(key))
         if found is None:
-            raise MalformedCheckpoint(
-                "a tensor names a storage that does not exist", where=f"storage {_key(key)}"
-            )
+            what = "a tensor names a storage that does not exist"
+            raise MalformedCheckpoint(what, where=f"storage {_key(key)}")
         return found
-    dtype = storage_dtype(
-        Global(cls.module, cls.name.removesuffix("Tensor") + "Storage")
-        if type(cls) is Global
-        else cls
-    )
+    if type(cls) is Global:
+        cls = Global(cls.module, cls.name.removesuffix("Tensor") + "Storage")
+    dtype = storage_dtype(cls)
     return window(Storage(MemorySource(b"", member.path), 0, 0, "cpu", "no storage", dtype))
-
-
-def _tensor(
-    storage: Window, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> TensorRef:
-    if not shape and storage.start == storage.stop:
-        # without dimensions: in torch of that time, a tensor without elements
-        shape, stride = (0,), (1,)
-    return tensor_of_storage(storage, offset, shape, stride)
 
 
 def _read_count(member: Source) -> tuple[int, int]:

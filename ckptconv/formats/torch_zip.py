@@ -8,9 +8,15 @@ caffe2/serialize/inline_container.cc.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ckptconv.formats.zip_records import ArchiveStorages, Records, checksum_notes, read_tree
+from ckptconv.formats.zip_records import (
+    ArchiveStorages,
+    Records,
+    checksum_notes,
+    read_tree,
+    root_folders,
+)
 from ckptconv.io.source import Source
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
@@ -25,13 +31,8 @@ CONTAINER = Container(
     has_checksums=True,
     names_storages=True,
 )
-_OPTIONAL = (
-    "version",
-    "byteorder",
-    ".format_version",
-    ".storage_alignment",
-    ".data/serialization_id",
-)
+_OWN = "data.pkl version byteorder .format_version .storage_alignment .data/serialization_id"
+"""The records that torch writes besides the storages."""
 
 
 def open_torch_zip(source: Source, records: Records) -> Checkpoint:
@@ -43,51 +44,35 @@ def open_torch_zip(source: Source, records: Records) -> Checkpoint:
     root = _root_folder(source, records)
     storages = ArchiveStorages(source, records, root)
     tree, pickle = read_tree(source, records[f"{root}data.pkl"], storages)
-    others = _others(records, root, storages)
+    known = {f"{root}{name}" for name in _OWN.split()}
+    others = [name for name in records if name not in known and name not in storages.used]
+    notes = [*checksum_notes(records)]
+    if others:
+        told = "records do not belong to a tensor and are left out, e.g."
+        notes.insert(0, f"{len(others)} {told} {printable(others[0])}")
+    dead = max(0, source.size - _alive(records, others))
+    strays = tuple(name for name in others if not name.startswith(root))
     return Checkpoint(
-        path=source.path,
-        container=CONTAINER,
-        root=tree,
-        nbytes=source.size,
-        notes=tuple(_notes(records, others)),
+        source.path,
+        CONTAINER,
+        tree,
+        source.size,
+        notes=tuple(notes),
         sources=(source, *storages.inflated),
-        facts=FileFacts(
-            head=pickle[:PICKLE_HEAD],
-            dead=max(0, source.size - _alive(records, others)),
-            strays=tuple(name for name in others if not name.startswith(root)),
-            version=storages.version,
-        ),
+        facts=FileFacts(pickle[:PICKLE_HEAD], dead, strays, storages.version),
     )
 
 
 def _root_folder(source: Source, records: Records) -> str:
     """The folder that holds data.pkl, with its slash."""
-    roots = [
-        name[: -len("data.pkl")]
-        for name in records
-        if name.endswith("/data.pkl") and name.count("/") == 1
-    ]
+    roots = root_folders(records, "data.pkl")
     if len(roots) > 1:
-        raise MalformedCheckpoint(
-            f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}",
-            path=source.path,
-            where="zip directory",
-        )
+        what = f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}"
+        raise MalformedCheckpoint(what, path=source.path, where="zip directory")
     if not roots:
-        raise _other_archive(source, records)
+        what = "is a zip archive without a data.pkl, so torch.save did not write it"
+        raise UnsupportedCheckpoint(what, path=source.path)
     return roots[0]
-
-
-def _other_archive(source: Source, records: Records) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(
-        "is a zip archive without a data.pkl, so torch.save did not write it", path=source.path
-    )
-
-
-def _others(records: Records, root: str, storages: ArchiveStorages) -> list[str]:
-    """The records that are none of torch's own and that the pickle does not name."""
-    known = {f"{root}{name}" for name in ("data.pkl", *_OPTIONAL)}
-    return [name for name in records if name not in known and name not in storages.used]
 
 
 def _alive(records: Records, others: Sequence[str]) -> int:
@@ -98,12 +83,3 @@ def _alive(records: Records, others: Sequence[str]) -> int:
 
 
 _AROUND = 400  # bytes at most of the headers, the padding and the directory's entry of a record
-
-
-def _notes(records: Records, others: Sequence[str]) -> Iterable[str]:
-    if others:
-        yield (
-            f"{len(others)} records do not belong to a tensor and are left out, e.g. "
-            f"{printable(others[0])}"
-        )
-    yield from checksum_notes(records)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptconv.formats.zip_records import (
     ArchiveStorages,
@@ -28,6 +28,7 @@ from ckptconv.objects.pickled_modules import Parts, state_dict_of
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import MalformedCheckpoint, printable
+from ckptconv.support.text import first_few_in_short
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, Stray
 from ckptconv.tree.containers import Container
@@ -55,24 +56,14 @@ def open_torchscript(source: Source, records: Records) -> Checkpoint:
     storages = ArchiveStorages(source, records, root)
     tree, _pickle = read_tree(source, records[f"{root}data.pkl"], storages)
     if type(tree) is not Call or type(tree.func) is not Global:
-        raise MalformedCheckpoint(
-            "is a TorchScript archive whose root is not a module",
-            path=source.path,
-            where=f"{root}data.pkl",
-        )
+        what = "is a TorchScript archive whose root is not a module"
+        raise MalformedCheckpoint(what, path=source.path, where=f"{root}data.pkl")
     code = _Code(source, records, root)
     made = state_dict_of(tree, code.parts)
     notes = (*_notes(tree, code), *([] if made.pairs else [_EMPTY]), *checksum_notes(records))
-    sources, strays = (source, *storages.inflated), tuple(_strays(tree, code, made))
-    return Checkpoint(
-        path=source.path,
-        container=CONTAINER,
-        root=made,
-        nbytes=source.size,
-        notes=notes,
-        sources=sources,
-        module_strays=strays,
-    )
+    sources, size = (source, *storages.inflated), source.size
+    found = Checkpoint(source.path, CONTAINER, made, size, notes=notes, sources=sources)
+    return replace(found, module_strays=tuple(_strays(tree, code, made)))
 
 
 _EMPTY = (
@@ -81,24 +72,14 @@ _EMPTY = (
 
 
 def _notes(root: Call, code: _Code) -> Iterator[str]:
-    yield (
-        f"a TorchScript archive, read as the state dict of {printable(root.name)}; its code is "
-        "left out"
-    )
+    told = f"a TorchScript archive, read as the state dict of {printable(root.name)}"
+    yield f"{told}; its code is left out"
     if code.opaque:
-        count, first = (
-            len(code.opaque),
-            printable(", ".join(sorted(code.opaque)[:3])) + ", …" * (len(code.opaque) > 3),
-        )
-        yield (
-            f"{count} classes save their state in a way of their own, so their tensors are left "
-            f"out: {first}"
-        )
+        told = "classes save their state in a way of their own, so their tensors are left out"
+        yield f"{len(code.opaque)} {told}: {first_few_in_short(sorted(code.opaque), 3)}"
     if code.untold:
-        yield (
-            "its classes do not list their buffers (before torch 1.6): all tensors except the "
-            "parameters are read as buffers"
-        )
+        told = "its classes do not list their buffers (before torch 1.6)"
+        yield f"{told}: all tensors except the parameters are read as buffers"
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
@@ -108,12 +89,8 @@ def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
     for place, node in walk(root) if code.opaque else ():
         if type(node) is Call and node.name in code.opaque and holds_tensors(node):
             path = place_text(place).replace("<state>.", "")
-            yield Stray(
-                path,
-                f"an object with tensors of its own ({node.name}), which a state dict cannot hold",
-                True,
-                made,
-            )
+            what = f"an object with tensors of its own ({node.name})"
+            yield Stray(path, f"{what}, which a state dict cannot hold", True, made)
 
 
 # ---------------------------------------------------------------------------------- classes as text
@@ -143,23 +120,17 @@ _STRING = re.compile(r'\\.|"((?:[^"\\]|\\.)*)("|\\?\Z)')
 def _classes(text: str) -> dict[str, _Class]:
     """The classes in a text of code by name; their methods are not looked at."""
     heads = list(_HEAD.finditer(text))
-    bounds = [*(head.start() for head in heads), len(text)]
-    return {
-        head[1]: _class(head[2], text[head.end() : end])
-        for head, end in zip(heads, bounds[1:], strict=True)
-    }
+    ends = [*(head.start() for head in heads[1:]), len(text)]
+    bounds = zip(heads, ends, strict=True) if heads else ()
+    return {head[1]: _class(head[2], text[head.end() : end]) for head, end in bounds}
 
 
 def _class(base: str | None, body: str) -> _Class:
     method = _METHOD.search(body)
     attributes = body[: method.start()] if method else body
     lists = {match[1]: frozenset(_names(match[2])) for match in _LIST.finditer(attributes)}
-    return _Class(
-        base == "Module",
-        lists.get("__parameters__", frozenset()),
-        lists.get("__buffers__"),
-        frozenset(_TENSOR.findall(attributes)),
-    )
+    parameters, buffers = lists.get("__parameters__", frozenset()), lists.get("__buffers__")
+    return _Class(base == "Module", parameters, buffers, frozenset(_TENSOR.findall(attributes)))
 
 
 def _names(listed: str) -> Iterator[str]:
@@ -168,15 +139,7 @@ def _names(listed: str) -> Iterator[str]:
 
 
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
-_LETTERS = {
-    b"n": b"\n",
-    b"t": b"\t",
-    b"r": b"\r",
-    b"f": b"\f",
-    b"v": b"\v",
-    b"a": b"\a",
-    b"b": b"\b",
-}
+_LETTERS = dict(zip(b"ntrfvab", b"\n\t\r\f\v\a\b", strict=True))
 
 
 def _unquoted(quoted: str) -> str:
@@ -184,7 +147,8 @@ def _unquoted(quoted: str) -> str:
 
     def meant(match: re.Match[bytes]) -> bytes:
         found = match[1]
-        return bytes([int(found, 8) & 255]) if len(found) == 3 else _LETTERS.get(found, found)
+        number = int(found, 8) & 255 if len(found) == 3 else _LETTERS.get(found[0], found[0])
+        return bytes([number])
 
     return _ESCAPE.sub(meant, quoted.encode()).decode("utf-8", "replace")
 
@@ -211,13 +175,11 @@ def _as_saved(value: Node) -> Node:
         return value
     number, size, _, indices, values, _ = value.args
     if number != _COO:
-        raise MalformedCheckpoint(
-            "a sparse tensor has a layout that TorchScript does not save", where="data.pkl"
-        )
+        what = "a sparse tensor has a layout that TorchScript does not save"
+        raise MalformedCheckpoint(what, where="data.pkl")
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.sparse_coo",))
-    return Call(
-        value.func, (layout, (indices, values, Call(Global("torch", "Size"), (size,)), False))
-    )
+    shape = Call(Global("torch", "Size"), (size,))
+    return Call(value.func, (layout, (indices, values, shape, False)))
 
 
 class _Code:
@@ -254,11 +216,8 @@ class _Code:
         return Parts(tensors, [(key, value) for key, value in pairs if self._is_module(value)])
 
     def _is_module(self, value: Node) -> bool:
-        if (
-            type(value) is not Call
-            or type(value.func) is not Global
-            or not value.func.module.startswith("__torch__")
-        ):
+        is_object = type(value) is Call and type(value.func) is Global
+        if not is_object or not value.func.module.startswith("__torch__"):
             return False
         if value.func.module.startswith(_NATIVE):
             self.opaque.add(value.name)
@@ -269,18 +228,13 @@ class _Code:
         record = f"{self._root}code/{name.module.replace('.', '/')}.py"
         found = self._text(record).get(name.name)
         if found is None:
-            raise MalformedCheckpoint(
-                f"does not hold the class {name.name} that the pickle names", where=record
-            )
+            what = f"does not hold the class {name.name} that the pickle names"
+            raise MalformedCheckpoint(what, where=record)
         return found
 
     def _text(self, name: str) -> dict[str, _Class]:
-        if (classes := self._texts.get(name)) is None:
+        if name not in self._texts:
             record = self._records.get(name)
-            text = (
-                ""
-                if record is None
-                else read_limited(self._source, record, "text_bytes").decode("utf-8", "replace")
-            )
-            classes = self._texts[name] = _classes(text)
-        return classes
+            text = b"" if record is None else read_limited(self._source, record, "text_bytes")
+            self._texts[name] = _classes(text.decode("utf-8", "replace"))
+        return self._texts[name]

@@ -1,41 +1,30 @@
-"""Zip archives as torch writes them: a directory of records by name, and the bytes around the
-payloads when writing.
+"""Zip archives as torch writes them, read: a directory of records by name.
 
 Reading trusts neither of the two descriptions that a zip file holds of itself: the central
 directory is checked whole (`zip_directory`), and records may not overlap or have one name (to
 torch, names that differ in case only are one).
 Each local header is held against the directory before its payload is first read (`GuardedSource`);
 opening touches neither. Deflated records are read through `InflatedSource`.
-
-Layout written (that of torch's own writer, whose reader computes offsets instead of looking them
-up): local header with flags 0x808 and no sizes, an extra field ``FB`` that pads the payload to 64
-bytes, payload, data descriptor (none for an empty record), central directory, zip64 end record and
-locator, end record. Source: PyTorch's inline_container.cc and the files that torch 2.13 writes.
 """
 
 from __future__ import annotations
 
-import functools
-import struct
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptconv.formats.zip_directory import (
     CENTRAL,
-    CENTRAL_USED,
     DEFLATED,
-    DESCRIPTOR,
-    DESCRIPTOR64,
     ENCRYPTED,
-    END,
-    END64,
-    LOCATOR,
+    LOCAL,
     MAX32,
     STORED,
     Entry,
     find_directory,
+    local_header,
     malformed,
     read_entries,
 )
@@ -43,12 +32,9 @@ from ckptconv.io.crc import crc32
 from ckptconv.io.guarded import GuardedSource, read_leads
 from ckptconv.io.inflate import InflatedSource, Spool
 from ckptconv.io.source import Source
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import made
-
-ALIGNMENT = 64
-_LOCAL = struct.Struct("<4s5H3I2H")
 
 
 class Record(NamedTuple):
@@ -76,16 +62,8 @@ def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
     start, count, size, raw = find_directory(source)
     if count > size // CENTRAL.size:
         raise malformed(source, f"claims {count} records in {size} bytes")
-    if count > (most := in_force().archive_records):
-        what = f"has {count} records"
-        raise LimitExceeded(
-            what,
-            limit="archive_records",
-            allowed=most,
-            needed=count,
-            path=source.path,
-            where="zip directory",
-        )
+    told = {"path": source.path, "where": "zip directory"}
+    refuse_beyond("archive_records", count, f"has {count} records", **told)
     records = _placed(source, read_entries(source, raw, count, start), start)
     headers = _LocalHeaders(source, records, start)
     guarded = GuardedSource(source, [record.offset for record in records], headers.check)
@@ -101,10 +79,8 @@ def read_directory(source: Source) -> dict[str, Record]:
     """
     guarded, records = open_archive(source)
     guarded.check_all()
-    return {
-        name: record._replace(offset=guarded.place(record.offset))
-        for name, record in records.items()
-    }
+    placed = ((one, guarded.place(one.offset)) for one in records.values())
+    return {record.name: record._replace(offset=offset) for record, offset in placed}
 
 
 def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
@@ -121,28 +97,14 @@ def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source,
 
 def read_record(source: Source, record: Record, limit: str) -> bytes:
     """All bytes of a record, its CRC-32 checked; `limit` is the name of the limit of its size."""
-    if record.size > (most := getattr(in_force(), limit)):
-        raise LimitExceeded(
-            f"is {record.size} bytes long",
-            limit=limit,
-            allowed=most,
-            needed=record.size,
-            path=source.path,
-            where=record.name,
-        )
-    spool = Spool()
-    try:
+    told: dict[str, Any] = {"path": source.path, "where": record.name}
+    refuse_beyond(limit, record.size, f"is {record.size} bytes long", **told)
+    with closing(Spool()) as spool:
         plain, offset = record_source(source, record, spool)
         found = plain.read(offset, record.size)
-    finally:
-        spool.close()
     if record.crc32 is not None and crc32(found) != record.crc32:
-        raise MalformedCheckpoint(
-            "does not have the CRC-32 that the archive says",
-            code="checksum",
-            path=source.path,
-            where=record.name,
-        )
+        what = "does not have the CRC-32 that the archive says"
+        raise MalformedCheckpoint(what, code="checksum", **told)
     return found
 
 
@@ -161,7 +123,7 @@ def _placed(source: Source, entries: list[Entry], start: int) -> list[Record]:
     ends = [entry[1] for entry in entries[1:]]
     ends.append(start)
     for (name, header, size, stored, deflated, crc, trail), end in zip(entries, ends, strict=True):
-        offset = max(end - trail - stored, header + _LOCAL.size + len(name))
+        offset = max(end - trail - stored, header + LOCAL.size + len(name))
         records.append(made(Record, (name, header, offset, size, stored, deflated, crc)))
     return records
 
@@ -184,7 +146,7 @@ class _LocalHeaders:
         records = self._records[first:stop]
         names = [record.name.encode() for record in records]
         ranges = [
-            (record.header, _LOCAL.size + len(name))
+            (record.header, LOCAL.size + len(name))
             for record, name in zip(records, names, strict=True)
         ]
         leads = read_leads(self._source, ranges)
@@ -195,9 +157,9 @@ class _LocalHeaders:
             if record.header >= ends[which]:
                 which = bisect_right(ends, record.header, which)
             at, lead = leads[which]
-            size = record.offset - record.header - _LOCAL.size - len(name)
+            size = record.offset - record.header - LOCAL.size - len(name)
             # what torch's writer puts there, compared in one piece
-            usual = _local_header(record.stored > 0, len(name), size) + name
+            usual = local_header(record.stored > 0, len(name), size) + name
             if record.deflated or size > 0xFFFF or not lead.startswith(usual, record.header - at):
                 offset = self._payload(record, name, lead, record.header - at)
                 if offset != record.offset:
@@ -218,27 +180,19 @@ class _LocalHeaders:
         """Where the payload of a record begins, by its local header at byte `at` of `lead`."""
         _, header, _, plain, stored, deflated, crc32 = record
         (signature, _, flags, method, _, _, local_crc, local_stored, local_plain, name_size,
-            extra_size) = _LOCAL.unpack_from(lead, at)  # fmt: skip
-        name_at = at + _LOCAL.size
-        if (
-            signature != b"PK\3\4"
-            or name_size != len(name)
-            or lead[name_at : name_at + name_size] != name
-        ):
+            extra_size) = LOCAL.unpack_from(lead, at)  # fmt: skip
+        name_at = at + LOCAL.size
+        if signature != b"PK\3\4" or lead[name_at : name_at + name_size] != name:
             what = "its local header has another name than the directory"
             raise malformed(self._source, what, record.name)
         # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's
         # own.
-        if (
-            flags & ENCRYPTED
-            or method != (DEFLATED if deflated else STORED)
-            or local_crc not in (0, MAX32, crc32 or 0)
-            or local_stored not in (0, MAX32, stored)
-            or local_plain not in (0, MAX32, plain)
-        ):
+        told = (local_crc, crc32 or 0), (local_stored, stored), (local_plain, plain)
+        are_told = all(local in (0, MAX32, own) for local, own in told)
+        if flags & ENCRYPTED or method != (DEFLATED if deflated else STORED) or not are_told:
             what = "its local header contradicts the directory"
             raise malformed(self._source, what, record.name)
-        return int(header + _LOCAL.size + name_size + extra_size)
+        return int(header + LOCAL.size + name_size + extra_size)
 
 
 def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) -> None:
@@ -262,103 +216,10 @@ def _refuse_twins(source: Source, names: list[str]) -> None:
     if len(set(names)) != len(names):
         raise malformed(source, "has two records of the same name")
     if not all(name.endswith(".npy") for name in names):
-        raise malformed(
-            source, "has two records whose names differ only in case; torch takes them for the same"
-        )
+        what = "has two records whose names differ only in case; torch takes them for the same"
+        raise malformed(source, what)
 
 
 def _overlap(source: Source, record: Record) -> MalformedCheckpoint:
-    return malformed(
-        source, "overlaps the record before it, or hidden bytes are in front of it", record.name
-    )
-
-
-# ------------------------------------------------------------------------------------------ writing
-
-
-class Slot(NamedTuple):
-    """A record to be written: its local header stands at byte `header`, its payload has `size`
-    bytes.
-    """
-
-    name: bytes
-    header: int
-    size: int
-
-
-def lay_out(name: bytes, header: int, size: int) -> tuple[Slot, bytes, int, int]:
-    """The record `name` of `size` bytes from byte `header` on, its payload at a multiple of 64.
-
-    Returns the slot, the bytes before the payload (local header and padding), the payload's offset,
-    and the end of it all.
-    """
-    slot = made(Slot, (name, header, size))
-    wide = _wide(slot) if size >= MAX32 or header >= MAX32 else b""
-    extra = len(wide) + 4
-    unpadded = header + _LOCAL.size + len(name) + extra
-    padding = -unpadded % ALIGNMENT
-    lead = _local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
-    offset = unpadded + padding
-    trail = 0 if not size else DESCRIPTOR64.size if wide else DESCRIPTOR.size
-    return slot, lead, offset, offset + size + trail
-
-
-@functools.lru_cache(maxsize=4096)
-def _local_header(filled: bool, name_length: int, extra_length: int) -> bytes:
-    """A local header but for its name and extra field; a torch file has few different ones."""
-    return _LOCAL.pack(b"PK\3\4", 0, _flags(filled), 0, 0, 0, 0, 0, 0, name_length, extra_length)
-
-
-_PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
-
-
-def _flags(size: int) -> int:
-    """Bit 11: the name is UTF-8; bit 3: CRC and sizes follow the payload (not an empty one)."""
-    return 0x0808 if size else 0x0800
-
-
-def _wide(slot: Slot) -> bytes:
-    """The zip64 extra field, empty while both fit 32 bits; torch's writer repeats the offset in
-    local headers.
-    """
-    _, header, size = slot
-    if size < MAX32 and header < MAX32:
-        return b""
-    numbers = [*([size, size] if size >= MAX32 else []), *([header] if header >= MAX32 else [])]
-    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
-
-
-def descriptor(slot: Slot, crc: int) -> bytes:
-    """The data descriptor behind a payload; nothing for an empty one."""
-    _, header, size = slot
-    if not size:
-        return b""
-    kind = DESCRIPTOR if size < MAX32 and header < MAX32 else DESCRIPTOR64
-    return kind.pack(b"PK\7\x08", crc, size, size)
-
-
-def ending_size(slots: Sequence[Slot]) -> int:
-    """The length of `ending`."""
-    names = sum(len(name) for name, _, _ in slots)
-    wide = sum(map(len, map(_wide, slots))) if sum(slots[-1][1:]) >= MAX32 else 0
-    return len(slots) * CENTRAL.size + names + wide + END64.size + LOCATOR.size + END.size
-
-
-def ending(slots: Sequence[Slot], crcs: Sequence[int], start: int) -> bytes:
-    """Central directory, from byte `start` on, and end records, for records with these CRC-32s."""
-    directory = b"".join(map(_central, slots, crcs))
-    count, size = len(slots), len(directory)
-    end64 = END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
-    locator = LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, MAX32), min(start, MAX32))
-    return directory + end64 + locator + END.pack(b"PK\5\6", 0, 0, *short, 0)
-
-
-def _central(slot: Slot, crc: int) -> bytes:
-    name, header, size = slot
-    wide = b""
-    if size >= MAX32 or header >= MAX32:
-        wide = _wide(slot)
-        header, size = min(header, MAX32), min(size, MAX32)
-    fields = (b"PK\1\2", _flags(size), 0, crc, size, size, len(name), len(wide), 0, 0, header)
-    return CENTRAL_USED.pack(*fields) + name + wide
+    what = "overlaps the record before it, or hidden bytes are in front of it"
+    return malformed(source, what, record.name)

@@ -6,6 +6,7 @@ contradict itself. What lies in the records, local headers too, is for `zip_arch
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Iterator
@@ -30,10 +31,23 @@ DESCRIPTOR64 = struct.Struct("<4sI2Q")
 ENCRYPTED = 0x2041
 # of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
 _FOLDER = 0x10
-_LOCAL_SIZE = 30  # bytes of a local header before the name
+LOCAL = struct.Struct("<4s5H3I2H")
 STORED, DEFLATED = 0, 8
 _DESCRIBED = 8  # the flag of a record with a data descriptor
 _ORDINARY = re.compile(rb"\w[\w.-]*/(?:data/)?\w+").fullmatch
+
+
+@functools.lru_cache(maxsize=4096)
+def local_header(filled: bool, name_length: int, extra_length: int) -> bytes:
+    """A local header but for its name and extra field, as torch writes it: a torch file has few
+    different ones.
+    """
+    return LOCAL.pack(b"PK\3\4", 0, local_flags(filled), *[0] * 6, name_length, extra_length)
+
+
+def local_flags(size: int) -> int:
+    """Bit 11: the name is UTF-8; bit 3: CRC and sizes follow the payload (not an empty one)."""
+    return 0x0808 if size else 0x0800
 
 
 def malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
@@ -60,12 +74,12 @@ def find_directory(source: Source) -> tuple[int, int, int, bytes]:
         end = LOCATOR.unpack(locator)[2]
         if end + END64.size != locator_at:
             raise malformed(source, "its zip64 end record is not where its locator says")
-        found = END64.unpack(read(end, END64.size))
-        if found[0] != b"PK\6\6" or not _agree(
-            (count, size, start), (found[7], found[8], found[9])
-        ):
+        short = count, size, start
+        signature, _, _, _, disk, start_disk, here, *long = END64.unpack(read(end, END64.size))
+        count, size, start = long
+        agree = all(a == b or a in (0xFFFF, MAX32) for a, b in zip(short, long, strict=True))
+        if signature != b"PK\6\6" or not agree:
             raise malformed(source, "its two end records contradict each other")
-        _, _, _, _, disk, start_disk, here, count, size, start = found
     if disk or start_disk or here != count:
         raise malformed(source, "is one volume of a split archive")
     if start + size != end:
@@ -89,9 +103,7 @@ def central_places(source: Source) -> dict[str, int]:
     start, count, _, raw = find_directory(source)
     places, at = {}, 0
     for _ in range(count):
-        _, _, _, _, _, _, name_size, extra_size, comment_size, _, _ = CENTRAL_USED.unpack_from(
-            raw, at
-        )
+        name_size, extra_size, comment_size = CENTRAL_USED.unpack_from(raw, at)[6:9]
         name_at = at + CENTRAL.size
         places[raw[name_at : name_at + name_size].decode()] = start + at
         at = name_at + name_size + extra_size + comment_size
@@ -113,20 +125,13 @@ def _end_record(source: Source, tail: bytes) -> int:
             found.append(at)
         at = tail.rfind(_END_SIGNATURE, 0, at)
     if not found:
-        raise MalformedCheckpoint(
-            "the archive has no end record at its end",
-            code="cut-off",
-            path=source.path,
-            hint="the file is cut off, or something was appended, which its library may accept "
-            "and ckptconv does not",
-        )
+        what = "the archive has no end record at its end"
+        cut_off = "the file is cut off, or something was appended"
+        hint = f"{cut_off}, which its library may accept and ckptconv does not"
+        raise MalformedCheckpoint(what, code="cut-off", path=source.path, hint=hint)
     if len(found) > 1:
         raise malformed(source, "holds two end records, each of which could be the real one")
     return found[0]
-
-
-def _agree(short: tuple[int, ...], long: tuple[int, ...]) -> bool:
-    return all(a == b or a in (0xFFFF, MAX32) for a, b in zip(short, long, strict=True))
 
 
 Entry = tuple[str, int, int, int, bool, "int | None", int]
@@ -160,7 +165,7 @@ def read_entries(source: Source, raw: bytes, count: int, start: int) -> list[Ent
             trail = DESCRIPTOR64.size
         if method == STORED and stored != plain:
             raise malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
-        if header + _LOCAL_SIZE + name_size > start:
+        if header + LOCAL.size + name_size > start:
             raise malformed(source, "its header lies beyond the records", name)
         checksum = crc if crc or not plain else None
         trail = trail if flags & _DESCRIBED else 0
@@ -174,13 +179,11 @@ def _refuse_odd(source: Source, name: str, flags: int, method: int, in_folder: i
     if flags & ENCRYPTED:
         raise malformed(source, "is marked as encrypted", name)
     if in_folder and not name.endswith("/"):
-        raise malformed(
-            source, "is marked as a folder but holds bytes; torch does not read it correctly", name
-        )
+        what = "is marked as a folder but holds bytes; torch does not read it correctly"
+        raise malformed(source, what, name)
     if method not in (STORED, DEFLATED):
-        raise UnsupportedCheckpoint(
-            f"is compressed by method {method}", path=source.path, where=name
-        )
+        what = f"is compressed by method {method}"
+        raise UnsupportedCheckpoint(what, path=source.path, where=name)
 
 
 def _name(source: Source, raw: bytes) -> str:
@@ -191,12 +194,12 @@ def _name(source: Source, raw: bytes) -> str:
     if not name.isprintable():
         what = "has a control character in its name, and such names are not read"
         hint = "torch names records after the file: save it again under a plain name"
-        raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
-    if "\\" in name or name.startswith("/") or ".." in name.split("/"):
+    elif "\\" in name or name.startswith("/") or ".." in name.split("/"):
         what = "has a name that is not a plain relative path"
         hint = "it may be meant to lead out of a folder: save the file again under plain names"
-        raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
-    return name
+    else:
+        return name
+    raise MalformedCheckpoint(what, path=source.path, where=printable(name), hint=hint)
 
 
 def _zip64_sizes(

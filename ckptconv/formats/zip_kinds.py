@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from ckptconv.formats.zip_records import Records, ends_one, root_folder
 from ckptconv.io.inflate import Spool
 from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict
-from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.text import count_text
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import Container
@@ -117,14 +117,8 @@ CONTAINER = Container(
 )
 
 
-@dataclass(slots=True)
-class _Outer:
-    """The outermost archive: how many members were met in it so far."""
-
-    members: int = 0
-
-
-_OUTER: ContextVar[_Outer | None] = ContextVar("outermost archive", default=None)
+_NOT_TORCH = "so torch.save did not write it"
+_MET: ContextVar[list[int] | None] = ContextVar("members of an archive and all in it", default=None)
 
 
 def open_zip_members(source: Source, records: Records) -> Checkpoint:
@@ -134,23 +128,23 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
     Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many, those
     of archives that are members themselves counted in.
     """
-    outer = _OUTER.get() or _Outer()
-    _refuse_many(source, records, outer)
+    met = [*(_MET.get() or ()), len(records)]
+    told = f"is a zip archive of {sum(met)} members without a data.pkl"
+    what, advice = f"{told}, {_NOT_TORCH}", "unpack it and name the file that you mean"
+    refuse_beyond("zip_members", sum(met), what, path=source.path, advice=advice)
     spool = Spool()
-    before = _OUTER.set(outer)
+    before = _MET.set(met)
     try:
         inners = {name: _member_source(source, record, spool) for name, record in records.items()}
-        what = (
-            "is a zip archive without a data.pkl and without a checkpoint in it, so torch.save did "
-            "not write it"
-        )
+        what = "is a zip archive without a data.pkl and without a checkpoint in it"
+        none = UnsupportedCheckpoint(f"{what}, {_NOT_TORCH}")
         checked = {name for name, record in records.items() if record.deflated}
-        found = open_members(source, inners, UnsupportedCheckpoint(what), checked)
+        found = open_members(source, inners, none, checked)
     except BaseException:
         spool.close()
         raise
     finally:
-        _OUTER.reset(before)
+        _MET.reset(before)
     return found
 
 
@@ -173,18 +167,10 @@ def open_members(
 
         whole = join_parts([replace(part, path=PurePath(name)) for name, part in found.items()])
         return replace(whole, path=source.path)
-    return Checkpoint(
-        path=source.path,
-        container=CONTAINER,
-        root=Dict([(name, member.root) for name, member in found.items()]),
-        nbytes=source.size,
-        notes=tuple(_notes(opened, found, checked)),
-        sources=(
-            source,
-            *inners.values(),
-            *(inner for member in found.values() for inner in member.sources),
-        ),
-    )
+    root = Dict([(name, member.root) for name, member in found.items()])
+    members = (inner for member in found.values() for inner in member.sources)
+    sources, notes = (source, *inners.values(), *members), tuple(_notes(opened, found, checked))
+    return Checkpoint(source.path, CONTAINER, root, source.size, notes=notes, sources=sources)
 
 
 def _member_source(source: Source, record: Record, spool: Spool) -> Source:
@@ -212,29 +198,10 @@ def _notes(
         yield from (f"{printable(name)}: {note}" for note in member.notes)
     # A deflated member is checked while it is inflated; a zip archive inside has checksums of its
     # own.
-    if bare := [
-        name
-        for name, member in found.items()
-        if not member.container.has_checksums and name not in checked
-    ]:
-        yield (
-            f"{printable(', '.join(bare))}: without checksums inside, so damage cannot be detected"
-        )
+    bare = [name for name, member in found.items() if not member.container.has_checksums]
+    if bare := [name for name in bare if name not in checked]:
+        told = "without checksums inside, so damage cannot be detected"
+        yield f"{printable(', '.join(bare))}: {told}"
     if left := [name for name in names if name not in found]:
-        yield (
-            f"{count_text(len(left), 'member')} left out as no checkpoint: "
-            f"{printable(', '.join(left))}"
-        )
-
-
-def _refuse_many(source: Source, records: Records, outer: _Outer) -> None:
-    outer.members += len(records)
-    if (count := outer.members) > (most := in_force().zip_members):
-        what = (
-            f"is a zip archive of {count} members without a data.pkl, so torch.save did not "
-            "write it"
-        )
-        advice = "unpack it and name the file that you mean"
-        raise LimitExceeded(
-            what, limit="zip_members", allowed=most, needed=count, path=source.path, advice=advice
-        )
+        told = f"{count_text(len(left), 'member')} left out as no checkpoint"
+        yield f"{told}: {printable(', '.join(left))}"

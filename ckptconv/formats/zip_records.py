@@ -14,12 +14,11 @@ from typing import Literal, TypeAlias
 from ckptconv.formats import zip_archive
 from ckptconv.formats.inflation import claim_pickle
 from ckptconv.formats.zip_archive import Record
-from ckptconv.io.inflate import Spool
+from ckptconv.io.inflate import Spool, refuse_bomb
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import read_torch_pickle
 from ckptconv.pickles.nodes import Node
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import MalformedCheckpoint, errors_at
 from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage
@@ -32,14 +31,16 @@ def root_folder(records: Records, name: str) -> str | None:
     """The folder that holds the record `name`, with its slash; None where there is none, or
     several.
     """
-    if not ends_one(records, name):
-        return None
-    found = [
-        record[: -len(name)]
-        for record in records
-        if record.endswith(f"/{name}") and record.count("/") == 1
-    ]
+    found = root_folders(records, name)
     return found[0] if len(found) == 1 else None
+
+
+def root_folders(records: Records, name: str) -> list[str]:
+    """The folders that hold a record `name`, each with its slash."""
+    if not ends_one(records, name):
+        return []
+    found = [record for record in records if record.endswith(f"/{name}")]
+    return [record[: -len(name)] for record in found if record.count("/") == 1]
 
 
 def ends_one(records: Records, name: str) -> bool:
@@ -59,11 +60,9 @@ def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> tupl
     """The tree in the pickle `record` of an archive, its tensors over `storages`, and that pickle;
     reads no payload.
     """
-    try:
+    with errors_at(path=source.path, where="data.pkl"):
         pickle = read_limited(source, record)
         return read_torch_pickle(pickle, storages), pickle
-    except CheckpointError as error:
-        raise error.at(path=source.path, where="data.pkl") from error.__cause__
 
 
 def read_limited(
@@ -72,29 +71,12 @@ def read_limited(
     """A whole pickle or text: of at most as many bytes as the limit of that name allows, and no
     bomb when it is deflated.
     """
+    name, stored, size = record.name, record.stored, record.size
     if record.deflated:
-        _refuse_bomb(source, record)
+        what = f"claims to inflate {stored} bytes to {size}"
+        refuse_bomb(stored, size, what, "pickle", path=source.path, where=name)
+        claim_pickle(source, size)
     return zip_archive.read_record(source, record, limit)
-
-
-def _refuse_bomb(source: Source, record: Record) -> None:
-    most = in_force()
-    if record.size <= max(most.pickle_free, most.pickle_ratio * record.stored):
-        return claim_pickle(source, record.size)
-    raise LimitExceeded(
-        f"claims to inflate {record.stored} bytes to {record.size}",
-        limit="pickle_ratio",
-        allowed=most.pickle_ratio,
-        needed=-(-record.size // max(1, record.stored)),
-        path=source.path,
-        where=record.name,
-    )
-
-
-def _no_storage(name: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        "the pickle names a storage that the archive does not hold", where=name
-    )
 
 
 class ArchiveStorages:
@@ -114,23 +96,20 @@ class ArchiveStorages:
         self._spool = Spool()
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
-        name = self._prefix + key
-        if (record := self._records.get(name)) is None:
-            raise _no_storage(name)
-        if record.size != nbytes:
-            raise MalformedCheckpoint(
-                f"has {record.size} bytes where the pickle says {nbytes}", where=name
-            )
-        return self._made(record, location, dtype)
+        return self.at(self._prefix + key, location, dtype, nbytes)
 
-    def at(self, name: str, location: str, dtype: DType | None) -> Storage:
-        """The storage that is the whole record `name`."""
-        if (record := self._records.get(name)) is None:
-            raise _no_storage(name)
-        return self._made(record, location, dtype)
-
-    def _made(self, record: Record, location: str, dtype: DType | None) -> Storage:
+    def at(
+        self, name: str, location: str, dtype: DType | None, claimed: int | None = None
+    ) -> Storage:
+        """The storage that is the whole record `name`, of `claimed` bytes where that is known."""
+        record = self._records.get(name)
+        if record is None:
+            what = "the pickle names a storage that the archive does not hold"
+            raise MalformedCheckpoint(what, where=name)
         name, _, offset, nbytes, _, is_deflated, crc32 = record
+        if claimed not in (None, nbytes):
+            what = f"has {nbytes} bytes where the pickle says {claimed}"
+            raise MalformedCheckpoint(what, where=name)
         self.used.add(name)
         source = self._source
         if is_deflated:
@@ -142,28 +121,24 @@ class ArchiveStorages:
 
     def _small(self, name: str) -> bytes | None:
         record = self._records.get(name)
-        return (
-            None
-            if record is None
-            else zip_archive.read_record(self._source, record, "small_record_bytes")
-        )
+        if record is None:
+            return None
+        return zip_archive.read_record(self._source, record, "small_record_bytes")
 
     def _is_big_endian(self, root: str) -> bool:
-        order = self._small(f"{root}byteorder")
+        where = f"{root}byteorder"
+        order = self._small(where)
         if order not in (None, b"little", b"big"):
-            raise MalformedCheckpoint(
-                f"has the unknown byte order {order!r}",
-                path=self._source.path,
-                where=f"{root}byteorder",
-            )
+            what = f"has the unknown byte order {order!r}"
+            raise MalformedCheckpoint(what, path=self._source.path, where=where)
         return order == b"big"
 
     def _version(self, root: str) -> int | None:
-        version = self._small(f"{root}version")
+        where = f"{root}version"
+        version = self._small(where)
         if version is None:
             return None
         if not version.strip().isdigit():
-            raise MalformedCheckpoint(
-                f"is not a number: {version[:20]!r}", path=self._source.path, where=f"{root}version"
-            )
+            what = f"is not a number: {version[:20]!r}"
+            raise MalformedCheckpoint(what, path=self._source.path, where=where)
         return int(version)

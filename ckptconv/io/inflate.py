@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO
+from typing import IO, Any, Literal
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.files import FileSource
@@ -45,10 +45,23 @@ class Spool:
             self._file.close()
 
 
-def is_bomb(deflated: int, size: int) -> bool:
+IS_BOMB = "it looks like a decompression bomb"
+Kind = Literal["inflated", "pickle"]
+"""Two kinds of what is inflated, each with a limit for what is free and one for the ratio."""
+
+
+def is_bomb(deflated: int, size: int, kind: Kind = "inflated") -> bool:
     """Whether `deflated` bytes that claim to be `size` bytes are more than the limits allow."""
-    most = in_force()
-    return size > most.inflated_free and size > deflated * most.inflated_ratio
+    free, ratio = (getattr(in_force(), f"{kind}_{what}") for what in ("free", "ratio"))
+    return bool(size > max(free, deflated * ratio))
+
+
+def refuse_bomb(deflated: int, size: int, what: str, kind: Kind, **told: Any) -> None:
+    """Raise `LimitExceeded`, which says `what` and what is `told`, for such bytes."""
+    if is_bomb(deflated, size, kind):
+        limit, needed = f"{kind}_ratio", -(-size // max(1, deflated))
+        allowed = getattr(in_force(), limit)
+        raise LimitExceeded(what, limit=limit, allowed=allowed, needed=needed, **told)
 
 
 class InflatedSource(Source):
@@ -71,16 +84,9 @@ class InflatedSource(Source):
         name: str,
         spool: Spool,
     ) -> None:
-        if is_bomb(deflated, size):
-            raise LimitExceeded(
-                f"claims to inflate {deflated} bytes to {size}",
-                limit="inflated_ratio",
-                allowed=in_force().inflated_ratio,
-                needed=-(-size // max(1, deflated)),
-                path=parent.path,
-                where=name,
-                advice="it looks like a decompression bomb",
-            )
+        what = f"claims to inflate {deflated} bytes to {size}"
+        told = {"path": parent.path, "where": name, "advice": IS_BOMB}
+        refuse_bomb(deflated, size, what, "inflated", **told)
         self.path, self.size = parent.path, size
         self._parent, self._offset, self._deflated, self._crc, self._name = (
             parent,

@@ -18,17 +18,11 @@ from ckptconv.io.files import refuse_changed
 from ckptconv.io.source import CHUNK
 from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
 from ckptconv.keys.naming_metadata import followed, naming_entries
-from ckptconv.live.storages import (
-    MapLocation,
-    Restorer,
-    Storages,
-    is_read_once,
-    lies_mappable,
-)
+from ckptconv.live.storages import MapLocation, Restorer, Storages, is_read_once, lies_mappable
 from ckptconv.objects.known_names import VALUELESS, WEIGHTS_ONLY
 from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_read import Window, window
-from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, attributes
+from ckptconv.pickles.nodes import Call, Dict, Global, Node, attributes, ordered_dict
 from ckptconv.support.choices import (
     UNKNOWN,
     refuse_no_flag,
@@ -36,13 +30,7 @@ from ckptconv.support.choices import (
     refuse_other,
     spelling_checked,
 )
-from ckptconv.support.errors import (
-    CheckpointError,
-    RefusedObject,
-    printable,
-    too_deep,
-    warn,
-)
+from ckptconv.support.errors import CheckpointError, RefusedObject, printable, too_deep, warn
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.ahead import read_soon
@@ -181,10 +169,9 @@ def _selected(
         filled = replace(chosen, values=values)
         root = renamed_state_dict(filled, names_after, keys.renamed_modules)
         if type(root) is Dict:
-            root = _ordered(root)
-        overlay.update(
-            (id(value), ref) for value in chosen.values if (ref := tensor_form(value)) is not None
-        )
+            root = ordered_dict(root.pairs)
+        forms = ((id(value), tensor_form(value)) for value in chosen.values)
+        overlay.update((node, ref) for node, ref in forms if ref is not None)
     settled = settle_objects(root, overlay, unknown)
     if any(ref.dtype.is_packed for ref in settled.tensors):
         refuse_packed(tensors_of(root, overlay), "leave it out: keys=KeyRules(exclude=('KEY',))")
@@ -201,14 +188,12 @@ def _tell_metadata(checkpoint: Checkpoint, names: Mapping[str, str | None]) -> N
     if not needed:
         return
     where = next(iter(needed))
+    what = "is metadata by which codes are read"
     if any(new not in (old, None) for old, new in names.items()):
-        raise RefusedObject(
-            "is metadata by which codes are read, and names them as they are in the file",
-            where=where,
-            hint="leave the keys as they are (keys='keep'), or rename them in the file: "
-            "ckptconv edit",
-        )
-    warn([f"{where} is metadata by which codes are read; it is in Checkpoint.metadata, not here"])
+        ways = "leave the keys as they are (keys='keep'), or rename them in the file"
+        what = f"{what}, and names them as they are in the file"
+        raise RefusedObject(what, where=where, hint=f"{ways}: ckptconv edit")
+    warn([f"{where} {what}; it is in Checkpoint.metadata, not here"])
 
 
 def _first_used(settled: Settled) -> Iterator[TensorRef | Storage]:
@@ -248,12 +233,6 @@ def _bytes_to_read(settled: Settled, mmap: bool, verify: bool) -> int:
     }
     nbytes = sum(storage.nbytes for storage in (*read.values(), *checked.values()))
     return nbytes + sum(ref.nbytes for ref in gathered)
-
-
-def _ordered(node: Dict) -> Call:
-    made = Call(ORDERED_DICT, ())
-    made.pairs = node.pairs
-    return made
 
 
 # ------------------------------------------------------------------------------ nodes → live values
@@ -359,13 +338,12 @@ class _Live:
             "torch.device": torch.device,
             "torch.serialization._get_layout": lambda layout: _layouts(torch)[layout],
         }
-        make = makers.get(name) or (
-            getattr(torch._utils, function, None) if module == "torch._utils" else None
-        )
+        make = makers.get(name)
+        if module == "torch._utils":
+            make = getattr(torch._utils, function, None)
         if make is None:
-            raise RefusedObject(
-                f"{printable(name)} cannot be loaded yet", hint="only='PATH' takes one part"
-            )
+            what = f"{printable(name)} cannot be loaded yet"
+            raise RefusedObject(what, hint="only='PATH' takes one part")
         try:
             return make(*args)
         except Exception as error:
@@ -383,17 +361,16 @@ class _Live:
         dtype = self._dtypes.get(ref.dtype.name)
         if dtype is None:
             raise RefusedObject(f"this torch has no dtype {ref.dtype.name}", hint="upgrade torch")
+        offset = 0
         if ref.is_view:
-            offset, stride = ref.storage_offset, ref.stride
+            offset = ref.storage_offset
             storage = self._storages.of(ref.storage, ref.dtype)
         else:
-            raw = ref._replace(conj=False, neg=False)
             for piece in ref.pieces:
                 self._storages.check_read(piece.storage)
-            offset, stride = 0, ref.stride
-            storage = self._storages.moved(self._storages.filled(raw), ref.location)
+            storage = self._storages.filled(ref._replace(conj=False, neg=False), ref.location)
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
-        tensor.set_(storage, offset, ref.shape, stride)
+        tensor.set_(storage, offset, ref.shape, ref.stride)
         if ref.conj:
             tensor = tensor.conj()
         if ref.neg:

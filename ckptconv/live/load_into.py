@@ -6,8 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
@@ -72,17 +71,15 @@ class LoadResult:
         return not (self.missing_keys or self.unexpected_keys or self.mismatched)
 
     def __repr__(self) -> str:
-        named = ("missing_keys", "unexpected_keys", "mismatched", "assigned", "casts")
-        counts = [f"{len(getattr(self, name)):,} {name}" for name in named if getattr(self, name)]
+        named = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        counts = [f"{count:,} {name}" for name, count in named.items() if count]
         return short_repr("LoadResult", "fits" if self.fits else "does not fit", *counts)
 
     def _repr_html_(self) -> str:
-        lists = (
-            (("missing", key, "") for key in self.missing_keys),
-            (("unexpected", key, "") for key in self.unexpected_keys),
-        )
-        wrong = ((item.key, list(item.checkpoint), list(item.model)) for item in self.mismatched)
-        return html_table("fits" if self.fits else "does not fit", chain(*lists, wrong))
+        rows: list[tuple[Any, ...]] = [("missing", key, "") for key in self.missing_keys]
+        rows += [("unexpected", key, "") for key in self.unexpected_keys]
+        rows += [(one.key, list(one.checkpoint), list(one.model)) for one in self.mismatched]
+        return html_table("fits" if self.fits else "does not fit", rows)
 
 
 @spelling_checked
@@ -114,9 +111,8 @@ def load_into(
     ()
     """
     if isinstance(model, (str, os.PathLike)):
-        raise OptionRefused(
-            "the model is a path", hint="the model comes first: load_into(model, path)"
-        )
+        hint = "the model comes first: load_into(model, path)"
+        raise OptionRefused("the model is a path", hint=hint)
     refuse_no_flag(strict=strict, assign=assign)
     require_torch("loading into a model")
     target = live_shapes(model)
@@ -127,9 +123,8 @@ def load_into(
     for key, value in [*state_dict.items()]:
         if key not in target and (_is_beside(key, value) or _is_same(value, unsaved.get(key))):
             del state_dict[key]
-    fit = fit_keys(
-        {key: live_shape(value) for key, value in state_dict.items()}, target, live_ties(model)
-    )
+    own = {key: live_shape(value) for key, value in state_dict.items()}
+    fit = fit_keys(own, target, live_ties(model))
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
     missing, unexpected = _unmet(model, usable, target, fit)
@@ -216,16 +211,13 @@ def _refuse_codes(
     """Raise `RefusedObject` where codes or their scales would be copied as if they were values."""
     with open_certain(path, tag=tag) as checkpoint:
         found = find_scaled(dict(checkpoint.state_dict(only).tensors()))
-    if item := next((item for item in found if {item.codes, *item.needed} & cast), None):
-        what = (
-            f"holds codes that mean nothing without their scale {printable(item.scale)}; the "
-            "model has another dtype there"
-        )
-        hint = (
-            "build the model with the layers that take such weights; assign=True gives it the "
-            "codes as they are"
-        )
-        raise RefusedObject(what, path=path, where=item.codes, hint=hint)
+    for item in found:
+        if {item.codes, *item.needed} & cast:
+            what = f"holds codes that mean nothing without their scale {printable(item.scale)}"
+            what = f"{what}; the model has another dtype there"
+            ways = "build the model with the layers that take such weights"
+            hint = f"{ways}; assign=True gives it the codes as they are"
+            raise RefusedObject(what, path=path, where=item.codes, hint=hint)
 
 
 def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedDict[str, Any]:
@@ -237,11 +229,8 @@ def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedD
     """
     wrong = {item.source_key for item in fit.mismatched}
     names = {**{key: key for key in fit.unexpected if key not in target}, **fit.renames}
-    usable = OrderedDict(
-        (names[key], value)
-        for key, value in state_dict.items()
-        if key in names and key not in wrong
-    )
+    kept = [key for key in state_dict if key in names and key not in wrong]
+    usable = OrderedDict((names[key], state_dict[key]) for key in kept)
     usable.update((key, state_dict[old]) for key, old in fit.filled.items())
     return usable
 
@@ -259,16 +248,12 @@ def _unmet(
         with warnings.catch_warnings():  # that nothing is copied is the point
             warnings.simplefilter("ignore")
             seen = _skeleton(model).load_state_dict(usable, strict=False)
-    except (
-        Exception
-    ):  # a module that cannot be copied, or a hook of the user's: the plain comparison stands
+    except Exception:
+        # a module that cannot be copied, or a hook of the user's: the plain comparison stands
         return missing, unexpected
     wrong = {item.key for item in fit.mismatched}
-    unassigned = tuple(key for key in unexpected if key in target)
-    return tuple(key for key in seen.missing_keys if key not in wrong), (
-        *seen.unexpected_keys,
-        *unassigned,
-    )
+    missing = tuple(key for key in seen.missing_keys if key not in wrong)
+    return missing, (*seen.unexpected_keys, *(key for key in unexpected if key in target))
 
 
 def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
@@ -287,39 +272,26 @@ def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
 def _mismatch(
     result: LoadResult, fit: Fit, path: str | os.PathLike[str], model: torch.nn.Module
 ) -> KeyMismatch:
-    parts = [
-        f"{len(names)} {word} ({first_few(names, 3)})"
-        for word, names in (
-            ("missing", result.missing_keys),
-            ("unexpected", result.unexpected_keys),
-        )
-        if names
-    ]
+    met = {"missing": result.missing_keys, "unexpected": result.unexpected_keys}
+    parts = [f"{len(keys)} {word} ({first_few(keys, 3)})" for word, keys in met.items() if keys]
     parts += [
         f"{printable(wrong.key)} is {list(wrong.checkpoint)}, the model has {list(wrong.model)}"
         for wrong in result.mismatched[:3]
     ]
-    return KeyMismatch(
-        f"its keys are not the model's: {'; '.join(parts)}",
-        path=path,
-        hint=_hint(fit, model),
-        fit=fit,
-    )
+    what = f"its keys are not the model's: {'; '.join(parts)}"
+    return KeyMismatch(what, path=path, hint=_hint(fit, model), fit=fit)
 
 
 def _hint(fit: Fit, model: torch.nn.Module) -> str:
     """What to do about keys that are not the model's."""
     if fit.preset:
-        return (
-            f"keys=KeyRules.of([('preset', '{fit.preset}')]) of load_portable leaves out what that "
-            "framework adds, and load_state_dict takes the rest"
-        )
+        rules = f"keys=KeyRules.of([('preset', '{fit.preset}')]) of load_portable"
+        return f"{rules} leaves out what that framework adds, and load_state_dict takes the rest"
+    loose = "strict=False loads what fits and returns the rest"
     if hasattr(model, "from_pretrained"):
-        return (
-            f"{type(model).__name__}.from_pretrained(folder) knows the names under which its "
-            "library saves; strict=False loads what fits and returns the rest"
-        )
-    return "strict=False loads what fits and returns the rest"
+        own = f"{type(model).__name__}.from_pretrained(folder)"
+        return f"{own} knows the names under which its library saves; {loose}"
+    return loose
 
 
 def _carry_metadata(state_dict: Any, usable: Any, fit: Fit, model: torch.nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from ckptconv.devices.mapping import tag_map
 from ckptconv.formats.target_format import Target
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.keys.key_map import KeyRules, rules_of
-from ckptconv.pickles.nodes import BYTEARRAY, ORDERED_DICT, SET, Call, Dict, Global, Node
+from ckptconv.pickles.nodes import BYTEARRAY, SET, Call, Dict, Global, Node, ordered_dict
 from ckptconv.support.choices import (
     plain_name,
     refuse_no_flag,
@@ -68,28 +68,19 @@ def save_portable(
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
     require_torch("saving live tensors")
-    options = Request(
-        to=to,
-        keys=rules,
-        tags=tag_map(device),
-        dtype=None if dtype is None else floating_dtype(dtype),
-    )
+    cast = None if dtype is None else floating_dtype(dtype)
+    options = Request(to=to, keys=rules, tags=tag_map(device), dtype=cast)
     check_place(path, options, force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:
         raise too_deep("nests too many containers to be saved", path=path) from None
-    checkpoint = Checkpoint(
-        Path("the state dict"), MEMORY, root, sum(ref.nbytes for _, ref in tensors_of(root))
-    )
-    return execute_plan(
-        plan_conversion(checkpoint, path, options),
-        force=force,
-        fsync=fsync,
-        on_progress=on_progress,
-    )
+    nbytes = sum(ref.nbytes for _, ref in tensors_of(root))
+    plan = plan_conversion(Checkpoint(_IN_MEMORY, MEMORY, root, nbytes), path, options)
+    return execute_plan(plan, force=force, fsync=fsync, on_progress=on_progress)
 
 
+_IN_MEMORY = Path("the state dict")
 _LONGEST_INT = 2031  # bits; weights_only=True reads no longer ones
 
 
@@ -99,7 +90,7 @@ class _TensorSource(Source):
     def __init__(self, storage: torch.UntypedStorage) -> None:
         import torch
 
-        self.path = Path("the state dict")
+        self.path = _IN_MEMORY
         self.size = storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -145,37 +136,31 @@ class _Symbolic:
             return self._mapping(value, place)
         elif isinstance(value, list):
             made = self._nodes[id(value)] = []
-            made.extend(self.node(item, (place, index, None)) for index, item in enumerate(value))
+            made.extend(self._items(value, place))
         elif isinstance(value, tuple):
-            made = tuple(self.node(item, (place, index, None)) for index, item in enumerate(value))
-        elif hasattr(value, "item") and type(value).__module__ == "numpy":
-            made = (
-                self.node(value.item(), place)
-                if getattr(value, "ndim", 1) == 0
-                else self._refuse(value, place)
-            )
+            made = tuple(self._items(value, place))
+        elif type(value).__module__ == "numpy" and hasattr(value, "item") and not value.ndim:
+            made = self.node(value.item(), place)
         else:
             self._refuse(value, place)
         self._nodes[id(value)] = made
         return made
 
+    def _items(self, value: Iterable[Any], place: Any) -> Iterator[Node]:
+        return (self.node(item, (place, index, None)) for index, item in enumerate(value))
+
     def _refuse(self, value: Any, place: Any, what: str = "cannot be saved portably") -> Any:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise RefusedObject(
-            f"{printable(kind)} {what}",
-            where=place_text(place) or None,
-            hint="save tensors and plain Python values only",
-        )
+        kind = printable(f"{type(value).__module__}.{type(value).__qualname__}")
+        where, hint = place_text(place) or None, "save tensors and plain Python values only"
+        raise RefusedObject(f"{kind} {what}", where=where, hint=hint)
 
     def _constant(self, value: Any) -> Node:
         torch = self._torch
         if isinstance(value, torch.dtype):
             return Global("torch", str(value).removeprefix("torch."))
         if isinstance(value, torch.device):
-            return Call(
-                Global("torch", "device"),
-                (value.type,) if value.index is None else (value.type, value.index),
-            )
+            index = () if value.index is None else (value.index,)
+            return Call(Global("torch", "device"), (value.type, *index))
         if isinstance(value, torch.Size):
             return Call(Global("torch", "Size"), (tuple(value),))
         if isinstance(value, complex):
@@ -185,7 +170,7 @@ class _Symbolic:
         return Call(SET, ([self.node(item, None) for item in value],))
 
     def _mapping(self, value: Mapping[Any, Any], place: Any) -> Node:
-        made: Any = Call(ORDERED_DICT, ()) if isinstance(value, OrderedDict) else Dict()
+        made: Any = ordered_dict() if isinstance(value, OrderedDict) else Dict()
         self._nodes[id(value)] = made
         made.pairs = [
             (self.node(key, place), self.node(item, (place, key, None)))
@@ -197,32 +182,16 @@ class _Symbolic:
 
     def _tensor(self, tensor: torch.Tensor, place: Any) -> Node:
         torch = self._torch
-        plain = type(tensor) in (
-            torch.Tensor,
-            torch.nn.Parameter,
-            getattr(torch.nn, "Buffer", torch.Tensor),
-        )
-        if (
-            not plain
-            or tensor.is_nested
-            or tensor.layout != torch.strided
-            or tensor.is_quantized
-            or tensor.is_meta
-        ):
-            self._refuse(
-                tensor,
-                place,
-                f"({tensor.layout}, {tensor.dtype}, {tensor.device}) has no plain values here",
-            )
+        buffer = getattr(torch.nn, "Buffer", torch.Tensor)
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, buffer)
+        has_values = not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        if not plain or not has_values or tensor.layout != torch.strided:
+            kind = f"({tensor.layout}, {tensor.dtype}, {tensor.device})"
+            self._refuse(tensor, place, f"{kind} has no plain values here")
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
         storage = self._storage(tensor.untyped_storage(), dtype)
-        ref = view_of(
-            storage,
-            dtype,
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-        )
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        ref = view_of(storage, dtype, int(tensor.storage_offset()), shape, stride)
         ref = ref._replace(
             requires_grad=tensor.requires_grad, conj=tensor.is_conj(), neg=tensor.is_neg()
         )
@@ -231,9 +200,8 @@ class _Symbolic:
     def _storage(self, live: torch.UntypedStorage, dtype: DType) -> Storage:
         if (known := self._storages.get(live._cdata)) is None:
             self._alive.append(live)
-            typed = dtype if dtype.storage_class else None
-            known = Storage(
-                _TensorSource(live), 0, live.nbytes(), str(live.device), "a live storage", typed
-            )
+            typed, device = dtype if dtype.storage_class else None, str(live.device)
+            source = _TensorSource(live)
+            known = Storage(source, 0, source.size, device, "a live storage", typed)
             self._storages[live._cdata] = known
         return known

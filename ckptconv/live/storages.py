@@ -10,9 +10,7 @@ from ckptconv.devices.host import require_device
 from ckptconv.devices.mapping import resolve_map_location
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Pending, Source
-from ckptconv.support.errors import (
-    UnsupportedCheckpoint,
-)
+from ckptconv.support.errors import UnsupportedCheckpoint
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.checksums import check_storage, refuse_crc
 from ckptconv.tensors.dtypes import DType
@@ -75,10 +73,6 @@ class Storages:
         self._checked: set[int] = set()
         self._begun: dict[int, tuple[torch.Tensor, Pending]] = {}
 
-    def moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        """`storage`, on the CPU, where `map_location` wants what was saved at `location`."""
-        return self._restore(storage, location)
-
     def of(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
         word = dtype.word if storage.big_endian else 1
         if (made := self._storages.get((id(storage), word))) is None:
@@ -87,20 +81,17 @@ class Storages:
         return made
 
     def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
-        source = storage.source
-        if (
-            self._mmap
-            and lies_mappable(storage, dtype)
-            and (mapped := self._mapped(source)) is not None
-        ):
-            if self._verify:
-                self.check_read(storage)
-            part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
-            return part
-        if is_read_once(storage):
+        mapped = None
+        if self._mmap and lies_mappable(storage, dtype):
+            mapped = self._mapped(storage.source)
+        if mapped is None and is_read_once(storage):
             return self._read(storage)
-        self.check_read(storage)
-        return self.filled(whole_storage(storage, 0, storage.nbytes, dtype))
+        if mapped is None or self._verify:
+            self.check_read(storage)
+        if mapped is None:
+            return self._gathered(whole_storage(storage, 0, storage.nbytes, dtype))
+        part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
+        return part
 
     @contextmanager
     def begun(self, storages: Iterable[Storage]) -> Iterator[None]:
@@ -159,15 +150,19 @@ class Storages:
             mapped = self._torch.UntypedStorage.from_file(path, False, source.size)
         except RuntimeError as error:  # the file is shorter by now
             source.check_unchanged()
-            raise UnsupportedCheckpoint(
-                f"cannot be mapped: {error}", path=source.path, hint="mmap=False reads it"
-            ) from error
+            what, hint = f"cannot be mapped: {error}", "mmap=False reads it"
+            raise UnsupportedCheckpoint(what, path=source.path, hint=hint) from error
         source.check_mapped()
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped
 
-    def filled(self, ref: TensorRef) -> torch.UntypedStorage:
-        """A fresh CPU storage with the values of `ref` in C order."""
+    def filled(self, ref: TensorRef, location: str) -> torch.UntypedStorage:
+        """A fresh storage with the values of `ref` in C order, where `map_location` wants what was
+        saved at `location`.
+        """
+        return self._restore(self._gathered(ref), location)
+
+    def _gathered(self, ref: TensorRef) -> torch.UntypedStorage:
         values = self._torch.empty(ref.nbytes, dtype=self._torch.uint8)
         view, at = values.numpy().data, 0
         for chunk in iter_chunks(ref):

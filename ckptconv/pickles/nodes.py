@@ -196,3 +196,10 @@ def spoken(node: Node) -> str:
 
 _SPOKEN = 60  # characters of a text that is named
 _PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+def ordered_dict(pairs: Sequence[tuple[Node, Node]] = ()) -> Call:
+    """An `OrderedDict` of these pairs."""
+    made = Call(ORDERED_DICT, ())
+    made.pairs = pairs
+    return made

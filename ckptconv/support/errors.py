@@ -159,6 +159,15 @@ _OF_BUILTINS = ("errno", "strerror", "filename", "name", "path")
 """What `OSError` and `ImportError` keep outside of `__dict__`."""
 
 
+@contextlib.contextmanager
+def errors_at(*, path: object = None, where: object = None) -> Iterator[None]:
+    """Within the block, an error that does not know its path or place is told with these."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise error.at(path=path, where=where) from error.__cause__
+
+
 def _made_again(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:
     """An error of a pickle or a copy, as yet without its attributes."""
     made = kind.__new__(kind)
@@ -214,7 +223,7 @@ class MalformedCheckpoint(CheckpointError):
     """The bytes contradict themselves or their format: truncated, corrupt, or made to deceive."""
 
 
-def malformed(what: str, *, path: Any = None, where: object = None) -> MalformedCheckpoint:
+def malformed(what: str, path: Any = None, where: object = None) -> MalformedCheckpoint:
     """The error for a file that is damaged, as far as its bytes tell."""
     hint = "the file is damaged, cut off or forged"
     return MalformedCheckpoint(what, path=path, where=where, hint=hint)

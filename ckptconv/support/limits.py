@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
-from ckptconv.support.errors import OptionRefused, UnknownOption
+from ckptconv.support.errors import LimitExceeded, OptionRefused, UnknownOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,15 @@ in_force = _IN_FORCE.get
 """The limits that hold here: those of the innermost `limits` block of this thread or task, else the
 defaults.
 """
+
+
+def refuse_beyond(limit: str, needed: int, what: str, **told: Any) -> None:
+    """Raise `LimitExceeded` where `needed` is beyond the limit of that name; `told` is what else
+    the error says.
+    """
+    allowed = getattr(in_force(), limit)
+    if needed > allowed:
+        raise LimitExceeded(what, limit=limit, allowed=allowed, needed=needed, **told)
 
 
 @contextlib.contextmanager

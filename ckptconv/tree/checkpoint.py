@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -163,6 +163,11 @@ class Checkpoint:
         with held(self.limits):
             return self.reread()
 
+    def as_part(self, part: Part | None) -> Checkpoint:
+        """The same, which is only that part of a checkpoint; a note says so."""
+        told = () if part is None else (f"{part.what}; {part.hint}",)
+        return replace(self, part=part, notes=(*self.notes, *told))
+
     def refuse_part(self, output: str = "") -> None:
         """Raise `UnsupportedCheckpoint` for one part of a checkpoint, which is not to be taken for
         the whole, unless the name `output` says which part it is too.
@@ -186,3 +191,17 @@ class Checkpoint:
         """
         with held(self.limits):
             return choose_state_dict(self.root, only, self.path)
+
+
+def whole_of(
+    parts: Sequence[Checkpoint],
+    container: Container,
+    root: Node,
+    path: PurePath,
+    notes: Iterable[str] = (),
+) -> Checkpoint:
+    """The checkpoint that several open ones are together: their sizes, notes and files."""
+    told = dict.fromkeys((*notes, *(note for part in parts for note in part.notes)))
+    sources = tuple(source for part in parts for source in part.sources)
+    nbytes = sum(part.nbytes for part in parts)
+    return Checkpoint(path, container, root, nbytes, notes=tuple(told), sources=sources)

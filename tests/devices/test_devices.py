@@ -31,7 +31,7 @@ ROWS = (
     "2, GPU-bbbb3333-0000, NVIDIA A100-SXM4-80GB, 81920, 60000",
     "3, GPU-cccc4444-0000, NVIDIA A100-SXM4-80GB, 81920, 50000",
 )
-FOUR = devices.listed_gpus(nvidia_smi._read(0, "\n".join(ROWS), frozenset()))
+FOUR = nvidia_smi._read(0, "\n".join(ROWS), frozenset()).gpus
 
 
 @pytest.fixture(autouse=True)

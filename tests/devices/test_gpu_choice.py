@@ -487,5 +487,5 @@ def test_every_answer_has_a_source_and_the_exit_code_that_it_is_given():
 
 def test_without_the_question_for_partitions_nvidia_smi_runs_once(program, tmp_path):
     program("nvidia-smi", f'echo "$1" >> {tmp_path}/asked; {rows("0, GPU-aa-1, A, 9, 5")}')
-    assert len(nvidia_smi.ask_gpus().rows) == 1
+    assert len(nvidia_smi.ask_gpus().gpus) == 1
     assert (tmp_path / "asked").read_text().count("\n") == 1

@@ -35,7 +35,8 @@ from ckptconv import (
     open_checkpoint,
     plan_conversion,
 )
-from ckptconv.formats import zip_archive as archives
+from ckptconv.formats.zip_layout import NewRecord, lay_out_records
+from ckptconv.io.crc import crc32
 from ckptconv.objects.known_names import WEIGHTS_ONLY
 from ckptconv.support.errors import (
     CheckpointError,
@@ -44,6 +45,7 @@ from ckptconv.support.errors import (
     OutputRefused,
     RefusedObject,
 )
+from ckptconv.tensors.dtypes import UINT8
 from helpers import oracle, trees
 from helpers.examples import examples
 from helpers.paths import SAMPLES
@@ -486,19 +488,21 @@ def test_deeply_nested_containers_are_written(tmp_path):
 
 def test_an_archive_of_many_records_is_one_for_everybody(tmp_path):
     """More than 65,535 records need the zip64 end record."""
-    path, slots, crcs, at = tmp_path / "many.zip", [], [], 0
+    path = tmp_path / "many.zip"
+    payloads = {"archive/version": b"3\n"} | {
+        f"archive/data/{number}": b"%d" % number if number % 5 else b""
+        for number in range(1, 66_000)
+    }
+    layout = lay_out_records(
+        NewRecord(name, name.encode(), b"", len(payload), payload, UINT8)
+        for name, payload in payloads.items()
+    )
+    crcs = [crc32(payload) for payload in payloads.values()]
     with path.open("wb") as file:
-        for number in range(66_000):
-            name, payload = (
-                (f"data/{number}", b"%d" % number if number % 5 else b"")
-                if number
-                else ("version", b"3\n")
-            )
-            slot, lead, _, at = archives.lay_out(f"archive/{name}".encode(), at, len(payload))
-            crcs.append(archives.crc32(payload))
-            file.write(lead + payload + archives.descriptor(slot, crcs[-1]))
-            slots.append(slot)
-        file.write(archives.ending(slots, crcs, at))
+        for number, item in enumerate(layout.items):
+            file.write(item.lead + item.values + layout.trail(number, crcs[number]))
+        file.write(layout.ending(crcs))
+    assert path.stat().st_size == layout.nbytes
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == 66_000
         assert (
@@ -866,11 +870,13 @@ def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
     raw = giant.open("rb")
     with zipfile.ZipFile(giant) as archive, raw:
         records = archive.infolist()
-        slots = []
-        for record, following in zip(records, [*records[1:], None], strict=True):
-            name = record.filename.encode()
-            slot, lead, offset, end = archives.lay_out(name, record.header_offset, record.file_size)
-            raw.seek(slot.header)
+        layout = lay_out_records(
+            NewRecord(one.filename, one.filename.encode(), b"", one.file_size, b"", UINT8)
+            for one in records
+        )
+        for number, (record, item) in enumerate(zip(records, layout.items, strict=True)):
+            lead = item.lead
+            raw.seek(record.header_offset)
             theirs = bytearray(raw.read(len(lead)))
             # torch does not know the second of two equal sizes yet and writes 0
             if record.file_size > 1 << 32:
@@ -878,16 +884,15 @@ def test_headers_of_records_beyond_4_gib_are_torch_s_byte_for_byte(giant):
                 assert theirs[at : at + 8] == bytes(8)
                 theirs[at : at + 8] = struct.pack("<Q", record.file_size)
             assert theirs == lead, record.filename
-            assert offset % 64 == 0
-            raw.seek(offset + slot.size)
-            descriptor = archives.descriptor(slot, record.CRC)
+            assert item.offset == record.header_offset + len(lead) and item.offset % 64 == 0
+            raw.seek(item.offset + record.file_size)
+            descriptor = layout.trail(number, record.CRC)
             assert raw.read(len(descriptor)) == descriptor, record.filename
-            assert end == (archive.start_dir if following is None else following.header_offset)
-            slots.append(slot)
-        ending = archives.ending(slots, [record.CRC for record in records], end)
+        assert raw.tell() == archive.start_dir
+        ending = layout.ending([record.CRC for record in records])
         raw.seek(archive.start_dir)
         theirs = raw.read()
-    assert len(ending) == archives.ending_size(slots) == len(theirs)
+    assert len(ending) == len(theirs) == layout.nbytes - archive.start_dir
     assert ending == theirs
 
 
@@ -905,7 +910,7 @@ def test_torch_opens_a_layout_beyond_4_gib(giant, tmp_path, monkeypatch):
             assert file.tell() == item.offset
             if isinstance(item.values, bytes):
                 file.write(item.values)
-                crcs.append(archives.crc32(item.values))
+                crcs.append(crc32(item.values))
             else:
                 file.seek(item.nbytes, os.SEEK_CUR)
                 crcs.append(0)

@@ -14,12 +14,11 @@ SpeechBrain's folders (``CKPT+2026-01-01+00-00-00+00``) are alike: a file for ea
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import PurePath
 from typing import NamedTuple
 
-from ckptconv.formats.containers import open_file
+from ckptconv.formats.containers import all_open, open_file
 from ckptconv.formats.folders.alone import has_shards, refuse_flat
 from ckptconv.formats.folders.dcp import open_dcp
 from ckptconv.formats.folders.ranks import join_ranks
@@ -27,12 +26,8 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.pickles.substitution import calls_of
-from ckptconv.support.errors import (
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    printable,
-)
-from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
 
 CONTAINER = Container(
@@ -49,9 +44,11 @@ _OF_SPEECHBRAIN = Container(
     why_not="only SpeechBrain's Checkpointer opens it, with the same objects",
     is_folder=True,
 )
-_MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)$").match
-_FSDP = re.compile(r"pytorch_model_fsdp(?:_(\d+))?(?:(?:_rank(\d+))?\.bin)?").fullmatch
-_OPTIMIZER = re.compile(r"(optimizer_\d+)(?:_rank(\d+)\.bin)?").fullmatch
+_MODEL = re.compile(r"(?:model|pytorch_model)(?:_(?P<index>\d+))?\.(?:safetensors|bin)$").match
+_FSDP = re.compile(
+    r"pytorch_model_fsdp(?:_(?:0+|0*(?P<index>[1-9]\d*)))?(?:(?:_rank(?P<rank>\d+))?\.bin)?"
+).fullmatch
+_OPTIMIZER = re.compile(r"(?P<label>optimizer_\d+)(?:_rank(?P<rank>\d+)\.bin)?").fullmatch
 _OTHERS = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin$|random_states_\d+\.pkl$|scaler\.pt$|custom_checkpoint_\d+\.pkl$"
     r"|scheduler\.pt$|rng_state(?:_\d+)?\.pth$"  # as transformers' Trainer calls them
@@ -104,35 +101,27 @@ def open_accelerate(path: Location, *_: object) -> Checkpoint:
             checkpoints.append(checkpoint)
             pairs.append((part.label, _unwrapped(checkpoint.root, part)))
         opened.pop_all()
-    return Checkpoint(
-        path=path.path,
-        container=container,
-        root=Dict(pairs),
-        nbytes=sum(one.nbytes for one in checkpoints),
-        notes=tuple(dict.fromkeys((*notes, *(note for one in checkpoints for note in one.notes)))),
-        sources=tuple(source for one in checkpoints for source in one.sources),
-    )
+    return whole_of(checkpoints, container, Dict(pairs), path.path, notes)
 
 
 def _parts(folder: Location) -> tuple[list[_Part], list[str]]:
     """The parts in the order of the tree, models first, and notes on what is left out."""
+
+    def alone(names: Iterable[str]) -> list[_Part]:
+        files = [within(folder.child(name), folder) for name in names]
+        return [_Part(file.stem, [file], False) for file in files]
+
     names = folder.names()
     if _SPEECHBRAIN in names:
-        files = [folder.child(name) for name in names if name.endswith(".ckpt")]
-        return [_Part(file.stem, [within(file, folder)], False) for file in files], []
-    fsdp = [name for name in names if _FSDP(name)]
-    plain, left = _preferred([name for name in names if _MODEL(name)])
-    parts = list(
-        _gathered(folder, plain, _plain_label) if plain else _gathered(folder, fsdp, _fsdp_label)
-    )
-    parts += _gathered(folder, [name for name in names if _OPTIMIZER(name)], _optimizer_label)
-    others = [name for name in names if _OTHERS(name) and not _MODEL(name)]
-    parts += [
-        _Part(PurePath(name).stem, [within(folder.child(name), folder)], False) for name in others
+        return alone(name for name in names if name.endswith(".ckpt")), []
+    plain, left = _preferred(names)
+    parts = [
+        *(_gathered(folder, plain, _MODEL) if plain else _gathered(folder, names, _FSDP)),
+        *_gathered(folder, names, _OPTIMIZER),
+        *alone(name for name in names if _OTHERS(name) and not _MODEL(name)),
     ]
-    left += [
-        f"{printable(name)} is left out: {plain[0]} holds the weights" for name in fsdp if plain
-    ]
+    for name in filter(_FSDP, names if plain else ()):
+        left.append(f"{printable(name)} is left out: {plain[0]} holds the weights")
     return parts, left
 
 
@@ -140,53 +129,40 @@ def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Each model's safetensors file where there is one, as accelerate loads it; notes on others."""
     found: dict[str, str] = {}
     left = []
-    for name in sorted(names, key=lambda name: not name.endswith(".safetensors")):
-        first = found.setdefault(_plain_label(name)[0], name)
-        left += [f"{name} is left out: {first} holds the weights"] * (first != name)
+    for name in sorted(filter(_MODEL, names), key=lambda name: not name.endswith(".safetensors")):
+        first = found.setdefault(_label(_MODEL(name)), name)
+        if first != name:
+            left.append(f"{name} is left out: {first} holds the weights")
     return sorted(found.values()), left
 
 
-Labelled = tuple[str, "str | None"]
-"""The label of a file in the tree, and the number of its rank, if one rank wrote it."""
-
-
-def _plain_label(name: str) -> Labelled:
-    found = _MODEL(name)
-    return f"model_{found[1]}" if found and found[1] else "model", None
-
-
-def _fsdp_label(name: str) -> Labelled:
-    found = _FSDP(name)
-    index = int(found[1] or 0) if found else 0
-    return f"model_{index}" if index else "model", found[2] if found else None
-
-
-def _optimizer_label(name: str) -> Labelled:
-    found = _OPTIMIZER(name)
-    return (found[1], found[2]) if found else (name, None)
+def _label(found: re.Match[str] | None) -> str:
+    """The label of a file in the tree."""
+    told = found.groupdict() if found else {}
+    index = told.get("index")
+    return told.get("label") or (f"model_{index}" if index else "model")
 
 
 def _gathered(
-    folder: Location, names: Sequence[str], labelled: Callable[[str], Labelled]
+    folder: Location, names: Sequence[str], matches: Callable[[str], re.Match[str] | None]
 ) -> Iterator[_Part]:
-    """The parts that the names are.
+    """The parts that those names are which match.
 
     `UnsupportedCheckpoint` where one is there in two forms, of which one must be older.
     """
     forms: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        label, rank = labelled(name)
-        form = name if rank is None else name[: name.rindex(rank)]
-        forms.setdefault(label, {}).setdefault(form, []).append(name)
-    for label, found in forms.items():
-        if len(found) > 1:
-            named = ", ".join(printable(form_names[0]) for form_names in found.values())
-            what, hint = (
-                f"holds {label} in {len(found)} forms: {named}",
-                "move away the files of another run",
-            )
+        if found := matches(name):
+            rank = found.groupdict().get("rank")  # None where no rank wrote it by itself
+            form = name if rank is None else name[: name.rindex(rank)]
+            forms.setdefault(_label(found), {}).setdefault(form, []).append(name)
+    for label, of_label in forms.items():
+        if len(of_label) > 1:
+            named = ", ".join(printable(form_names[0]) for form_names in of_label.values())
+            what = f"holds {label} in {len(of_label)} forms: {named}"
+            hint = "move away the files of another run"
             raise UnsupportedCheckpoint(what, path=folder, hint=hint)
-        [(form, members)] = found.items()
+        [(form, members)] = of_label.items()
         paths = [within(folder.child(name), folder) for name in members]
         yield _Part(label, paths, is_ranks=[form] != members)
 
@@ -196,13 +172,11 @@ def _open_part(part: _Part, pool: FilePool) -> Checkpoint:
         return open_dcp(part.paths[0])
     if not part.is_ranks:
         return open_file(part.paths[0], pool)
-    with ExitStack() as opened:
-        files = [opened.enter_context(open_file(path, pool)) for path in part.paths]
+    with all_open(part.paths[0].parent, part.paths, pool) as files:
         is_whole = len(files) == 1 and not has_shards(calls_of(files[0].root))
         checkpoint = files[0] if is_whole else join_ranks(files)
         keys = [key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str]
         refuse_flat(keys, part.paths[0].parent.path)
-        opened.pop_all()
     return checkpoint
 
 

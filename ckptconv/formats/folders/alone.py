@@ -24,6 +24,7 @@ from ckptconv.formats.folders.steps import weight_files
 from ckptconv.io.location import Location, is_plain_name, read_small
 from ckptconv.pickles.nodes import Call, Global, Node, mapping_pairs
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.support.text import first_few
 from ckptconv.tree.checkpoint import Checkpoint, Part
 from ckptconv.tree.walk import tensor_of
 
@@ -96,7 +97,7 @@ def _by_name(name: str, place: Location) -> Part | None:
         others.append(after)
     if not others:
         return None
-    named = ", ".join(map(printable, others[:_NAMED])) + (", …" if len(others) > _NAMED else "")
+    named = first_few(others, _NAMED)
     mark = f"{told.number}{told.of}" if told.of else f"{told.stem}{told.number}"
     what = f"is by its name only one part of a checkpoint; the others: {named}"
     hint = f"name all, or their index; one is converted alone to an OUT with {mark} in its name"
@@ -177,18 +178,13 @@ def part_of_step(name: str, root: Node) -> Part | None:
         what = "is one of the experts of an expert-parallel checkpoint (*expert_*_model_states.pt)"
     elif type(width) is int and width > 1:
         what = f"is one of {width} tensor- or pipeline-parallel parts (mp_rank_*)"
-    elif states.get("num_experts") or states.get("ds_autoep_layers") or states.get("autoep_layers"):
+    elif any(map(states.get, _AUTOEP)):
         what = "is an expert-parallel checkpoint without its experts (*expert_*_model_states.pt)"
     return None if what is None else Part(f"{what} of DeepSpeed, which is not read", NOT_READ)
 
 
-_SAID_BY_RANKS = (
-    "mp_world_size",
-    "param_shapes",
-    "num_experts",
-    "ds_autoep_layers",
-    "autoep_layers",
-)
+_AUTOEP = ("num_experts", "ds_autoep_layers", "autoep_layers")
+_SAID_BY_RANKS = ("mp_world_size", "param_shapes", *_AUTOEP)
 
 
 def flat_part(root: Node) -> Part | None:

@@ -19,12 +19,7 @@ from typing import NamedTuple
 from ckptconv.formats.folders.dcp_metadata import with_key
 from ckptconv.formats.folders.dcp_runs import Item
 from ckptconv.formats.zip_archive import Record, open_archive
-from ckptconv.formats.zip_directory import (
-    MOST_BEHIND,
-    central_places,
-    check_end,
-    has_one_end,
-)
+from ckptconv.formats.zip_directory import MOST_BEHIND, central_places, check_end, has_one_end
 from ckptconv.io.guarded import GuardedSource
 from ckptconv.io.source import SMALL, RangeSource, Source
 from ckptconv.pickles.nodes import Node
@@ -138,9 +133,8 @@ def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:
     begin = len(tail) - kind.behind
     if begin < 0 or not head.startswith(kind.head):
         return False
-    return not [
-        start for start, stop, fixed in kind.fixed if tail[begin + start : begin + stop] != fixed
-    ]
+    tail = tail[begin:]
+    return not [start for start, stop, fixed in kind.fixed if tail[start:stop] != fixed]
 
 
 def _tensor(kind: _Kind, source: Source, item: Item, tail: bytes) -> TensorRef:
@@ -168,10 +162,8 @@ def _kind_of(source: RangeSource, node: Node) -> _Kind | None:
     guarded.check_all()
     begin, end = values.offset, values.offset + values.size
     behind = source.size - end
-    is_plain = all(
-        not record.deflated and guarded.place(record.offset) == record.offset
-        for record in records.values()
-    )
+    places = ((one.deflated, guarded.place(one.offset) == one.offset) for one in records.values())
+    is_plain = set(places) == {(False, True)}
     if not (is_plain and values.size and begin <= SMALL and behind <= SMALL):
         return None
     head, tail = source.read(0, begin), source.read(end, behind)

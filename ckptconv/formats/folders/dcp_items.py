@@ -83,11 +83,8 @@ class Items:
     def root_of(self, item: Item, chunk: Chunk | None = None) -> Node:
         """What the stream at the place of an item holds, which is said to be a `chunk` or not."""
         if item.transforms:
-            names = ", ".join(item.transforms)
-            raise UnsupportedCheckpoint(
-                f"was written through {names}, which ckptconv does not undo",
-                hint="save it without extensions, or dcp.load it",
-            )
+            what = f"was written through {', '.join(item.transforms)}, which ckptconv does not undo"
+            raise UnsupportedCheckpoint(what, hint="save it without extensions, or dcp.load it")
         file = self._file(item.relative_path)
         if item not in self._ends:
             self._read_ahead((item, chunk))
@@ -117,15 +114,11 @@ class Items:
         """The chunk of a tensor that an item is; its dtype is whatever the item says."""
         ref = self.root_of(item, chunk)
         if type(ref) is not TensorRef:
-            raise UnsupportedCheckpoint(
-                "a chunk of it is not a plain tensor",
-                hint="it was saved as a tensor of another class",
-            )
+            hint = "it was saved as a tensor of another class"
+            raise UnsupportedCheckpoint("a chunk of it is not a plain tensor", hint=hint)
         if ref.shape != chunk.shape:
-            raise MalformedCheckpoint(
-                f"its chunk at {list(chunk.start)} has the shape {list(ref.shape)} instead of "
-                f"{list(chunk.shape)}"
-            )
+            what = f"has the shape {list(ref.shape)} instead of {list(chunk.shape)}"
+            raise MalformedCheckpoint(f"its chunk at {list(chunk.start)} {what}")
         return ref
 
     def _file(self, name: str) -> _ReadAhead:
@@ -213,11 +206,10 @@ class _ReadAhead(WrappedSource):
         return self.inner.read(offset, nbytes)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        for at, raw in self.held:
-            if at <= offset and offset + len(view) <= at + len(raw):
-                view[:] = raw[offset - at : offset - at + len(view)]
-                return
-        self.inner.read_into(offset, view)
+        if self.held:
+            view[:] = self.read(offset, len(view))
+        else:
+            self.inner.read_into(offset, view)
 
     def foresee(self, ranges: Sequence[Range]) -> None:
         if not self.held:
@@ -231,22 +223,17 @@ class _ReadAhead(WrappedSource):
 
 def inside(folder: Location, name: str) -> Location:
     """The file `name` of a folder; `MalformedCheckpoint` when it leads out of the folder."""
-    place = folder.child(name)
+    place, hint = folder.child(name), None
     if not is_plain_path(str(PurePosixPath(name))):
-        raise MalformedCheckpoint(
-            f"names the file '{printable(name)}', which is not a plain relative path", path=folder
-        )
-    if not place.stays_within(folder):
-        raise MalformedCheckpoint(
-            f"names the file '{name}', which is a link out of the folder", path=folder
-        )
-    if not place.exists():
-        raise MalformedCheckpoint(
-            f"needs the file '{name}', which is not there",
-            path=folder,
-            hint="fetch or copy the whole folder",
-        )
-    return place
+        what = f"names the file '{printable(name)}', which is not a plain relative path"
+    elif not place.stays_within(folder):
+        what = f"names the file '{name}', which is a link out of the folder"
+    elif not place.exists():
+        what = f"needs the file '{name}', which is not there"
+        hint = "fetch or copy the whole folder"
+    else:
+        return place
+    raise MalformedCheckpoint(what, path=folder, hint=hint)
 
 
 # ---------------------------------------------------------------------------------------- foretold
@@ -293,12 +280,8 @@ class ForetoldItems(Items):
         file = self._foretold[item.relative_path]
         nbytes = prod(shape) * dtype.itemsize
         around = item.length - nbytes
-        if (
-            item.transforms
-            or dtype.is_packed
-            or around < _LEAST_AROUND
-            or item.length > file.size - item.offset
-        ):
+        is_odd = bool(item.transforms) or dtype.is_packed or around < _LEAST_AROUND
+        if is_odd or item.length > file.size - item.offset:
             raise MalformedCheckpoint("cannot be told without its item", where=key)
         place = item.offset + around // 2
         file.foretell(_Foretold(place, item, chunk))
@@ -344,7 +327,7 @@ class ForetoldSource(WrappedSource):
         # where the values of chunks are, by the places where they were expected; of those that had
         # to be gathered, only the last ones are kept
         self._found: dict[int, tuple[Source, int]] = {}
-        self._gathered: tuple[int, Source] = (-1, self)
+        self._gathered = -1
 
     def foretell(self, told: _Foretold) -> None:
         """Note that the values of a chunk are expected at its place."""
@@ -377,16 +360,12 @@ class ForetoldSource(WrappedSource):
         return source, at + offset - told.place
 
     def _values(self, told: _Foretold) -> tuple[Source, int]:
-        if (known := self._found.get(told.place)) is not None:
-            return known
-        if self._gathered[0] == told.place:
-            return self._gathered[1], 0
-        source, at = self._items.values_of(told)
-        if source.is_in_memory():
-            self._gathered = (told.place, source)
-        else:
-            self._found[told.place] = (source, at)
-        return source, at
+        if told.place not in self._found:
+            found = self._found[told.place] = self._items.values_of(told)
+            if found[0].is_in_memory():
+                self._found.pop(self._gathered, None)
+                self._gathered = told.place
+        return self._found[told.place]
 
     def close(self) -> None:
         self._items.close()

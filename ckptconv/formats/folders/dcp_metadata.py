@@ -19,15 +19,16 @@ from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, mapping_pai
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import (
     CheckpointError,
-    LimitExceeded,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
+    errors_at,
     printable,
 )
-from ckptconv.support.limits import in_force
+from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape, refuse_dimensions
 
+INDEX = ".metadata"
 Path = tuple["str | int", ...]
 """Where a value hangs in the nested state dict: keys of dicts, indices of lists."""
 _LABELS = {str, int}
@@ -59,21 +60,11 @@ class Metadata:
 
 def read_metadata(source: Source) -> Metadata:
     """The metadata that a source holds; `MalformedCheckpoint` when it is something else."""
-    if source.size > (most := in_force().pickle_bytes):
-        what = f"has {source.size} bytes"
-        raise LimitExceeded(
-            what, limit="pickle_bytes", allowed=most, needed=source.size, path=source.path
-        )
-    try:
-        return _metadata(
-            read_pickle(
-                source.read(0, source.size),
-                reducers={"torch.Size": _plain_size},
-                runs=runs(),
-            )
-        )
-    except CheckpointError as error:
-        raise error.at(path=source.path) from error.__cause__
+    size, path = source.size, source.path
+    refuse_beyond("pickle_bytes", size, f"has {size} bytes", path=path)
+    with errors_at(path=path):
+        reducers = {"torch.Size": _plain_size}
+        return _metadata(read_pickle(source.read(0, size), reducers=reducers, runs=runs()))
 
 
 def merged(ranks: Sequence[Metadata]) -> Metadata:
@@ -85,48 +76,31 @@ def merged(ranks: Sequence[Metadata]) -> Metadata:
             if known is not entry and (known is None or entry is None or known[:2] != entry[:2]):
                 raise _malformed("two ranks have it in different types or shapes", key)
             if known is not None and entry is not None:
-                whole.entries[key] = known._replace(
-                    chunks=tuple(dict.fromkeys((*known.chunks, *entry.chunks)))
-                )
-        whole.paths.update(
-            {key: path for key, path in rank.paths.items() if key not in whole.paths}
-        )
-        whole.items.update(
-            {index: item for index, item in rank.items.items() if index not in whole.items}
-        )
+                chunks = dict.fromkeys((*known.chunks, *entry.chunks))
+                whole.entries[key] = known._replace(chunks=tuple(chunks))
+        for key, path in rank.paths.items():
+            whole.paths.setdefault(key, path)
+        for index, item in rank.items.items():
+            whole.items.setdefault(index, item)
     return whole
 
 
 def _metadata(root: Node) -> Metadata:
     fields = _fields(root, "Metadata", None)
-    entries = {
-        key: _entry(node, key)
-        for key, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")
-    }
+    named = _pairs(fields.get("state_dict_metadata"), "state_dict_metadata")
+    entries = {key: _entry(node, key) for key, node in named}
     planner = fields.get("planner_data")
-    paths = (
-        {key: _path(node, key) for key, node in _pairs(planner, "planner_data")}
-        if type(planner) is Dict
-        else {}
-    )
+    paths = {}
+    if type(planner) is Dict:
+        paths = {key: _path(node, key) for key, node in _pairs(planner, "planner_data")}
     items = dict(_items(fields.get("storage_data")))
-    extra = fields.get("mcore_data")
-    reshaped = dict(_reshaped(extra)) if extra is not None else {}
-    return Metadata(
-        entries,
-        paths,
-        items,
-        reshaped,
-        "mcore_data" in fields or root.name.endswith(".MCoreMetadata"),
-    )
+    is_megatron = "mcore_data" in fields or root.name.endswith(".MCoreMetadata")
+    return Metadata(entries, paths, items, dict(_reshaped(fields.get("mcore_data"))), is_megatron)
 
 
 def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        what,
-        where=key,
-        hint="it is not a .metadata of torch.distributed.checkpoint, or it is damaged",
-    )
+    hint = "it is not a .metadata of torch.distributed.checkpoint, or it is damaged"
+    return MalformedCheckpoint(what, where=key, hint=hint)
 
 
 def _fields(node: Node, kind: str, key: str | None) -> dict[str, Node]:
@@ -160,16 +134,10 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
     chunks = fields.get("chunks")
     if type(chunks) is not list:
         raise _malformed("its chunks are not a list", key)
-    return TensorEntry(
-        _dtype(fields.get("properties"), key),
-        _size(fields.get("size"), key),
-        tuple(_chunk(chunk, key) for chunk in chunks),
-    )
-
-
-def _chunk(node: Node, key: str) -> tuple[Shape, Shape]:
-    fields = _fields(node, "ChunkStorageMetadata", key)
-    return _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
+    dtype, shape = _dtype(fields.get("properties"), key), _size(fields.get("size"), key)
+    boxes = (_fields(chunk, "ChunkStorageMetadata", key) for chunk in chunks)
+    placed = [(_size(box.get("offsets"), key), _size(box.get("sizes"), key)) for box in boxes]
+    return TensorEntry(dtype, shape, tuple(placed))
 
 
 def _dtype(properties: Node, key: str) -> DType:
@@ -210,9 +178,9 @@ def _path(node: Node, key: str) -> Path:
     indices = [label for label in node if type(label) is int]
     if type(node[0]) is int or (indices and min(indices) < 0):
         raise _malformed("its path in the state dict is not possible", key)
-    if len(node) > (most := in_force().depth):
+    if len(node) > in_force().depth:
         what = f"its path in the state dict has {len(node)} parts"
-        raise LimitExceeded(what, limit="depth", allowed=most, needed=len(node), where=key)
+        refuse_beyond("depth", len(node), what, where=key)
     return node
 
 
@@ -240,17 +208,13 @@ def _item(node: Node, key: str) -> Item:
     if type(path) is not str or type(transforms) not in (tuple, list):
         raise _malformed("the place of an item is not given by the name of a file", key)
     offset, length = _size((start, size), key)
-    return Item(
-        path,
-        offset,
-        length,
-        tuple(printable(name) if type(name) is str else spoken(name) for name in transforms),
-    )
+    named = [printable(name) if type(name) is str else spoken(name) for name in transforms]
+    return Item(path, offset, length, tuple(named))
 
 
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:
     """Megatron's own note on a tensor that it stored as (fragments…, values of a fragment)."""
-    for key, noted in _pairs(node, "mcore_data"):
+    for key, noted in _pairs(node, "mcore_data") if node is not None else ():
         own = _attribute(noted, "nd_reformulated_orig_global_shape")
         if own is not None:
             yield key, _size(own, key)

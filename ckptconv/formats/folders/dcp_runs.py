@@ -164,13 +164,8 @@ class _Runs:
             key, path = _text(raw_key, memo), _text(raw_path, memo)
             start = self._size(raw_start)
             place, length = integer_of(raw_place), integer_of(raw_length)
-            if (
-                start is None
-                or key is None
-                or path is None
-                or not 0 <= place < LARGEST
-                or not 0 <= length < LARGEST
-            ):
+            is_placed = 0 <= place < LARGEST and 0 <= length < LARGEST
+            if start is None or key is None or path is None or not is_placed:
                 break
             named, item = made(Indexed, (key, start)), made(Item, (path, place, length, ()))
             values += (named, item)

@@ -13,16 +13,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ckptconv.formats.containers import first_reads, open_source
+from ckptconv.formats.containers import all_open
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, read_small, within
-from ckptconv.pickles.nodes import ORDERED_DICT, Call
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.pickles.nodes import ordered_dict
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef
-from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
 
 CONTAINER = Container(
@@ -47,11 +48,9 @@ def refuse_one_rank(checkpoint: Checkpoint, *_: object) -> None:
     """Raise for the file of one rank: its chunks must not pass for tensors."""
     starts = _starts(checkpoint)
     if starts and (_SHARD(checkpoint.path.name) or any(any(start) for start in starts.values())):
-        raise UnsupportedCheckpoint(
-            "holds the chunks of one rank, not whole tensors",
-            path=checkpoint.path,
-            hint=f"name the folder of all ranks: {checkpoint.path.parent}",
-        )
+        what, path = "holds the chunks of one rank, not whole tensors", checkpoint.path
+        hint = f"name the folder of all ranks: {path.parent}"
+        raise UnsupportedCheckpoint(what, path=path, hint=hint)
 
 
 def open_dcp_shards(path: Location, *_: object) -> Checkpoint:
@@ -59,37 +58,23 @@ def open_dcp_shards(path: Location, *_: object) -> Checkpoint:
 
     `MalformedCheckpoint` when the chunks of a tensor leave a gap.
     """
-    pool, opened = FilePool(), list[Checkpoint]()
     files = [within(file, path) for file in path.list() if _SHARD(file.name)]
-    path.foresee(files, first_reads)
-    sources = [file.open(pool) for file in files]
-    try:
-        opened = [open_source(source) for source in sources]
+    with all_open(path, files, FilePool()) as opened:
         parts: Parts = {}
         for checkpoint in opened:
             _collect(checkpoint, parts)
-        root = Call(ORDERED_DICT, ())
-        root.pairs = [(key, _whole(key, chunks, path)) for key, chunks in parts.items()]
+        root = ordered_dict([(key, _whole(key, chunks, path)) for key, chunks in parts.items()])
         known = _consolidated_size(path.beside(_INDEX))
         nbytes = sum(ref.nbytes for _, ref in root.pairs)
         if known is not None and known != nbytes:
-            raise MalformedCheckpoint(
-                f"its chunks have {nbytes} bytes, but {_INDEX} in the folder above says {known}",
-                path=path,
-                hint="a rank's file is missing",
-            )
-    except BaseException:
-        for source in sources:
-            source.close()
-        raise
+            what = f"its chunks have {nbytes} bytes, but {_INDEX} in the folder above says {known}"
+            raise MalformedCheckpoint(what, path=path, hint="a rank's file is missing")
+    whole = whole_of(opened, CONTAINER, root, path.path)
     metadata = {name: text for name, text in opened[0].metadata.items() if name not in _OF_DCP}
-    notes = (
-        ()
-        if known is not None
-        else ("the files do not say how many ranks there were; these are taken to be all of them",)
-    )
-    nbytes = sum(item.nbytes for item in opened)
-    return Checkpoint(path.path, CONTAINER, root, nbytes, metadata, notes, tuple(sources))
+    return replace(whole, metadata=metadata, notes=() if known is not None else (_UNTOLD,))
+
+
+_UNTOLD = "the files do not say how many ranks there were; these are taken to be all of them"
 
 
 def _collect(checkpoint: Checkpoint, parts: Parts) -> None:
@@ -97,9 +82,8 @@ def _collect(checkpoint: Checkpoint, parts: Parts) -> None:
     for key, ref in checkpoint.root.pairs:
         start = starts.get(key, (0,) * len(ref.shape))
         if len(start) != len(ref.shape):
-            raise MalformedCheckpoint(
-                "its saved_offsets do not fit its shape", path=checkpoint.path, where=key
-            )
+            what = "its saved_offsets do not fit its shape"
+            raise MalformedCheckpoint(what, path=checkpoint.path, where=key)
         parts.setdefault(key, []).append((start, ref))
 
 
@@ -107,9 +91,8 @@ def _starts(checkpoint: Checkpoint) -> dict[str, Shape]:
     try:
         return dict(_offsets(json.loads(checkpoint.metadata.get(_INFO, "{}"))))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(
-            "is not a table of saved_offsets", path=checkpoint.path, where=_INFO
-        ) from error
+        what = "is not a table of saved_offsets"
+        raise MalformedCheckpoint(what, path=checkpoint.path, where=_INFO) from error
 
 
 def _offsets(info: Any) -> Iterator[tuple[str, Shape]]:
@@ -125,23 +108,16 @@ def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Location) 
 
     Of several copies of a chunk the first is taken.
     """
-    distinct = {(start, ref.shape): ref for start, ref in reversed(chunks)}
-    ends = [
-        tuple(a + n for a, n in zip(start, shape, strict=True))
-        for start, shape in distinct
-        if len(start) == len(shape)
-    ]
-    try:
-        if len({len(end) for end in ends}) != 1:
+    distinct: dict[tuple[Shape, Shape], TensorRef] = {}
+    for start, ref in chunks:
+        distinct.setdefault((start, ref.shape), ref)
+    with errors_at(path=path, where=key):
+        if len({len(start) for start, _ in distinct}) != 1:
             raise MalformedCheckpoint("its chunks differ in their number of dimensions")
+        ends = [map(sum, zip(start, shape, strict=True)) for start, shape in distinct]
         shape = tuple(map(max, zip(*ends, strict=True)))
-        return assembled(
-            chunks[0][1].dtype,
-            shape,
-            [(start, ref) for (start, _), ref in reversed(distinct.items())],
-        )
-    except CheckpointError as error:
-        raise error.at(path=path, where=key) from error.__cause__
+        placed = [(start, ref) for (start, _), ref in distinct.items()]
+        return assembled(chunks[0][1].dtype, shape, placed)
 
 
 def _consolidated_size(index: Location) -> int | None:

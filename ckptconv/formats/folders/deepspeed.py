@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ckptconv.formats.containers import open_source
+from ckptconv.formats import containers
 from ckptconv.formats.folders.alone import (
     EXPERTS,
     MODEL_STATES,
@@ -29,16 +29,10 @@ from ckptconv.formats.folders.alone import (
 from ckptconv.formats.folders.zero import RankStates, Weights, entries, read_rank
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
-from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.errors import (
-    CheckpointError,
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    printable,
-)
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, printable
 from ckptconv.support.limits import in_force
-from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
 
 CONTAINER = Container(
@@ -49,16 +43,9 @@ CONTAINER = Container(
 _FETCH = "fetch the whole folder again"
 _LAYOUTS = (MODEL_STATES, OPTIMIZER_STATES, PIPELINE, EXPERTS)
 
-_BOOKKEEPING = frozenset(
-    (
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "buffer_names",
-        "optimizer",
-    )
-)
+_BOOKKEEPING = """
+    param_shapes frozen_param_shapes frozen_param_fragments shared_params buffer_names optimizer
+"""
 """Entries of the model states that describe the partitions; of no use once they are joined."""
 
 OpenFile = Callable[[Location], Checkpoint]
@@ -66,7 +53,10 @@ OpenFile = Callable[[Location], Checkpoint]
 
 def is_deepspeed(path: Location) -> bool:
     """Whether `path` is the folder of a step."""
-    return path.is_folder() and _is_step(path)
+    if not path.is_folder():
+        return False
+    has_files = any(matches(name) for name in _names(path) for matches in _LAYOUTS)
+    return has_files or _is_universal(path)
 
 
 def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
@@ -77,26 +67,15 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
     payload is read. Raises `UnsupportedCheckpoint` for layouts that are not read, and
     `MalformedCheckpoint` when files are missing or do not fit.
     """
-    try:
+    with errors_at(path=path), ExitStack() as opened:
         files = _step_files(path)
         many = len(files.model) + len(files.optim) > kept_open(in_force().open_files)
         pool = FilePool() if many else None
-        with ExitStack() as opened:
-            checkpoint = _open_step(
-                files, lambda file: _opened(within(file, home).open(pool), opened)
-            )
-            opened.pop_all()
-    except CheckpointError as error:
-        raise error.at(path=path) from error.__cause__
+        checkpoint = _open_step(
+            files, lambda file: opened.enter_context(containers.open_file(within(file, home), pool))
+        )
+        opened.pop_all()
     return replace(checkpoint, path=path.path)
-
-
-def _opened(source: Source, opened: ExitStack) -> Checkpoint:
-    opened.callback(source.close)
-    checkpoint = open_source(source)
-    for source in checkpoint.sources:
-        opened.callback(source.close)
-    return checkpoint
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -108,12 +87,6 @@ def _names(folder: Location) -> Sequence[str]:
         return folder.names()
     except OSError as error:
         raise UnsupportedCheckpoint(f"cannot be listed: {error.strerror}", path=folder) from error
-
-
-def _is_step(folder: Location) -> bool:
-    return any(matches(name) for name in _names(folder) for matches in _LAYOUTS) or _is_universal(
-        folder
-    )
 
 
 def _is_universal(folder: Location) -> bool:
@@ -158,38 +131,28 @@ def _refuse_other_layouts(folder: Location, names: Sequence[str], tensor_ranks: 
     elif tensor_ranks != {0}:
         what = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
     if what is not None:
-        raise UnsupportedCheckpoint(
-            f"is {what} of DeepSpeed, which is not read",
-            path=folder,
-            hint=NOT_READ,
-        )
+        what = f"is {what} of DeepSpeed, which is not read"
+        raise UnsupportedCheckpoint(what, path=folder, hint=NOT_READ)
 
 
 def _by_rank(found: Iterable[tuple[int, Location]]) -> dict[int, Location]:
     ranks: dict[int, Location] = {}
     for rank, file in sorted(found, key=lambda item: (item[0], item[1].name)):
         if rank in ranks:
-            what = (
-                f"two files are of rank {rank}: {printable(ranks[rank].name)} and "
-                f"{printable(file.name)}"
-            )
-            raise MalformedCheckpoint(
-                what, path=file.parent, hint="one is from another run; move it away"
-            )
+            both = f"{printable(ranks[rank].name)} and {printable(file.name)}"
+            hint = "one is from another run; move it away"
+            what = f"two files are of rank {rank}: {both}"
+            raise MalformedCheckpoint(what, path=file.parent, hint=hint)
         ranks[rank] = file
     return ranks
 
 
 def _require_ranks(files: Mapping[int, Location], count: int, kind: str) -> None:
     """Raise unless the files are those of the ranks 0 to `count` - 1."""
+    what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"
     if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
-        what = (
-            f"has the {kind} states of {len(files)} ranks, but {count} wrote it; those of rank "
-            f"{missing[0]} are missing"
-        )
-        raise MalformedCheckpoint(what, hint=_FETCH)
+        raise MalformedCheckpoint(f"{what}; those of rank {missing[0]} are missing", hint=_FETCH)
     if len(files) > count:
-        what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"
         raise MalformedCheckpoint(what, hint="some are from another run; move them away")
 
 
@@ -205,33 +168,20 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     stage = ranks[0].stage
     models = _open_models(files, stage, ranks[0].ranks, open_file)
     states = [_model_states(model) for model in models]
-    everything = [*models, *opened]
-    sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
+    everything, first = [*models, *opened], models[0]
     # the bf16 optimizer without ZeRO, whose model states are whole
     if states[0].get("param_shapes") is None:
-        notes = (
-            "the weights are those of the model states, in the dtype of the training",
-            *models[0].notes,
-        )
-        return replace(models[0], container=CONTAINER, notes=notes, sources=sources)
+        told = "the weights are those of the model states, in the dtype of the training"
+        sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
+        return replace(first, container=CONTAINER, notes=(told, *first.notes), sources=sources)
     weights = Weights(states, stage)
-    root = Dict([("module", weights.join(ranks)), *_rest_of_training(models[0].root)])
-    notes = (
-        f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's state is left out",
-        *weights.notes,
-    )
-    return Checkpoint(
-        path=models[0].path,
-        container=CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}"),
-        root=root,
-        nbytes=sum(checkpoint.nbytes for checkpoint in everything),
-        notes=tuple(
-            dict.fromkeys(
-                (*notes, *(note for checkpoint in everything for note in checkpoint.notes))
-            )
-        ),
-        sources=sources,
-    )
+    gone = {"module", *_BOOKKEEPING.split()}
+    pairs = mapping_pairs(first.root) or ()
+    others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
+    root = Dict([("module", weights.join(ranks)), *others])
+    told = f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's state is left out"
+    container = CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}")
+    return whole_of(everything, container, root, first.path, (told, *weights.notes))
 
 
 def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) -> list[Checkpoint]:
@@ -240,15 +190,13 @@ def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) 
     """
     first = files.model.get(0) if stage == 3 else files.whole
     if first is None:
-        raise MalformedCheckpoint(
-            f"the model states of ZeRO stage {stage} are missing", hint=_FETCH
-        )
+        what = f"the model states of ZeRO stage {stage} are missing"
+        raise MalformedCheckpoint(what, hint=_FETCH)
     model = open_file(first)
     states = _model_states(model)
     if stage == 3 and states.get("param_shapes") is None:
-        raise MalformedCheckpoint(
-            "names no parameters of its partitions", path=first, where="param_shapes", hint=_FETCH
-        )
+        what, where = "names no parameters of its partitions", "param_shapes"
+        raise MalformedCheckpoint(what, path=first, where=where, hint=_FETCH)
     if stage != 3 or not mapping_pairs(states.get("frozen_param_shapes")):
         return [model]
     _require_ranks(files.model, ranks, "model")
@@ -262,10 +210,8 @@ def _read_ranks(
     ranks, opened = [], []
     for file in files:
         checkpoint = open_file(file)
-        try:
+        with errors_at(path=file):
             ranks.append(read_rank(checkpoint.root))
-        except CheckpointError as error:
-            raise error.at(path=file) from None
         opened.append(replace(checkpoint, root=None))
     return ranks, opened
 
@@ -273,34 +219,20 @@ def _read_ranks(
 def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     """A checkpoint of stage 0, whose model states hold the weights."""
     if files.whole is None:
-        raise MalformedCheckpoint(
-            "the optimizer states, which hold the weights in ZeRO stage 3, are missing", hint=_FETCH
-        )
+        what = "the optimizer states, which hold the weights in ZeRO stage 3, are missing"
+        raise MalformedCheckpoint(what, hint=_FETCH)
     model = open_file(files.whole)
     if _model_states(model).get("param_shapes") is not None:
-        hint = (
-            f"fetch them, or name {files.whole.name} for the weights in the dtype of the training"
-        )
-        raise MalformedCheckpoint(
-            "the optimizer states, which hold the fp32 weights, are missing", hint=hint
-        )
+        what = "the optimizer states, which hold the fp32 weights, are missing"
+        hint = f"name {files.whole.name} for the weights in the dtype of the training"
+        raise MalformedCheckpoint(what, hint=f"fetch them, or {hint}")
     return replace(model, container=CONTAINER)
 
 
 def _model_states(model: Checkpoint) -> dict[str, Node]:
     states = entries(model.root)
     if not mapping_pairs(states.get("module")):
-        raise MalformedCheckpoint(
-            "holds no model states of DeepSpeed (a dict with 'module')", path=model.path
-        )
+        what = "holds no model states of DeepSpeed (a dict with 'module')"
+        raise MalformedCheckpoint(what, path=model.path)
     replace(model, part=part_of_step("", model.root)).refuse_part()
     return states
-
-
-def _rest_of_training(root: Node) -> list[tuple[Node, Node]]:
-    gone = {"module", *_BOOKKEEPING}
-    return [
-        (key, value)
-        for key, value in mapping_pairs(root) or ()
-        if type(key) is not str or key not in gone
-    ]

@@ -12,6 +12,7 @@ offsets, and those of all ranks. Source: torch/distributed/_shard/sharded_tensor
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,13 +20,8 @@ from math import prod
 from typing import NamedTuple
 
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
-from ckptconv.support.errors import (
-    LimitExceeded,
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    printable,
-)
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, refuse_dimensions, requiring_grad
 from ckptconv.tensors.stream import iter_chunks
@@ -82,19 +78,14 @@ class Shard:
         held = tuple(sum(stop - start for start, stop in axis) for axis in runs)
         empty = 0 in held
         if self.local.shape != held and not (empty and not self.local.numel):
-            raise MalformedCheckpoint(
-                f"rank {self.mesh.rank} holds {list(self.local.shape)} of it instead of "
-                f"{list(held)}"
-            )
+            what = f"holds {list(self.local.shape)} of it instead of {list(held)}"
+            raise MalformedCheckpoint(f"rank {self.mesh.rank} {what}")
         if empty:
-            yield (
-                (0,) * len(held),
-                self.local._replace(shape=(0,) * len(held), stride=(1,) * len(held)),
-            )
+            nothing, ones = (0,) * len(held), (1,) * len(held)
+            yield nothing, self.local._replace(shape=nothing, stride=ones)
             return
-        _refuse_many(
-            prod(len(axis) for axis in runs), "is a DTensor of which a rank holds {} parts"
-        )
+        count = prod(len(axis) for axis in runs)
+        _refuse_many(count, "is a DTensor of which a rank holds {} parts")
         for box in product(*map(_placed, runs)):
             yield tuple(start for start, _, _ in box), _part(self.local, box)
 
@@ -103,8 +94,7 @@ def _refuse_many(count: int, what: str) -> None:
     """Raise `LimitExceeded` for a mesh or a share of a tensor that takes too long to enumerate."""
     if count >= 1 << 63:
         raise MalformedCheckpoint("is a DTensor of more ranks or parts than are possible")
-    if count > (most := in_force().mesh_ranks):
-        raise LimitExceeded(what.format(count), limit="mesh_ranks", allowed=most, needed=count)
+    refuse_beyond("mesh_ranks", count, what.format(count))
 
 
 _ON_MESH = "is a DTensor on a mesh of {} ranks"
@@ -120,12 +110,10 @@ def _placed(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 def _part(local: TensorRef, box: Sequence[tuple[int, int, int]]) -> TensorRef:
     shape = tuple(size for _, _, size in box)
-    offset = local.storage_offset + sum(
-        at * step for (_, at, _), step in zip(box, local.stride, strict=True)
-    )
-    return local._replace(
-        shape=shape, pieces=(Piece(local.storage, offset, shape, local.stride, (0,) * len(shape)),)
-    )
+    steps = zip(box, local.stride, strict=True)
+    offset = local.storage_offset + sum(at * step for (_, at, _), step in steps)
+    piece = Piece(local.storage, offset, shape, local.stride, (0,) * len(shape))
+    return local._replace(shape=shape, pieces=(piece,))
 
 
 def _runs(shape: Shape, mesh: Mesh, placements: Sequence[Placement]) -> list[list[tuple[int, int]]]:
@@ -137,10 +125,7 @@ def _runs(shape: Shape, mesh: Mesh, placements: Sequence[Placement]) -> list[lis
         if dim is None:
             continue
         size = sum(stop - start for start, stop in runs[dim])
-        if factor == 1:
-            taken = [_chunk(0, size, count, index)]
-        else:
-            taken = [_chunk(*_chunk(0, size, factor, part), count, index) for part in range(factor)]
+        taken = [_chunk(*_chunk(0, size, factor, part), count, index) for part in range(factor)]
         runs[dim] = [run for start, stop in taken for run in _narrowed(runs[dim], start, stop)]
     return runs
 
@@ -174,31 +159,33 @@ def read_shard(node: Call) -> Shard:
 def _read_sharded_tensor(node: Call) -> Shard:
     given, state = node.args[2], _sequence(node.args[3])
     if len(state) < 3 or type(given) is not tuple or len(given) < 3 or type(given[1]) is not Global:
-        raise UnsupportedCheckpoint("is a ShardedTensor of an unknown kind")
+        raise UnsupportedCheckpoint(_UNKNOWN_SHARDED)
     dtype, rank = BY_NAME.get(given[1].name), _attributes(state[2]).get("global_rank")
     if dtype is None or type(rank) is not int:
-        raise UnsupportedCheckpoint("is a ShardedTensor of an unknown kind")
+        raise UnsupportedCheckpoint(_UNKNOWN_SHARDED)
     boxes = []
     for held in _sequence(state[0]):
         shard = _attributes(held)
+        ref = shard.get("tensor")
         start, size, _ = _place(_attributes(shard.get("metadata")))
-        if type(ref := shard.get("tensor")) is not TensorRef or ref.shape != size:
-            raise MalformedCheckpoint(
-                "is a ShardedTensor with a shard of another shape than it says"
-            )
+        if type(ref) is not TensorRef or ref.shape != size:
+            what = "is a ShardedTensor with a shard of another shape than it says"
+            raise MalformedCheckpoint(what)
         boxes.append((start, ref))
     listed = _sequence(_attributes(state[1]).get("shards_metadata"))
     ranks = tuple(sorted({_place(_attributes(entry))[2] for entry in listed}))
-    return Shard(
-        dtype, _sizes(given[2]), Mesh((len(ranks),), ranks, rank, ()), (), None, False, tuple(boxes)
-    )
+    mesh = Mesh((len(ranks),), ranks, rank, ())
+    return Shard(dtype, _sizes(given[2]), mesh, (), None, False, tuple(boxes))
+
+
+_UNKNOWN_SHARDED = "is a ShardedTensor of an unknown kind"
 
 
 def _place(metadata: dict[str, Node]) -> tuple[Shape, Shape, int]:
     """Start, shape and rank of a shard."""
     rank = _attributes(metadata.get("placement")).get("_rank")
     if type(rank) is not int:
-        raise UnsupportedCheckpoint("is a ShardedTensor of an unknown kind")
+        raise UnsupportedCheckpoint(_UNKNOWN_SHARDED)
     return _sizes(metadata.get("shard_offsets")), _sizes(metadata.get("shard_sizes")), rank
 
 
@@ -206,12 +193,8 @@ def _read_dtensor(node: Call) -> Shard:
     given, state = node.args[2], _state(node.args[3])
     spec = _attributes(state.get("_spec"))
     local = state.get("_local_tensor")
-    if (
-        type(given) is not tuple
-        or len(given) < 3
-        or type(local) is not TensorRef
-        or not local.is_view
-    ):
+    has_shape = type(given) is tuple and len(given) >= 3
+    if not has_shape or type(local) is not TensorRef or not local.is_view:
         raise UnsupportedCheckpoint("is a DTensor of an unknown kind")
     dtype, shape = given[1], _sizes(given[2])
     if type(dtype) is not Global or BY_NAME.get(dtype.name) is not local.dtype:
@@ -219,9 +202,8 @@ def _read_dtensor(node: Call) -> Shard:
     mesh = _mesh(_attributes(spec.get("mesh")))
     placements = tuple(_placement(item, len(shape)) for item in _sequence(spec.get("placements")))
     if len(placements) != len(mesh.shape):
-        raise MalformedCheckpoint(
-            f"has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions"
-        )
+        what = f"has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions"
+        raise MalformedCheckpoint(what)
     _refuse_other_order(spec, placements)
     requires_grad = requiring_grad(local, len(given) > 7 and given[7] is True).requires_grad
     return Shard(local.dtype, shape, mesh, placements, local, requires_grad)
@@ -251,9 +233,8 @@ def _sizes(node: Node) -> Shape:
     sizes = tuple(_sequence(node))
     refuse_dimensions(len(sizes))
     if any(type(size) is not int or not 0 <= size < 1 << 60 for size in sizes):
-        raise MalformedCheckpoint(
-            "is a DTensor whose shape or mesh holds something other than sizes"
-        )
+        what = "is a DTensor whose shape or mesh holds something other than sizes"
+        raise MalformedCheckpoint(what)
     return sizes
 
 
@@ -262,10 +243,9 @@ def _placement(node: Node, dimensions: int) -> Placement:
     if name == "Replicate":
         return Placement(None)
     if name not in ("Shard", _STRIDED):
-        raise UnsupportedCheckpoint(
-            f"is a DTensor placed as {printable(name)}, whose values are not in the files",
-            hint="redistribute it to Shard or Replicate before saving",
-        )
+        what = f"is a DTensor placed as {printable(name)}, whose values are not in the files"
+        hint = "redistribute it to Shard or Replicate before saving"
+        raise UnsupportedCheckpoint(what, hint=hint)
     state = _state(node.state)
     dim, factor = state.get("dim"), state.get("split_factor") if name == _STRIDED else 1
     if type(dim) is not int or type(factor) is not int or not 0 <= dim < dimensions or factor < 1:
@@ -287,10 +267,9 @@ def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) 
     split = [placement.dim for placement in placements if placement.dim is not None]
     said = "shard_order" in spec or any(placement.factor > 1 for placement in placements)
     if not ascending or (len(set(split)) < len(split) and not said):
-        raise UnsupportedCheckpoint(
-            "is a DTensor with one dimension that is split twice, in an unknown order",
-            hint="save it with torch.distributed.checkpoint, or with torch 2.9 or newer",
-        )
+        what = "is a DTensor with one dimension that is split twice, in an unknown order"
+        hint = "save it with torch.distributed.checkpoint, or with torch 2.9 or newer"
+        raise UnsupportedCheckpoint(what, hint=hint)
 
 
 # ------------------------------------------------------------------------------------------- meshes
@@ -306,7 +285,8 @@ def _mesh(state: dict[str, Node]) -> Mesh:
         shape, offsets = _layout(_attributes(state.get("_layout")))
         ranks = _rank_map(state)
     coordinate = state.get("_coordinate_on_dim")
-    if coordinate is None or len(place := _sizes(coordinate)) != len(shape):
+    place = () if coordinate is None else _sizes(coordinate)
+    if coordinate is None or len(place) != len(shape):
         raise UnsupportedCheckpoint("is a DTensor of a rank that is not in its mesh")
     if any(at >= size for at, size in zip(place, shape, strict=True)):
         raise MalformedCheckpoint("is a DTensor of a rank that is not in its mesh")
@@ -325,12 +305,10 @@ def _mesh(state: dict[str, Node]) -> Mesh:
 
 def _rank_map(state: dict[str, Node]) -> tuple[int, ...]:
     flat = state.get("_flatten_rank_map")
-    if type(flat) is tuple:
-        return _sizes_of_any_length(flat)
-    return _values(state.get("_rank_map"))
+    return _ranks(flat) if type(flat) is tuple else _values(state.get("_rank_map"))
 
 
-def _sizes_of_any_length(ranks: Sequence[Node]) -> tuple[int, ...]:
+def _ranks(ranks: Sequence[Node]) -> tuple[int, ...]:
     if any(type(rank) is not int or not 0 <= rank < 1 << 31 for rank in ranks):
         raise MalformedCheckpoint("is a DTensor whose mesh holds something other than ranks")
     return tuple(ranks)
@@ -342,12 +320,8 @@ def _values(ref: Node) -> tuple[int, ...]:
         raise UnsupportedCheckpoint("is a DTensor of an unknown mesh")
     _refuse_many(ref.numel, _ON_MESH)
     raw = b"".join(map(bytes, iter_chunks(ref)))
-    word = ref.dtype.itemsize
-    numbers = [
-        int.from_bytes(raw[at : at + word], "little", signed=True)
-        for at in range(0, len(raw), word)
-    ]
-    return _sizes_of_any_length(numbers)
+    code = "i" if ref.dtype.itemsize == 4 else "q"
+    return _ranks(struct.unpack(f"<{ref.numel}{code}", raw))
 
 
 def _layout(state: dict[str, Node]) -> tuple[Shape, list[int]]:

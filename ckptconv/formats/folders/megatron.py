@@ -10,24 +10,18 @@ Source: megatron/training/checkpointing.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptconv.formats.containers import open_file
+from ckptconv.formats.containers import all_open
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.support.errors import UnsupportedCheckpoint
 from ckptconv.tree.checkpoint import Checkpoint
 
 _RANK = re.compile(r"mp_rank_([0-9]{2,6})(?:_[0-9]{3,6}){0,2}").fullmatch
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _OPTIMIZER = ("distrib_optim.pt", "optim.pt")
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "model_parallel_size",
-)
+_SIZE = re.compile("(?:tensor_|pipeline_|expert_)?model_parallel_size").fullmatch
 _HINT = (
     "save it with --ckpt-format torch_dist, which is read, or convert it to one rank with "
     "Megatron's own tools"
@@ -52,26 +46,15 @@ def open_megatron(path: Location, home: Location, *_: object) -> Checkpoint:
     """
     files = _rank_files(path)
     if len(files) > 1:
-        raise _parallel(_kind(files), len(files), path)
-    checkpoint = open_file(within(files[0], home))
-    try:
+        ranks = {found[1] for file in files if (found := _RANK(file.parent.name))}
+        kind = "tensor-parallel" if len(ranks) > 1 else "pipeline- or expert-parallel"
+        what = f"is a {kind} checkpoint of {len(files)} ranks (mp_rank_XX) of Megatron-LM"
+        raise UnsupportedCheckpoint(f"{what}, which is not read", path=path, hint=_HINT)
+    with all_open(path, [within(files[0], home)], None) as (checkpoint,):
         _refuse_split(checkpoint.root, path)
-    except CheckpointError:
-        checkpoint.close()
-        raise
     left = [name for name in _OPTIMIZER if files[0].beside(name).is_file()]
     notes = [f"{name} beside it, which holds the optimizer's state, is left out" for name in left]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes))
-
-
-def _kind(files: Sequence[Location]) -> str:
-    tensor = {found[1] for file in files if (found := _RANK(file.parent.name))}
-    return "tensor-parallel" if len(tensor) > 1 else "pipeline- or expert-parallel"
-
-
-def _parallel(kind: str, ranks: int, path: Location) -> UnsupportedCheckpoint:
-    what = f"is a {kind} checkpoint of {ranks} ranks (mp_rank_XX) of Megatron-LM, which is not read"
-    return UnsupportedCheckpoint(what, path=path, hint=_HINT)
 
 
 def refuse_one_rank(checkpoint: Checkpoint, path: Location) -> None:
@@ -85,6 +68,6 @@ def _refuse_split(root: Node, path: Location) -> None:
     args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
     known = mapping_pairs(args.state if type(args) is Call else args) or ()
     for key, size in known:
-        if key in _SIZES and type(size) is int and size > 1:
+        if type(size) is int and size > 1 and type(key) is str and _SIZE(key):
             what = f"holds one rank of a model that was split over {size} ({key})"
             raise UnsupportedCheckpoint(what, path=path, hint=_HINT)

@@ -17,16 +17,17 @@ from ckptconv.formats.folders.dtensors import Shard, read_shard
 from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.substitution import substituted
 from ckptconv.support.errors import (
-    CheckpointError,
     IncompleteCheckpoint,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
+    errors_at,
     printable,
 )
+from ckptconv.support.text import first_few, first_few_in_short
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.stream import iter_chunks
-from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import TORCH_LOAD, Container
 from ckptconv.tree.labels import names_rank_state
 from ckptconv.tree.walk import labels_of, place_text, tensor_of, walk
@@ -61,11 +62,9 @@ def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
     ranks = [_read(checkpoint) for checkpoint in opened]
     for rank in ranks:
         if not rank.shards:
-            raise UnsupportedCheckpoint(
-                "holds no shards of tensors, so it is not the file of one rank",
-                path=rank.checkpoint.path,
-                hint="name one file, or the files of all ranks",
-            )
+            what = "holds no shards of tensors, so it is not the file of one rank"
+            hint = "name one file, or the files of all ranks"
+            raise UnsupportedCheckpoint(what, path=rank.checkpoint.path, hint=hint)
     refuse_flat((str(labels[-1]) for labels in ranks[0].shards), ranks[0].checkpoint.path)
     ranks.sort(key=lambda rank: rank.number)
     _refuse_duplicates(ranks)
@@ -74,23 +73,21 @@ def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
         _refuse_other_keys(ranks[0], rank)
     stand_ins = {}
     for labels, (node, _) in ranks[0].shards.items():
-        try:
+        with errors_at(path=ranks[0].checkpoint.path, where=_text(labels)):
             stand_ins[id(node)] = _joined([rank.shards[labels][1] for rank in ranks])
-        except CheckpointError as error:
-            raise error.at(path=ranks[0].checkpoint.path, where=_text(labels)) from error.__cause__
     return _as_one(ranks, stand_ins)
 
 
 def _as_one(ranks: Sequence[_Rank], stand_ins: dict[int, Node]) -> Checkpoint:
     first = ranks[0].checkpoint
-    notes = [*first.notes, *_disagreements(ranks)]
+    whole = whole_of([rank.checkpoint for rank in ranks], first.container, None, first.path)
     return replace(
         first,
         container=_of_ranks(first.container, len(ranks)),
         root=substituted(first.root, ranks[0].holders, stand_ins),
-        nbytes=sum(rank.checkpoint.nbytes for rank in ranks),
-        notes=tuple(notes),
-        sources=tuple(source for rank in ranks for source in rank.checkpoint.sources),
+        nbytes=whole.nbytes,
+        notes=(*first.notes, *_disagreements(ranks)),
+        sources=whole.sources,
     )
 
 
@@ -112,10 +109,8 @@ def _read(checkpoint: Checkpoint) -> _Rank:
     for place, node in walk(checkpoint.root, overlay):
         if is_shard(node):
             overlay[id(node)] = None  # what is inside is not looked at
-            try:
+            with errors_at(path=checkpoint.path, where=place_text(place)):
                 shards[tuple(labels_of(place))] = node, read_shard(node)
-            except CheckpointError as error:
-                raise error.at(path=checkpoint.path, where=place_text(place)) from error.__cause__
         elif (tensor := tensor_of(node)) is not None:
             others[tuple(labels_of(place))] = tensor
         else:
@@ -132,11 +127,9 @@ def _text(labels: Labels) -> str:
 def _refuse_duplicates(ranks: Sequence[_Rank]) -> None:
     for one, other in pairwise(ranks):
         if one.number == other.number:
-            raise MalformedCheckpoint(
-                f"is a file of rank {one.number}, and so is {printable(one.checkpoint.path)}",
-                path=other.checkpoint.path,
-                hint="name the file of each rank once",
-            )
+            what = f"is a file of rank {one.number}, and so is {printable(one.checkpoint.path)}"
+            hint = "name the file of each rank once"
+            raise MalformedCheckpoint(what, path=other.checkpoint.path, hint=hint)
 
 
 def _refuse_missing(ranks: Sequence[_Rank]) -> None:
@@ -150,21 +143,16 @@ def _refuse_missing(ranks: Sequence[_Rank]) -> None:
     }
     if not (missing := sorted(needed - given)):
         return
-    named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
-    what = (
-        f"holds rank {ranks[0].number}'s shards only"
-        if len(ranks) == 1
-        else f"{len(ranks)} files were named"
-    )
+    there = f"{len(ranks)} files were named"
+    if len(ranks) == 1:
+        there = f"holds rank {ranks[0].number}'s shards only"
+    what = f"but its tensors are split over {len(needed)} ranks; missing: rank"
+    every = "both ranks" if len(needed) == 2 else f"all {len(needed)} ranks"
     raise IncompleteCheckpoint(
-        f"{what}, but its tensors are split over {len(needed)} ranks; missing: rank {named}",
+        f"{there}, {what} {first_few([*map(str, missing)], 8)}",
         path=ranks[0].checkpoint.path,
-        hint=f"name the files of {_all_ranks(len(needed))}: ckptconv convert RANK0 RANK1 ... OUT",
+        hint=f"name the files of {every}: ckptconv convert RANK0 RANK1 ... OUT",
     )
-
-
-def _all_ranks(count: int) -> str:
-    return "both ranks" if count == 2 else f"all {count} ranks"
 
 
 def _refuse_other_keys(first: _Rank, other: _Rank) -> None:
@@ -174,13 +162,17 @@ def _refuse_other_keys(first: _Rank, other: _Rank) -> None:
         (first.others.keys(), other.others.keys()),
     ):
         if ours != theirs:
-            odd = next(iter(ours ^ theirs))
-            raise MalformedCheckpoint(
-                f"is in the file of only one of the ranks {first.number} and {other.number}",
-                path=other.checkpoint.path,
-                where=_text(odd),
-                hint="the files do not belong to one checkpoint",
-            )
+            what = f"is in the file of only one of the ranks {first.number} and {other.number}"
+            raise _strange(what, other, next(iter(ours ^ theirs)))
+
+
+def _strange(what: str, rank: _Rank, labels: Labels) -> MalformedCheckpoint:
+    return MalformedCheckpoint(
+        what,
+        path=rank.checkpoint.path,
+        where=_text(labels),
+        hint="the files do not belong to one checkpoint",
+    )
 
 
 def _joined(shards: Sequence[Shard]) -> TensorRef:
@@ -190,20 +182,14 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
     parts: dict[tuple[Shape, Shape], TensorRef] = {}
     for shard in shards:
         rank = shard.mesh.rank
-        if (shard.dtype, shard.shape, shard.placements) != (
-            first.dtype,
-            first.shape,
-            first.placements,
-        ):
-            raise MalformedCheckpoint(
-                f"the ranks {first.mesh.rank} and {rank} have it in different types, shapes or "
-                "placements"
-            )
+        ours, its = ((one.dtype, one.shape, one.placements) for one in (first, shard))
+        if ours != its:
+            what = "have it in different types, shapes or placements"
+            raise MalformedCheckpoint(f"the ranks {first.mesh.rank} and {rank} {what}")
         for number in shard.mesh.ranks if shard.is_split else ():
             if by_rank[number].mesh[:2] != shard.mesh[:2]:
-                raise MalformedCheckpoint(
-                    f"the ranks {number} and {rank} split it over different meshes"
-                )
+                what = "split it over different meshes"
+                raise MalformedCheckpoint(f"the ranks {number} and {rank} {what}")
         for start, ref in shard.parts():
             parts.setdefault((start, ref.shape), ref)
     whole = assembled(first.dtype, first.shape, [(start, ref) for (start, _), ref in parts.items()])
@@ -212,30 +198,19 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
 
 def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
     """Notes on tensors that each rank may have; `MalformedCheckpoint` where another one differs."""
-    own = []
+    own, first = [], ranks[0].number
     for labels, tensor in ranks[0].others.items():
-        for rank in ranks[1:]:
-            if _are_equal(tensor, rank.others[labels]):
-                continue
-            if not _is_of_a_rank(labels):
-                raise MalformedCheckpoint(
-                    f"is not a shard, but differs between the ranks {ranks[0].number} and "
-                    f"{rank.number}",
-                    path=rank.checkpoint.path,
-                    where=_text(labels),
-                    hint="the files do not belong to one checkpoint",
-                )
-            own.append(_text(labels))
-            break
-    named = printable(", ".join(own[:3])) + ", …" * (len(own) > 3)
-    return (
-        [
-            f"{len(own)} tensors differ on each rank; those of rank {ranks[0].number} are taken: "
-            f"{named}"
-        ]
-        if own
-        else []
-    )
+        others = (rank for rank in ranks[1:] if not _are_equal(tensor, rank.others[labels]))
+        if (odd := next(others, None)) is None:
+            continue
+        if not _is_of_a_rank(labels):
+            what = f"is not a shard, but differs between the ranks {first} and {odd.number}"
+            raise _strange(what, odd, labels)
+        own.append(_text(labels))
+    if not own:
+        return []
+    named = f"those of rank {first} are taken: {first_few_in_short(own, 3)}"
+    return [f"{len(own)} tensors differ on each rank; {named}"]
 
 
 def _is_of_a_rank(labels: Labels) -> bool:
@@ -262,12 +237,6 @@ def _checksum(ref: TensorRef) -> object:
     """
     if not ref.is_view or ref.storage.crc32 is None:
         return None
-    return (
-        ref.storage.crc32,
-        ref.storage.nbytes,
-        ref.storage_offset,
-        ref.stride,
-        ref.conj,
-        ref.neg,
-        ref.storage.big_endian,
-    )
+    held = ref.storage
+    lies = (ref.storage_offset, ref.stride, ref.conj, ref.neg)
+    return held.crc32, held.nbytes, held.big_endian, lies

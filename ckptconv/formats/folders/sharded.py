@@ -21,27 +21,27 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from ckptconv.formats.containers import first_reads, open_file
+from ckptconv.formats.containers import all_open, first_reads, open_file
 from ckptconv.formats.folders.alone import SPLIT, are_parts, has_shards, numbered
 from ckptconv.formats.folders.ranks import join_ranks
 from ckptconv.formats.folders.steps import weight_files
 from ckptconv.formats.hf_names import IS_INDEX
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, is_plain_path, read_small, within
-from ckptconv.pickles.nodes import ORDERED_DICT, Call, Node
+from ckptconv.pickles.nodes import Node, ordered_dict
 from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
-    LimitExceeded,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
+    errors_at,
     printable,
 )
 from ckptconv.support.json_text import read_object
-from ckptconv.support.limits import in_force
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.text import some_text
-from ckptconv.tree.checkpoint import Checkpoint, Part
+from ckptconv.tree.checkpoint import Checkpoint, Part, whole_of
 from ckptconv.tree.containers import UNKNOWN, Container
 
 _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
@@ -85,11 +85,12 @@ def _usual(folder: Location, variant: str = "") -> Location | None:
     """The weights in a folder that the libraries look for first, plain ones or those of a variant:
     an index or a file.
     """
-    names = {*folder.names()}
-    for end, dot, last in (name.rpartition(".") for name in _ORDER):
-        name = f"{end}.{variant}.{last}" if variant else f"{end}{dot}{last}"
-        if name in names and (file := folder.child(name)).is_file():
-            return file
+    there = {*folder.names()}
+    for usual in _ORDER:
+        end, _, last = usual.rpartition(".")
+        name = f"{end}.{variant}.{last}" if variant else usual
+        if name in there and folder.child(name).is_file():
+            return folder.child(name)
     return None
 
 
@@ -101,10 +102,9 @@ def variants(folder: Location) -> dict[str, Location]:
     """The variants of the weights in a folder, each with its index or its one file."""
     names = folder.names() if folder.is_folder() else []
     matches = (match for matches in _VARIANTS for name in names if (match := matches(name)))
-    found = {
-        name: _usual(folder, name) for name in dict.fromkeys(one["variant"] for one in matches)
-    }
-    return {name: file for name, file in found.items() if file is not None}
+    found = dict.fromkeys(match["variant"] for match in matches)
+    files = ((name, _usual(folder, name)) for name in found)
+    return {name: file for name, file in files if file is not None}
 
 
 def open_sharded(path: Location, _: Location, variant: str | None) -> Checkpoint:
@@ -134,10 +134,8 @@ def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterat
     what training keeps beside the weights, nor the weights in another form.
     """
     parts = {read.name, *(file.path.name for file in checkpoint.files)}
-    others = [
-        name for name in weight_files(folder) if name not in parts and not _ANOTHER_FORM(name)
-    ]
-    if others:
+    others = [name for name in weight_files(folder) if not _ANOTHER_FORM(name)]
+    if others := [name for name in others if name not in parts]:
         told = "1 other file is" if len(others) == 1 else f"{len(others):,} other files are"
         yield f"{read.name} is read; {told} beside it and not read: {some_text(others)}"
 
@@ -158,18 +156,17 @@ def _library(name: str) -> str:
 def _only_variant(folder: Location, found: Mapping[str, Location]) -> str:
     if len(found) > 1:
         what = f"holds {len(found)} variants of its weights, but not the plain weights"
-        raise AmbiguousStateDict(
-            what, path=folder, hint=f"choose one with --tag: {printable(', '.join(found), 500)}"
-        )
+        hint = f"choose one with --tag: {printable(', '.join(found), 500)}"
+        raise AmbiguousStateDict(what, path=folder, hint=hint)
     return next(iter(found))
 
 
 def _variant_notes(variant: str | None, found: Mapping[str, Location]) -> list[str]:
     named = printable(", ".join(name for name in found if name != variant), 500)
     notes = [f"the variant {printable(variant)} is read"] if variant is not None else []
-    return notes + [f"variants of the weights are here too; choose one with --tag: {named}"] * bool(
-        named
-    )
+    if named:
+        notes.append(f"variants of the weights are here too; choose one with --tag: {named}")
+    return notes
 
 
 def _plain(folder: Location) -> Location:
@@ -178,8 +175,7 @@ def _plain(folder: Location) -> Location:
         return found
     indexes = _indexes(folder)
     if len(indexes) > 1:
-        names = ", ".join(printable(item.name) for item in indexes)
-        what = f"holds {len(indexes)} indexes: {names}"
+        what = f"holds {len(indexes)} indexes: {', '.join(printable(one.name) for one in indexes)}"
         raise UnsupportedCheckpoint(what, path=folder, hint="name the index that you mean")
     return indexes[0]
 
@@ -197,11 +193,8 @@ def _open_index(index: Location) -> Checkpoint:
         if index.fingerprint() == before:
             return checkpoint
         checkpoint.close()
-    raise MalformedCheckpoint(
-        "is being replaced again and again",
-        path=index,
-        hint="wait until the program that writes it has finished",
-    )
+    hint = "wait until the program that writes it has finished"
+    raise MalformedCheckpoint("is being replaced again and again", path=index, hint=hint)
 
 
 _KEPT_OPEN = 400  # shards; a process may often open 1,024 files, and two checkpoints are compared
@@ -211,24 +204,18 @@ _TOGETHER = 128  # shards that are asked for at once, where they are over a netw
 def _open_set(index: Location) -> Checkpoint:
     weight_map, metadata = _read_index(index)
     shards: dict[str, Checkpoint] = {}
-    try:
+    with ExitStack() as opened:
         names = [*dict.fromkeys(weight_map.values())]
         pool = FilePool() if len(names) > kept_open(_KEPT_OPEN) else None
         for first in range(0, len(names), _TOGETHER):
             together = names[first : first + _TOGETHER]
             index.foresee([index.beside(name) for name in together], first_reads)
             for name in together:
-                shards[name] = open_file(_shard(index, name), pool)
+                shards[name] = opened.enter_context(open_file(_shard(index, name), pool))
         pairs = _pairs(index, weight_map, shards)
-    except BaseException:
-        for shard in shards.values():
-            shard.close()
-        raise
+        opened.pop_all()
     whole = joined(index.path, pairs, list(shards.values()))
-    part = _delta(metadata)
-    told = () if part is None else (f"{part.what}; {part.hint}",)
-    notes = (*whole.notes, *told)
-    return replace(whole, index_metadata=metadata, part=part, notes=notes)
+    return replace(whole, index_metadata=metadata).as_part(_delta(metadata))
 
 
 def _delta(metadata: Mapping[str, Any]) -> Part | None:
@@ -238,10 +225,8 @@ def _delta(metadata: Mapping[str, Any]) -> Part | None:
     encoding = metadata.get("delta_encoding")
     if encoding is None:
         return None
-    what = (
-        f"holds the changes since version {printable(metadata.get('base_version'))} of a model "
-        f"(delta_encoding {printable(encoding)}), not its weights"
-    )
+    since = f"holds the changes since version {printable(metadata.get('base_version'))} of a model"
+    what = f"{since} (delta_encoding {printable(encoding)}), not its weights"
     return Part(what, "have the program that wrote it apply them to that version, and convert that")
 
 
@@ -249,19 +234,10 @@ def joined(
     index: PurePath, pairs: list[tuple[str, Node]], shards: Sequence[Checkpoint]
 ) -> Checkpoint:
     """The checkpoint of shards that hold `pairs`; `index` is what is named for all of them."""
-    root = Call(ORDERED_DICT, ())
-    root.pairs = pairs
+    container = _of_shards(index.name, [shard.container for shard in shards])
     metadata = {name: value for shard in reversed(shards) for name, value in shard.metadata.items()}
-    return Checkpoint(
-        path=index,
-        container=_of_shards(index.name, [shard.container for shard in shards]),
-        root=root,
-        nbytes=sum(shard.nbytes for shard in shards),
-        metadata=metadata,
-        notes=tuple(dict.fromkeys(note for shard in shards for note in shard.notes)),
-        sources=tuple(source for shard in shards for source in shard.sources),
-        files=tuple(shards),
-    )
+    whole = whole_of(shards, container, ordered_dict(pairs), index)
+    return replace(whole, metadata=metadata, files=tuple(shards))
 
 
 def _of_shards(index: str, shards: Sequence[Container]) -> Container:
@@ -300,16 +276,10 @@ def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     for key, name in weight_map.items():
         if type(name) is not str or name not in plain:
             what = f"its shard {printable(str(name))} is not a plain file name"
-            raise MalformedCheckpoint(
-                what,
-                path=index,
-                where=key,
-                hint="it means another file on Windows; rename it, here too",
-            )
-    if (count := len(set(weight_map.values()))) > (most := in_force().shards):
-        raise LimitExceeded(
-            f"names {count} shards", limit="shards", allowed=most, needed=count, path=index
-        )
+            hint = "it means another file on Windows; rename it, here too"
+            raise MalformedCheckpoint(what, path=index, where=key, hint=hint)
+    count = len(set(weight_map.values()))
+    refuse_beyond("shards", count, f"names {count} shards", path=index)
     metadata = found.get("metadata")
     others = metadata.items() if isinstance(metadata, dict) else ()
     return weight_map, {name: value for name, value in others if name != "total_size"}
@@ -345,28 +315,25 @@ def _pairs(
     for name, shard in shards.items():
         for key, value in state_dict_pairs(shard):
             if key in held:
-                raise _malformed(
-                    index, key, f"is in two shards, {printable(held[key][0])} and {printable(name)}"
-                )
+                both = f"{printable(held[key][0])} and {printable(name)}"
+                raise _malformed(index, key, f"is in two shards, {both}")
             held[key] = name, value
     for key, name in weight_map.items():
         if held.get(key, ("",))[0] != name:
             raise _malformed(index, key, f"is not in {printable(name)}, where the index puts it")
     others = [key for key in held if key not in weight_map]
-    if extra := [key for key in others if shards[held[key][0]].metadata.get(key) not in held]:
-        raise _malformed(
-            index, extra[0], f"is in {printable(held[extra[0]][0])} but not in the index"
-        )
+    for key in others:
+        own = held[key][0]
+        if shards[own].metadata.get(key) not in held:
+            raise _malformed(index, key, f"is in {printable(own)} but not in the index")
     # the others are aliases of tied tensors
     return [(key, held[key][1]) for key in (*weight_map, *others)]
 
 
 def state_dict_pairs(shard: Checkpoint) -> list[tuple[str, Node]]:
     """The tensors of a shard by key."""
-    try:
+    with errors_at(path=shard.path):
         found = shard.state_dict()
-    except CheckpointError as error:
-        raise error.at(path=shard.path) from None
     return list(zip(found.keys, found.values, strict=True))
 
 
@@ -380,11 +347,9 @@ def is_parts(folder: Location) -> bool:
 
 def open_parts(folder: Location, *_: object) -> Checkpoint:
     """Open all parts in a folder; reads their directories, no payload."""
-    files, pool = [within(folder.child(name), folder) for name in weight_files(folder)], FilePool()
-    folder.foresee(files, first_reads)
-    with ExitStack() as opened:
-        whole = join_files([opened.enter_context(open_file(file, pool)) for file in files])
-        opened.pop_all()
+    files = [within(folder.child(name), folder) for name in weight_files(folder)]
+    with all_open(folder, files, FilePool()) as opened:
+        whole = join_files(opened)
     return replace(whole, path=folder.path)
 
 

@@ -23,6 +23,7 @@ from ckptconv.support.errors import (
     UnsupportedCheckpoint,
     printable,
 )
+from ckptconv.support.text import first_few
 
 Test = Callable[[Location], bool]
 
@@ -90,17 +91,12 @@ def chosen(folder: Location, tag: str | None, is_checkpoint: Test, is_empty: Tes
     """
     inside = _inside(folder, is_checkpoint, is_empty)
     if tag is not None:
-        return _as_chosen(
-            folder,
-            _named(folder, _by_number(tag, inside.folders), "--tag", inside, is_checkpoint),
-            inside,
-        )
+        return _named(folder, _by_number(tag, inside.folders), "--tag", inside, is_checkpoint)
     for pointer in POINTERS:
-        if folder.child(pointer.file).is_file():
-            name = pointer.name(_text(folder.child(pointer.file)))
-            return _as_chosen(
-                folder, _named(folder, name, pointer.file, inside, is_checkpoint), inside
-            )
+        file = folder.child(pointer.file)
+        if file.is_file():
+            text = read_start(file, "small_record_bytes").decode("utf-8", "replace").strip()
+            return _named(folder, pointer.name(text), pointer.file, inside, is_checkpoint)
     return _only(folder, inside)
 
 
@@ -148,10 +144,6 @@ def _numbers(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _text(file: Location) -> str:
-    return read_start(file, "small_record_bytes").decode("utf-8", "replace").strip()
-
-
 # ------------------------------------------------------------------------------------ what is meant
 
 
@@ -166,15 +158,14 @@ def _by_number(tag: str, names: Sequence[str]) -> str:
     """
     if tag in names or not re.fullmatch("[0-9]{1,18}", tag):
         return tag
-    found = [
-        name
-        for name in names
-        if (end := re.search("[-_]([0-9]{1,18})$", name)) and int(end[1]) == int(tag)
-    ]
+    ends = re.compile(rf".*[-_]0{{0,17}}{int(tag)}", re.DOTALL)
+    found = list(filter(ends.fullmatch, names))
     return found[0] if len(found) == 1 else tag
 
 
-def _named(folder: Location, name: str, named_by: str, inside: _Inside, is_checkpoint: Test) -> str:
+def _named(
+    folder: Location, name: str, named_by: str, inside: _Inside, is_checkpoint: Test
+) -> Chosen:
     if not is_plain_name(name):
         what = f"'{printable(name)}' is not a plain folder name"
         raise MalformedCheckpoint(what, path=folder, where=named_by, hint=NOT_PLAIN)
@@ -183,44 +174,34 @@ def _named(folder: Location, name: str, named_by: str, inside: _Inside, is_check
         what = f"names the step '{printable(name)}', which is not here"
         if named_by == "--tag":
             what = f"there is no step '{printable(name)}' here"
-        raise MalformedCheckpoint(
-            what, path=folder, where=named_by, hint=_choice((*inside.folders, *inside.files))
-        )
-    return name
-
-
-def _as_chosen(folder: Location, name: str, inside: _Inside) -> Chosen:
+        hint = _choice((*inside.folders, *inside.files))
+        raise MalformedCheckpoint(what, path=folder, where=named_by, hint=hint)
     others = [other for other in inside.folders if other != name]
     notes = [f"of its {'files' if name in inside.files else 'steps'}, {printable(name)} is read"]
-    notes += [f"the folder holds other steps too; {_choice(others)}"] * bool(others)
+    if others:
+        notes.append(f"the folder holds other steps too; {_choice(others)}")
     return Chosen(folder.child(name), tuple(notes))
 
 
 def _only(folder: Location, inside: _Inside) -> Chosen | None:
-    files = [name for name in inside.files if not _BESIDE(name)] or (
-        [] if inside.folders else list(inside.files)
-    )
+    files = [name for name in inside.files if not _BESIDE(name)]
+    if not files and not inside.folders:
+        files = list(inside.files)
     found = [*inside.folders, *files]
     if len(found) == 1 and not inside.around:
-        return Chosen(
-            within(folder.child(found[0]), folder),
-            (f"the only checkpoint in the folder is read: {printable(found[0])}",),
-        )
+        note = f"the only checkpoint in the folder is read: {printable(found[0])}"
+        return Chosen(within(folder.child(found[0]), folder), (note,))
     if inside.folders:
-        what = (
-            f"holds {len(found) + len(inside.around)} checkpoints but no file says which one to "
-            "read"
-        )
+        count = len(found) + len(inside.around)
+        what = f"holds {count} checkpoints but no file says which one to read"
         raise AmbiguousStateDict(what, path=folder, hint=_choice(found, inside.around))
     if inside.around:
         what = "is not a checkpoint, but folders in it are"
-        hint = f"name the one that you mean: {_listed((*inside.around, *files))}"
+        hint = f"name the one that you mean: {first_few((*inside.around, *files), _LISTED)}"
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     if files:
-        what, hint = (
-            f"is a folder of {len(files)} files without an index",
-            f"name the file that you mean, or all its parts: {_listed(files)}",
-        )
+        what = f"is a folder of {len(files)} files without an index"
+        hint = f"name the file that you mean, or all its parts: {first_few(files, _LISTED)}"
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
     return None
 
@@ -228,10 +209,10 @@ def _only(folder: Location, inside: _Inside) -> Chosen | None:
 _LISTED = 6
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(printable(name) for name in names[:_LISTED]) + ", …" * (len(names) > _LISTED)
-
-
 def _choice(names: Sequence[str], around: Sequence[str] = ()) -> str | None:
-    ways = [f"choose one with --tag: {printable(', '.join(names), 500)}"] * bool(names)
-    return "; ".join((*ways, *[f"or name the folder: {_listed(around)}"] * bool(around))) or None
+    ways = []
+    if names:
+        ways.append(f"choose one with --tag: {printable(', '.join(names), 500)}")
+    if around:
+        ways.append(f"or name the folder: {first_few(around, _LISTED)}")
+    return "; ".join(ways) or None

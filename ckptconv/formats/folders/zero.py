@@ -10,18 +10,14 @@ deepspeed/runtime/zero (0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
-from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, Call, Node, mapping_pairs
-from ckptconv.support.errors import (
-    LimitExceeded,
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    printable,
-)
-from ckptconv.support.limits import in_force
+from ckptconv.pickles.nodes import ABSENT, Call, Node, mapping_pairs, ordered_dict
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.flat_runs import Flat, Run, shaped
@@ -85,11 +81,8 @@ def _integer(node: Node) -> int:
 def _flat_group(node: Node, where: str) -> TensorRef:
     ref = tensor_of(node)
     if ref is None or len(ref.shape) != 1:
-        raise MalformedCheckpoint(
-            "a partition is not a flat tensor",
-            where=where,
-            hint="was its optimizer offloaded to NVMe?",
-        )
+        hint = "was its optimizer offloaded to NVMe?"
+        raise MalformedCheckpoint("a partition is not a flat tensor", where=where, hint=hint)
     return ref
 
 
@@ -97,10 +90,8 @@ def _paddings(node: Node) -> tuple[tuple[int, ...], ...] | None:
     if node is None:
         return None
     if type(node) not in (list, tuple) or not all(_are_sizes(group) for group in node):
-        raise MalformedCheckpoint(
-            "holds something other than sizes",
-            where="optimizer_state_dict.param_alignment_paddings",
-        )
+        where = "optimizer_state_dict.param_alignment_paddings"
+        raise MalformedCheckpoint("holds something other than sizes", where=where)
     return tuple(tuple(group) for group in node)
 
 
@@ -111,23 +102,15 @@ def _are_sizes(node: Node) -> bool:
 
 
 def _rank_count(node: Node) -> int:
+    where = "optimizer_state_dict.partition_count"
     counts = {_integer(count) for count in (node if type(node) in (list, tuple) else [node])}
     if len(counts) > 1:
-        raise UnsupportedCheckpoint(
-            "its groups are spread over different numbers of ranks (expert parallelism), which is "
-            "not read",
-            where="optimizer_state_dict.partition_count",
-        )
+        spread = "its groups are spread over different numbers of ranks (expert parallelism)"
+        raise UnsupportedCheckpoint(f"{spread}, which is not read", where=where)
     count = counts.pop() if counts else -1
     if not 1 <= count < 1 << 63:
-        raise MalformedCheckpoint(
-            "is not a number of ranks", where="optimizer_state_dict.partition_count"
-        )
-    if count > (most := in_force().shards):
-        where = "optimizer_state_dict.partition_count"
-        raise LimitExceeded(
-            f"says {count} ranks", limit="shards", allowed=most, needed=count, where=where
-        )
+        raise MalformedCheckpoint("is not a number of ranks", where=where)
+    refuse_beyond("shards", count, f"says {count} ranks", where=where)
     return count
 
 
@@ -150,11 +133,9 @@ def _name(node: Node, where: str) -> str:
 
 
 def _shape(node: Node, where: str) -> Shape:
-    sizes = (
-        node.args[0]
-        if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1
-        else node
-    )
+    sizes = node
+    if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1:
+        sizes = node.args[0]
     if not _are_sizes(sizes):
         raise MalformedCheckpoint("is not a shape", where=where)
     refuse_dimensions(len(sizes), where)
@@ -177,11 +158,8 @@ def join_parameters(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> di
     if ranks[0].stage == 3:
         return dict(_shares_joined(ranks, groups))
     _require_groups(ranks[0], groups)
-    return {
-        name: ref
-        for number, shapes in enumerate(groups)
-        for name, ref in _group_joined(ranks, number, shapes)
-    }
+    joined = (_group_joined(ranks, number, shapes) for number, shapes in enumerate(groups))
+    return dict(chain.from_iterable(joined))
 
 
 def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
@@ -189,11 +167,8 @@ def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
         what = f"names parameters of {len(groups)} groups, the ranks hold {len(states.groups)}"
         raise MalformedCheckpoint(what, where="param_shapes", hint=_WHOLE)
     if states.paddings is not None and list(map(len, states.paddings)) != list(map(len, groups)):
-        raise MalformedCheckpoint(
-            "does not have one number for each parameter",
-            where="param_alignment_paddings",
-            hint=_WHOLE,
-        )
+        what = "does not have one number for each parameter"
+        raise MalformedCheckpoint(what, where="param_alignment_paddings", hint=_WHOLE)
 
 
 def _group_joined(
@@ -217,24 +192,22 @@ def _shares_joined(
     ranks: Sequence[RankStates], groups: Sequence[Shapes]
 ) -> Iterator[tuple[str, TensorRef]]:
     """Stage 3: the parameters of all groups, end to end in each rank whatever its groups are."""
-    flats = [Flat(states.groups, f"rank {rank}") for rank, states in enumerate(ranks)]
-    if other := next(
-        (
-            flat
-            for flat in flats
-            if flat.numel != flats[0].numel or flat.dtype is not flats[0].dtype
-        ),
-        None,
-    ):
-        raise _wrong_sum(flats[0].numel, other.numel, "fp32_flat_groups")
+    first, *others = (Flat(states.groups, f"rank {rank}") for rank, states in enumerate(ranks))
+    for other in others:
+        if other.numel != first.numel or other.dtype is not first.dtype:
+            raise _wrong_sum(first.numel, other.numel, "fp32_flat_groups")
     at = 0
-    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
-        share = -(-prod(shape) // len(flats))
-        _refuse_beyond(at + share, flats[0].numel, name)
-        yield name, shaped(_shares(flats, at, prod(shape)), flats[0].dtype, shape)
+    for name, shape in _each(groups):
+        share = -(-prod(shape) // len(ranks))
+        _refuse_beyond(at + share, first.numel, name)
+        yield name, shaped(_shares([first, *others], at, prod(shape)), first.dtype, shape)
         at += share
-    if at != flats[0].numel:
-        raise _wrong_sum(at, flats[0].numel, "fp32_flat_groups")
+    if at != first.numel:
+        raise _wrong_sum(at, first.numel, "fp32_flat_groups")
+
+
+def _each(groups: Iterable[Shapes]) -> Iterator[tuple[str, Shape]]:
+    return ((name, shape) for shapes in groups for name, shape in shapes.items())
 
 
 def _shares(flats: Sequence[Flat], at: int, numel: int) -> Iterator[Run]:
@@ -251,26 +224,21 @@ def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> Tensor
     refs = [_flat_group(fragment, name) for fragment in fragments]
     share = -(-prod(shape) // len(refs))
     if any(ref.numel != share for ref in refs):
-        raise MalformedCheckpoint(
-            f"its shares do not have {share} elements each", where=name, hint=_WHOLE
-        )
+        what = f"its shares do not have {share} elements each"
+        raise MalformedCheckpoint(what, where=name, hint=_WHOLE)
     flat = Flat(refs, name)
     return shaped(flat.runs(0, prod(shape)), flat.dtype, shape)
 
 
 def _refuse_beyond(wanted: int, there: int, name: str) -> None:
     if wanted > there:
-        raise MalformedCheckpoint(
-            f"needs {wanted} elements of partitions that have {there}", where=name, hint=_WHOLE
-        )
+        what = f"needs {wanted} elements of partitions that have {there}"
+        raise MalformedCheckpoint(what, where=name, hint=_WHOLE)
 
 
 def _wrong_sum(wanted: int, there: int, where: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        f"its parameters take {wanted} elements, but its partitions have {there}",
-        where=where,
-        hint=_WHOLE,
-    )
+    what = f"its parameters take {wanted} elements, but its partitions have {there}"
+    return MalformedCheckpoint(what, where=where, hint=_WHOLE)
 
 
 # ----------------------------------------------------------------------------------- the state dict
@@ -302,16 +270,14 @@ class Weights:
             if type(name) is str and type(kept) is str and kept in self._found:
                 self._found[name] = self._found[kept]
         self._add_others(states["module"])
-        made = Call(ORDERED_DICT, ())
-        made.pairs = list(self._found.items())
+        made = ordered_dict(list(self._found.items()))
         made.state = states["module"].state if type(states["module"]) is Call else ABSENT
         return made
 
     def _add_buffers(self, states: Mapping[str, Node]) -> None:
         names: Node = states.get("buffer_names")
-        buffers = (
-            {name for name in names if type(name) is str} if type(names) in (list, tuple) else set()
-        )
+        listed = names if type(names) in (list, tuple) else ()
+        buffers = {name for name in listed if type(name) is str}
         for name, value in entries(states["module"]).items():
             if name in buffers and (ref := tensor_of(value)) is not None:
                 self._found[name] = self._widened(ref)
@@ -320,39 +286,31 @@ class Weights:
         shapes = states.get("frozen_param_shapes")
         fragments = [entries(of_rank.get("frozen_param_fragments")) for of_rank in self._states]
         groups = read_shapes(shapes, "frozen_param_shapes") if shapes is not None else []
-        for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+        for name, shape in _each(groups):
             if any(name not in of_rank for of_rank in fragments):
-                raise MalformedCheckpoint(
-                    "a frozen parameter has a shape, but no values", where=name, hint=_WHOLE
-                )
-            if self._stage == 3:
-                ref: TensorRef | None = join_fragments(
-                    [of_rank[name] for of_rank in fragments], shape, name
-                )
-            else:
-                ref = tensor_of(fragments[0][name])
+                what = "a frozen parameter has a shape, but no values"
+                raise MalformedCheckpoint(what, where=name, hint=_WHOLE)
+            shares = [of_rank[name] for of_rank in fragments]
+            is_cut = self._stage == 3
+            ref = join_fragments(shares, shape, name) if is_cut else tensor_of(shares[0])
             if ref is None or ref.shape != shape:
-                raise MalformedCheckpoint(
-                    "the values of a frozen parameter do not have its shape", where=name
-                )
+                what = "the values of a frozen parameter do not have its shape"
+                raise MalformedCheckpoint(what, where=name)
             # in the type that it was loaded in: no optimizer has an fp32 copy of it
             self._found[name] = ref
 
     def _add_others(self, module: Node) -> None:
         """What only the module holds: extra states, the frozen parameters of stage 1."""
-        others = [
-            (name, value) for name, value in entries(module).items() if name not in self._found
-        ]
-        empty = {name for name, value in others if self._is_placeholder(value)}
+        values = entries(module)
+        others = [name for name in values if name not in self._found]
+        empty = {name for name in others if self._is_placeholder(values[name])}
+        kept = {name: values[name] for name in others if name not in empty}
         if empty:
-            self.notes += (
-                f"without values in any file, so they are left out: {_some(sorted(empty))}",
-            )
-        kept = {name: value for name, value in others if name not in empty}
+            told = "without values in any file, so they are left out"
+            self.notes += (f"{told}: {_some(sorted(empty))}",)
         if kept:
-            self.notes += (
-                f"not in a partition, so they are taken from the model states: {_some(list(kept))}",
-            )
+            told = "not in a partition, so they are taken from the model states"
+            self.notes += (f"{told}: {_some(list(kept))}",)
         for name, value in kept.items():
             ref = tensor_of(value)
             self._found[name] = value if ref is None else self._widened(ref)
@@ -363,4 +321,5 @@ class Weights:
 
 
 def _some(names: list[str]) -> str:
-    return printable(", ".join(names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return printable(", ".join(names[:3])) + more

@@ -1,0 +1,148 @@
+"""What frameworks put beside the items of a DCP folder, and how they name what is in them.
+
+Megatron saves the parts of a checkpoint under flat keys, and what it does not shard in `common.pt`.
+Source: megatron/core/dist_checkpointing/mapping.py, 0.16.
+
+Lightning saves all that is not a tensor in `meta.pt`. Fabric keeps the user's own names in both.
+The Trainer's strategies have the model under ``model`` (FSDP) or ``state_dict``, and optimizers
+under ``optimizer_0``, ``optimizer_1``, …; Lightning's own consolidation gives them the names that
+its single files have. Source: lightning/fabric/utilities/load.py and
+lightning/pytorch/utilities/consolidate_checkpoint.py (2.6).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, Path
+from ckptconv.io.location import Location
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.support.errors import MalformedCheckpoint, printable
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.containers import Container
+
+CONTAINER = Container("DCP", "torch.distributed.checkpoint", is_folder=True)
+OF_MEGATRON = replace(CONTAINER, by="megatron", why_not="only Megatron opens it")
+
+
+class Flavour(NamedTuple):
+    """A writer of DCP folders: the file `beside` the items, which is `merged` with the tree of
+    them (and gives notes), the `paths` of the items, and the `fragments` among them that are left
+    out.
+    """
+
+    container: Container
+    beside: str
+    merged: Callable[[Dict, Checkpoint], tuple[Dict, tuple[str, ...]]]
+    paths: Callable[[Metadata], dict[str, Path]] = lambda metadata: metadata.paths
+    fragments: Callable[[Metadata], set[str]] = lambda _: set()
+
+
+def flavour_of(folder: Location, metadata: Metadata) -> Flavour:
+    """The writer of a folder; Lightning's is like any other but for its `meta.pt`."""
+    told_by = (MEGATRON.beside, _BACKENDS)
+    if metadata.is_megatron or all(folder.child(name).is_file() for name in told_by):
+        return MEGATRON
+    return LIGHTNING
+
+
+# ----------------------------------------------------------------------------------------- Megatron
+
+_BACKENDS = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
+_OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+").fullmatch
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.").match
+
+
+def _megatron_paths(metadata: Metadata) -> dict[str, Path]:
+    """Where Megatron's items belong: what is called ``optimizer.…`` is put under ``optimizer``,
+    every other tensor and extra state under ``model``. An object of several ranks,
+    ``NAME/shard_N_OF``, becomes a list.
+    """
+    if metadata.paths:
+        return metadata.paths
+    paths: dict[str, Path] = {}
+    counts: Counter[str] = Counter()
+    for key, entry in metadata.entries.items():
+        name: str = key
+        index: tuple[int, ...] = ()
+        if entry is None and (shard := _OBJECT(key)):
+            name, index = shard[1], (counts[shard[1]],)
+            counts[name] += 1
+        part: tuple[str, ...] = ()
+        if _OPTIMIZER(key):
+            part = ("optimizer",)
+        elif entry is not None or name.endswith("_extra_state"):
+            part = ("model",)
+        paths[key] = (*part, name, *index)
+    return paths
+
+
+def _flat_fragments(metadata: Metadata) -> set[str]:
+    """The optimizer's tensors that were stored in another shape; their own is not restored here."""
+    return {key for key in metadata.reshaped if _OPTIMIZER(key)}
+
+
+def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]:
+    """The parts of `common.pt` hung into the tree, dicts that both have entered."""
+    work = [(root, common.root, "")]
+    while work:
+        node, other, place = work.pop()
+        pairs = mapping_pairs(other)
+        if pairs is None or any(type(key) is not str for key, _ in pairs):
+            what = "is not a dict of names"
+            raise MalformedCheckpoint(what, path=common.path, where=place or None)
+        known = dict(node.pairs)
+        for label, value in pairs:
+            if label not in known:
+                node.pairs.append((label, value))
+            elif type(known[label]) is Dict and mapping_pairs(value) is not None:
+                work.append((known[label], value, f"{place}{label}."))
+            else:
+                what, where = f"is in {INDEX} too", f"{place}{label}"
+                raise MalformedCheckpoint(what, path=common.path, where=where)
+    return root, ()
+
+
+MEGATRON = Flavour(OF_MEGATRON, "common.pt", _with_common, _megatron_paths, _flat_fragments)
+
+
+# ---------------------------------------------------------------------------------------- Lightning
+
+_TRAINER = "pytorch-lightning_version"
+
+
+def _with_meta(root: Dict, meta: Checkpoint) -> tuple[Dict, tuple[str, ...]]:
+    """The two trees as one, and a note on what is left out: a `meta.pt` of somebody else, whose
+    names are not new ones.
+    """
+    left_out = f"{LIGHTNING.beside} beside it is left out:"
+    known = {key for key, _ in root.pairs}
+    pairs = mapping_pairs(meta.root)
+    if pairs is None or any(type(key) is not str for key, _ in pairs):
+        return root, (*meta.notes, f"{left_out} it holds no dict of names")
+    if twice := [key for key, _ in pairs if key in known]:
+        what = f"'{printable(twice[0])}' is in the checkpoint too"
+        return root, (*meta.notes, f"{left_out} {what}")
+    joined = Dict([*root.pairs, *pairs])
+    is_trainers = any(key == _TRAINER for key, _ in pairs)
+    return (_as_single_file(joined) if is_trainers else joined), meta.notes
+
+
+def _as_single_file(root: Dict) -> Dict:
+    """The tree with the Trainer's names: ``state_dict``, and a list of ``optimizer_states``."""
+    found: dict[Node, Node] = dict(root.pairs)
+    if "state_dict" not in found and "model" in found:
+        found["state_dict"] = found.pop("model")
+    optimizers: list[Node] = []
+    while "optimizer_states" not in found and (name := f"optimizer_{len(optimizers)}") in found:
+        optimizers.append(found.pop(name))
+    if optimizers:
+        found["optimizer_states"] = optimizers
+    return Dict(list(found.items()))
+
+
+LIGHTNING = Flavour(CONTAINER, "meta.pt", _with_meta)
