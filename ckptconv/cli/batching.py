@@ -20,6 +20,7 @@ from ckptconv.cli.options import (
     engine_options,
     fitting_options,
     key_options,
+    option,
     options_of,
     run_options,
 )
@@ -59,26 +60,27 @@ A line of a manifest: {"source": "a.pt", "output": "a.safetensors", "dtype": "bf
 Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each other's way.""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1)
-@click.option(
-    "--out-dir",
-    metavar="DIR",
-    type=NEW_FILE,
-    help="Where the outputs go of what is found below folders, each at the same place below DIR.",
+@option(
+    "--out-dir DIR",
+    "Where the outputs go of what is found below folders, each at the same place below DIR.",
+    NEW_FILE,
 )
 @engine_options
-@click.option("--shard", metavar="I/N", help="Only the I-th of N shares of the jobs, from 1 on.")
-@click.option(
-    "--report",
-    metavar="FILE",
-    type=NEW_FILE,
-    help="The file that tells what is done; a batch that is run again goes on by it.",
+@option("--shard I/N", "Only the I-th of N shares of the jobs, from 1 on.")
+@option(
+    "--report FILE",
+    "The file that tells what is done; a batch that is run again goes on by it.",
+    NEW_FILE,
 )
-@click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
-@click.option("--on-error", type=click.Choice(["continue", "stop"]), default="continue",
-              show_default=True, help="After a failure, go on or begin nothing more.")  # fmt: skip
-@click.option("--status", is_flag=True, help="PATHs are reports: say how far they are.")
-@click.option("--html", metavar="FILE", type=NEW_FILE,
-              help="Write a page about what became of each.")  # fmt: skip
+@option("--retry-failed", "Try again what failed in an earlier run.")
+@option(
+    "--on-error",
+    "After a failure, go on or begin nothing more.",
+    ["continue", "stop"],
+    default="continue",
+)
+@option("--status", "PATHs are reports: say how far they are.")
+@option("--html FILE", "Write a page about what became of each.", NEW_FILE)
 @conversion_options
 @key_options("strip")
 @fitting_options

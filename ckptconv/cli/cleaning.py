@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptconv.cli.options import FILE, LIMIT
+from ckptconv.cli.options import FILE, JSON, LIMIT, option
 from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
@@ -26,15 +26,14 @@ Examples:
 Exit code: 0 done, or there is nothing, 1 it cannot be, 2 wrong usage.""",
 )
 @click.argument("url", metavar="URL", type=FILE)
-@click.option("--abort", is_flag=True, help="Abort them. Without it they are only listed.")
-@click.option(
-    "--older-than",
-    metavar="HOURS",
-    type=click.FloatRange(min=0),
-    help="Only uploads that were begun so many hours ago; another process may still be writing.",
+@option("--abort", "Abort them. Without it they are only listed.")
+@option(
+    "--older-than HOURS",
+    "Only uploads that were begun so many hours ago; another process may still be writing.",
+    click.FloatRange(min=0),
 )
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> None:
     """List the unfinished uploads whose keys begin with URL, and hidden objects that ckptconv made
     there; with --abort, remove them.

@@ -13,6 +13,7 @@ from ckptconv.cli.converting import execute, refused_output, show_plan
 from ckptconv.cli.options import (
     RuleCommand,
     is_for_stdout,
+    option,
     options_of,
     output_options,
     refuse_missing,
@@ -37,12 +38,7 @@ Examples:
 Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
-@click.option(
-    "--prefix",
-    metavar="IN=PREFIX",
-    multiple=True,
-    help="Put PREFIX before the keys of this IN. Repeatable.",
-)
+@option("--prefix IN=PREFIX", "Put PREFIX before the keys of this IN. Repeatable.", multiple=True)
 def merge(prefix: tuple[str, ...], **given: Any) -> None:
     """Put the state dicts of several checkpoints IN into one, OUT, in their order.
 
@@ -76,15 +72,12 @@ Examples:
 Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
-@click.option(
-    "--weights", metavar="NUMBERS", help="One positive number for each IN: 1,1,2 (default: equal)."
-)
-@click.option(
+@option("--weights NUMBERS", "One positive number for each IN: 1,1,2 (default: equal).")
+@option(
     "--integers",
-    type=click.Choice(["same", "first", "last"]),
+    "Integers and bools have no mean: they must be the same in all, or are those of one.",
+    ["same", "first", "last"],
     default="same",
-    show_default=True,
-    help="Integers and bools have no mean: they must be the same in all, or are those of one.",
 )
 def average(weights: str | None, integers: Any, **given: Any) -> None:
     """Write the weighted mean of the state dicts of several checkpoints IN to OUT.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.cli.options import JSON, option
 from ckptconv.cli.terminal import errors_shown, print_json, print_lines
 from ckptconv.support.errors import printable
 
@@ -25,25 +26,16 @@ Examples:
 Exit code of --export: 0 done, or nothing to print because this host has no GPUs; \
 1 too few GPUs qualify.""",
 )
-@click.option(
+@option(
     "--export",
-    is_flag=True,
-    help="Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first.",
+    "Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first.",
 )
-@click.option(
-    "--count", metavar="N", type=click.IntRange(1), help="With --export: choose this many GPUs."
+@option("--count N", "With --export: choose this many GPUs.", click.IntRange(1))
+@option("--min-free SIZE", "With --export: only GPUs with this much free memory, such as 8GB.")
+@option(
+    "--shell", "With --export: for this shell (default: sh).", ["sh", "fish", "powershell", "cmd"]
 )
-@click.option(
-    "--min-free",
-    metavar="SIZE",
-    help="With --export: only GPUs with this much free memory, such as 8GB.",
-)
-@click.option(
-    "--shell",
-    type=click.Choice(["sh", "fish", "powershell", "cmd"]),
-    help="With --export: for this shell (default: sh).",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def devices(export: bool, as_json: bool, **given: Any) -> None:
     """Show the devices of this host with their free memory, or choose the GPUs that a program
     should see.

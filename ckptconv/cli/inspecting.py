@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli.completion import offer_devices
-from ckptconv.cli.options import FILE, LIMIT, TAG, FileCommand
+from ckptconv.cli.options import FILE, JSON, LIMIT, TAG, FileCommand, option
 from ckptconv.cli.progress_display import READING, progress_shown
 from ckptconv.cli.terminal import (
     errors_shown,
@@ -41,17 +41,11 @@ Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not porta
 2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@click.option(
-    "--depth",
-    type=click.IntRange(0, 50),
-    default=2,
-    show_default=True,
-    help="How many levels of the tree to show.",
-)
-@click.option("--portable", is_flag=True, help="Exit with 1 if a checkpoint is not portable.")
+@option("--depth", "How many levels of the tree to show.", click.IntRange(0, 50), default=2)
+@option("--portable", "Exit with 1 if a checkpoint is not portable.")
 @TAG
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def inspect(
     sources: tuple[Path, ...], depth: int, portable: bool, tag: str | None, as_json: bool
 ) -> None:
@@ -111,33 +105,22 @@ Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), \
 device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@click.option(
-    "--like",
-    metavar="OTHER",
-    type=FILE,
-    help="Check the keys against this checkpoint, index or list of keys.",
+@option("--like OTHER", "Check the keys against this checkpoint, index or list of keys.", FILE)
+@option(
+    "--model PACKAGE.MODULE:CALLABLE",
+    "Check the keys against the model that this callable builds. Imports code.",
 )
-@click.option(
-    "--model",
-    metavar="PACKAGE.MODULE:CALLABLE",
-    help="Check the keys against the model that this callable builds. Imports code.",
-)
-@click.option(
-    "--device",
-    metavar="TAG",
+@option(
+    "--device TAG",
+    "Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.",
     shell_complete=offer_devices,
-    help="Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.",
 )
-@click.option(
-    "--values", is_flag=True, help="Read the tensors too, to find damage, NaN and infinite values."
-)
-@click.option(
-    "--strict", is_flag=True, help="Exit with 1 for warnings too, such as NaN with --values."
-)
-@click.option("--size", is_flag=True, help="Also say what a smaller dtype would save.")
+@option("--values", "Read the tensors too, to find damage, NaN and infinite values.")
+@option("--strict", "Exit with 1 for warnings too, such as NaN with --values.")
+@option("--size", "Also say what a smaller dtype would save.")
 @TAG
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any) -> None:
     """Say why checkpoint IN does not load on this host, or would disappoint, and which command
     fixes it. Several INs are several checkpoints, or one where they are the files of all its ranks.

@@ -16,12 +16,14 @@ from ckptconv.cli.completion import (
 )
 from ckptconv.cli.options import (
     FILE,
+    JSON,
     LIMIT,
     NEW_FILE,
     RuleCommand,
     choice_options,
     comparison,
     key_options,
+    option,
 )
 from ckptconv.cli.progress_display import COMPARING, SCANNING, progress_shown
 from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines, show_error
@@ -51,47 +53,35 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @click.argument("b", metavar="B", type=FILE)
 @choice_options
 @key_options("keep")
-@click.option(
-    "--only",
-    metavar="PATH",
+@option(
+    "--only PATH",
+    "Compare one part of both, such as state_dict or ema.",
     shell_complete=offer_parts_of_a,
-    help="Compare one part of both, such as state_dict or ema.",
 )
-@click.option(
-    "--only-b",
-    metavar="PATH",
+@option(
+    "--only-b PATH",
+    "The part of B, if it has another path there ('' means all of B).",
     shell_complete=offer_parts_of_b,
-    help="The part of B, if it has another path there ('' means all of B).",
 )
-@click.option(
-    "--tag",
-    metavar="TAG",
+@option(
+    "--tag TAG",
+    "The step or variant to read, if A is a folder of several: step-500, fp16.",
     shell_complete=offer_steps_of_a,
-    help="The step or variant to read, if A is a folder of several: step-500, fp16.",
 )
-@click.option("--tag-b", metavar="TAG", shell_complete=offer_steps_of_b, help="The same for B.")
-@click.option(
-    "--whole", is_flag=True, help="Compare everything in the files: optimizers and numbers too."
+@option("--tag-b TAG", "The same for B.", shell_complete=offer_steps_of_b)
+@option("--whole", "Compare everything in the files: optimizers and numbers too.")
+@option(
+    "--atol NUMBER", "Absolute tolerance: |a - b| <= atol + rtol * |b|.", click.FloatRange(min=0)
 )
-@click.option(
-    "--atol",
-    metavar="NUMBER",
-    type=click.FloatRange(min=0),
-    help="Absolute tolerance: |a - b| <= atol + rtol * |b|.",
-)
-@click.option("--rtol", metavar="NUMBER", type=click.FloatRange(min=0), help="Relative tolerance.")
-@click.option("--equal-nan", is_flag=True, help="With a tolerance: NaN equals NaN.")
-@click.option(
-    "--ignore-dtype", is_flag=True, help="Compare tensors of different dtypes by their values."
-)
-@click.option("--strict-device", is_flag=True, help="Count different device tags as a difference.")
-@click.option(
-    "--html", metavar="FILE", type=NEW_FILE, help="Also write a page to look at (ckptconv report)."
-)
-@click.option("-f", "--force", is_flag=True, help="With --html: replace a file that exists.")
+@option("--rtol NUMBER", "Relative tolerance.", click.FloatRange(min=0))
+@option("--equal-nan", "With a tolerance: NaN equals NaN.")
+@option("--ignore-dtype", "Compare tensors of different dtypes by their values.")
+@option("--strict-device", "Count different device tags as a difference.")
+@option("--html FILE", "Also write a page to look at (ckptconv report).", NEW_FILE)
+@option("-f --force", "With --html: replace a file that exists.")
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
+@JSON
+@option("-q --quiet", "Print nothing; only the exit code answers.")
 def diff(
     a: Path,
     b: Path,
@@ -154,10 +144,10 @@ Unknown: names that ordinary checkpoints do not have, and files that cannot be s
 gzip, bzip2, xz, 7z, ...""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1, required=True)
-@click.option("--strict", is_flag=True, help="Exit with 1 also if something is unknown.")
+@option("--strict", "Exit with 1 also if something is unknown.")
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only the exit code answers.")
+@JSON
+@option("-q --quiet", "Print nothing; only the exit code answers.")
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
     """Say whether the files and folders at PATH are safe to load.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import Field, fields
 from pathlib import Path
 from shlex import quote
@@ -139,6 +139,26 @@ def _word(name: str) -> str:
     return name.replace("_", "-")
 
 
+def option(
+    words: str, told: str, kind: click.ParamType[Any] | Sequence[str] | None = None, **settings: Any
+) -> Callable[[F], F]:
+    """An option as the help shows it: its names and what it calls a value (``-o --output FILE``),
+    what is told of it, and its type, or the words to choose from. With neither it is a flag.
+    """
+    names = [word for word in words.split() if word.startswith("-")]
+    metavar = " ".join(word for word in words.split() if not word.startswith("-")) or None
+    if kind is not None:
+        settings["type"] = kind if isinstance(kind, click.ParamType) else click.Choice(kind)
+    return click.option(
+        *names,
+        metavar=metavar,
+        help=told,
+        is_flag=metavar is None and kind is None,
+        show_default="default" in settings,
+        **settings,
+    )
+
+
 RULES = ("strip_prefix", "add_prefix", "rename", "regex", "preset", "rules", "reverse")
 CHOICES = ("include", "exclude")
 FITTING = ("like", "model", "drop_unexpected")
@@ -196,23 +216,33 @@ def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
     return command
 
 
-TAG = click.option(
-    "--tag",
-    metavar="TAG",
+TAG = option(
+    "--tag TAG",
+    "The step or variant to read, if IN is a folder of several: step-500, 500, fp16.",
     shell_complete=offer_steps,
-    help="The step or variant to read, if IN is a folder of several: step-500, 500, fp16.",
 )
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
 
-def _limits_set(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:
-    """Set the limits that the command runs under."""
-    if given:
-        from ckptconv.support.limits import limits
+def _while_it_runs(
+    words: str, told: str, during: Callable[[Any], AbstractContextManager[Any]], **settings: Any
+) -> Callable[[F], F]:
+    """An option that the command does not see: it runs within what `during` makes of the value."""
 
-        try:
-            ctx.with_resource(limits(**dict(map(_limit, given))))
-        except (CheckpointError, TypeError, ValueError) as error:
-            raise click.UsageError(str(error)) from None
+    def enter(ctx: click.Context, _: click.Parameter, given: Any) -> None:
+        if given:
+            try:
+                ctx.with_resource(during(given))
+            except (CheckpointError, TypeError, ValueError) as error:
+                raise click.UsageError(str(error)) from None
+
+    return option(words, told, expose_value=False, is_eager=True, callback=enter, **settings)
+
+
+def _under_limits(given: Sequence[str]) -> AbstractContextManager[Any]:
+    from ckptconv.support.limits import limits
+
+    return limits(**dict(map(_limit, given)))
 
 
 def _limit(text: str) -> tuple[str, float]:
@@ -233,55 +263,40 @@ def _limit(text: str) -> tuple[str, float]:
         ) from None
 
 
-def _hosts_allowed(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:
-    """Allow the hosts while the command runs."""
-    if given:
-        from ckptconv.io.remote.hosts import allowing_hosts
+def _reading_unpinned(_: bool) -> AbstractContextManager[Any]:
+    from ckptconv.support.limits import limits
 
-        ctx.with_resource(allowing_hosts(",".join(given)))
+    return limits(unpinned=True)
 
 
-_LIMIT = click.option(
-    "--limit",
-    metavar="NAME=VALUE",
+def _allowing_hosts(given: Sequence[str]) -> AbstractContextManager[Any]:
+    from ckptconv.io.remote.hosts import allowing_hosts
+
+    return allowing_hosts(",".join(given))
+
+
+_LIMIT = _while_it_runs(
+    "--limit NAME=VALUE",
+    "Raise a limit that an error named, such as pickle_bytes=4GiB.",
+    _under_limits,
     multiple=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_limits_set,
-    help="Raise a limit that an error named, such as pickle_bytes=4GiB.",
 )
-
-
-def _unpinned_read(ctx: click.Context, _: click.Parameter, given: bool) -> None:
-    """Read what no server pins, while the command runs."""
-    if given:
-        from ckptconv.support.limits import limits
-
-        ctx.with_resource(limits(unpinned=True))
-
-
-_UNPINNED = click.option(
+_UNPINNED = _while_it_runs(
     "--unpinned",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_unpinned_read,
-    help="Read a file of a server that tells neither tag nor date of it: it must not change.",
+    "Read a file of a server that tells neither tag nor date of it: it must not change.",
+    _reading_unpinned,
 )
-_ALLOW_HOSTS = click.option(
-    "--allow-hosts",
-    metavar="HOST,...",
+_ALLOW_HOSTS = _while_it_runs(
+    "--allow-hosts HOST,...",
+    "Hosts of this network that a web server may redirect to, such as store.lan:9000.",
+    _allowing_hosts,
     multiple=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_hosts_allowed,
-    help="Hosts of this network that a web server may redirect to, such as store.lan:9000.",
 )
 
 
 def LIMIT(command: F) -> F:
     """What every command that reads may be allowed."""
-    return _LIMIT(_ALLOW_HOSTS(_UNPINNED(command)))
+    return _with_options(command, [_LIMIT, _ALLOW_HOSTS, _UNPINNED])
 
 
 def output_options(command: F) -> F:
@@ -313,13 +328,11 @@ def fitting_options(command: F) -> F:
 
 def engine_options(command: F) -> F:
     """The options of who does the work."""
+    engines = ("serial", "processes", "ray")
     return _with_options(command, [
-        click.option("--jobs", metavar="N", type=click.IntRange(min=1),
-                     help="Workers at a time (default: one for each core)."),
-        click.option("--engine", type=click.Choice(["serial", "processes", "ray"]),
-                     help="Who works (default: processes, or serial with --jobs 1)."),
-        click.option("--address", metavar="ADDRESS",
-                     help="With --engine ray: the cluster; auto finds it."),
+        option("--jobs N", "Workers at a time (default: one for each core).", click.IntRange(1)),
+        option("--engine", "Who works (default: processes, or serial with --jobs 1).", engines),
+        option("--address ADDRESS", "With --engine ray: the cluster; auto finds it."),
     ])  # fmt: skip
 
 
@@ -350,18 +363,16 @@ def _conversion_options() -> list[Callable[[F], F]]:
 def _run_options() -> list[Callable[[F], F]]:
     """How the output is made, and what is printed of it."""
     return [
-        click.option("-f", "--force", is_flag=True,
-            help="Replace OUT if it exists. OUT may be IN."),
-        click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be "
-                                                           "written."),
-        click.option("--verify", is_flag=True,
-                     help="Read the output back and compare every tensor with IN before OUT is "
-                          "put in place."),
-        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk. The replacement "
-                                                      "of OUT stays atomic."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
-        click.option("-q", "--quiet", is_flag=True, help="Print only errors."),
-    ]  # fmt: skip
+        option("-f --force", "Replace OUT if it exists. OUT may be IN."),
+        option("-n --dry-run", "Write nothing; say what would be written."),
+        option(
+            "--verify",
+            "Read the output back and compare every tensor with IN before OUT is put in place.",
+        ),
+        option("--no-fsync", "Do not wait for the disk. The replacement of OUT stays atomic."),
+        JSON,
+        option("-q --quiet", "Print only errors."),
+    ]
 
 
 def refuse_missing(given: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, TAG, FileCommand
+from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, FileCommand, option
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
 from ckptconv.cli.terminal import (
     errors_shown,
@@ -40,32 +40,25 @@ Examples:
 Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@click.option(
-    "--only",
-    metavar="PATH",
-    shell_complete=offer_parts,
-    help="Look at one part, such as state_dict or optimizer.",
+@option(
+    "--only PATH", "Look at one part, such as state_dict or optimizer.", shell_complete=offer_parts
 )
-@click.option(
-    "--match", metavar="GLOB", multiple=True, help="Only tensors whose names match. Repeatable."
-)
-@click.option(
+@option("--match GLOB", "Only tensors whose names match. Repeatable.", multiple=True)
+@option(
     "--sort",
-    type=click.Choice(SORTS),
+    "Sort by this, the largest first (name: A to Z; nan: infinite ones too).",
+    SORTS,
     default="order",
-    show_default=True,
-    help="Sort by this, the largest first (name: A to Z; nan: infinite ones too).",
 )
-@click.option("--top", metavar="COUNT", type=click.IntRange(min=1), help="Only the first so many.")
-@click.option(
-    "--histogram",
-    metavar="GLOB",
+@option("--top COUNT", "Only the first so many.", click.IntRange(min=1))
+@option(
+    "--histogram GLOB",
+    "Draw histogram and quantiles of the tensors whose names match. Repeatable.",
     multiple=True,
-    help="Draw histogram and quantiles of the tensors whose names match. Repeatable.",
 )
 @TAG
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def stats(
     source: Path,
     sort: Any,
@@ -115,21 +108,16 @@ Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage."
 )
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("names", metavar="TENSOR [INDICES] ...", nargs=-1, required=True)
-@click.option(
-    "--npy", metavar="FILE", type=NEW_FILE, help="Write the values to a file of numpy instead."
+@option("--npy FILE", "Write the values to a file of numpy instead.", NEW_FILE)
+@option(
+    "--npz FILE",
+    "Write the values of several tensors to an archive of numpy, under their names.",
+    NEW_FILE,
 )
-@click.option(
-    "--npz",
-    metavar="FILE",
-    type=NEW_FILE,
-    help="Write the values of several tensors to an archive of numpy, under their names.",
-)
-@click.option(
-    "-f", "--force", is_flag=True, help="Replace the file of --npy or --npz if it exists."
-)
+@option("-f --force", "Replace the file of --npy or --npz if it exists.")
 @TAG
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def show(
     source: Path,
     names: tuple[str, ...],
@@ -215,27 +203,18 @@ Examples:
 Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@click.option(
-    "-o", "--output", metavar="FILE", type=NEW_FILE, required=True, help="The page, an HTML file."
+@option("-o --output FILE", "The page, an HTML file.", NEW_FILE, required=True)
+@option("--values", "Read the tensors: statistics, histograms and quantiles.")
+@option("--against OTHER", "Compare with this checkpoint, as diff does.", FILE)
+@option("-f --force", "Replace a file that exists.")
+@option(
+    "--only PATH", "Tell of one part, such as state_dict or optimizer.", shell_complete=offer_parts
 )
-@click.option(
-    "--values", is_flag=True, help="Read the tensors: statistics, histograms and quantiles."
-)
-@click.option(
-    "--against", metavar="OTHER", type=FILE, help="Compare with this checkpoint, as diff does."
-)
-@click.option("-f", "--force", is_flag=True, help="Replace a file that exists.")
-@click.option(
-    "--only",
-    metavar="PATH",
-    shell_complete=offer_parts,
-    help="Tell of one part, such as state_dict or optimizer.",
-)
-@click.option("--only-against", metavar="PATH", help="The same for OTHER, if it is another part.")
+@option("--only-against PATH", "The same for OTHER, if it is another part.")
 @TAG
-@click.option("--tag-against", metavar="TAG", help="The same for OTHER.")
+@option("--tag-against TAG", "The same for OTHER.")
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
     """Write one HTML file about checkpoint IN: what is in it and whether it is portable and safe, a
     map by bytes, a table to search and sort, shared storages.
