@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 
 if TYPE_CHECKING:
-    from ckptconv.io.remote.store import Unfinished
+    from ckptconv.io.remote.store import Store, Unfinished
 
 
 @click.command(
@@ -43,19 +44,15 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
     they look the same.
     """
     with errors_shown(as_json):
-        root, found = _found(url, older_than)
+        store, found = _found(url, older_than)
         if abort:
-            _abort(url, found)
+            _abort(store, found)
     if as_json:
-        print_json(
-            {
-                "uploads": [
-                    {"path": root + item.key, "begun": item.begun, "bytes": item.nbytes}
-                    for item in found
-                ],
-                "aborted": abort,
-            }
-        )
+        listed = [
+            {"path": store.root + item.key, "begun": item.begun, "bytes": item.nbytes}
+            for item in found
+        ]
+        print_json({"uploads": listed, "aborted": abort})
         return
     from ckptconv.support.report import Row
     from ckptconv.support.text import count_text, size_text
@@ -63,18 +60,16 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
     what = count_text(len(found), "unfinished upload")
     done = "aborted" if abort else "found; add --abort to remove them"
     print_headline(f"{what} {done}" if found else "no unfinished uploads")
-    print_lines(
-        Row(
-            item.begun[:16].replace("T", " ") or "unknown",
-            f"{printable(root + item.key)}"
-            + ("" if item.nbytes is None else f", {size_text(item.nbytes)}"),
-        )
-        for item in found
-    )
+    rows = []
+    for item in found:
+        size = "" if item.nbytes is None else f", {size_text(item.nbytes)}"
+        begun = item.begun[:16].replace("T", " ") or "unknown"
+        rows.append(Row(begun, f"{printable(store.root + item.key)}{size}"))
+    print_lines(rows)
 
 
-def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
-    """The address that keys follow, and what is unfinished."""
+def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]:
+    """The store, and what is unfinished in it."""
     from ckptconv.io.places import place_of
     from ckptconv.io.remote.output import asked
     from ckptconv.io.remote.place import RemotePlace
@@ -96,7 +91,7 @@ def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
     if older_than is not None:
         latest = datetime.now(timezone.utc) - timedelta(hours=older_than)
         found = [item for item in found if _begun(item) <= latest]
-    return store.root, found
+    return store, found
 
 
 def _begun(item: Unfinished) -> datetime:
@@ -108,23 +103,17 @@ def _begun(item: Unfinished) -> datetime:
     return begun if begun.tzinfo is not None else begun.replace(tzinfo=timezone.utc)
 
 
-def _abort(url: Any, found: list[Unfinished]) -> None:
-    from functools import partial
-
-    from ckptconv.io.places import place_of
+def _abort(store: Store, found: list[Unfinished]) -> None:
     from ckptconv.io.remote.output import asked
-    from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError
 
-    place = place_of(url)
-    assert isinstance(place, RemotePlace)
     failed: list[CheckpointError] = []
     for item in found:
         try:
-            asked(partial(place.site.store.abort, item))
+            asked(partial(store.abort, item))
         except StoreError as error:
             if error.kind != "missing":  # another process was quicker
-                failed.append(told(error, UrlPath(place.site.store.locate(item.key))))
+                failed.append(told(error, UrlPath(store.locate(item.key))))
     if failed:
         raise failed[0]

@@ -15,13 +15,13 @@ import click
 
 from ckptconv import __version__
 from ckptconv.cli.terminal import (
+    SILENT,
     Unprinted,
     begin_traffic,
     colors,
     fail,
     fill_closed_streams,
-    is_json_asked,
-    is_silent,
+    is_asked,
     print_ending_json,
     print_lines,
     show_page,
@@ -84,7 +84,7 @@ class Program(click.Group):
                 with on_command_line():
                     return super().invoke(ctx)
             finally:
-                if not is_silent(sys.argv[1:]):
+                if not is_asked(*SILENT):
                     tell_traffic()
                 # here, for the interpreter's own flush would come too late to tell
                 sys.stdout.flush()
@@ -176,67 +176,55 @@ def main() -> None:
     stop_in_good_order()
     fill_closed_streams()
     take_any_text()
-    as_json = is_json_asked(sys.argv[1:])
     try:
         with one_run(), warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # notes say the same
             cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
         sys.stdout.flush()
-        _stop_if_missed(as_json)
+        _stop_if_missed()
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
         what = printable(error.format_message(), 2000).rstrip(".")
-        stop("UsageError", what, 2, as_json=as_json, hint=f"see {program} --help")
+        stop("UsageError", what, 2, hint=f"see {program} --help")
     except click.ClickException as error:
-        stop(type(error).__name__, printable(error.format_message(), 2000), 1, as_json=as_json)
+        stop(type(error).__name__, printable(error.format_message(), 2000), 1)
     except (KeyboardInterrupt, click.Abort):
-        stop("Interrupted", "interrupted; no unfinished file was left behind", 130, as_json=as_json)
+        stop("Interrupted", _INTERRUPTED, 130)
     except SystemExit as stopped:
         if not stopped.code:
-            _stop_if_missed(as_json)
-        if as_json and stopped.code in (129, 143):  # SIGHUP, SIGTERM
-            print_ending_json(
-                "Interrupted",
-                "stopped by a signal; no unfinished file was left behind",
-                int(stopped.code),
-            )
+            _stop_if_missed()
+        if stopped.code in (129, 143):  # SIGHUP, SIGTERM
+            what = "stopped by a signal; no unfinished file was left behind"
+            print_ending_json("Interrupted", what, int(stopped.code))
         raise
     except OSError as error:
-        _stop_without_memory(error, as_json)
+        _stop_without_memory(error)
         if error.filename is None:
             stop_unprinted(error, 1)
-        stop(
-            type(error).__name__,
-            f"{printable(str(error.filename))}: {error.strerror}",
-            1,
-            as_json=as_json,
-        )
-    except (
-        Exception
-    ) as error:  # a defect: its traceback is shown, and who reads the document learns of it too
+        stop(type(error).__name__, f"{printable(str(error.filename))}: {error.strerror}", 1)
+    except Exception as error:
         # until 3.11, Python makes a RuntimeError of a stop that comes while a class is made
         if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
-            _stop_if_missed(as_json, "interrupted; no unfinished file was left behind")
-        _stop_without_memory(error, as_json)
-        if as_json:
-            print_ending_json(
-                type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1
-            )
+            _stop_if_missed(_INTERRUPTED)
+        _stop_without_memory(error)
+        # a defect: its traceback is shown, and who reads the document learns of it too
+        what = printable(str(error) or "an unexpected error", 2000)
+        print_ending_json(type(error).__name__, what, 1)
         raise
 
 
-def _stop_without_memory(error: BaseException, as_json: bool) -> None:
-    if is_out_of_memory(error):
-        hint = "no unfinished file was left behind"
-        stop("MemoryError", OUT_OF_MEMORY, 1, as_json=as_json, hint=hint)
-
-
+_INTERRUPTED = "interrupted; no unfinished file was left behind"
 _TOO_LATE = "stopped by a signal, but too late: the command had come to its end"
 
 
-def _stop_if_missed(as_json: bool, what: str = _TOO_LATE) -> None:
+def _stop_without_memory(error: BaseException) -> None:
+    if is_out_of_memory(error):
+        stop("MemoryError", OUT_OF_MEMORY, 1, hint="no unfinished file was left behind")
+
+
+def _stop_if_missed(what: str = _TOO_LATE) -> None:
     if (code := missed_stop()) is not None:
-        stop("Interrupted", what, code, as_json=as_json)
+        stop("Interrupted", what, code)
 
 
 def _arguments() -> list[str]:

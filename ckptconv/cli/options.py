@@ -61,11 +61,11 @@ class _SourceName(_FileName):
 
 
 def _standard_input() -> Location:
-    from ckptconv.cli.terminal import is_silent
+    from ckptconv.cli.terminal import SILENT, is_asked
     from ckptconv.io.standard_input import StandardInput
 
     def tell(folder: str) -> None:
-        if not is_silent(sys.argv[1:]):
+        if not is_asked(*SILENT):
             what = f"standard input is a pipe: it is copied to {printable(folder)} first"
             click.echo(f"{what} (TMPDIR chooses another folder)", err=True)
 
