@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from ckptconv.convert.prescriptions import Fix, command, workable
 from ckptconv.devices.host import require_device
 from ckptconv.doctor import torch_words as words
-from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, suffix, warning
+from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, warning
 from ckptconv.doctor.report import Finding
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_certain
@@ -186,7 +186,9 @@ def _lone_part(case: Case) -> Iterator[Symptom]:
     try:
         index = next(iter(indexes_naming(case.places[0])))
         with open_certain(index) as joined:
-            found = workable(Fix(suffix=suffix(case), device=case.asked.device), joined)
+            found = workable(
+                Fix(suffix=case.facts.opening.suffix, device=case.asked.device), joined
+            )
         if isinstance(found, CheckpointError):
             raise found
         fix = command(found.fix, [index.path])
