@@ -32,7 +32,15 @@ from ckptconv.cli.terminal import (
     print_lines,
     show_error,
 )
-from ckptconv.support.errors import BatchRefused, OptionRefused, OutputRefused, printable
+from ckptconv.io.places import local_path, place_of
+from ckptconv.support.errors import (
+    BatchRefused,
+    MissingFile,
+    OptionRefused,
+    OutputRefused,
+    printable,
+)
+from ckptconv.support.report import Row, error_document
 from ckptconv.support.text import count_text
 
 if TYPE_CHECKING:
@@ -93,7 +101,6 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     """
     from ckptconv.batch.checks import check_apart, check_jobs
     from ckptconv.io.outputs import check_place_free
-    from ckptconv.io.places import place_of
 
     as_json = given["as_json"]
     if not paths:
@@ -123,7 +130,6 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
 
 
 def _pages(given: dict[str, Any]) -> list[Location]:
-    from ckptconv.io.places import place_of
 
     return [] if given["html"] is None else [place_of(given["html"])]
 
@@ -142,7 +148,6 @@ def _refused(listed: Listed) -> BatchRefused | None:
 @contextmanager
 def problems_shown(as_json: bool) -> Iterator[None]:
     """Jobs that cannot be run as they are: a line on stderr for each that is wrong, exit code 2."""
-    from ckptconv.support.report import error_document
 
     try:
         yield
@@ -187,7 +192,6 @@ def _listed(
     """The jobs that the paths say: lines of manifests, or what lies below folders."""
     from ckptconv.batch.finding import jobs_below
     from ckptconv.batch.manifest import Listed, read_manifest
-    from ckptconv.io.places import local_path, place_of
 
     manifests = [path for path in paths if str(path).endswith(".jsonl")]
     for path in paths:
@@ -234,7 +238,6 @@ def _report_of(
     paths: tuple[Any, ...], given: dict[str, Any], share: tuple[int, int] | None
 ) -> Path:
     """The report: the one that is named, else one beside the outputs or the manifest."""
-    from ckptconv.io.places import local_path, place_of
 
     part = "" if share is None else f".{share[0]}-of-{share[1]}"
     if given["report"] is not None:
@@ -259,7 +262,6 @@ def _show_jobs(
 ) -> None:
     """What would be done; with exit code 2 where it could not be."""
     from ckptconv.batch.manifest import manifest_line
-    from ckptconv.support.report import Row, error_document
 
     if as_json:
         document: dict[str, Any] = {
@@ -288,7 +290,6 @@ _PASSED_SHOWN = 10
 
 
 def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
-    from ckptconv.support.report import Row
 
     if silent or not passed:
         return
@@ -323,8 +324,6 @@ def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
     """What reports say."""
     from ckptconv.batch.checks import check_apart
     from ckptconv.batch.totals import totals_of
-    from ckptconv.io.places import local_path, place_of
-    from ckptconv.support.errors import MissingFile
 
     check_apart((), [*map(place_of, dict.fromkeys(paths))], _pages(given))
     reports = [local_path(place_of(path), "a report is a file of this machine") for path in paths]

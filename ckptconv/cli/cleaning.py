@@ -10,8 +10,11 @@ import click
 
 from ckptconv.cli.options import FILE, JSON, LIMIT, option
 from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines
+from ckptconv.io.places import place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.support.report import Row
+from ckptconv.support.text import count_text, size_text
 
 if TYPE_CHECKING:
     from ckptconv.io.remote.store import Store, Unfinished
@@ -54,9 +57,6 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
         ]
         print_json({"uploads": listed, "aborted": abort})
         return
-    from ckptconv.support.report import Row
-    from ckptconv.support.text import count_text, size_text
-
     what = count_text(len(found), "unfinished upload")
     done = "aborted" if abort else "found; add --abort to remove them"
     print_headline(f"{what} {done}" if found else "no unfinished uploads")
@@ -70,7 +70,6 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
 
 def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]:
     """The store, and what is unfinished in it."""
-    from ckptconv.io.places import place_of
     from ckptconv.io.remote.output import asked
     from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told

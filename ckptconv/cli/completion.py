@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.io.places import place_of
+from ckptconv.support.limits import limits
 from ckptconv.tensors.dtypes import CHOICES
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ def _inputs(ctx: click.Context, first: str) -> Iterator[Path]:
 
 def _opened(path: Path) -> Checkpoint:
     from ckptconv.formats.registry import open_checkpoint
-    from ckptconv.support.limits import limits
 
     most = _LARGEST_INDEX
     with limits(
@@ -81,7 +82,6 @@ def _parts(first: str) -> Callable[[click.Context, str], Iterator[str]]:
 def _steps(first: str) -> Callable[[click.Context, str], Iterator[str]]:
     def found(ctx: click.Context, _: str) -> Iterator[str]:
         from ckptconv.formats.registry import is_gathering
-        from ckptconv.io.places import place_of
 
         folder = next(path for path in _inputs(ctx, first) if path.is_dir())
         inside = sorted(folder.iterdir())[:_MOST_STEPS]

@@ -35,7 +35,9 @@ from ckptconv.cli.terminal import (
     print_summary,
     spooled,
 )
+from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import OutputRefused, printable
+from ckptconv.support.report import error_document
 
 if TYPE_CHECKING:
     from ckptconv.convert.options import Options, Request
@@ -134,7 +136,6 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
     def planned(output: Path, options: Options, request: Request) -> Any:
         from ckptconv.convert.job import Job
         from ckptconv.convert.planner import target_of
-        from ckptconv.support.choices import refuse_no_path
 
         named = {name: given[name] for name in ("output", "save_mapping")}
         refuse_no_path(**{name: path for name, path in named.items() if path is not None})
@@ -291,7 +292,6 @@ def _refused(check: Callable[[], None]) -> OutputRefused | None:
 def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
     """What would be done; a `refused` output too, with the exit code of the conversion."""
     from ckptconv.convert import report
-    from ckptconv.support.report import error_document
 
     if given["as_json"]:
         error = {} if refused is None else error_document(refused, 1)

@@ -9,6 +9,7 @@ import click
 from ckptconv.cli.options import JSON, option
 from ckptconv.cli.terminal import errors_shown, print_json, print_lines
 from ckptconv.support.errors import printable
+from ckptconv.support.report import Row
 
 if TYPE_CHECKING:
     from ckptconv.devices.gpu_choice import Shell
@@ -49,7 +50,6 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
         raise click.UsageError(f"--{unused[0].replace('_', '-')} needs --export")
     from ckptconv.devices import report
     from ckptconv.devices.host import best_device, survey_host
-    from ckptconv.support.report import Row
 
     with errors_shown(as_json):
         host, best = survey_host(ask_torch=True), best_device()

@@ -28,6 +28,7 @@ from ckptconv.cli.options import (
 from ckptconv.cli.progress_display import COMPARING, SCANNING, progress_shown
 from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines, show_error
 from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.report import Row, error_document
 
 if TYPE_CHECKING:
     from ckptconv.diff.report import Difference
@@ -96,7 +97,6 @@ def diff(
     Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
     tolerance. Key rules apply to the keys of A."""
     from ckptconv.diff import report as verdicts
-    from ckptconv.support.report import Row
 
     if force and html is None:
         raise click.UsageError("--force needs --html")
@@ -156,7 +156,6 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     """
     from ckptconv.scan import report as scan_report
     from ckptconv.scan.files import scan_checkpoint
-    from ckptconv.support.report import error_document
 
     scans: list[Scan | CheckpointError] = []
     for path in paths:

@@ -38,6 +38,7 @@ from ckptconv.support.errors import (
     on_command_line,
     printable,
 )
+from ckptconv.support.report import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 COMMANDS = {
@@ -137,7 +138,6 @@ def cli() -> None:
 def show_help(ctx: click.Context, topic: str | None) -> None:
     """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
     from ckptconv.cli import help_pages
-    from ckptconv.support.report import Row
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")

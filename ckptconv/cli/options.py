@@ -22,10 +22,12 @@ from ckptconv.cli.completion import (
 )
 from ckptconv.convert.words import OptionWords
 from ckptconv.io.location import Location
+from ckptconv.io.places import place_of
 from ckptconv.support import platforms
 from ckptconv.support.addresses import address_in
 from ckptconv.support.choices import KEYS
-from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.errors import CheckpointError, OptionRefused, printable
+from ckptconv.support.limits import DEFAULTS, limits
 
 if TYPE_CHECKING:
     from ckptconv.convert.options import Options
@@ -41,8 +43,6 @@ class _FileName(click.Path):
         if value == "":
             self.fail("it is empty, so it does not name a file", param, ctx)
         if address_in(value) is not None:
-            from ckptconv.io.places import place_of
-
             platforms.share_memory_between_threads()
             # one place for all that the command asks of it; an error comes when it is used
             with suppress(CheckpointError):
@@ -81,8 +81,6 @@ class _OutputName(_FileName):
         found = super().convert(value, param, ctx)
         if not (isinstance(found, Path) and value.endswith(_SLASHES)):
             return found
-        from ckptconv.io.places import place_of
-
         return place_of(value)  # a path forgets the slash, which says that a folder is meant
 
 
@@ -239,16 +237,9 @@ def _while_it_runs(
     return option(words, told, expose_value=False, is_eager=True, callback=enter, **settings)
 
 
-def _under_limits(given: Sequence[str]) -> AbstractContextManager[Any]:
-    from ckptconv.support.limits import limits
-
-    return limits(**dict(map(_limit, given)))
-
-
 def _limit(text: str) -> tuple[str, float]:
     """The name and the value of a limit: a count, a size such as 4GiB, or seconds."""
     from ckptconv.formats.hf_names import parse_size
-    from ckptconv.support.limits import DEFAULTS
 
     name, equals, value = text.partition("=")
     if not equals:
@@ -263,12 +254,6 @@ def _limit(text: str) -> tuple[str, float]:
         ) from None
 
 
-def _reading_unpinned(_: bool) -> AbstractContextManager[Any]:
-    from ckptconv.support.limits import limits
-
-    return limits(unpinned=True)
-
-
 def _allowing_hosts(given: Sequence[str]) -> AbstractContextManager[Any]:
     from ckptconv.io.remote.hosts import allowing_hosts
 
@@ -278,13 +263,13 @@ def _allowing_hosts(given: Sequence[str]) -> AbstractContextManager[Any]:
 _LIMIT = _while_it_runs(
     "--limit NAME=VALUE",
     "Raise a limit that an error named, such as pickle_bytes=4GiB.",
-    _under_limits,
+    lambda given: limits(**dict(map(_limit, given))),
     multiple=True,
 )
 _UNPINNED = _while_it_runs(
     "--unpinned",
     "Read a file of a server that tells neither tag nor date of it: it must not change.",
-    _reading_unpinned,
+    lambda _: limits(unpinned=True),
 )
 _ALLOW_HOSTS = _while_it_runs(
     "--allow-hosts HOST,...",
@@ -339,7 +324,6 @@ def engine_options(command: F) -> F:
 def engine_of_words(given: dict[str, Any], count: int) -> Any:
     """The engine that the command line asks for, for so many pieces of work."""
     from ckptconv.batch.choosing import engine_of
-    from ckptconv.support.errors import OptionRefused
 
     named = given["engine"]
     if named is None:

@@ -20,10 +20,10 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.platforms import fill_descriptors
 from ckptconv.support.progress import Meter
+from ckptconv.support.report import Level, Row, error_document
 
 if TYPE_CHECKING:
     from ckptconv.io.remote.traffic import Traffic
-    from ckptconv.support.report import Level, Row
 
 
 def fill_closed_streams() -> None:
@@ -70,8 +70,6 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
         is_usage = usage and not isinstance(error, OSError)
         exit_code = 2 if is_usage else code
         if as_json:
-            from ckptconv.support.report import error_document
-
             print_json(error_document(error, exit_code))
         command = click.get_current_context().command_path
         fail(f"{error}; see {command} --help" if is_usage else str(error), exit_code)
