@@ -45,11 +45,11 @@ COMMANDS = {
     "convert": "converting",
     "strip-module": "converting",
     "add-module": "converting",
-    "inspect": "inspecting",
-    "doctor": "inspecting",
+    "inspect": "answering",
+    "doctor": "answering",
     "devices": "host_devices",
-    "diff": "judging",
-    "scan": "judging",
+    "diff": "answering",
+    "scan": "answering",
     "stats": "viewing",
     "report": "viewing",
     "show": "viewing",
@@ -92,11 +92,9 @@ class Program(click.Group):
         except (Unprinted, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            stop_unprinted(error, 2 if ctx.invoked_subcommand in _ANSWERING else 1)
-
-
-_ANSWERING = ("inspect", "doctor", "diff", "scan")
-"""Commands whose exit code 1 is an answer."""
+            stop_unprinted(
+                error, 2 if COMMANDS.get(str(ctx.invoked_subcommand)) == "answering" else 1
+            )
 
 
 @click.group(
