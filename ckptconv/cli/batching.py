@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -111,51 +111,47 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
         return
     with errors_shown(as_json, usage=True, code=2):
         common = _common(given, keys)
-        share = _share(given["shard"])
+        share, part = _share(given["shard"])
     passed: list[Passed] = []
     with errors_shown(as_json, code=2), problems_shown(as_json):
         listed = _listed(paths, given["out_dir"], common, passed)
-        report = _report_of(paths, given, share)
+        report = _report_of(paths, given, part)
+        jobs, refused = listed.jobs[share], None
+        try:
+            check_jobs(listed.jobs, listed.names)
+        except BatchRefused as error:
+            if not given["dry_run"]:
+                raise
+            refused = error
         if given["dry_run"]:
-            _show_jobs(_shared(listed, share), passed, _refused(listed), as_json=as_json)
+            _show_jobs(jobs, passed, refused, as_json=as_json)
             return
-        check_jobs(listed.jobs, listed.names)
         pages = _pages(given)
         manifests = [] if given["out_dir"] is not None else list(map(place_of, paths))
         check_apart(listed.jobs, [*manifests, place_of(report)], pages)
         for page in pages:
             check_place_free(page, is_folder=False, force=given["force"])
     _tell_passed(passed, silent=as_json or given["quiet"])
-    _run(_shared(listed, share), report, given)
+    _run(jobs, report, given)
 
 
 def _pages(given: dict[str, Any]) -> list[Location]:
-
     return [] if given["html"] is None else [place_of(given["html"])]
-
-
-def _refused(listed: Listed) -> BatchRefused | None:
-    """Why jobs could not be run."""
-    from ckptconv.batch.checks import check_jobs
-
-    try:
-        check_jobs(listed.jobs, listed.names)
-    except BatchRefused as error:
-        return error
-    return None
 
 
 @contextmanager
 def problems_shown(as_json: bool) -> Iterator[None]:
     """Jobs that cannot be run as they are: a line on stderr for each that is wrong, exit code 2."""
-
     try:
         yield
     except BatchRefused as error:
         if as_json:
-            problems = {"problems": list(error.problems)}
-            print_json({**error_document(error, 2), **problems})
+            print_json(_problems(error))
         _fail_with(error)
+
+
+def _problems(refused: BatchRefused) -> dict[str, Any]:
+    return {**error_document(refused, 2), "problems": list(refused.problems)}
 
 
 def _fail_with(refused: BatchRefused) -> NoReturn:
@@ -176,13 +172,13 @@ def _common(given: dict[str, Any], keys: str) -> Job:
     )  # fmt: skip
 
 
-def _share(text: str | None) -> tuple[int, int] | None:
-    """The share that ``I/N`` says."""
+def _share(text: str | None) -> tuple[slice, str]:
+    """The jobs that are the share ``I/N``, and what the name of its report has."""
     if text is None:
-        return None
+        return slice(None), ""
     number, _, of = text.partition("/")
     if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
-        return int(number), int(of)
+        return slice(int(number) - 1, None, int(of)), f".{int(number)}-of-{int(of)}"
     raise OptionRefused(f"--shard {printable(text)} is not I/N", hint="write it as 3/16, from 1 on")
 
 
@@ -228,26 +224,15 @@ def _is_text_of_jobs(place: Location) -> bool:
     return head.startswith(b"{") and b'"source"' in head
 
 
-def _shared(listed: Listed, share: tuple[int, int] | None) -> list[Job]:
-    """The share of the jobs."""
-    begin, step = (0, 1) if share is None else (share[0] - 1, share[1])
-    return list(listed.jobs[begin::step])
-
-
-def _report_of(
-    paths: tuple[Any, ...], given: dict[str, Any], share: tuple[int, int] | None
-) -> Path:
+def _report_of(paths: tuple[Any, ...], given: dict[str, Any], part: str) -> Path:
     """The report: the one that is named, else one beside the outputs or the manifest."""
-
-    part = "" if share is None else f".{share[0]}-of-{share[1]}"
     if given["report"] is not None:
         return local_path(place_of(given["report"]), "a report is a file of this machine")
     if given["out_dir"] is None:
         first = Path(paths[0])
         return first.with_name(f"{first.name.removesuffix('.jsonl')}{part}.report.jsonl")
-    folder = local_path(
-        place_of(given["out_dir"]), "the report has no place here: name one with --report"
-    )
+    what = "the report has no place here: name one with --report"
+    folder = local_path(place_of(given["out_dir"]), what)
     if not given["dry_run"]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -258,9 +243,10 @@ def _report_of(
 
 
 def _show_jobs(
-    jobs: list[Job], passed: list[Passed], refused: BatchRefused | None, *, as_json: bool
+    jobs: Sequence[Job], passed: list[Passed], refused: BatchRefused | None, *, as_json: bool
 ) -> None:
     """What would be done; with exit code 2 where it could not be."""
+    from ckptconv.batch.identity import names_of
     from ckptconv.batch.manifest import manifest_line
 
     if as_json:
@@ -269,28 +255,20 @@ def _show_jobs(
             "jobs_planned": [json.dumps(manifest_line(job)) for job in jobs],
             "passed_over": [{"path": item.path, "reason": item.reason} for item in passed],
         }
-        if refused is not None:
-            document |= {**error_document(refused, 2), "problems": list(refused.problems)}
-        print_json(document)
+        print_json(document | ({} if refused is None else _problems(refused)))
     else:
         print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
-        print_lines((Row(printable(job.output), f"from {_sources(job)}") for job in jobs), err=True)
+        named = ((job.output, ", ".join(map(printable, names_of(job)))) for job in jobs)
+        print_lines((Row(printable(name), f"from {of}") for name, of in named), err=True)
         _tell_passed(passed, silent=False)
     if refused is not None:
         _fail_with(refused)
-
-
-def _sources(job: Job) -> str:
-    from ckptconv.batch.identity import names_of
-
-    return ", ".join(map(printable, names_of(job)))
 
 
 _PASSED_SHOWN = 10
 
 
 def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
-
     if silent or not passed:
         return
     print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
@@ -300,7 +278,7 @@ def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
     print_lines(shown, err=True)
 
 
-def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
+def _run(jobs: Sequence[Job], report: Path, given: dict[str, Any]) -> None:
     from ckptconv.batch.drive import Wanted, receipts_of
     from ckptconv.batch.totals import Totals
     from ckptconv.cli.progress_display import batch_shown
@@ -313,8 +291,7 @@ def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
         engine = engine_of_words(given, len(jobs))
         display.workers = engine.workers
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
-        receipts = receipts_of(jobs, engine, wanted, report)
-        for receipt in receipts:
+        for receipt in receipts_of(jobs, engine, wanted, report):
             totals.add(receipt)
             display.ended(receipt)
     _show_totals(totals, [report], given)
@@ -330,8 +307,7 @@ def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
     for path in reports:
         if not path.exists():
             raise MissingFile("no such file", path=path, hint="check the path")
-    totals = totals_of(reports)
-    _show_totals(totals, reports, given)
+    _show_totals(totals_of(reports), reports, given)
 
 
 def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> None:
