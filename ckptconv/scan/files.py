@@ -16,7 +16,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
-from ckptconv.scan.pickles import Room, Sighting
+from ckptconv.scan.pickles import Room, Sighting, Stream
 from ckptconv.scan.scanner import Scanner
 from ckptconv.support.choices import refuse_no_path, spelling_checked
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
@@ -211,7 +211,7 @@ def _scan_file(place: Location, read: Meter) -> ScannedFile:
         raise UnsupportedCheckpoint("is not a file name", path=place) from error
     scanner = Scanner(Room(source.size))
     try:
-        kind = scanner.scan(source, "", 0)
+        kind = scanner.scan(Stream(source))
     finally:
         source.close()
     source.count_rest()
@@ -298,5 +298,5 @@ def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> 
         yield Sighting(name, "", "unknown", what, 0)
         return
     for offset, length in ranges:
-        scanner.scan(RangeSource(source, offset, length), f"{name}/byte {offset}", 0)
+        scanner.scan(Stream(RangeSource(source, offset, length), f"{name}/byte {offset}"))
     yield from (finding for finding in scanner.findings if finding.level != "plain")
