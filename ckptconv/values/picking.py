@@ -147,16 +147,15 @@ def values_of(item: NamedValue, box: Box) -> Array:
     """The values of a part of a tensor as an array; quantized ones decoded to float64, packed ones
     to float32.
     """
-    if (at := _sparse(box)) is not None:
-        import numpy as np
+    import numpy as np
 
-        numbers = box.ranges[at]
-        parts = [
-            values_of(item, Box(_replaced(box.ranges, at, range(one, one + 1)), box.gone))
-            for one in numbers
-        ]
-        axis = at - sum(box.gone[:at])
-        return np.concatenate(parts, axis) if not box.gone[at] else parts[0]
+    for at, numbers in enumerate(box.ranges):
+        if 1 < len(numbers) <= _MANY and abs(numbers.step) >= _FAR:
+            # few elements that lie far apart are read one by one, not all that lies between them
+            before, after = box.ranges[:at], box.ranges[at + 1 :]
+            ones = [(*before, range(one, one + 1), *after) for one in numbers]
+            parts = [values_of(item, Box(ranges, box.gone)) for ranges in ones]
+            return np.concatenate(parts, at - sum(box.gone[:at]))
     starts, shape = _hull(box.ranges)
     if item.bits < 8:
         whole = _taken_apart(item, starts, shape)
@@ -168,20 +167,6 @@ def values_of(item: NamedValue, box: Box) -> Array:
 
 
 _FAR, _MANY = 64, 10_000
-
-
-def _sparse(box: Box) -> int | None:
-    """The first dimension of which few elements are wanted that lie far apart: these are read one
-    by one, not all that lies between them.
-    """
-    for at, numbers in enumerate(box.ranges):
-        if 1 < len(numbers) <= _MANY and abs(numbers.step) >= _FAR:
-            return at
-    return None
-
-
-def _replaced(ranges: tuple[range, ...], at: int, numbers: range) -> tuple[range, ...]:
-    return (*ranges[:at], numbers, *ranges[at + 1 :])
 
 
 def _hull(ranges: Sequence[range]) -> tuple[Shape, Shape]:
