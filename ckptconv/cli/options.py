@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import Field, fields
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -20,6 +20,7 @@ from ckptconv.cli.completion import (
     offer_parts,
     offer_steps,
 )
+from ckptconv.cli.terminal import SILENT, is_asked
 from ckptconv.convert.words import OptionWords
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
@@ -37,11 +38,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _FileName(click.Path):
-    """A path that is not empty: an unset variable of a shell is not the current folder."""
+    """A path that is not empty: an unset variable of a shell is not the current folder.
+
+    `dash` is what ``-`` stands for, given the command that runs (None: a file of that name).
+    """
+
+    def __init__(self, dash: Callable[[click.Context], Any] | None = None) -> None:
+        super().__init__(path_type=Path)
+        self._dash = dash
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("it is empty, so it does not name a file", param, ctx)
+        if value == "-" and self._dash is not None and ctx is not None:
+            return self._dash(ctx)
         if address_in(value) is not None:
             platforms.share_memory_between_threads()
             # one place for all that the command asks of it; an error comes when it is used
@@ -51,33 +61,10 @@ class _FileName(click.Path):
         return super().convert(value, param, ctx)
 
 
-class _SourceName(_FileName):
-    """A path to read, or ``-`` for standard input."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "-" and ctx is not None and not ctx.resilient_parsing:
-            return _standard_input()
-        return super().convert(value, param, ctx)
-
-
-def _standard_input() -> Location:
-    from ckptconv.cli.terminal import SILENT, is_asked
-    from ckptconv.io.standard_input import StandardInput
-
-    def tell(folder: str) -> None:
-        if not is_asked(*SILENT):
-            what = f"standard input is a pipe: it is copied to {printable(folder)} first"
-            click.echo(f"{what} (TMPDIR chooses another folder)", err=True)
-
-    return StandardInput(tell)
-
-
 class _OutputName(_FileName):
     """A path to write to, or ``-`` for standard output; a file of that name is ``./-``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "-" and ctx is not None:
-            ctx.meta[TO_STDOUT] = True
         found = super().convert(value, param, ctx)
         if not (isinstance(found, Path) and value.endswith(_SLASHES)):
             return found
@@ -85,21 +72,32 @@ class _OutputName(_FileName):
 
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
-
-
-class _NewFileName(_FileName):
-    """A path to write to, which is never standard output."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "-":
-            self.fail("it does not name a file; write ./- for a file of that name", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 TO_STDOUT = "ckptconv.stdout"
-FILE = _SourceName(path_type=Path)
-OUTPUT = _OutputName(path_type=Path)
-NEW_FILE = _NewFileName(path_type=Path)
+
+
+def _standard_input(ctx: click.Context) -> Location | Path:
+    from ckptconv.io.standard_input import StandardInput
+
+    def tell(folder: str) -> None:
+        if not is_asked(*SILENT):
+            what = f"standard input is a pipe: it is copied to {printable(folder)} first"
+            click.echo(f"{what} (TMPDIR chooses another folder)", err=True)
+
+    return Path("-") if ctx.resilient_parsing else StandardInput(tell)
+
+
+def _standard_output(ctx: click.Context) -> Path:
+    ctx.meta[TO_STDOUT] = True
+    return Path("-")
+
+
+def _no_dash(_: click.Context) -> NoReturn:
+    raise click.BadParameter("it does not name a file; write ./- for a file of that name")
+
+
+FILE = _FileName(_standard_input)
+OUTPUT = _OutputName(_standard_output)
+NEW_FILE = _FileName(_no_dash)
 
 
 class FileCommand(click.Command):
@@ -194,24 +192,22 @@ _OFFERS: dict[str, Any] = {
 }
 
 
-def choice_options(command: F) -> F:
-    """The options that choose among keys, which every command that writes has."""
-    return _with_options(command, _words(CHOICES))
+def _together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options, or arguments, as one; the help shows them in this order."""
+
+    def give(command: F) -> F:
+        for each in reversed(options):
+            command = each(command)
+        return command
+
+    return give
 
 
 def key_options(default: str) -> Callable[[F], F]:
     """The options of key rules, which apply in the order in which they are given (the command must
     be a `RuleCommand`).
     """
-    return lambda command: _with_options(
-        command, [*_words(["keys"], default=default), *_words(RULES)]
-    )
-
-
-def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return _together(*_words(["keys"], default=default), *_words(RULES))
 
 
 TAG = option(
@@ -279,46 +275,57 @@ _ALLOW_HOSTS = _while_it_runs(
 )
 
 
-def LIMIT(command: F) -> F:
-    """What every command that reads may be allowed."""
-    return _with_options(command, [_LIMIT, _ALLOW_HOSTS, _UNPINNED])
+LIMIT = _together(_LIMIT, _ALLOW_HOSTS, _UNPINNED)
+"""What every command that reads may be allowed."""
 
+choice_options = _together(*_words(CHOICES))
+"""The options that choose among keys, which every command that writes has."""
 
-def output_options(command: F) -> F:
-    """The arguments and options that every command has that writes one checkpoint."""
-    return _with_options(command, [
-        # `refuse_missing` says what is missing
-        click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
-        click.argument("output", metavar="OUT", type=OUTPUT, required=False),
-        *_conversion_options(),
-        *_words(["save_mapping"]),
-        *_run_options(),
-    ])  # fmt: skip
+fitting_options = _together(*_words(FITTING))
+"""The options of what the keys are fitted to."""
 
+_APART = (*RULES, *CHOICES, *FITTING, "keys", "save_mapping")
+conversion_options = _together(
+    *_words([item.name for item in fields(OptionWords) if item.name not in _APART]),
+    TAG,
+    LIMIT,
+    choice_options,
+)
+"""The options of what becomes of a checkpoint."""
 
-def conversion_options(command: F) -> F:
-    """The options of what becomes of each checkpoint of many."""
-    return _with_options(command, _conversion_options())
+run_options = _together(
+    option("-f --force", "Replace OUT if it exists. OUT may be IN."),
+    option("-n --dry-run", "Write nothing; say what would be written."),
+    option(
+        "--verify",
+        "Read the output back and compare every tensor with IN before OUT is put in place.",
+    ),
+    option("--no-fsync", "Do not wait for the disk. The replacement of OUT stays atomic."),
+    JSON,
+    option("-q --quiet", "Print only errors."),
+)
+"""The options of how outputs are made, and what is printed of them."""
 
+output_options = _together(
+    # `refuse_missing` says what is missing
+    click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
+    click.argument("output", metavar="OUT", type=OUTPUT, required=False),
+    conversion_options,
+    *_words(["save_mapping"]),
+    run_options,
+)
+"""The arguments and options that every command has that writes one checkpoint."""
 
-def run_options(command: F) -> F:
-    """The options of how outputs are made, and what is printed of them."""
-    return _with_options(command, _run_options())
-
-
-def fitting_options(command: F) -> F:
-    """The options of what the keys are fitted to."""
-    return _with_options(command, _words(FITTING))
-
-
-def engine_options(command: F) -> F:
-    """The options of who does the work."""
-    engines = ("serial", "processes", "ray")
-    return _with_options(command, [
-        option("--jobs N", "Workers at a time (default: one for each core).", click.IntRange(1)),
-        option("--engine", "Who works (default: processes, or serial with --jobs 1).", engines),
-        option("--address ADDRESS", "With --engine ray: the cluster; auto finds it."),
-    ])  # fmt: skip
+engine_options = _together(
+    option("--jobs N", "Workers at a time (default: one for each core).", click.IntRange(1)),
+    option(
+        "--engine",
+        "Who works (default: processes, or serial with --jobs 1).",
+        ("serial", "processes", "ray"),
+    ),
+    option("--address ADDRESS", "With --engine ray: the cluster; auto finds it."),
+)
+"""The options of who does the work."""
 
 
 def engine_of_words(given: dict[str, Any], count: int) -> Any:
@@ -335,28 +342,6 @@ def engine_of_words(given: dict[str, Any], count: int) -> Any:
 
         return OnRay(given["jobs"], given["address"])
     return engine_of(named, given["jobs"])
-
-
-def _conversion_options() -> list[Callable[[F], F]]:
-    """What becomes of a checkpoint."""
-    apart = (*RULES, *CHOICES, *FITTING, "keys", "save_mapping")
-    names = [item.name for item in fields(OptionWords) if item.name not in apart]
-    return [*_words(names), TAG, LIMIT, choice_options]
-
-
-def _run_options() -> list[Callable[[F], F]]:
-    """How the output is made, and what is printed of it."""
-    return [
-        option("-f --force", "Replace OUT if it exists. OUT may be IN."),
-        option("-n --dry-run", "Write nothing; say what would be written."),
-        option(
-            "--verify",
-            "Read the output back and compare every tensor with IN before OUT is put in place.",
-        ),
-        option("--no-fsync", "Do not wait for the disk. The replacement of OUT stays atomic."),
-        JSON,
-        option("-q --quiet", "Print only errors."),
-    ]
 
 
 def refuse_missing(given: dict[str, Any]) -> None:

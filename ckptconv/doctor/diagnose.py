@@ -214,20 +214,19 @@ def _unopened(error: CheckpointError, paths: Sequence[Location]) -> Finding:
     cause = printable(error.what, 2000)
     if error.where:
         cause = f"{printable(error.where)}: {cause}"
-    code = next(code for kind, code in _CODES if isinstance(error, kind))
-    finding = Finding("error", code, cause, _effect(error, paths[0]), advice=error.hint)
+    finding = Finding("error", _code(error), cause, _effect(error, paths[0]), advice=error.hint)
     fixed = None
     if isinstance(error, IncompleteCheckpoint) and len(paths) == 1:
         fixed = _with_siblings(paths[0])
     return replace(finding, command=fixed, advice=None) if fixed else finding  # it says no more
 
 
-_CODES = (
-    (IncompleteCheckpoint, "lone-rank"),
-    (MalformedCheckpoint, "damaged"),
-    (LimitExceeded, "beyond-limits"),
-    (CheckpointError, "no-checkpoint"),
-)
+def _code(error: CheckpointError) -> str:
+    if isinstance(error, IncompleteCheckpoint):
+        return "lone-rank"
+    if isinstance(error, MalformedCheckpoint):
+        return "damaged"
+    return "beyond-limits" if isinstance(error, LimitExceeded) else "no-checkpoint"
 
 
 def _effect(error: CheckpointError, place: Location) -> str:
