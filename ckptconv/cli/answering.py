@@ -11,9 +11,9 @@ import click
 
 from ckptconv.cli.completion import (
     offer_devices,
-    offer_parts_of_a,
+    offer_parts,
     offer_parts_of_b,
-    offer_steps_of_a,
+    offer_steps,
     offer_steps_of_b,
 )
 from ckptconv.cli.options import (
@@ -209,7 +209,7 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @option(
     "--only PATH",
     "Compare one part of both, such as state_dict or ema.",
-    shell_complete=offer_parts_of_a,
+    shell_complete=offer_parts,
 )
 @option(
     "--only-b PATH",
@@ -219,7 +219,7 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @option(
     "--tag TAG",
     "The step or variant to read, if A is a folder of several: step-500, fp16.",
-    shell_complete=offer_steps_of_a,
+    shell_complete=offer_steps,
 )
 @option("--tag-b TAG", "The same for B.", shell_complete=offer_steps_of_b)
 @option("--whole", "Compare everything in the files: optimizers and numbers too.")

@@ -47,29 +47,23 @@ def picked(found: NamedValues, name: str, path: PurePath) -> NamedValue:
     Raises `AmbiguousStateDict` where there is none, or a choice.
     """
     same = [item for item in found.values if item.name == name]
-    if len(same) > 1:
-        raise AmbiguousStateDict(
-            f"{len(same)} tensors have this name", path=path, where=name,
-            hint="see them with: ckptconv stats",
-        )  # fmt: skip
-    if same:
-        return same[0]
     ends = [item for item in found.values if item.name.endswith(f".{name}")]
-    if len(ends) == 1:
-        return ends[0]
-    names = [item.name for item in ends or found.values]
-    if ends:
-        raise AmbiguousStateDict(
-            f"{len(ends)} tensors have names that end in it", path=path, where=name,
-            hint=f"choose one: {first_few(names, 5)}",
-        )  # fmt: skip
-    if name in found.unread:
-        raise AmbiguousStateDict("its numbers cannot be read", path=path, where=name)
-    near = get_close_matches(name, names, 3, 0.6)
-    raise AmbiguousStateDict(
-        "no tensor has this name", path=path, where=name,
-        hint=f"did you mean {first_few(near, 3)}" if near else look_hint(path),
-    )  # fmt: skip
+    meant = same or ends
+    if len(meant) == 1:
+        return meant[0]
+    hint: str | None = "see them with: ckptconv stats"
+    if same:
+        what = f"{len(same)} tensors have this name"
+    elif ends:
+        what = f"{len(ends)} tensors have names that end in it"
+        hint = f"choose one: {first_few([item.name for item in ends], 5)}"
+    elif name in found.unread:
+        what, hint = "its numbers cannot be read", None
+    else:
+        near = get_close_matches(name, [item.name for item in found.values], 3, 0.6)
+        what = "no tensor has this name"
+        hint = f"did you mean {first_few(near, 3)}" if near else look_hint(path)
+    raise AmbiguousStateDict(what, path=path, where=name, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
