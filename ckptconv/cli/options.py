@@ -22,6 +22,7 @@ from ckptconv.cli.completion import (
 )
 from ckptconv.cli.terminal import SILENT, is_asked
 from ckptconv.convert.words import OptionWords
+from ckptconv.formats.target_format import target_named
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.support import platforms
@@ -393,7 +394,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
                 f"OUT is -, standard output, which cannot be used with {word}; write ./- for a "
                 "file named -"
             )
-    if given["to"] is None or _is_folder(given["to"]):
+    if given["to"] is None or target_named(given["to"]).is_folder:
         raise click.UsageError(
             "OUT is -, standard output: add --to torch, --to safetensors or --to npz; write ./- "
             "for a file named -"
@@ -403,12 +404,6 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
             "OUT is -, and standard output is a terminal; send it to a file or a program: > FILE"
         )
     return True
-
-
-def _is_folder(to: str) -> bool:
-    from ckptconv.formats.target_format import target_named
-
-    return target_named(to).is_folder
 
 
 def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:

@@ -103,7 +103,10 @@ def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
             case = Case(paths, whole, checkpoint, facts, asked)
             symptoms = [one for check in CHECKS for one in check(case)]
             if asked.values:
-                symptoms = _with_values(symptoms, _read_values(case, asked.on_progress))
+                read = _read_values(case, asked.on_progress)
+                if any(one.finding.code == "damaged" for one in read):  # no conversion helps it
+                    symptoms = [replace(one, fix=None) for one in symptoms if not one.chosen]
+                symptoms += read
             return Diagnosis(
                 str(paths[0]),
                 whole.format,
@@ -145,13 +148,6 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, PurePath]
     return replace(
         one.finding, command=command(found.fix, case.paths, outputs[found.fix]), advice=lost
     )
-
-
-def _with_values(symptoms: list[Symptom], read: list[Symptom]) -> list[Symptom]:
-    """All that was found; no conversion helps a damaged file, so none is offered for it."""
-    if not any(one.finding.code == "damaged" for one in read):
-        return symptoms + read
-    return [replace(one, fix=None) for one in symptoms if not one.chosen] + read
 
 
 def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:

@@ -30,10 +30,12 @@ _EXACT = 1 << 18  # integers from here on are not exact when packed
 
 def data_text(facts: PageFacts) -> str:
     """The data of the page as JSON that may stand within a script element."""
+    is_large = sum(len(file.tensors) for file in facts.files) > _MANY
+    bins = _COARSE if is_large else _FINE
     document = {
         "states": list(STATES),
         "quantiles": list(QUANTILES),
-        "files": [_file(file, _bins(facts)) for file in facts.files],
+        "files": [_file(file, bins) for file in facts.files],
         "pairs": _pairs(facts.pairs) if facts.difference is not None else None,
     }
     return script_safe(
@@ -51,10 +53,6 @@ def shown_name(name: str) -> str:
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]}"
     return printable(name, 2 * _LONGEST_NAME) or "the root"
-
-
-def _bins(facts: PageFacts) -> int:
-    return _COARSE if sum(len(file.tensors) for file in facts.files) > _MANY else _FINE
 
 
 def _file(file: FileFacts, bins: int) -> dict[str, Any]:
