@@ -177,12 +177,7 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
         if not equals or not name:
             raise click.UsageError(f"--prefix {printable(word)} is not IN=PREFIX")
         named[name] = text
-    _combine(
-        given,
-        lambda output, request: merged_plan(
-            given["sources"], output, request, prefix=named, only=given["only"], force=_free(given)
-        ),
-    )
+    _combine(given, merged_plan, prefix=named)
 
 
 @click.command(
@@ -220,34 +215,20 @@ def average(weights: str | None, integers: Any, **given: Any) -> None:
             raise click.UsageError(
                 f"--weights {printable(weights)} are not numbers, such as 1,1,2"
             ) from None
-    _combine(
-        given,
-        lambda output, request: averaged_plan(
-            given["sources"],
-            output,
-            request,
-            weights=numbers,
-            integers=integers,
-            only=given["only"],
-            force=_free(given),
-        ),
-    )
+    _combine(given, averaged_plan, weights=numbers, integers=integers)
 
 
-def _free(given: dict[str, Any]) -> bool:
-    """Whether it does not matter that the output exists: for a dry run it is told apart."""
-    return bool(given["force"] or given["dry_run"])
-
-
-def _combine(given: dict[str, Any], plan_of: Callable[[Path, Request], Any]) -> None:
-    """As `convert`, of several."""
+def _combine(given: dict[str, Any], plan_of: Callable[..., Any], **options: Any) -> None:
+    """As `convert`, of several: `plan_of` plans it, with `options` of its own."""
 
     def planned(output: Path, _: Options, request: Request) -> Any:
         from ckptconv.convert.targets import check_place
 
         request = replace(request, only=None)
+        # a dry run tells apart that the output exists
+        wanted = {"only": given["only"], "force": given["force"] or given["dry_run"], **options}
         check = partial(check_place, output, request, force=given["force"])
-        return plan_of(output, request), lambda: _refused(check)
+        return plan_of(given["sources"], output, request, **wanted), lambda: _refused(check)
 
     refuse_missing(given)
     if len(given["sources"]) < 2:

@@ -118,17 +118,14 @@ class RuleCommand(FileCommand):
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        values = {
-            name: iter(texts)
-            for name, texts in given.items()
-            if name in (*RULES, *CHOICES) and name != "reverse"
-        }
-        ctx.meta["ckptconv.rules"] = [
-            (_word(param.name or ""), next(values[param.name or ""]))
-            for param in order
-            if param.name in values
-        ]
+        ruling = {*RULES, *CHOICES} - {"reverse"}
+        values = {name: iter(texts) for name, texts in given.items() if name in ruling}
+        names = [str(param.name) for param in order if param.name in values]
+        ctx.meta[_GIVEN] = [(_word(name), next(values[name])) for name in names]
         return super().parse_args(ctx, args)
+
+
+_GIVEN = "ckptconv.rules"
 
 
 def _word(name: str) -> str:
@@ -358,11 +355,9 @@ def refuse_missing(given: dict[str, Any]) -> None:
         )
     command, name = click.get_current_context().info_name, printable(output)
     example = quote(str(_plausible(output, str(command))))
-    offer = (
-        f", e.g. ckptconv {command} {quote(name)} {example}"
-        if name.isprintable() and output.suffix
-        else ""
-    )
+    offer = f", e.g. ckptconv {command} {quote(name)} {example}"
+    if not (name.isprintable() and output.suffix):
+        offer = ""
     raise click.UsageError(f"OUT is missing: name the file that {name} is to become{offer}")
 
 
@@ -372,9 +367,8 @@ def _plausible(source: Path, command: str) -> Path:
     """
     if command == "convert":
         return source.with_suffix(".pt" if source.suffix == ".safetensors" else ".safetensors")
-    return source.with_name(
-        f"{source.stem}-{'ddp' if command == 'add-module' else 'bare'}{source.suffix}"
-    )
+    kind = "ddp" if command == "add-module" else "bare"
+    return source.with_name(f"{source.stem}-{kind}{source.suffix}")
 
 
 _NOT_FOR_STDOUT = (
@@ -414,7 +408,7 @@ def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
     from ckptconv.keys.rule_files import read_rules
 
     rules: list[Any] = []
-    given = click.get_current_context().meta.get("ckptconv.rules", [])
+    given = click.get_current_context().meta.get(_GIVEN, [])
     for word, text in given:
         rules += read_rules(text, reverse=reverse) if word == "rules" else [(word, text)]
     if reverse and all(word != "rules" for word, _ in given):
@@ -440,12 +434,10 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
             "--whole compares everything by its path, so it takes no key rules; leave one of them "
             "out"
         )
+    tolerance = None
     try:
-        tolerance = (
-            Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"])
-            if loose
-            else None
-        )
+        if loose:
+            tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
@@ -472,7 +464,7 @@ def options_of(given: dict[str, Any], keys: Any, *, are_sent: bool = False) -> O
     }
     rules = [
         named(text) if word == "rules" else (word, text)
-        for word, text in click.get_current_context().meta.get("ckptconv.rules", [])
+        for word, text in click.get_current_context().meta.get(_GIVEN, [])
     ]
     return Options(
         keys=keys if keys in KEYS else KeyRules.of((), keys),
