@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptconv.pages.facts import STATES, FileFacts, PageFacts, PageTensor, Pair
 from ckptconv.support.errors import printable
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
+
+T = TypeVar("T")
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-_"
 _FIGURE, _QUANTILE = 5, 4  # letters: 18 and 12 bits of the mantissa
@@ -58,16 +60,14 @@ def shown_name(name: str) -> str:
 def _file(file: FileFacts, bins: int) -> dict[str, Any]:
     tensors = file.tensors
     kinds = [(item.dtype, item.shape, item.numel, item.nbytes) for item in tensors]
-    known_kinds = list(dict.fromkeys(kinds))
-    kind_at = {kind: at for at, kind in enumerate(known_kinds)}
-    devices = list(dict.fromkeys(item.device for item in tensors))
-    device_at = {device: at for at, device in enumerate(devices)}
+    known_kinds, kind_of = _numbered(kinds)
+    devices, device_of = _numbered([item.device for item in tensors])
     made: dict[str, Any] = {
         "names": _names([shown_name(item.name) for item in tensors]),
         "kinds": known_kinds,
-        "kind": [kind_at[kind] for kind in kinds],
+        "kind": kind_of,
         "devices": [printable(device) for device in devices],
-        "device": [device_at[item.device] for item in tensors],
+        "device": device_of,
         "same": {
             str(at): item.same_as for at, item in enumerate(tensors) if item.same_as is not None
         },
@@ -78,8 +78,14 @@ def _file(file: FileFacts, bins: int) -> dict[str, Any]:
     return made
 
 
+def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
+    """The different values, and of each value the number that its like has among them."""
+    numbers: dict[T, int] = {}
+    places = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), places
+
+
 def _names(names: Sequence[str]) -> dict[str, Any]:
-    words: dict[str, int] = {}
     keeps, rests = [], []
     before = ""
     for name in names:
@@ -89,9 +95,10 @@ def _names(names: Sequence[str]) -> dict[str, Any]:
                 break
             keep += 1
         keeps.append(keep + sum(letter > "\uffff" for letter in name[:keep]))
-        rests.append(words.setdefault(name[keep:], len(words)))
+        rests.append(name[keep:])
         before = name
-    return {"words": list(words), "keep": keeps, "word": rests}
+    words, places = _numbered(rests)
+    return {"words": words, "keep": keeps, "word": places}
 
 
 def _values(tensors: Sequence[PageTensor], bins: int) -> dict[str, Any]:

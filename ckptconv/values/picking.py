@@ -151,13 +151,9 @@ def values_of(item: NamedValue, box: Box) -> Array:
             parts = [values_of(item, Box(ranges, box.gone)) for ranges in ones]
             return np.concatenate(parts, at - sum(box.gone[:at]))
     starts, shape = _hull(box.ranges)
-    if item.bits < 8:
-        whole = _taken_apart(item, starts, shape)
-    elif item.decode is None:
-        whole = array_of(item.ref, starts, shape)
-    else:
-        whole = _decoded(item, starts, shape)
-    return _stepped(whole, box)
+    if item.bits >= 8 and item.decode is None:
+        return _stepped(array_of(item.ref, starts, shape), box)
+    return _stepped(_decoded(item, starts, shape), box)
 
 
 _FAR, _MANY = 64, 10_000
@@ -181,38 +177,28 @@ def _stepped(whole: Array, box: Box) -> Array:
 
 
 def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
-    """Quantized values: of those by channel, the place of each element in the tensor matters."""
-    import numpy as np
-
-    assert item.decode is not None
-    raw = array_of(item.ref, starts, shape)
-    out = np.empty(raw.shape, np.float64)
-    if not out.size:
-        return out
-    rows = raw.reshape(-1, raw.shape[-1]) if raw.ndim else raw.reshape(1, 1)
-    decoded = out.reshape(rows.shape)
-    for at, place in enumerate(_rows_of(starts, shape)):
-        before = _flat_place(item.ref.shape, place)
-        decoded[at] = item.decode(memoryview(rows[at].tobytes()), before)
-    return out
-
-
-def _taken_apart(item: NamedValue, starts: Shape, shape: Shape) -> Array:
-    """Values of less than a byte each: of every row the bytes are read that hold them."""
+    """The values that codes stand for, row by row: it may depend on the place of a code, and of
+    codes of less than a byte those bytes are read that hold a row.
+    """
     import numpy as np
 
     out = np.empty(shape, np.float64 if item.decode else np.float32)
     if not out.size:
         return out
     rows = out.reshape(-1, shape[-1]) if shape else out.reshape(1, 1)
-    for row, place in zip(rows, _rows_of(starts, shape), strict=True):
-        if item.decode is None:  # pairs, of which each row has whole ones
-            assert item.numbers is not None
-            row[:] = item.numbers[_codes(item, place[:-1], place[-1] if place else 0, len(row))]
+    whole = array_of(item.ref, starts, shape).reshape(rows.shape) if item.bits >= 8 else None
+    for at, (row, place) in enumerate(zip(rows, _rows_of(starts, shape), strict=True)):
+        before = _flat_place(item.shape, place)
+        if whole is not None:
+            codes = whole[at]
+        elif item.decode is None:  # pairs, of which each row has whole ones
+            codes = _codes(item, place[:-1], place[-1] if place else 0, len(row))
         else:  # end to end, whatever the shape
-            before = _flat_place(item.shape, place)
             codes = _codes(item, [], before, len(row))
-            row[:] = item.decode(codes.data.cast("B"), before)
+        if item.decode is not None:
+            row[:] = item.decode(memoryview(codes.tobytes()), before)
+        elif item.numbers is not None:
+            row[:] = item.numbers[codes]
     return out
 
 
