@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.completion import (
     offer_devices,
     offer_parts,
@@ -30,15 +31,6 @@ from ckptconv.cli.options import (
     option,
 )
 from ckptconv.cli.progress_display import COMPARING, READING, SCANNING, progress_shown
-from ckptconv.cli.terminal import (
-    errors_shown,
-    print_headline,
-    print_json,
-    print_lines,
-    print_table,
-    show_error,
-    terminal_width,
-)
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.report import Row, error_document
 
@@ -81,14 +73,14 @@ def inspect(
     from ckptconv.inspect import report
     from ckptconv.inspect.facts import Unread, survey
 
-    with errors_shown(as_json):
+    with terminal.errors_shown(as_json):
         items = list(survey(sources, depth, tag, in_table=not as_json))
         if len(items) == 1 and isinstance(items[0], Unread):
             raise items[0].error
     if as_json and len(items) > 1:
-        print_json(report.survey_document(items))
+        terminal.print_json(report.survey_document(items))
     elif len(items) > 1:
-        print_table(report.survey_lines(items, terminal_width()))
+        terminal.print_table(report.survey_lines(items, terminal.width()))
     elif not isinstance(items[0], Unread):
         _show_inspection(items[0], as_json)
     unread = any(isinstance(item, Unread) for item in items)
@@ -99,11 +91,11 @@ def _show_inspection(item: Surveyed, as_json: bool) -> None:
     from ckptconv.inspect import report
 
     if as_json:
-        print_json(report.inspection_document(item.found, item.fix))
+        terminal.print_json(report.inspection_document(item.found, item.fix))
         return
     portable, text = report.verdict(item.found, item.fix)
     click.secho(printable(", ".join(map(str, item.paths))), bold=True)
-    print_lines(report.inspection_lines(item.found))
+    terminal.print_lines(report.inspection_lines(item.found))
     for line in report.tree_lines(item.found.root):
         click.echo(f"  {line}")
     click.secho(text, fg="green" if portable else "yellow")
@@ -157,12 +149,12 @@ def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any)
         raise click.UsageError("--like and --model are both given, but the keys can fit only one")
     shown = progress_shown(READING, silent=as_json)
     # a model that is built may print
-    with errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:
+    with terminal.errors_shown(as_json, code=2), redirect_stdout(sys.stderr), shown as on_progress:
         diagnoses = diagnose_all(sources, **given, on_progress=on_progress)
         if len(diagnoses) == 1 and isinstance(diagnoses[0], CheckpointError):
             raise diagnoses[0]
     if as_json:
-        print_json(report.diagnoses_document(diagnoses))
+        terminal.print_json(report.diagnoses_document(diagnoses))
     else:
         for item in diagnoses:
             _show_diagnosis(item, strict, given["values"])
@@ -175,10 +167,10 @@ def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool, values
     from ckptconv.doctor import report
 
     if isinstance(diagnosis, CheckpointError):
-        show_error(str(diagnosis))
+        terminal.show_error(str(diagnosis))
         return
     click.secho(printable(", ".join(diagnosis.paths)), bold=True)
-    print_lines(report.finding_lines(diagnosis.findings))
+    terminal.print_lines(report.finding_lines(diagnosis.findings))
     color = "green"
     if not diagnosis.loads:
         color = "red"
@@ -247,16 +239,16 @@ def diff(
     if force and html is None:
         raise click.UsageError("--force needs --html")
     shown = progress_shown(COMPARING, silent=as_json or quiet)
-    with errors_shown(as_json, code=2), shown as on_progress:
+    with terminal.errors_shown(as_json, code=2), shown as on_progress:
         difference = _difference(a, b, html, force, **comparison(given), on_progress=on_progress)
     if as_json:
-        print_json(report.DIFFERENCE.of(difference))
+        terminal.print_json(report.DIFFERENCE.of(difference))
     elif not quiet:
         color = "green" if difference.same else "yellow"
-        print_headline(report.difference_headline(difference), fg=color)
-        print_lines(report.difference_lines(difference))
+        terminal.print_headline(report.difference_headline(difference), fg=color)
+        terminal.print_lines(report.difference_lines(difference))
         if html is not None:
-            print_lines([Row("page", printable(html))])
+            terminal.print_lines([Row("page", printable(html))])
     if difference.damaged:
         sys.exit(2)
     sys.exit(0 if difference.same else 1)
@@ -312,18 +304,18 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         if not (as_json or quiet):
             color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
             click.secho(report.scan_headline(item), fg=color, bold=True)
-            print_lines(report.scan_lines(item))
+            terminal.print_lines(report.scan_lines(item))
     errors = [item for item in scans if isinstance(item, CheckpointError)]
     levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in scans]
     if as_json:
         failed = [error_document(error, 2)["error"] for error in errors]
         first = {"error": failed[0]} if failed else {}
         scanned = [report.SCAN.of(one) for one in scans if not isinstance(one, CheckpointError)]
-        print_json({"scans": scanned, "errors": failed, **first})
+        terminal.print_json({"scans": scanned, "errors": failed, **first})
     elif len(scans) > 1 and not quiet:
         click.echo(report.scans_headline(levels))
     for unread in errors:
-        show_error(str(unread))
+        terminal.show_error(str(unread))
     refused = {"dangerous", "unknown"} if strict else {"dangerous"}
     if errors:
         sys.exit(2)

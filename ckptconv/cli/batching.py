@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.options import (
     FILE,
     NEW_FILE,
@@ -23,14 +24,6 @@ from ckptconv.cli.options import (
     option,
     options_of,
     run_options,
-)
-from ckptconv.cli.terminal import (
-    errors_shown,
-    fail,
-    print_headline,
-    print_json,
-    print_lines,
-    show_error,
 )
 from ckptconv.io.places import local_path, place_of
 from ckptconv.support.errors import (
@@ -106,14 +99,14 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     if not paths:
         raise click.UsageError("PATH is missing: name a folder of checkpoints, or a manifest")
     if given["status"]:
-        with errors_shown(as_json), problems_shown(as_json):
+        with terminal.errors_shown(as_json), problems_shown(as_json):
             _show_status(paths, given)
         return
-    with errors_shown(as_json, usage=True, code=2):
+    with terminal.errors_shown(as_json, usage=True, code=2):
         common = _common(given, keys)
         share, part = _share(given["shard"])
     passed: list[Passed] = []
-    with errors_shown(as_json, code=2), problems_shown(as_json):
+    with terminal.errors_shown(as_json, code=2), problems_shown(as_json):
         listed = _listed(paths, given["out_dir"], common, passed)
         report = _report_of(paths, given, part)
         jobs, refused = listed.jobs[share], None
@@ -146,7 +139,7 @@ def problems_shown(as_json: bool) -> Iterator[None]:
         yield
     except BatchRefused as error:
         if as_json:
-            print_json(_problems(error))
+            terminal.print_json(_problems(error))
         _fail_with(error)
 
 
@@ -157,8 +150,8 @@ def _problems(refused: BatchRefused) -> dict[str, Any]:
 def _fail_with(refused: BatchRefused) -> NoReturn:
     """A line for each problem, and exit code 2."""
     for problem in refused.problems:
-        show_error(printable(problem, 2000))
-    fail(f"{count_text(len(refused.problems), 'problem')}; nothing was written", 2)
+        terminal.show_error(printable(problem, 2000))
+    terminal.fail(f"{count_text(len(refused.problems), 'problem')}; nothing was written", 2)
 
 
 def _common(given: dict[str, Any], keys: str) -> Job:
@@ -255,11 +248,11 @@ def _show_jobs(
             "jobs_planned": [json.dumps(manifest_line(job)) for job in jobs],
             "passed_over": [{"path": item.path, "reason": item.reason} for item in passed],
         }
-        print_json(document | ({} if refused is None else _problems(refused)))
+        terminal.print_json(document | ({} if refused is None else _problems(refused)))
     else:
-        print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
+        terminal.print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
         named = ((job.output, ", ".join(map(printable, names_of(job)))) for job in jobs)
-        print_lines((Row(printable(name), f"from {of}") for name, of in named), err=True)
+        terminal.print_lines((Row(printable(name), f"from {of}") for name, of in named), err=True)
         _tell_passed(passed, silent=False)
     if refused is not None:
         _fail_with(refused)
@@ -271,11 +264,11 @@ _PASSED_SHOWN = 10
 def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
     if silent or not passed:
         return
-    print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
+    terminal.print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
     shown = [Row(printable(item.path), item.reason) for item in passed[:_PASSED_SHOWN]]
     if (more := len(passed) - _PASSED_SHOWN) > 0:
         shown.append(Row("…", f"and {more:,} more; --dry-run --json names all"))
-    print_lines(shown, err=True)
+    terminal.print_lines(shown, err=True)
 
 
 def _run(jobs: Sequence[Job], report: Path, given: dict[str, Any]) -> None:
@@ -287,7 +280,7 @@ def _run(jobs: Sequence[Job], report: Path, given: dict[str, Any]) -> None:
     silent = given["quiet"] or given["as_json"]
     shown = batch_shown(totals, silent=silent)
     # an engine has words of its own: Ray tells of nodes that die
-    with errors_shown(given["as_json"]), shown as display, redirect_stdout(sys.stderr):
+    with terminal.errors_shown(given["as_json"]), shown as display, redirect_stdout(sys.stderr):
         engine = engine_of_words(given, len(jobs))
         display.workers = engine.workers
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
@@ -315,14 +308,14 @@ def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> Non
     from ckptconv.batch.totals import TOTALS, totals_headline, totals_lines
 
     if given["as_json"]:
-        print_json({"reports": list(map(str, reports)), **TOTALS.of(totals)})
+        terminal.print_json({"reports": list(map(str, reports)), **TOTALS.of(totals)})
     elif not given["quiet"] or totals.failed:
-        print_headline(totals_headline(totals), err=not given["status"])
-        print_lines(totals_lines(totals, reports), err=not given["status"])
+        terminal.print_headline(totals_headline(totals), err=not given["status"])
+        terminal.print_lines(totals_lines(totals, reports), err=not given["status"])
     if given["html"] is not None:
         from ckptconv.pages.batch_page import write_batch_page
 
-        with errors_shown(as_json=False):  # a document has been printed
+        with terminal.errors_shown(as_json=False):  # a document has been printed
             write_batch_page(totals, given["html"], force=given["force"])
     if not totals.is_all_done:
         sys.exit(1)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.options import FILE, JSON, LIMIT, option
-from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines
 from ckptconv.io.places import place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
@@ -46,7 +46,7 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
     stores keep the parts, and charge for them. On S3, uploads of other programs are listed too:
     they look the same.
     """
-    with errors_shown(as_json):
+    with terminal.errors_shown(as_json):
         store, found = _found(url, older_than)
         if abort:
             _abort(store, found)
@@ -55,17 +55,17 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
             {"path": store.root + item.key, "begun": item.begun, "bytes": item.nbytes}
             for item in found
         ]
-        print_json({"uploads": listed, "aborted": abort})
+        terminal.print_json({"uploads": listed, "aborted": abort})
         return
     what = count_text(len(found), "unfinished upload")
     done = "aborted" if abort else "found; add --abort to remove them"
-    print_headline(f"{what} {done}" if found else "no unfinished uploads")
+    terminal.print_headline(f"{what} {done}" if found else "no unfinished uploads")
     rows = []
     for item in found:
         size = "" if item.nbytes is None else f", {size_text(item.nbytes)}"
         begun = item.begun[:16].replace("T", " ") or "unknown"
         rows.append(Row(begun, f"{printable(store.root + item.key)}{size}"))
-    print_lines(rows)
+    terminal.print_lines(rows)
 
 
 def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]:

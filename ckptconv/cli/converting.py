@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.options import (
     RuleCommand,
     engine_of_words,
@@ -26,15 +27,6 @@ from ckptconv.cli.options import (
     refuse_missing,
 )
 from ckptconv.cli.progress_display import COPYING, progress_shown
-from ckptconv.cli.terminal import (
-    copy_to_stdout,
-    errors_shown,
-    fail,
-    print_json,
-    print_rows,
-    print_summary,
-    spooled,
-)
 from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import OutputRefused, printable
 from ckptconv.support.report import error_document
@@ -246,11 +238,11 @@ def _make(given: dict[str, Any], wrappers: str, planned: Any, *, is_shared: bool
     """
     begin = time.perf_counter()
     refuse_missing(given)
-    spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
-    with errors_shown(given["as_json"], usage=True):
+    spool = terminal.spooled() if is_for_stdout(given) else nullcontext(given["output"])
+    with terminal.errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
         request = options.request(None)
-    with errors_shown(given["as_json"]), spool as output:
+    with terminal.errors_shown(given["as_json"]), spool as output:
         given["output"] = output
         opened, refusal = planned(output, options, request)
         with opened as plan:
@@ -276,12 +268,14 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
 
     if given["as_json"]:
         error = {} if refused is None else error_document(refused, 1)
-        print_json({"dry_run": True, **report.PLAN.of(plan), **error})
+        terminal.print_json({"dry_run": True, **report.PLAN.of(plan), **error})
     elif not given["quiet"]:
-        print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
-        print_rows(report.keys_table(plan), err=True)
+        terminal.print_summary(
+            report.plan_headline(_as_named(plan, given)), report.plan_lines(plan)
+        )
+        terminal.print_rows(report.keys_table(plan), err=True)
     if refused is not None:
-        fail(str(refused), 1)
+        terminal.fail(str(refused), 1)
 
 
 def _execute(
@@ -302,16 +296,18 @@ def _execute(
     wanted = {"force": given["force"], "fsync": not given["no_fsync"], "verify": given["verify"]}
     with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
         if is_for_stdout(given):
-            result = hand_over_plan(plan, copy_to_stdout, **wanted, on_progress=on_progress)
+            result = hand_over_plan(
+                plan, terminal.copy_to_stdout, **wanted, on_progress=on_progress
+            )
         else:
             with redirect_stdout(sys.stderr):  # of an engine that has words of its own
                 result = execute_plan(plan, **wanted, on_progress=on_progress, share_out=share_out)
     result = result.since(begin)
     if given["as_json"]:
-        print_json({"dry_run": False, **report.result_document(result)})
+        terminal.print_json({"dry_run": False, **report.result_document(result)})
     elif not given["quiet"]:
         named = replace(result, plan=_as_named(plan, given))
-        print_summary(report.result_headline(named), report.result_lines(named))
+        terminal.print_summary(report.result_headline(named), report.result_lines(named))
 
 
 def _as_named(plan: ConversionPlan, given: dict[str, Any]) -> ConversionPlan:

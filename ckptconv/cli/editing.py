@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.completion import offer_devices
 from ckptconv.cli.options import (
     FILE,
@@ -19,7 +20,6 @@ from ckptconv.cli.options import (
     option,
 )
 from ckptconv.cli.progress_display import COPYING, progress_shown
-from ckptconv.cli.terminal import errors_shown, print_json, print_summary
 
 
 @click.command(
@@ -74,7 +74,7 @@ def edit(source: Path, keys: str, **given: Any) -> None:
     from ckptconv.convert.header_edits import HeaderEdit
 
     as_json, dry_run = given["as_json"], given["dry_run"]
-    with errors_shown(as_json, usage=True):
+    with terminal.errors_shown(as_json, usage=True):
         asked = HeaderEdit(
             key_rules(keys, reverse=given["reverse"]),
             given_strings(given["metadata"], given["metadata_from"], given["device"]),
@@ -82,7 +82,7 @@ def edit(source: Path, keys: str, **given: Any) -> None:
         )
     silent = given["quiet"] or as_json
     with (
-        errors_shown(as_json),
+        terminal.errors_shown(as_json),
         progress_shown(COPYING, silent=silent) as on_progress,
     ):
         result = edit_header(
@@ -96,6 +96,8 @@ def edit(source: Path, keys: str, **given: Any) -> None:
             on_progress=on_progress,
         )
     if as_json:
-        print_json(report.edit_document(result, dry_run=dry_run))
+        terminal.print_json(report.edit_document(result, dry_run=dry_run))
     elif not given["quiet"]:
-        print_summary(report.edit_headline(result, dry_run=dry_run), report.edit_lines(result))
+        terminal.print_summary(
+            report.edit_headline(result, dry_run=dry_run), report.edit_lines(result)
+        )

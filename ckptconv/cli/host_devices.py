@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.options import JSON, option
-from ckptconv.cli.terminal import errors_shown, print_json, print_lines
 from ckptconv.support.errors import printable
 from ckptconv.support.report import Row
 
@@ -51,12 +51,14 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
     from ckptconv.devices import report
     from ckptconv.devices.host import best_device, survey_host
 
-    with errors_shown(as_json):
+    with terminal.errors_shown(as_json):
         host, best = survey_host(ask_torch=True), best_device()
     if as_json:
-        print_json(report.host_document(host, best))
+        terminal.print_json(report.host_document(host, best))
         return
-    print_lines([*report.host_lines(host), Row("auto", f"--device auto would choose {best}")])
+    terminal.print_lines(
+        [*report.host_lines(host), Row("auto", f"--device auto would choose {best}")]
+    )
 
 
 def _export_gpus(
@@ -71,12 +73,12 @@ def _export_gpus(
         raise click.UsageError(
             "--json and --shell are both given, but only one of them can be printed"
         )
-    with errors_shown(as_json, code=2):
+    with terminal.errors_shown(as_json, code=2):
         size = None if min_free is None else parse_size(min_free)
-    with errors_shown(as_json):
+    with terminal.errors_shown(as_json):
         choice = choose_gpus(min_free=size, count=count)
     if as_json:
-        print_json(report.CHOICE.of(choice))
+        terminal.print_json(report.CHOICE.of(choice))
         return
     for note in choice.notes:
         click.echo(f"note: {printable(note)}", err=True)

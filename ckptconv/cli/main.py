@@ -14,22 +14,7 @@ from typing import Any
 import click
 
 from ckptconv import __version__
-from ckptconv.cli.terminal import (
-    SILENT,
-    Unprinted,
-    begin_traffic,
-    colors,
-    fail,
-    fill_closed_streams,
-    is_asked,
-    print_ending_json,
-    print_lines,
-    show_page,
-    stop,
-    stop_unprinted,
-    take_any_text,
-    tell_traffic,
-)
+from ckptconv.cli import terminal
 from ckptconv.io.files import one_run
 from ckptconv.support.errors import (
     OUT_OF_MEMORY,
@@ -79,20 +64,20 @@ class Program(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        begin_traffic()
+        terminal.begin_traffic()
         try:
             try:
                 with on_command_line():
                     return super().invoke(ctx)
             finally:
-                if not is_asked(*SILENT):
-                    tell_traffic()
+                if not terminal.is_asked(*terminal.SILENT):
+                    terminal.tell_traffic()
                 # here, for the interpreter's own flush would come too late to tell
                 sys.stdout.flush()
-        except (Unprinted, OSError) as error:
+        except (terminal.Unprinted, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            stop_unprinted(
+            terminal.stop_unprinted(
                 error, 2 if COMMANDS.get(str(ctx.invoked_subcommand)) == "answering" else 1
             )
 
@@ -139,7 +124,7 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
-        print_lines(Row(name, text) for name, text in help_pages.topics().items())
+        terminal.print_lines(Row(name, text) for name, text in help_pages.topics().items())
         click.echo(
             "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
             "one."
@@ -148,11 +133,11 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
         with click.Context(command, info_name=topic, parent=ctx.parent) as context:
             click.echo(command.get_help(context))
     elif (text := help_pages.page_text(topic)) is not None:
-        show_page(text)
+        terminal.show_page(text)
     else:
         near = help_pages.near_matches(topic, cli.list_commands(ctx))
         meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
-        fail(f"there is no help on '{printable(topic)}'; {meant}", 2)
+        terminal.fail(f"there is no help on '{printable(topic)}'; {meant}", 2)
 
 
 def _help_names(ctx: click.Context, start: str) -> list[str]:
@@ -172,34 +157,38 @@ def main() -> None:
     # a tenth
     gc.disable()
     stop_in_good_order()
-    fill_closed_streams()
-    take_any_text()
+    terminal.fill_closed_streams()
+    terminal.take_any_text()
     try:
         with one_run(), warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # notes say the same
-            cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
+            cli.main(
+                _arguments(), prog_name="ckptconv", standalone_mode=False, color=terminal.colors()
+            )
         sys.stdout.flush()
         _stop_if_missed()
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
         what = printable(error.format_message(), 2000).rstrip(".")
-        stop("UsageError", what, 2, hint=f"see {program} --help")
+        terminal.stop("UsageError", what, 2, hint=f"see {program} --help")
     except click.ClickException as error:
-        stop(type(error).__name__, printable(error.format_message(), 2000), 1)
+        terminal.stop(type(error).__name__, printable(error.format_message(), 2000), 1)
     except (KeyboardInterrupt, click.Abort):
-        stop("Interrupted", _INTERRUPTED, 130)
+        terminal.stop("Interrupted", _INTERRUPTED, 130)
     except SystemExit as stopped:
         if not stopped.code:
             _stop_if_missed()
         if stopped.code in (129, 143):  # SIGHUP, SIGTERM
             what = "stopped by a signal; no unfinished file was left behind"
-            print_ending_json("Interrupted", what, int(stopped.code))
+            terminal.print_ending_json("Interrupted", what, int(stopped.code))
         raise
     except OSError as error:
         _stop_without_memory(error)
         if error.filename is None:
-            stop_unprinted(error, 1)
-        stop(type(error).__name__, f"{printable(str(error.filename))}: {error.strerror}", 1)
+            terminal.stop_unprinted(error, 1)
+        terminal.stop(
+            type(error).__name__, f"{printable(str(error.filename))}: {error.strerror}", 1
+        )
     except Exception as error:
         # until 3.11, Python makes a RuntimeError of a stop that comes while a class is made
         if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
@@ -207,7 +196,7 @@ def main() -> None:
         _stop_without_memory(error)
         # a defect: its traceback is shown, and who reads the document learns of it too
         what = printable(str(error) or "an unexpected error", 2000)
-        print_ending_json(type(error).__name__, what, 1)
+        terminal.print_ending_json(type(error).__name__, what, 1)
         raise
 
 
@@ -217,12 +206,12 @@ _TOO_LATE = "stopped by a signal, but too late: the command had come to its end"
 
 def _stop_without_memory(error: BaseException) -> None:
     if is_out_of_memory(error):
-        stop("MemoryError", OUT_OF_MEMORY, 1, hint="no unfinished file was left behind")
+        terminal.stop("MemoryError", OUT_OF_MEMORY, 1, hint="no unfinished file was left behind")
 
 
 def _stop_if_missed(what: str = _TOO_LATE) -> None:
     if (code := missed_stop()) is not None:
-        stop("Interrupted", what, code)
+        terminal.stop("Interrupted", what, code)
 
 
 def _arguments() -> list[str]:

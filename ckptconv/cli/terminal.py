@@ -199,7 +199,7 @@ def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> No
     click.secho(_wrapped(text, 2, err=err, first=0), fg=fg, bold=True, err=err)
 
 
-def terminal_width() -> int:
+def width() -> int:
     """The columns of the terminal, or of COLUMNS; 80 where there is neither."""
     return shutil.get_terminal_size((80, 24)).columns
 

@@ -8,16 +8,10 @@ from typing import Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.completion import offer_parts
 from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, FileCommand, option
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
-from ckptconv.cli.terminal import (
-    errors_shown,
-    print_headline,
-    print_json,
-    print_table,
-    terminal_width,
-)
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text
 
@@ -81,17 +75,19 @@ def stats(
     if histogram and given["match"]:
         raise click.UsageError("--histogram and --match both choose tensors; leave one of them out")
     given["match"] = histogram or given["match"]
-    with errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
+    with terminal.errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
     shown = report.in_order(found, sort, top)
-    width = terminal_width() if sys.stdout.isatty() else _WIDE
+    width = terminal.width() if sys.stdout.isatty() else _WIDE
     if as_json:
-        print_json(report.statistics_document(found, shown, bins=_BINS if histogram else 0))
+        terminal.print_json(
+            report.statistics_document(found, shown, bins=_BINS if histogram else 0)
+        )
     elif histogram:
         for item in shown:
-            print_table(report.histogram_lines(item, width))
+            terminal.print_table(report.histogram_lines(item, width))
     else:
-        print_table(report.statistics_lines(found, shown, width, sort))
+        terminal.print_table(report.statistics_lines(found, shown, width, sort))
 
 
 @click.command(
@@ -149,11 +145,11 @@ def show(
     if npy is not None and npz is not None:
         raise click.UsageError("--npy and --npz are both given; leave one of them out")
     output = npz or npy
-    with errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
+    with terminal.errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
             item = picked(found, name, checkpoint.path)
-            with errors_shown(as_json, usage=True):
+            with terminal.errors_shown(as_json, usage=True):
                 chosen.append((item, box_of(indices, item.shape)))
         for item, box in chosen:
             check_whole(item, box)
@@ -162,7 +158,7 @@ def show(
         elif npy is not None:
             write_npy(*chosen[0], npy, force=force)
         if as_json:
-            print_json(picked_document(checkpoint.path, chosen, output))
+            terminal.print_json(picked_document(checkpoint.path, chosen, output))
         elif output is not None:
             told = [printable(item.name) or "the root" for item, _ in chosen]
             what = told[0] if len(told) == 1 else count_text(len(told), "tensor")
@@ -226,9 +222,12 @@ def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
     for name in ("tag_against", "only_against"):
         if given[name] is not None and given["against"] is None:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --against")
-    with errors_shown(as_json), progress_shown(READING_BOTH, silent=as_json) as on_progress:
+    with (
+        terminal.errors_shown(as_json),
+        progress_shown(READING_BOTH, silent=as_json) as on_progress,
+    ):
         page = pages.report(source, output, **given, on_progress=on_progress)
     if as_json:
-        print_json(pages.PAGE.of(page))
+        terminal.print_json(pages.PAGE.of(page))
     else:
-        print_headline(pages.page_headline(page))
+        terminal.print_headline(pages.page_headline(page))
