@@ -209,11 +209,9 @@ def jobs_below(
     for root in roots:
         found = find_checkpoints(root, partial(_is_at, inside), with_files=options.with_files)
         passed += found.passed
-        before = PurePosixPath(_name_of(root)) if len(roots) > 1 and root.is_folder() else None
-        named += (
-            (place, below if before is None else before / below)
-            for place, below in found.checkpoints
-        )
+        is_apart = len(roots) > 1 and root.is_folder()
+        before = PurePosixPath(_name_of(root) if is_apart else "")
+        named += ((place, before / below) for place, below in found.checkpoints)
     outputs = [_output_of(*one, out_dir, options) for one in named]
     taken = Counter(map(str, outputs))
     return [

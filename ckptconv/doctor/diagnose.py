@@ -93,6 +93,7 @@ def _diagnosed(paths: tuple[Location, ...], asked: Asked) -> Diagnosis | Checkpo
 
 
 def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
+    named = tuple(map(str, paths))
     for one in paths:
         require(one)
     try:
@@ -107,17 +108,12 @@ def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
                 if any(one.finding.code == "damaged" for one in read):  # no conversion helps it
                     symptoms = [replace(one, fix=None) for one in symptoms if not one.chosen]
                 symptoms += read
-            return Diagnosis(
-                str(paths[0]),
-                whole.format,
-                _findings(case, symptoms),
-                tuple(map(str, paths)),
-                facts.opening.by,
-            )
+            findings = _findings(case, symptoms)
+            return Diagnosis(named[0], whole.format, findings, named, facts.opening.by)
     except DeviceUnavailable:
         raise
     except CheckpointError as error:
-        return Diagnosis(str(paths[0]), None, (_unopened(error, paths),), tuple(map(str, paths)))
+        return Diagnosis(named[0], None, (_unopened(error, paths),), named)
 
 
 def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
@@ -161,12 +157,8 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
         )
     except CheckpointError as error:
         return [_damaged(error)]
-    weights = {
-        id(ref)
-        for item in case.state_dicts
-        for key, ref in item.tensors()
-        if not may_be_infinite(key)
-    }
+    named = (pair for item in case.state_dicts for pair in item.tensors())
+    weights = {id(ref) for key, ref in named if not may_be_infinite(key)}
     nan: dict[str, int] = {}
     wrong: dict[str, int] = {}
     meant: dict[str, int] = {}
