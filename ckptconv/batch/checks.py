@@ -26,12 +26,12 @@ def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
     `names` are what each is called, such as its line in a manifest (by default its number).
     """
     called = names or [f"job {number}" for number in range(1, len(jobs) + 1)]
-    written = [_written_by(job) for job in jobs]
+    checked = [_checked(job, name) for job, name in zip(jobs, called, strict=True)]
     problems = [
-        *_taken_twice(jobs, called, written),
-        *_in_folders(jobs, called, written),
-        *_in_the_way(jobs, called, written),
-        *_missing(jobs, called),
+        *_taken_twice(checked),
+        *_in_folders(checked),
+        *_in_the_way(checked),
+        *_missing(checked),
     ]
     if problems:
         raise BatchRefused(problems)
@@ -43,8 +43,9 @@ def check_apart(
     """Raise `BatchRefused` where `places`, such as a report, and `pages` are one place, or that of
     something that a job reads or writes, or where a page lies in a source.
     """
-    taken = {real for job in jobs for real in _written_by(job).places()}
-    sources = {real for job in jobs for real in _read_by(job)}
+    checked = [_checked(job) for job in jobs]
+    taken = {real for one in checked for real in one.written()}
+    sources = {real for one in checked for real in one.read}
     taken |= sources | read_beside(jobs).keys()
     problems = []
     for place in (*places, *pages):
@@ -58,112 +59,103 @@ def check_apart(
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """Where a job writes: its output, the file that the shards of a set are named after, and the
-    mapping, each without links. `is_folder`: torch makes the output, which is a folder.
+class _Checked:
+    """A job, what it is called, and where it reads and writes, each place without links.
+
+    `read` are its sources; of an index, the shards too. It writes its `output`, the file that the
+    shards of a set are `named` after, and the `mapping`. `is_folder`: torch makes the output, which
+    is a folder.
     """
 
+    job: Job
+    name: str
+    read: frozenset[str]
     output: str
     named: str | None = None
     mapping: str | None = None
     is_folder: bool = False
 
-    def places(self) -> Iterator[str]:
-        """Each of them."""
+    def written(self) -> Iterator[str]:
+        """Each place that it writes."""
         yield from (place for place in (self.output, self.named, self.mapping) if place is not None)
 
 
-def _written_by(job: Job) -> _Written:
+def _checked(job: Job, name: str = "") -> _Checked:
     options, place = job.options, place_of(job.output)
-    output = real_name(place)
-    mapping = None if options.save_mapping is None else real_name(place_of(options.save_mapping))
+    sources = places_of(job)
+    shards = [shard for source in sources for shard in shards_named(source)]
+    output, named = real_name(place), None
     to = target_named(FOR_FOLDERS if options.to is None else options.to)
-    if options.to is not None and to.is_folder:
-        return _Written(output, None, mapping, is_folder=True)
+    is_folder = options.to is not None and to.is_folder
     is_set = options.max_shard_size is not None or options.with_files or names_folder(place)
-    if not is_set:
-        return _Written(output, None, mapping)
-    is_in_folder = is_folder_of_set(place, options.to)
-    return _Written(output, f"{output}/{to.shards_named}" if is_in_folder else output, mapping)
+    if is_set and not is_folder:
+        is_in_folder = is_folder_of_set(place, options.to)
+        named = f"{output}/{to.shards_named}" if is_in_folder else output
+    mapping = None if options.save_mapping is None else real_name(place_of(options.save_mapping))
+    read = frozenset(map(real_name, (*sources, *shards)))
+    return _Checked(job, name, read, output, named, mapping, is_folder)
 
 
 _OF_SET = re.compile(r"(?:-\d{5}-of-\d{5}(\.[^./]*)?|\.index\.json)$")
 
 
-def _taken_twice(
-    jobs: Sequence[Job], called: Sequence[str], written: Sequence[_Written]
-) -> Iterator[str]:
-    first: dict[str, int] = {}
-    for number, (job, places) in enumerate(zip(jobs, written, strict=True)):
-        taken = [first.setdefault(place, number) for place in places.places()]
-        if other := [found for found in taken if found != number]:
-            yield f"{called[number]}: has the output of {called[other[0]]}: {job.output}"
-    sets = {places.named: number for number, places in enumerate(written) if places.named}
-    for number, (job, places) in enumerate(zip(jobs, written, strict=True)):
-        for place in {*places.places()} if sets else ():
-            other_set = sets.get(_OF_SET.sub(r"\1", place), number)
-            if other_set != number and place not in sets:
-                shard_of = f"is named like a shard of {called[other_set]}"
-                yield f"{called[number]}: {shard_of}: {job.output}"
+def _taken_twice(checked: Sequence[_Checked]) -> Iterator[str]:
+    first: dict[str, _Checked] = {}
+    for one in checked:
+        taken = [first.setdefault(place, one) for place in one.written()]
+        if other := [found for found in taken if found is not one]:
+            yield f"{one.name}: has the output of {other[0].name}: {one.job.output}"
+    sets = {one.named: one for one in checked if one.named}
+    for one in checked:
+        for place in {*one.written()} if sets else ():
+            other_set = sets.get(_OF_SET.sub(r"\1", place), one)
+            if other_set is not one and place not in sets:
+                yield f"{one.name}: is named like a shard of {other_set.name}: {one.job.output}"
 
 
-def _in_folders(
-    jobs: Sequence[Job], called: Sequence[str], written: Sequence[_Written]
-) -> Iterator[str]:
+def _in_folders(checked: Sequence[_Checked]) -> Iterator[str]:
     """Outputs and sources in the output of another job, which is a file, or a folder that is
     replaced as a whole.
     """
     folders = {
-        places.output: number
-        for number, places in enumerate(written)
-        if places.is_folder or places.named in (None, places.output)
+        one.output: one for one in checked if one.is_folder or one.named in (None, one.output)
     }
-    for number, (job, places) in enumerate(zip(jobs, written, strict=True)):
+    for one in checked:
         for what, real in (
-            *(("output", place) for place in places.places()),
-            *(("source", real_name(place)) for place in places_of(job)),
+            *(("output", place) for place in one.written()),
+            *(("source", real_name(place)) for place in places_of(one.job)),
         ):
             if around := [folder for folder in _around(real) if folder in folders]:
-                other = called[folders[around[0]]]
-                yield f"{called[number]}: its {what} lies in the output of {other}: {real}"
+                other = folders[around[0]].name
+                yield f"{one.name}: its {what} lies in the output of {other}: {real}"
                 break
 
 
-def _in_the_way(
-    jobs: Sequence[Job], called: Sequence[str], written: Sequence[_Written]
-) -> Iterator[str]:
+def _in_the_way(checked: Sequence[_Checked]) -> Iterator[str]:
     """Outputs that a job reads, or that lie in a source."""
     sources: dict[str, str] = {}
-    for job, name in zip(jobs, called, strict=True):
-        for real in _read_by(job):
-            sources.setdefault(real, name)
-    beside = read_beside(jobs)
-    for job, name, places in zip(jobs, called, written, strict=True):
-        if read := [place for place in places.places() if place in beside]:
-            yield f"{name}: writes what {called[beside[read[0]]]} reads: {read[0]}"
-        if places.mapping is not None and places.mapping in sources:
-            yield f"{name}: its mapping is the source of {sources[places.mapping]}"
-        own = _read_by(job)
-        output = places.output
+    for one in checked:
+        for real in one.read:
+            sources.setdefault(real, one.name)
+    beside = read_beside([one.job for one in checked])
+    for one in checked:
+        if read := [place for place in one.written() if place in beside]:
+            yield f"{one.name}: writes what {checked[beside[read[0]]].name} reads: {read[0]}"
+        if one.mapping is not None and one.mapping in sources:
+            yield f"{one.name}: its mapping is the source of {sources[one.mapping]}"
+        output, named = one.output, one.job.output
         for real in (output, *_around(output)):
             if real not in sources:
                 continue
-            if real == output and real in own:
-                if job.force and len(own) == 1:
+            if real == output and real in one.read:
+                if one.job.force and len(one.read) == 1:
                     continue  # a file may be replaced by what it becomes
-                yield f"{name}: its output is its source: {job.output}; write to another place"
+                yield f"{one.name}: its output is its source: {named}; write to another place"
             elif real == output:
-                yield f"{name}: its output is the source of {sources[real]}: {job.output}"
+                yield f"{one.name}: its output is the source of {sources[real]}: {named}"
             elif place_of(real).is_folder():
-                yield f"{name}: its output lies in the source of {sources[real]}: {job.output}"
+                yield f"{one.name}: its output lies in the source of {sources[real]}: {named}"
             break
-
-
-def _read_by(job: Job) -> set[str]:
-    """What a job reads, without links; of an index, the shards too."""
-    places = places_of(job)
-    shards = [shard for place in places for shard in shards_named(place)]
-    return {real_name(place) for place in (*places, *shards)}
 
 
 def _around(path: str) -> Iterator[str]:
@@ -175,9 +167,8 @@ def _around(path: str) -> Iterator[str]:
     yield from map(str, PurePath(path).parents)
 
 
-def _missing(jobs: Sequence[Job], called: Sequence[str]) -> Iterator[str]:
-    asked = [(place, name) for job, name in zip(jobs, called, strict=True)
-             for place in places_of(job)]  # fmt: skip
+def _missing(checked: Sequence[_Checked]) -> Iterator[str]:
+    asked = [(place, one.name) for one in checked for place in places_of(one.job)]
     far = [item for item in asked if item[0].is_far()]
     yield from filter(None, (_absent(*item) for item in asked if not item[0].is_far()))
     if far:

@@ -24,6 +24,7 @@ from ckptconv.batch.work import Task
 from ckptconv.convert.job import Job
 from ckptconv.io.outputs import clear_kept
 from ckptconv.io.places import place_of
+from ckptconv.io.remote.hosts import hosts_given
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.choices import refuse_no_flag, refuse_other, spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
@@ -140,17 +141,19 @@ class _Run:
         self._later: list[tuple[float, int, Task]] = []
         self._running: dict[int, Task] = {}
         self._is_over = False
-        self._hosts = _allowed_hosts()
+        self._hosts = hosts_given()
 
     def receipts(self) -> Iterator[Receipt]:
         while True:
             yield from self._fill()
+            wait = None  # until a job is to be tried again
+            if self._later and not self._is_over:
+                wait = max(0.0, self._later[0][0] - time.monotonic())
             if self._running:
-                for ended in self._engine.ended(self._until_next()):
-                    if (receipt := self._ended(ended)) is not None:
-                        yield receipt
-            elif self._later and not self._is_over:
-                wait_for(max(0.0, self._later[0][0] - time.monotonic()))
+                ended = map(self._ended, self._engine.ended(wait))
+                yield from (receipt for receipt in ended if receipt is not None)
+            elif wait is not None:
+                wait_for(wait)
             elif self._is_over or not self._ready:
                 return
 
@@ -158,18 +161,17 @@ class _Run:
 
     def _fill(self) -> Iterator[Receipt]:
         """Begin what there are slots for; gives the receipts of what need not be run."""
-        self._wake()
+        while self._later and self._later[0][0] <= time.monotonic():  # has waited long enough
+            self._ready.appendleft(heapq.heappop(self._later)[2])
         if not self._ready and not self._is_over:
             yield from self._choose()
         while self._ready and len(self._running) < self._engine.slots and not self._is_over:
-            self._begin(self._ready.popleft())
+            task = self._ready.popleft()
+            self._running[task.number] = task
+            self._tell(Event("started", task.number, task.job))
+            self._engine.start(task)
             if not self._ready:
                 yield from self._choose()
-
-    def _wake(self) -> None:
-        """What has waited long enough is ready."""
-        while self._later and self._later[0][0] <= time.monotonic():
-            self._ready.appendleft(heapq.heappop(self._later)[2])
 
     def _choose(self) -> Iterator[Receipt]:
         """Some more jobs become ready, and the report says so first."""
@@ -202,7 +204,9 @@ class _Run:
             return replace(task, job=again, resumed=True)
         if known is None:
             return task
-        is_same = _still(job, known)
+        is_same = known.fingerprint != "" and known.fingerprint == _known_as(job)
+        if is_same and known.read:
+            is_same = _by_now(known.read) == known.read
         if known.state == "failed":
             if is_same and not self._wanted.retry_failed:
                 return replace(known, earlier=True)
@@ -213,18 +217,7 @@ class _Run:
             return replace(known, earlier=True)
         return replace(task, resumed=True)
 
-    def _begin(self, task: Task) -> None:
-        self._running[task.number] = task
-        self._tell(Event("started", task.number, task.job))
-        self._engine.start(task)
-
     # ------------------------------------------------------------------------------- what ended
-
-    def _until_next(self) -> float | None:
-        """Seconds until a job is to be tried again; None where none waits."""
-        if not self._later or self._is_over:
-            return None
-        return max(0.0, self._later[0][0] - time.monotonic())
 
     def _ended(self, ended: Ended) -> Receipt | None:
         """The receipt of what ended, unless it is tried again."""
@@ -234,7 +227,10 @@ class _Run:
             count(**receipt.network)  # what went over the network elsewhere, as told here
         error = receipt.error
         if error is not None and error.passing and task.tries + 1 < self._wanted.tries:
-            self._again(task, error)
+            wait = min(LONGEST, FIRST * 2**task.tries) * random.uniform(0.5, 1.0)
+            later = replace(task, tries=task.tries + 1, resumed=True)
+            heapq.heappush(self._later, (time.monotonic() + wait, task.number, later))
+            self._tell(Event("again", task.number, task.job, error.message, wait))
             return None
         if self._ledger is not None:
             self._ledger.ended(key_of(task.job), receipt)
@@ -242,22 +238,9 @@ class _Run:
             self._is_over = True
         return receipt
 
-    def _again(self, task: Task, error: Failure) -> None:
-        wait = min(LONGEST, FIRST * 2**task.tries) * random.uniform(0.5, 1.0)
-        later = replace(task, tries=task.tries + 1, resumed=True)
-        heapq.heappush(self._later, (time.monotonic() + wait, task.number, later))
-        self._tell(Event("again", task.number, task.job, error.message, wait))
-
     def _tell(self, event: Event) -> None:
         if self._wanted.on_event is not None:
             self._wanted.on_event(event)
-
-
-def _still(job: Job, known: Receipt) -> bool:
-    """Whether a job is what it was."""
-    if known.fingerprint == "" or _known_as(job) != known.fingerprint:
-        return False
-    return not known.read or _by_now(known.read) == known.read
 
 
 def _known_as(job: Job) -> str:
@@ -290,9 +273,3 @@ def _lost(task: Task, why: str) -> Receipt:
         tries=task.tries + 1,
         error=Failure("WorkerLost", f"{message}; {hint}", hint, passing=True),
     )
-
-
-def _allowed_hosts() -> str:
-    from ckptconv.io.remote.hosts import hosts_given
-
-    return hosts_given()

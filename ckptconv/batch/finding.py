@@ -68,61 +68,43 @@ def find_checkpoints(
     """
     if root.is_file():
         return Found(((root, PurePosixPath(root.name)),), ())
-    search = _Search(leave, with_files)
-    search.below(root)
-    return Found(tuple(search.found), tuple(search.passed))
-
-
-class _Search:
-    """The way through the folders."""
-
-    def __init__(self, leave: Callable[[Location], bool], with_files: bool) -> None:
-        self.found: list[tuple[Location, PurePosixPath]] = []
-        self.passed: list[Passed] = []
-        self._leave = leave
-        self._with_files = with_files
-
-    def below(self, root: Location) -> None:
-        """Look at a folder and all folders in it."""
-        work = [(root, PurePosixPath())]
-        while work:
-            folder, below = work.pop()
-            read = _read_by(folder)
-            if read is not None:
-                self.found.append((folder, below))
-            inner = []
-            items = list(folder.list())
-            has_modules = self._with_files and any(item.name == MODULES for item in items)
-            copied = module_folders(folder) if has_modules else ()
-            unread = frozenset[str]() if read is not None else _other_weights(folder, items)
-            is_cache = any(item.name == "snapshots" for item in items)
-            for item in items:
-                path = str(item.path)
-                if item.name.startswith(".") or self._leave(item) or item in copied:
-                    continue
-                if path in unread:
-                    self.passed.append(Passed(path, "are weights that its library does not read"))
-                elif not item.is_folder():
-                    self._file(item, below / item.name, read)
-                elif _is_link(item):
-                    self.passed.append(Passed(path, "is a link to a folder"))
-                elif is_cache and item.name == "blobs":
-                    self.passed.append(Passed(path, "holds what the links in snapshots lead to"))
-                elif read is None or not any(name.startswith(f"{path}/") for name in read):
-                    inner.append((item, below / item.name))
-            work.extend(reversed(inner))
-
-    def _file(self, file: Location, below: PurePosixPath, read: frozenset[str] | None) -> None:
-        """A file, which lies in a folder that is a checkpoint of the files `read`, or is none."""
-        if read is not None and str(file.path) in read:
-            return
-        reason = _why_not(file)
-        if reason is None and read is not None:
-            reason = "lies in the folder of a checkpoint that is not made of it"
-        if reason is None:
-            self.found.append((file, below))
-        elif reason:
-            self.passed.append(Passed(str(file), reason))
+    found: list[tuple[Location, PurePosixPath]] = []
+    passed: list[Passed] = []
+    work = [(root, PurePosixPath())]
+    while work:
+        folder, below = work.pop()
+        read = _read_by(folder)
+        if read is not None:
+            found.append((folder, below))
+        inner = []
+        items = list(folder.list())
+        has_modules = with_files and any(item.name == MODULES for item in items)
+        copied = module_folders(folder) if has_modules else ()
+        unread = frozenset[str]() if read is not None else _other_weights(folder, items)
+        is_cache = any(item.name == "snapshots" for item in items)
+        for item in items:
+            path, reason = str(item.path), ""
+            if item.name.startswith(".") or leave(item) or item in copied:
+                continue
+            if path in unread:
+                reason = "are weights that its library does not read"
+            elif not item.is_folder():
+                why_not = "" if read is not None and path in read else _why_not(item)
+                if why_not is None and read is not None:
+                    why_not = "lies in the folder of a checkpoint that is not made of it"
+                if why_not is None:
+                    found.append((item, below / item.name))
+                reason = why_not or ""
+            elif _is_link(item):
+                reason = "is a link to a folder"
+            elif is_cache and item.name == "blobs":
+                reason = "holds what the links in snapshots lead to"
+            elif read is None or not any(name.startswith(f"{path}/") for name in read):
+                inner.append((item, below / item.name))
+            if reason:
+                passed.append(Passed(path, reason))
+        work.extend(reversed(inner))
+    return Found(tuple(found), tuple(passed))
 
 
 def _is_link(folder: Location) -> bool:
@@ -227,11 +209,9 @@ def jobs_below(
     for root in roots:
         found = find_checkpoints(root, partial(_is_at, inside), with_files=options.with_files)
         passed += found.passed
-        before = PurePosixPath(_name_of(root)) if len(roots) > 1 and root.is_folder() else None
-        named += (
-            (place, below if before is None else before / below)
-            for place, below in found.checkpoints
-        )
+        is_apart = len(roots) > 1 and root.is_folder()
+        before = PurePosixPath(_name_of(root) if is_apart else "")
+        named += ((place, before / below) for place, below in found.checkpoints)
     outputs = [_output_of(*one, out_dir, options) for one in named]
     taken = Counter(map(str, outputs))
     return [

@@ -133,13 +133,9 @@ def receipt_of(line: Mapping[str, Any]) -> Receipt:
 
 def failure_of(told: Mapping[str, Any]) -> Failure:
     """A failure out of JSON values."""
-    hint = told.get("hint")
-    return Failure(
-        str(told.get("kind", "")),
-        str(told.get("message", "")),
-        None if hint is None else str(hint),
-        told.get("passing") is True,
-    )
+    kind, message = str(told.get("kind", "")), str(told.get("message", ""))
+    hint = None if told.get("hint") is None else str(told["hint"])
+    return Failure(kind, message, hint, told.get("passing") is True)
 
 
 def failed_by(error: BaseException) -> Failure:

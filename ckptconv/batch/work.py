@@ -21,6 +21,7 @@ from ckptconv.convert.whole import standing
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import clear_leftovers
 from ckptconv.io.places import place_of
+from ckptconv.io.remote.hosts import allowing_hosts
 from ckptconv.io.remote.traffic import traffic
 from ckptconv.support.errors import (
     CheckpointError,
@@ -49,7 +50,16 @@ class Task:
 
     def run(self) -> Receipt:
         """Run the job; whatever goes wrong with it stands in the receipt."""
-        return run_task(self)
+        begin, before = time.perf_counter(), traffic()
+        receipt = _ran(self)
+        told = traffic().since(before)
+        return replace(
+            receipt,
+            seconds=time.perf_counter() - begin,
+            tries=self.tries + 1,
+            worker=f"{platform.node()}:{os.getpid()}",
+            network=asdict(told) if told else None,
+        )
 
     def memory(self) -> int:
         """The bytes of memory that the job takes, about, by the size of its source."""
@@ -68,25 +78,12 @@ _INDEX_SHARE = 64
 """The index of a checkpoint takes less than one byte of so many."""
 
 
-def run_task(task: Task) -> Receipt:
-    """As `Task.run`."""
-    begin, before = time.perf_counter(), traffic()
-    is_known = task.code in ("", code_version())
-    receipt = _ran(task) if is_known else _of_other_code(task)
-    return replace(
-        receipt,
-        seconds=time.perf_counter() - begin,
-        tries=task.tries + 1,
-        worker=f"{platform.node()}:{os.getpid()}",
-        network=asdict(told) if (told := traffic().since(before)) else None,
-    )
-
-
 def _ran(task: Task) -> Receipt:
-    from ckptconv.io.remote.hosts import allowing_hosts
-
-    job = task.job
-    known = ""
+    job, known = task.job, ""
+    if task.code not in ("", code_version()):
+        told = other_code(f"{task.code} began the batch")
+        failure = Failure("OtherVersion", str(told), told.hint)
+        return Receipt(names_of(job), str(job.output), "failed", error=failure)
     try:
         with (
             allowing_hosts(task.hosts),
@@ -118,7 +115,9 @@ def _converted(job: Job, *, resumed: bool) -> Receipt:
     if resumed:
         found = standing(job)
         if found.result is not None:
-            _clear(found.result)
+            # a process that was killed when it had just been made left hidden files beside it
+            for path in {*_written(found.result), found.result.plan.output}:
+                clear_leftovers(place_of(path))
             return replace(_receipt(job, found.result), found=True)
         if found.kind == "part":  # all that is there is what will be there
             job = replace(job, force=True)
@@ -141,12 +140,6 @@ def _receipt(job: Job, result: ConversionResult) -> Receipt:
         made=made_of(_written(result)),
         read=_read_outside(plan, job) or None,
     )
-
-
-def _clear(result: ConversionResult) -> None:
-    """Remove what the process left beside an output that was killed when it had just been made."""
-    for path in {*_written(result), result.plan.output}:
-        clear_leftovers(place_of(path))
 
 
 def _written(result: ConversionResult) -> list[PurePath]:
@@ -184,9 +177,3 @@ def made_of(paths: Sequence[PurePath]) -> Stamps:
         place = place_of(path)
         found[str(place.absolute)] = stamps(place) or []
     return found
-
-
-def _of_other_code(task: Task) -> Receipt:
-    told = other_code(f"{task.code} began the batch")
-    error = Failure("OtherVersion", str(told), told.hint)
-    return Receipt(names_of(task.job), str(task.job.output), "failed", error=error)

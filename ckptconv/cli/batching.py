@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.options import (
     FILE,
     NEW_FILE,
@@ -20,18 +21,19 @@ from ckptconv.cli.options import (
     engine_options,
     fitting_options,
     key_options,
+    option,
     options_of,
     run_options,
 )
-from ckptconv.cli.terminal import (
-    errors_shown,
-    fail,
-    print_headline,
-    print_json,
-    print_lines,
-    show_error,
+from ckptconv.io.places import local_path, place_of
+from ckptconv.support.errors import (
+    BatchRefused,
+    MissingFile,
+    OptionRefused,
+    OutputRefused,
+    printable,
 )
-from ckptconv.support.errors import BatchRefused, OptionRefused, OutputRefused, printable
+from ckptconv.support.report import Row, error_document
 from ckptconv.support.text import count_text
 
 if TYPE_CHECKING:
@@ -59,26 +61,27 @@ A line of a manifest: {"source": "a.pt", "output": "a.safetensors", "dtype": "bf
 Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each other's way.""",
 )
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1)
-@click.option(
-    "--out-dir",
-    metavar="DIR",
-    type=NEW_FILE,
-    help="Where the outputs go of what is found below folders, each at the same place below DIR.",
+@option(
+    "--out-dir DIR",
+    "Where the outputs go of what is found below folders, each at the same place below DIR.",
+    NEW_FILE,
 )
 @engine_options
-@click.option("--shard", metavar="I/N", help="Only the I-th of N shares of the jobs, from 1 on.")
-@click.option(
-    "--report",
-    metavar="FILE",
-    type=NEW_FILE,
-    help="The file that tells what is done; a batch that is run again goes on by it.",
+@option("--shard I/N", "Only the I-th of N shares of the jobs, from 1 on.")
+@option(
+    "--report FILE",
+    "The file that tells what is done; a batch that is run again goes on by it.",
+    NEW_FILE,
 )
-@click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
-@click.option("--on-error", type=click.Choice(["continue", "stop"]), default="continue",
-              show_default=True, help="After a failure, go on or begin nothing more.")  # fmt: skip
-@click.option("--status", is_flag=True, help="PATHs are reports: say how far they are.")
-@click.option("--html", metavar="FILE", type=NEW_FILE,
-              help="Write a page about what became of each.")  # fmt: skip
+@option("--retry-failed", "Try again what failed in an earlier run.")
+@option(
+    "--on-error",
+    "After a failure, go on or begin nothing more.",
+    ["continue", "stop"],
+    default="continue",
+)
+@option("--status", "PATHs are reports: say how far they are.")
+@option("--html FILE", "Write a page about what became of each.", NEW_FILE)
 @conversion_options
 @key_options("strip")
 @fitting_options
@@ -91,71 +94,64 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     """
     from ckptconv.batch.checks import check_apart, check_jobs
     from ckptconv.io.outputs import check_place_free
-    from ckptconv.io.places import place_of
 
     as_json = given["as_json"]
     if not paths:
         raise click.UsageError("PATH is missing: name a folder of checkpoints, or a manifest")
     if given["status"]:
-        with errors_shown(as_json), problems_shown(as_json):
+        with terminal.errors_shown(as_json), problems_shown(as_json):
             _show_status(paths, given)
         return
-    with errors_shown(as_json, usage=True, code=2):
+    with terminal.errors_shown(as_json, usage=True, code=2):
         common = _common(given, keys)
-        share = _share(given["shard"])
+        share, part = _share(given["shard"])
     passed: list[Passed] = []
-    with errors_shown(as_json, code=2), problems_shown(as_json):
+    with terminal.errors_shown(as_json, code=2), problems_shown(as_json):
         listed = _listed(paths, given["out_dir"], common, passed)
-        report = _report_of(paths, given, share)
+        report = _report_of(paths, given, part)
+        jobs, refused = listed.jobs[share], None
+        try:
+            check_jobs(listed.jobs, listed.names)
+        except BatchRefused as error:
+            if not given["dry_run"]:
+                raise
+            refused = error
         if given["dry_run"]:
-            _show_jobs(_shared(listed, share), passed, _refused(listed), as_json=as_json)
+            _show_jobs(jobs, passed, refused, as_json=as_json)
             return
-        check_jobs(listed.jobs, listed.names)
         pages = _pages(given)
         manifests = [] if given["out_dir"] is not None else list(map(place_of, paths))
         check_apart(listed.jobs, [*manifests, place_of(report)], pages)
         for page in pages:
             check_place_free(page, is_folder=False, force=given["force"])
     _tell_passed(passed, silent=as_json or given["quiet"])
-    _run(_shared(listed, share), report, given)
+    _run(jobs, report, given)
 
 
 def _pages(given: dict[str, Any]) -> list[Location]:
-    from ckptconv.io.places import place_of
-
     return [] if given["html"] is None else [place_of(given["html"])]
-
-
-def _refused(listed: Listed) -> BatchRefused | None:
-    """Why jobs could not be run."""
-    from ckptconv.batch.checks import check_jobs
-
-    try:
-        check_jobs(listed.jobs, listed.names)
-    except BatchRefused as error:
-        return error
-    return None
 
 
 @contextmanager
 def problems_shown(as_json: bool) -> Iterator[None]:
     """Jobs that cannot be run as they are: a line on stderr for each that is wrong, exit code 2."""
-    from ckptconv.support.report import error_document
-
     try:
         yield
     except BatchRefused as error:
         if as_json:
-            problems = {"problems": list(error.problems)}
-            print_json({**error_document(error, 2), **problems})
+            terminal.print_json(_problems(error))
         _fail_with(error)
+
+
+def _problems(refused: BatchRefused) -> dict[str, Any]:
+    return {**error_document(refused, 2), "problems": list(refused.problems)}
 
 
 def _fail_with(refused: BatchRefused) -> NoReturn:
     """A line for each problem, and exit code 2."""
     for problem in refused.problems:
-        show_error(printable(problem, 2000))
-    fail(f"{count_text(len(refused.problems), 'problem')}; nothing was written", 2)
+        terminal.show_error(printable(problem, 2000))
+    terminal.fail(f"{count_text(len(refused.problems), 'problem')}; nothing was written", 2)
 
 
 def _common(given: dict[str, Any], keys: str) -> Job:
@@ -169,13 +165,13 @@ def _common(given: dict[str, Any], keys: str) -> Job:
     )  # fmt: skip
 
 
-def _share(text: str | None) -> tuple[int, int] | None:
-    """The share that ``I/N`` says."""
+def _share(text: str | None) -> tuple[slice, str]:
+    """The jobs that are the share ``I/N``, and what the name of its report has."""
     if text is None:
-        return None
+        return slice(None), ""
     number, _, of = text.partition("/")
     if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
-        return int(number), int(of)
+        return slice(int(number) - 1, None, int(of)), f".{int(number)}-of-{int(of)}"
     raise OptionRefused(f"--shard {printable(text)} is not I/N", hint="write it as 3/16, from 1 on")
 
 
@@ -185,7 +181,6 @@ def _listed(
     """The jobs that the paths say: lines of manifests, or what lies below folders."""
     from ckptconv.batch.finding import jobs_below
     from ckptconv.batch.manifest import Listed, read_manifest
-    from ckptconv.io.places import local_path, place_of
 
     manifests = [path for path in paths if str(path).endswith(".jsonl")]
     for path in paths:
@@ -222,27 +217,15 @@ def _is_text_of_jobs(place: Location) -> bool:
     return head.startswith(b"{") and b'"source"' in head
 
 
-def _shared(listed: Listed, share: tuple[int, int] | None) -> list[Job]:
-    """The share of the jobs."""
-    begin, step = (0, 1) if share is None else (share[0] - 1, share[1])
-    return list(listed.jobs[begin::step])
-
-
-def _report_of(
-    paths: tuple[Any, ...], given: dict[str, Any], share: tuple[int, int] | None
-) -> Path:
+def _report_of(paths: tuple[Any, ...], given: dict[str, Any], part: str) -> Path:
     """The report: the one that is named, else one beside the outputs or the manifest."""
-    from ckptconv.io.places import local_path, place_of
-
-    part = "" if share is None else f".{share[0]}-of-{share[1]}"
     if given["report"] is not None:
         return local_path(place_of(given["report"]), "a report is a file of this machine")
     if given["out_dir"] is None:
         first = Path(paths[0])
         return first.with_name(f"{first.name.removesuffix('.jsonl')}{part}.report.jsonl")
-    folder = local_path(
-        place_of(given["out_dir"]), "the report has no place here: name one with --report"
-    )
+    what = "the report has no place here: name one with --report"
+    folder = local_path(place_of(given["out_dir"]), what)
     if not given["dry_run"]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -253,11 +236,11 @@ def _report_of(
 
 
 def _show_jobs(
-    jobs: list[Job], passed: list[Passed], refused: BatchRefused | None, *, as_json: bool
+    jobs: Sequence[Job], passed: list[Passed], refused: BatchRefused | None, *, as_json: bool
 ) -> None:
     """What would be done; with exit code 2 where it could not be."""
+    from ckptconv.batch.identity import names_of
     from ckptconv.batch.manifest import manifest_line
-    from ckptconv.support.report import Row, error_document
 
     if as_json:
         document: dict[str, Any] = {
@@ -265,39 +248,30 @@ def _show_jobs(
             "jobs_planned": [json.dumps(manifest_line(job)) for job in jobs],
             "passed_over": [{"path": item.path, "reason": item.reason} for item in passed],
         }
-        if refused is not None:
-            document |= {**error_document(refused, 2), "problems": list(refused.problems)}
-        print_json(document)
+        terminal.print_json(document | ({} if refused is None else _problems(refused)))
     else:
-        print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
-        print_lines((Row(printable(job.output), f"from {_sources(job)}") for job in jobs), err=True)
+        terminal.print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
+        named = ((job.output, ", ".join(map(printable, names_of(job)))) for job in jobs)
+        terminal.print_lines((Row(printable(name), f"from {of}") for name, of in named), err=True)
         _tell_passed(passed, silent=False)
     if refused is not None:
         _fail_with(refused)
-
-
-def _sources(job: Job) -> str:
-    from ckptconv.batch.identity import names_of
-
-    return ", ".join(map(printable, names_of(job)))
 
 
 _PASSED_SHOWN = 10
 
 
 def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
-    from ckptconv.support.report import Row
-
     if silent or not passed:
         return
-    print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
+    terminal.print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
     shown = [Row(printable(item.path), item.reason) for item in passed[:_PASSED_SHOWN]]
     if (more := len(passed) - _PASSED_SHOWN) > 0:
         shown.append(Row("…", f"and {more:,} more; --dry-run --json names all"))
-    print_lines(shown, err=True)
+    terminal.print_lines(shown, err=True)
 
 
-def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
+def _run(jobs: Sequence[Job], report: Path, given: dict[str, Any]) -> None:
     from ckptconv.batch.drive import Wanted, receipts_of
     from ckptconv.batch.totals import Totals
     from ckptconv.cli.progress_display import batch_shown
@@ -306,12 +280,11 @@ def _run(jobs: list[Job], report: Path, given: dict[str, Any]) -> None:
     silent = given["quiet"] or given["as_json"]
     shown = batch_shown(totals, silent=silent)
     # an engine has words of its own: Ray tells of nodes that die
-    with errors_shown(given["as_json"]), shown as display, redirect_stdout(sys.stderr):
+    with terminal.errors_shown(given["as_json"]), shown as display, redirect_stdout(sys.stderr):
         engine = engine_of_words(given, len(jobs))
         display.workers = engine.workers
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
-        receipts = receipts_of(jobs, engine, wanted, report)
-        for receipt in receipts:
+        for receipt in receipts_of(jobs, engine, wanted, report):
             totals.add(receipt)
             display.ended(receipt)
     _show_totals(totals, [report], given)
@@ -321,16 +294,13 @@ def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
     """What reports say."""
     from ckptconv.batch.checks import check_apart
     from ckptconv.batch.totals import totals_of
-    from ckptconv.io.places import local_path, place_of
-    from ckptconv.support.errors import MissingFile
 
     check_apart((), [*map(place_of, dict.fromkeys(paths))], _pages(given))
     reports = [local_path(place_of(path), "a report is a file of this machine") for path in paths]
     for path in reports:
         if not path.exists():
             raise MissingFile("no such file", path=path, hint="check the path")
-    totals = totals_of(reports)
-    _show_totals(totals, reports, given)
+    _show_totals(totals_of(reports), reports, given)
 
 
 def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> None:
@@ -338,14 +308,14 @@ def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> Non
     from ckptconv.batch.totals import TOTALS, totals_headline, totals_lines
 
     if given["as_json"]:
-        print_json({"reports": list(map(str, reports)), **TOTALS.of(totals)})
+        terminal.print_json({"reports": list(map(str, reports)), **TOTALS.of(totals)})
     elif not given["quiet"] or totals.failed:
-        print_headline(totals_headline(totals), err=not given["status"])
-        print_lines(totals_lines(totals, reports), err=not given["status"])
+        terminal.print_headline(totals_headline(totals), err=not given["status"])
+        terminal.print_lines(totals_lines(totals, reports), err=not given["status"])
     if given["html"] is not None:
         from ckptconv.pages.batch_page import write_batch_page
 
-        with errors_shown(as_json=False):  # a document has been printed
+        with terminal.errors_shown(as_json=False):  # a document has been printed
             write_batch_page(totals, given["html"], force=given["force"])
     if not totals.is_all_done:
         sys.exit(1)

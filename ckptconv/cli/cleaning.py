@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptconv.cli.options import FILE, LIMIT
-from ckptconv.cli.terminal import errors_shown, print_headline, print_json, print_lines
+from ckptconv.cli import terminal
+from ckptconv.cli.options import FILE, JSON, LIMIT, option
+from ckptconv.io.places import place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.support.report import Row
+from ckptconv.support.text import count_text, size_text
 
 if TYPE_CHECKING:
-    from ckptconv.io.remote.store import Unfinished
+    from ckptconv.io.remote.store import Store, Unfinished
 
 
 @click.command(
@@ -26,15 +30,14 @@ Examples:
 Exit code: 0 done, or there is nothing, 1 it cannot be, 2 wrong usage.""",
 )
 @click.argument("url", metavar="URL", type=FILE)
-@click.option("--abort", is_flag=True, help="Abort them. Without it they are only listed.")
-@click.option(
-    "--older-than",
-    metavar="HOURS",
-    type=click.FloatRange(min=0),
-    help="Only uploads that were begun so many hours ago; another process may still be writing.",
+@option("--abort", "Abort them. Without it they are only listed.")
+@option(
+    "--older-than HOURS",
+    "Only uploads that were begun so many hours ago; another process may still be writing.",
+    click.FloatRange(min=0),
 )
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> None:
     """List the unfinished uploads whose keys begin with URL, and hidden objects that ckptconv made
     there; with --abort, remove them.
@@ -43,40 +46,30 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
     stores keep the parts, and charge for them. On S3, uploads of other programs are listed too:
     they look the same.
     """
-    with errors_shown(as_json):
-        root, found = _found(url, older_than)
+    with terminal.errors_shown(as_json):
+        store, found = _found(url, older_than)
         if abort:
-            _abort(url, found)
+            _abort(store, found)
     if as_json:
-        print_json(
-            {
-                "uploads": [
-                    {"path": root + item.key, "begun": item.begun, "bytes": item.nbytes}
-                    for item in found
-                ],
-                "aborted": abort,
-            }
-        )
+        listed = [
+            {"path": store.root + item.key, "begun": item.begun, "bytes": item.nbytes}
+            for item in found
+        ]
+        terminal.print_json({"uploads": listed, "aborted": abort})
         return
-    from ckptconv.support.report import Row
-    from ckptconv.support.text import count_text, size_text
-
     what = count_text(len(found), "unfinished upload")
     done = "aborted" if abort else "found; add --abort to remove them"
-    print_headline(f"{what} {done}" if found else "no unfinished uploads")
-    print_lines(
-        Row(
-            item.begun[:16].replace("T", " ") or "unknown",
-            f"{printable(root + item.key)}"
-            + ("" if item.nbytes is None else f", {size_text(item.nbytes)}"),
-        )
-        for item in found
-    )
+    terminal.print_headline(f"{what} {done}" if found else "no unfinished uploads")
+    rows = []
+    for item in found:
+        size = "" if item.nbytes is None else f", {size_text(item.nbytes)}"
+        begun = item.begun[:16].replace("T", " ") or "unknown"
+        rows.append(Row(begun, f"{printable(store.root + item.key)}{size}"))
+    terminal.print_lines(rows)
 
 
-def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
-    """The address that keys follow, and what is unfinished."""
-    from ckptconv.io.places import place_of
+def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]:
+    """The store, and what is unfinished in it."""
     from ckptconv.io.remote.output import asked
     from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
@@ -97,7 +90,7 @@ def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
     if older_than is not None:
         latest = datetime.now(timezone.utc) - timedelta(hours=older_than)
         found = [item for item in found if _begun(item) <= latest]
-    return store.root, found
+    return store, found
 
 
 def _begun(item: Unfinished) -> datetime:
@@ -109,23 +102,17 @@ def _begun(item: Unfinished) -> datetime:
     return begun if begun.tzinfo is not None else begun.replace(tzinfo=timezone.utc)
 
 
-def _abort(url: Any, found: list[Unfinished]) -> None:
-    from functools import partial
-
-    from ckptconv.io.places import place_of
+def _abort(store: Store, found: list[Unfinished]) -> None:
     from ckptconv.io.remote.output import asked
-    from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError
 
-    place = place_of(url)
-    assert isinstance(place, RemotePlace)
     failed: list[CheckpointError] = []
     for item in found:
         try:
-            asked(partial(place.site.store.abort, item))
+            asked(partial(store.abort, item))
         except StoreError as error:
             if error.kind != "missing":  # another process was quicker
-                failed.append(told(error, UrlPath(place.site.store.locate(item.key))))
+                failed.append(told(error, UrlPath(store.locate(item.key))))
     if failed:
         raise failed[0]

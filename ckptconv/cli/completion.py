@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.io.places import place_of
+from ckptconv.support.limits import limits
 from ckptconv.tensors.dtypes import CHOICES
 
 if TYPE_CHECKING:
@@ -47,16 +49,18 @@ def _offering(found: Callable[[click.Context, str], Iterator[str]]) -> Offer:
     return offer
 
 
-def _inputs(ctx: click.Context, first: str) -> Iterator[Path]:
-    """The inputs that are typed already; while there is only one word it is taken for OUT."""
-    given: Any = ctx.params.get(first)
+def _inputs(ctx: click.Context, place: int = 0) -> Iterator[Path]:
+    """The inputs that are typed already, of the argument at this place; while there is only one
+    word it is taken for OUT.
+    """
+    names = [str(param.name) for param in ctx.command.params if isinstance(param, click.Argument)]
+    given: Any = ctx.params.get(names[place])
     typed = [*(given if isinstance(given, tuple) else [given]), ctx.params.get("output")]
     yield from (path for path in map(Path, filter(None, typed)) if path.exists())
 
 
 def _opened(path: Path) -> Checkpoint:
     from ckptconv.formats.registry import open_checkpoint
-    from ckptconv.support.limits import limits
 
     most = _LARGEST_INDEX
     with limits(
@@ -68,22 +72,21 @@ def _opened(path: Path) -> Checkpoint:
         return open_checkpoint(path)
 
 
-def _parts(first: str) -> Callable[[click.Context, str], Iterator[str]]:
+def _parts(place: int) -> Callable[[click.Context, str], Iterator[str]]:
     def found(ctx: click.Context, _: str) -> Iterator[str]:
         from ckptconv.tree.state_dicts import find_state_dicts
 
-        with _opened(next(_inputs(ctx, first))) as checkpoint:
+        with _opened(next(_inputs(ctx, place))) as checkpoint:
             yield from (item.path for item in find_state_dicts(checkpoint.root) if item.path)
 
     return found
 
 
-def _steps(first: str) -> Callable[[click.Context, str], Iterator[str]]:
+def _steps(place: int) -> Callable[[click.Context, str], Iterator[str]]:
     def found(ctx: click.Context, _: str) -> Iterator[str]:
         from ckptconv.formats.registry import is_gathering
-        from ckptconv.io.places import place_of
 
-        folder = next(path for path in _inputs(ctx, first) if path.is_dir())
+        folder = next(path for path in _inputs(ctx, place) if path.is_dir())
         inside = sorted(folder.iterdir())[:_MOST_STEPS]
         yield from (item.name for item in inside if is_gathering(place_of(item)))
 
@@ -96,7 +99,7 @@ def _tags_there(ctx: click.Context, incomplete: str) -> Iterator[str]:
     if equals:
         yield from (f"{old}={tag}" for tag in _TAGS if tag != "keep")
         return
-    with _opened(next(_inputs(ctx, "sources"))) as checkpoint:
+    with _opened(next(_inputs(ctx))) as checkpoint:
         pieces = (piece for _, ref in checkpoint.tensors() for piece in ref.pieces)
         yield from (f"{tag}=" for tag in sorted({piece.storage.location for piece in pieces}))
 
@@ -104,9 +107,5 @@ def _tags_there(ctx: click.Context, incomplete: str) -> Iterator[str]:
 offer_dtypes = _offering(lambda *_: iter(CHOICES))
 offer_devices = _offering(lambda *_: iter(_TAGS))
 offer_map_locations = _offering(_tags_there)
-offer_parts, offer_parts_of_a, offer_parts_of_b = (
-    _offering(_parts(name)) for name in ("sources", "a", "b")
-)
-offer_steps, offer_steps_of_a, offer_steps_of_b = (
-    _offering(_steps(name)) for name in ("sources", "a", "b")
-)
+offer_parts, offer_parts_of_b = _offering(_parts(0)), _offering(_parts(1))
+offer_steps, offer_steps_of_b = _offering(_steps(0)), _offering(_steps(1))

@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint: convert, strip-module, add-module."""
+"""The commands that write a checkpoint: convert, strip-module, add-module, merge, average."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.options import (
     RuleCommand,
     engine_of_words,
@@ -19,23 +21,18 @@ from ckptconv.cli.options import (
     fitting_options,
     is_for_stdout,
     key_options,
+    option,
     options_of,
     output_options,
     refuse_missing,
 )
 from ckptconv.cli.progress_display import COPYING, progress_shown
-from ckptconv.cli.terminal import (
-    copy_to_stdout,
-    errors_shown,
-    fail,
-    print_json,
-    print_rows,
-    print_summary,
-    spooled,
-)
-from ckptconv.support.errors import OutputRefused
+from ckptconv.support.choices import refuse_no_path
+from ckptconv.support.errors import OutputRefused, printable
+from ckptconv.support.report import error_document
 
 if TYPE_CHECKING:
+    from ckptconv.convert.options import Options, Request
     from ckptconv.convert.plan import ConversionPlan
 
 
@@ -128,39 +125,135 @@ def add_module(**given: Any) -> None:
 
 
 def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -> None:
-    from ckptconv.convert.job import Job
-    from ckptconv.convert.planner import target_of
-    from ckptconv.support.choices import refuse_no_path
+    def planned(output: Path, options: Options, request: Request) -> Any:
+        from ckptconv.convert.job import Job
+        from ckptconv.convert.planner import target_of
 
-    begin = time.perf_counter()
-    refuse_missing(given)
-    spool = spooled() if is_for_stdout(given) else nullcontext(given["output"])
-    with errors_shown(given["as_json"], usage=True):
-        options = options_of(given, wrappers)
-        request = options.request(None)
-    with errors_shown(given["as_json"]), spool as output:
-        refuse_no_path(
-            **{
-                name: path
-                for name in ("output", "save_mapping")
-                if (path := given[name]) is not None
-            }
-        )
-        given["output"] = output
+        named = {name: given[name] for name in ("output", "save_mapping")}
+        refuse_no_path(**{name: path for name, path in named.items() if path is not None})
         with redirect_stdout(sys.stderr):  # a model that is built may print
             request = replace(request, fit_to=target_of(options))
         job = Job(given["sources"], output, request, tag=given["tag"], force=given["force"])
-        refused = refused_output(lambda: job.check_output(request))
+        refused = _refused(lambda: job.check_output(request))
         if refused is not None and not given["dry_run"]:
             raise refused
-        with job.planned(request) as plan:
+        return job.planned(request), lambda: refused
+
+    _make(given, wrappers, planned, is_shared=is_shared)
+
+
+@click.command(
+    cls=RuleCommand,
+    short_help="Put the state dicts of several checkpoints into one.",
+    epilog="""\b
+Examples:
+  ckptconv merge backbone.pt head.pt model.safetensors
+  ckptconv merge backbone.pt head.pt model.safetensors --prefix head.pt=head.
+  ckptconv merge encoder.pt decoder.pt both.pt --prefix encoder.pt=encoder. \
+--prefix decoder.pt=decoder.
+
+Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+)
+@output_options
+@option("--prefix IN=PREFIX", "Put PREFIX before the keys of this IN. Repeatable.", multiple=True)
+def merge(prefix: tuple[str, ...], **given: Any) -> None:
+    """Put the state dicts of several checkpoints IN into one, OUT, in their order.
+
+    The prefixes of wrappers are stripped first. A key that two of them have is an error.
+    """
+    from ckptconv.convert.combining import merged_plan
+
+    named: dict[str, str] = {}
+    for word in prefix:
+        name, equals, text = word.rpartition("=")
+        if not equals or not name:
+            raise click.UsageError(f"--prefix {printable(word)} is not IN=PREFIX")
+        named[name] = text
+    _combine(given, merged_plan, prefix=named)
+
+
+@click.command(
+    cls=RuleCommand,
+    short_help="Write the mean of several checkpoints of one model.",
+    epilog="""\b
+Examples:
+  ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt
+  ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt --weights 1,1,2
+  ckptconv average a.pt b.pt mean.safetensors --integers last
+
+Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+)
+@output_options
+@option("--weights NUMBERS", "One positive number for each IN: 1,1,2 (default: equal).")
+@option(
+    "--integers",
+    "Integers and bools have no mean: they must be the same in all, or are those of one.",
+    ["same", "first", "last"],
+    default="same",
+)
+def average(weights: str | None, integers: Any, **given: Any) -> None:
+    """Write the weighted mean of the state dicts of several checkpoints IN to OUT.
+
+    The sum is kept in float64 and cast to the dtype of the tensors. All must have the same keys,
+    dtypes and shapes.
+    """
+    from ckptconv.convert.combining import averaged_plan
+
+    numbers = None
+    if weights is not None:
+        try:
+            numbers = [float(number) for number in weights.split(",")]
+        except ValueError:
+            raise click.UsageError(
+                f"--weights {printable(weights)} are not numbers, such as 1,1,2"
+            ) from None
+    _combine(given, averaged_plan, weights=numbers, integers=integers)
+
+
+def _combine(given: dict[str, Any], plan_of: Callable[..., Any], **options: Any) -> None:
+    """As `convert`, of several: `plan_of` plans it, with `options` of its own."""
+
+    def planned(output: Path, _: Options, request: Request) -> Any:
+        from ckptconv.convert.targets import check_place
+
+        request = replace(request, only=None)
+        # a dry run tells apart that the output exists
+        wanted = {"only": given["only"], "force": given["force"] or given["dry_run"], **options}
+        check = partial(check_place, output, request, force=given["force"])
+        return plan_of(given["sources"], output, request, **wanted), lambda: _refused(check)
+
+    refuse_missing(given)
+    if len(given["sources"]) < 2:
+        raise click.UsageError("there is only one checkpoint; name two or more, then OUT")
+    if given["tag"] is not None:
+        raise click.UsageError("--tag picks a step of one folder; name the folders of the steps")
+    _make(given, "keep", planned)
+
+
+def _make(given: dict[str, Any], wrappers: str, planned: Any, *, is_shared: bool = False) -> None:
+    """Plan an output, and write it or show what would be written; `is_shared`: by workers, a file
+    each.
+
+    `planned` gives the plan, open within a block, and what says there why the output is refused.
+    """
+    begin = time.perf_counter()
+    refuse_missing(given)
+    spool = terminal.spooled() if is_for_stdout(given) else nullcontext(given["output"])
+    with terminal.errors_shown(given["as_json"], usage=True):
+        options = options_of(given, wrappers)
+        request = options.request(None)
+    with terminal.errors_shown(given["as_json"]), spool as output:
+        given["output"] = output
+        opened, refusal = planned(output, options, request)
+        with opened as plan:
             if not given["dry_run"]:
-                execute(plan, given, begin, is_shared=is_shared)
+                _execute(plan, given, begin, is_shared=is_shared)
                 return
-    show_plan(plan, given, refused)
+            refused = refusal()
+    _show_plan(plan, given, refused)
 
 
-def refused_output(check: Callable[[], None]) -> OutputRefused | None:
+def _refused(check: Callable[[], None]) -> OutputRefused | None:
     """Why an output could not be written, as far as it can be told before all are known."""
     try:
         check()
@@ -169,22 +262,23 @@ def refused_output(check: Callable[[], None]) -> OutputRefused | None:
     return None
 
 
-def show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
+def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefused | None) -> None:
     """What would be done; a `refused` output too, with the exit code of the conversion."""
     from ckptconv.convert import report
-    from ckptconv.support.report import error_document
 
     if given["as_json"]:
         error = {} if refused is None else error_document(refused, 1)
-        print_json({"dry_run": True, **report.PLAN.of(plan), **error})
+        terminal.print_json({"dry_run": True, **report.PLAN.of(plan), **error})
     elif not given["quiet"]:
-        print_summary(report.plan_headline(_as_named(plan, given)), report.plan_lines(plan))
-        print_rows(report.keys_table(plan), err=True)
+        terminal.print_summary(
+            report.plan_headline(_as_named(plan, given)), report.plan_lines(plan)
+        )
+        terminal.print_rows(report.keys_table(plan), err=True)
     if refused is not None:
-        fail(str(refused), 1)
+        terminal.fail(str(refused), 1)
 
 
-def execute(
+def _execute(
     plan: ConversionPlan, given: dict[str, Any], begin: float, *, is_shared: bool = False
 ) -> None:
     """Carry a plan out, and say what was done since `begin`.
@@ -202,16 +296,18 @@ def execute(
     wanted = {"force": given["force"], "fsync": not given["no_fsync"], "verify": given["verify"]}
     with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
         if is_for_stdout(given):
-            result = hand_over_plan(plan, copy_to_stdout, **wanted, on_progress=on_progress)
+            result = hand_over_plan(
+                plan, terminal.copy_to_stdout, **wanted, on_progress=on_progress
+            )
         else:
             with redirect_stdout(sys.stderr):  # of an engine that has words of its own
                 result = execute_plan(plan, **wanted, on_progress=on_progress, share_out=share_out)
     result = result.since(begin)
     if given["as_json"]:
-        print_json({"dry_run": False, **report.result_document(result)})
+        terminal.print_json({"dry_run": False, **report.result_document(result)})
     elif not given["quiet"]:
         named = replace(result, plan=_as_named(plan, given))
-        print_summary(report.result_headline(named), report.result_lines(named))
+        terminal.print_summary(report.result_headline(named), report.result_lines(named))
 
 
 def _as_named(plan: ConversionPlan, given: dict[str, Any]) -> ConversionPlan:

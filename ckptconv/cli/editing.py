@@ -7,10 +7,19 @@ from typing import Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.completion import offer_devices
-from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, RuleCommand, key_options, key_rules
+from ckptconv.cli.options import (
+    FILE,
+    JSON,
+    LIMIT,
+    NEW_FILE,
+    RuleCommand,
+    key_options,
+    key_rules,
+    option,
+)
 from ckptconv.cli.progress_display import COPYING, progress_shown
-from ckptconv.cli.terminal import errors_shown, print_json, print_summary
 
 
 @click.command(
@@ -28,42 +37,29 @@ Exit code: 0 edited, or nothing to change, 1 it cannot be, and the file is as it
 2 wrong usage.""",
 )
 @click.argument("source", metavar="FILE", type=FILE)
-@click.option(
-    "--metadata",
-    metavar="NAME=VALUE",
-    multiple=True,
-    help="Set a string beside the tensors. Repeatable.",
-)
-@click.option(
-    "--metadata-from", metavar="FILE", type=FILE, help="Set the strings of a JSON object."
-)
-@click.option(
-    "--remove-metadata", metavar="NAME", multiple=True, help="Remove a string. Repeatable."
-)
-@click.option(
-    "--device",
-    metavar="TAG",
+@option("--metadata NAME=VALUE", "Set a string beside the tensors. Repeatable.", multiple=True)
+@option("--metadata-from FILE", "Set the strings of a JSON object.", FILE)
+@option("--remove-metadata NAME", "Remove a string. Repeatable.", multiple=True)
+@option(
+    "--device TAG",
+    "Set the device tag of the tensors: cpu, cuda:1, mps, ...",
     shell_complete=offer_devices,
-    help="Set the device tag of the tensors: cpu, cuda:1, mps, ...",
 )
 @key_options("keep")
-@click.option(
-    "--save-mapping",
-    metavar="FILE",
-    type=NEW_FILE,
-    help="Save which name became which, so that --rules FILE --reverse can undo it.",
+@option(
+    "--save-mapping FILE",
+    "Save which name became which, so that --rules FILE --reverse can undo it.",
+    NEW_FILE,
 )
-@click.option(
-    "--rewrite",
-    is_flag=True,
-    help="Write the whole file again, and put it in the place of the old one in one step.",
+@option(
+    "--rewrite", "Write the whole file again, and put it in the place of the old one in one step."
 )
 @LIMIT
-@click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be changed.")
-@click.option("--verify", is_flag=True, help="Have the safetensors library read what was written.")
-@click.option("--no-fsync", is_flag=True, help="Do not wait for the disk.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="Print only errors.")
+@option("-n --dry-run", "Write nothing; say what would be changed.")
+@option("--verify", "Have the safetensors library read what was written.")
+@option("--no-fsync", "Do not wait for the disk.")
+@JSON
+@option("-q --quiet", "Print only errors.")
 def edit(source: Path, keys: str, **given: Any) -> None:
     """Change the names of tensors in the safetensors file FILE, and the strings beside them, in its
     place.
@@ -78,7 +74,7 @@ def edit(source: Path, keys: str, **given: Any) -> None:
     from ckptconv.convert.header_edits import HeaderEdit
 
     as_json, dry_run = given["as_json"], given["dry_run"]
-    with errors_shown(as_json, usage=True):
+    with terminal.errors_shown(as_json, usage=True):
         asked = HeaderEdit(
             key_rules(keys, reverse=given["reverse"]),
             given_strings(given["metadata"], given["metadata_from"], given["device"]),
@@ -86,7 +82,7 @@ def edit(source: Path, keys: str, **given: Any) -> None:
         )
     silent = given["quiet"] or as_json
     with (
-        errors_shown(as_json),
+        terminal.errors_shown(as_json),
         progress_shown(COPYING, silent=silent) as on_progress,
     ):
         result = edit_header(
@@ -100,6 +96,8 @@ def edit(source: Path, keys: str, **given: Any) -> None:
             on_progress=on_progress,
         )
     if as_json:
-        print_json(report.edit_document(result, dry_run=dry_run))
+        terminal.print_json(report.edit_document(result, dry_run=dry_run))
     elif not given["quiet"]:
-        print_summary(report.edit_headline(result, dry_run=dry_run), report.edit_lines(result))
+        terminal.print_summary(
+            report.edit_headline(result, dry_run=dry_run), report.edit_lines(result)
+        )

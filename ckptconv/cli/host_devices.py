@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptconv.cli.terminal import errors_shown, print_json, print_lines
+from ckptconv.cli import terminal
+from ckptconv.cli.options import JSON, option
 from ckptconv.support.errors import printable
+from ckptconv.support.report import Row
 
 if TYPE_CHECKING:
     from ckptconv.devices.gpu_choice import Shell
@@ -25,25 +27,16 @@ Examples:
 Exit code of --export: 0 done, or nothing to print because this host has no GPUs; \
 1 too few GPUs qualify.""",
 )
-@click.option(
+@option(
     "--export",
-    is_flag=True,
-    help="Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first.",
+    "Print a line that sets CUDA_VISIBLE_DEVICES: the GPUs with the most free memory first.",
 )
-@click.option(
-    "--count", metavar="N", type=click.IntRange(1), help="With --export: choose this many GPUs."
+@option("--count N", "With --export: choose this many GPUs.", click.IntRange(1))
+@option("--min-free SIZE", "With --export: only GPUs with this much free memory, such as 8GB.")
+@option(
+    "--shell", "With --export: for this shell (default: sh).", ["sh", "fish", "powershell", "cmd"]
 )
-@click.option(
-    "--min-free",
-    metavar="SIZE",
-    help="With --export: only GPUs with this much free memory, such as 8GB.",
-)
-@click.option(
-    "--shell",
-    type=click.Choice(["sh", "fish", "powershell", "cmd"]),
-    help="With --export: for this shell (default: sh).",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def devices(export: bool, as_json: bool, **given: Any) -> None:
     """Show the devices of this host with their free memory, or choose the GPUs that a program
     should see.
@@ -57,14 +50,15 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
         raise click.UsageError(f"--{unused[0].replace('_', '-')} needs --export")
     from ckptconv.devices import report
     from ckptconv.devices.host import best_device, survey_host
-    from ckptconv.support.report import Row
 
-    with errors_shown(as_json):
+    with terminal.errors_shown(as_json):
         host, best = survey_host(ask_torch=True), best_device()
     if as_json:
-        print_json(report.host_document(host, best))
+        terminal.print_json(report.host_document(host, best))
         return
-    print_lines([*report.host_lines(host), Row("auto", f"--device auto would choose {best}")])
+    terminal.print_lines(
+        [*report.host_lines(host), Row("auto", f"--device auto would choose {best}")]
+    )
 
 
 def _export_gpus(
@@ -79,12 +73,12 @@ def _export_gpus(
         raise click.UsageError(
             "--json and --shell are both given, but only one of them can be printed"
         )
-    with errors_shown(as_json, code=2):
+    with terminal.errors_shown(as_json, code=2):
         size = None if min_free is None else parse_size(min_free)
-    with errors_shown(as_json):
+    with terminal.errors_shown(as_json):
         choice = choose_gpus(min_free=size, count=count)
     if as_json:
-        print_json(report.CHOICE.of(choice))
+        terminal.print_json(report.CHOICE.of(choice))
         return
     for note in choice.notes:
         click.echo(f"note: {printable(note)}", err=True)

@@ -14,22 +14,7 @@ from typing import Any
 import click
 
 from ckptconv import __version__
-from ckptconv.cli.terminal import (
-    Unprinted,
-    begin_traffic,
-    colors,
-    fail,
-    fill_closed_streams,
-    is_json_asked,
-    is_silent,
-    print_ending_json,
-    print_lines,
-    show_page,
-    stop,
-    stop_unprinted,
-    take_any_text,
-    tell_traffic,
-)
+from ckptconv.cli import terminal
 from ckptconv.io.files import one_run
 from ckptconv.support.errors import (
     OUT_OF_MEMORY,
@@ -38,22 +23,23 @@ from ckptconv.support.errors import (
     on_command_line,
     printable,
 )
+from ckptconv.support.report import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 COMMANDS = {
     "convert": "converting",
     "strip-module": "converting",
     "add-module": "converting",
-    "inspect": "inspecting",
-    "doctor": "inspecting",
+    "inspect": "answering",
+    "doctor": "answering",
     "devices": "host_devices",
-    "diff": "judging",
-    "scan": "judging",
+    "diff": "answering",
+    "scan": "answering",
     "stats": "viewing",
     "report": "viewing",
     "show": "viewing",
-    "merge": "combining",
-    "average": "combining",
+    "merge": "converting",
+    "average": "converting",
     "edit": "editing",
     "cleanup": "cleaning",
     "batch": "batching",
@@ -78,24 +64,22 @@ class Program(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        begin_traffic()
+        terminal.begin_traffic()
         try:
             try:
                 with on_command_line():
                     return super().invoke(ctx)
             finally:
-                if not is_silent(sys.argv[1:]):
-                    tell_traffic()
+                if not terminal.is_asked(*terminal.SILENT):
+                    terminal.tell_traffic()
                 # here, for the interpreter's own flush would come too late to tell
                 sys.stdout.flush()
-        except (Unprinted, OSError) as error:
+        except (terminal.Unprinted, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            stop_unprinted(error, 2 if ctx.invoked_subcommand in _ANSWERING else 1)
-
-
-_ANSWERING = ("inspect", "doctor", "diff", "scan")
-"""Commands whose exit code 1 is an answer."""
+            terminal.stop_unprinted(
+                error, 2 if COMMANDS.get(str(ctx.invoked_subcommand)) == "answering" else 1
+            )
 
 
 @click.group(
@@ -137,11 +121,10 @@ def cli() -> None:
 def show_help(ctx: click.Context, topic: str | None) -> None:
     """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
     from ckptconv.cli import help_pages
-    from ckptconv.support.report import Row
 
     if topic is None:
         click.echo("Pages (ckptconv help TOPIC):")
-        print_lines(Row(name, text) for name, text in help_pages.topics().items())
+        terminal.print_lines(Row(name, text) for name, text in help_pages.topics().items())
         click.echo(
             "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
             "one."
@@ -150,11 +133,11 @@ def show_help(ctx: click.Context, topic: str | None) -> None:
         with click.Context(command, info_name=topic, parent=ctx.parent) as context:
             click.echo(command.get_help(context))
     elif (text := help_pages.page_text(topic)) is not None:
-        show_page(text)
+        terminal.show_page(text)
     else:
         near = help_pages.near_matches(topic, cli.list_commands(ctx))
         meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
-        fail(f"there is no help on '{printable(topic)}'; {meant}", 2)
+        terminal.fail(f"there is no help on '{printable(topic)}'; {meant}", 2)
 
 
 def _help_names(ctx: click.Context, start: str) -> list[str]:
@@ -174,69 +157,61 @@ def main() -> None:
     # a tenth
     gc.disable()
     stop_in_good_order()
-    fill_closed_streams()
-    take_any_text()
-    as_json = is_json_asked(sys.argv[1:])
+    terminal.fill_closed_streams()
+    terminal.take_any_text()
     try:
         with one_run(), warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # notes say the same
-            cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors())
+            cli.main(
+                _arguments(), prog_name="ckptconv", standalone_mode=False, color=terminal.colors()
+            )
         sys.stdout.flush()
-        _stop_if_missed(as_json)
+        _stop_if_missed()
     except click.UsageError as error:
         program = error.ctx.command_path if error.ctx else "ckptconv"
         what = printable(error.format_message(), 2000).rstrip(".")
-        stop("UsageError", what, 2, as_json=as_json, hint=f"see {program} --help")
+        terminal.stop("UsageError", what, 2, hint=f"see {program} --help")
     except click.ClickException as error:
-        stop(type(error).__name__, printable(error.format_message(), 2000), 1, as_json=as_json)
+        terminal.stop(type(error).__name__, printable(error.format_message(), 2000), 1)
     except (KeyboardInterrupt, click.Abort):
-        stop("Interrupted", "interrupted; no unfinished file was left behind", 130, as_json=as_json)
+        terminal.stop("Interrupted", _INTERRUPTED, 130)
     except SystemExit as stopped:
         if not stopped.code:
-            _stop_if_missed(as_json)
-        if as_json and stopped.code in (129, 143):  # SIGHUP, SIGTERM
-            print_ending_json(
-                "Interrupted",
-                "stopped by a signal; no unfinished file was left behind",
-                int(stopped.code),
-            )
+            _stop_if_missed()
+        if stopped.code in (129, 143):  # SIGHUP, SIGTERM
+            what = "stopped by a signal; no unfinished file was left behind"
+            terminal.print_ending_json("Interrupted", what, int(stopped.code))
         raise
     except OSError as error:
-        _stop_without_memory(error, as_json)
+        _stop_without_memory(error)
         if error.filename is None:
-            stop_unprinted(error, 1)
-        stop(
-            type(error).__name__,
-            f"{printable(str(error.filename))}: {error.strerror}",
-            1,
-            as_json=as_json,
+            terminal.stop_unprinted(error, 1)
+        terminal.stop(
+            type(error).__name__, f"{printable(str(error.filename))}: {error.strerror}", 1
         )
-    except (
-        Exception
-    ) as error:  # a defect: its traceback is shown, and who reads the document learns of it too
+    except Exception as error:
         # until 3.11, Python makes a RuntimeError of a stop that comes while a class is made
         if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
-            _stop_if_missed(as_json, "interrupted; no unfinished file was left behind")
-        _stop_without_memory(error, as_json)
-        if as_json:
-            print_ending_json(
-                type(error).__name__, printable(str(error) or "an unexpected error", 2000), 1
-            )
+            _stop_if_missed(_INTERRUPTED)
+        _stop_without_memory(error)
+        # a defect: its traceback is shown, and who reads the document learns of it too
+        what = printable(str(error) or "an unexpected error", 2000)
+        terminal.print_ending_json(type(error).__name__, what, 1)
         raise
 
 
-def _stop_without_memory(error: BaseException, as_json: bool) -> None:
-    if is_out_of_memory(error):
-        hint = "no unfinished file was left behind"
-        stop("MemoryError", OUT_OF_MEMORY, 1, as_json=as_json, hint=hint)
-
-
+_INTERRUPTED = "interrupted; no unfinished file was left behind"
 _TOO_LATE = "stopped by a signal, but too late: the command had come to its end"
 
 
-def _stop_if_missed(as_json: bool, what: str = _TOO_LATE) -> None:
+def _stop_without_memory(error: BaseException) -> None:
+    if is_out_of_memory(error):
+        terminal.stop("MemoryError", OUT_OF_MEMORY, 1, hint="no unfinished file was left behind")
+
+
+def _stop_if_missed(what: str = _TOO_LATE) -> None:
     if (code := missed_stop()) is not None:
-        stop("Interrupted", what, code, as_json=as_json)
+        terminal.stop("Interrupted", what, code)
 
 
 def _arguments() -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import Field, fields
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -20,12 +20,16 @@ from ckptconv.cli.completion import (
     offer_parts,
     offer_steps,
 )
+from ckptconv.cli.terminal import SILENT, is_asked
 from ckptconv.convert.words import OptionWords
+from ckptconv.formats.target_format import target_named
 from ckptconv.io.location import Location
+from ckptconv.io.places import place_of
 from ckptconv.support import platforms
 from ckptconv.support.addresses import address_in
 from ckptconv.support.choices import KEYS
-from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.errors import CheckpointError, OptionRefused, printable
+from ckptconv.support.limits import DEFAULTS, limits
 
 if TYPE_CHECKING:
     from ckptconv.convert.options import Options
@@ -35,14 +39,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _FileName(click.Path):
-    """A path that is not empty: an unset variable of a shell is not the current folder."""
+    """A path that is not empty: an unset variable of a shell is not the current folder.
+
+    `dash` is what ``-`` stands for, given the command that runs (None: a file of that name).
+    """
+
+    def __init__(self, dash: Callable[[click.Context], Any] | None = None) -> None:
+        super().__init__(path_type=Path)
+        self._dash = dash
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("it is empty, so it does not name a file", param, ctx)
+        if value == "-" and self._dash is not None and ctx is not None:
+            return self._dash(ctx)
         if address_in(value) is not None:
-            from ckptconv.io.places import place_of
-
             platforms.share_memory_between_threads()
             # one place for all that the command asks of it; an error comes when it is used
             with suppress(CheckpointError):
@@ -51,57 +62,43 @@ class _FileName(click.Path):
         return super().convert(value, param, ctx)
 
 
-class _SourceName(_FileName):
-    """A path to read, or ``-`` for standard input."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "-" and ctx is not None and not ctx.resilient_parsing:
-            return _standard_input()
-        return super().convert(value, param, ctx)
-
-
-def _standard_input() -> Location:
-    from ckptconv.cli.terminal import is_silent
-    from ckptconv.io.standard_input import StandardInput
-
-    def tell(folder: str) -> None:
-        if not is_silent(sys.argv[1:]):
-            what = f"standard input is a pipe: it is copied to {printable(folder)} first"
-            click.echo(f"{what} (TMPDIR chooses another folder)", err=True)
-
-    return StandardInput(tell)
-
-
 class _OutputName(_FileName):
     """A path to write to, or ``-`` for standard output; a file of that name is ``./-``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "-" and ctx is not None:
-            ctx.meta[TO_STDOUT] = True
         found = super().convert(value, param, ctx)
         if not (isinstance(found, Path) and value.endswith(_SLASHES)):
             return found
-        from ckptconv.io.places import place_of
-
         return place_of(value)  # a path forgets the slash, which says that a folder is meant
 
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
-
-
-class _NewFileName(_FileName):
-    """A path to write to, which is never standard output."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "-":
-            self.fail("it does not name a file; write ./- for a file of that name", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 TO_STDOUT = "ckptconv.stdout"
-FILE = _SourceName(path_type=Path)
-OUTPUT = _OutputName(path_type=Path)
-NEW_FILE = _NewFileName(path_type=Path)
+
+
+def _standard_input(ctx: click.Context) -> Location | Path:
+    from ckptconv.io.standard_input import StandardInput
+
+    def tell(folder: str) -> None:
+        if not is_asked(*SILENT):
+            what = f"standard input is a pipe: it is copied to {printable(folder)} first"
+            click.echo(f"{what} (TMPDIR chooses another folder)", err=True)
+
+    return Path("-") if ctx.resilient_parsing else StandardInput(tell)
+
+
+def _standard_output(ctx: click.Context) -> Path:
+    ctx.meta[TO_STDOUT] = True
+    return Path("-")
+
+
+def _no_dash(_: click.Context) -> NoReturn:
+    raise click.BadParameter("it does not name a file; write ./- for a file of that name")
+
+
+FILE = _FileName(_standard_input)
+OUTPUT = _OutputName(_standard_output)
+NEW_FILE = _FileName(_no_dash)
 
 
 class FileCommand(click.Command):
@@ -121,22 +118,39 @@ class RuleCommand(FileCommand):
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        values = {
-            name: iter(texts)
-            for name, texts in given.items()
-            if name in (*RULES, *CHOICES) and name != "reverse"
-        }
-        ctx.meta["ckptconv.rules"] = [
-            (_word(param.name or ""), next(values[param.name or ""]))
-            for param in order
-            if param.name in values
-        ]
+        ruling = {*RULES, *CHOICES} - {"reverse"}
+        values = {name: iter(texts) for name, texts in given.items() if name in ruling}
+        names = [str(param.name) for param in order if param.name in values]
+        ctx.meta[_GIVEN] = [(_word(name), next(values[name])) for name in names]
         return super().parse_args(ctx, args)
+
+
+_GIVEN = "ckptconv.rules"
 
 
 def _word(name: str) -> str:
     """An option as it is written, by the name of its parameter."""
     return name.replace("_", "-")
+
+
+def option(
+    words: str, told: str, kind: click.ParamType[Any] | Sequence[str] | None = None, **settings: Any
+) -> Callable[[F], F]:
+    """An option as the help shows it: its names and what it calls a value (``-o --output FILE``),
+    what is told of it, and its type, or the words to choose from. With neither it is a flag.
+    """
+    names = [word for word in words.split() if word.startswith("-")]
+    metavar = " ".join(word for word in words.split() if not word.startswith("-")) or None
+    if kind is not None:
+        settings["type"] = kind if isinstance(kind, click.ParamType) else click.Choice(kind)
+    return click.option(
+        *names,
+        metavar=metavar,
+        help=told,
+        is_flag=metavar is None and kind is None,
+        show_default="default" in settings,
+        **settings,
+    )
 
 
 RULES = ("strip_prefix", "add_prefix", "rename", "regex", "preset", "rules", "reverse")
@@ -176,49 +190,50 @@ _OFFERS: dict[str, Any] = {
 }
 
 
-def choice_options(command: F) -> F:
-    """The options that choose among keys, which every command that writes has."""
-    return _with_options(command, _words(CHOICES))
+def _together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options, or arguments, as one; the help shows them in this order."""
+
+    def give(command: F) -> F:
+        for each in reversed(options):
+            command = each(command)
+        return command
+
+    return give
 
 
 def key_options(default: str) -> Callable[[F], F]:
     """The options of key rules, which apply in the order in which they are given (the command must
     be a `RuleCommand`).
     """
-    return lambda command: _with_options(
-        command, [*_words(["keys"], default=default), *_words(RULES)]
-    )
+    return _together(*_words(["keys"], default=default), *_words(RULES))
 
 
-def _with_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-TAG = click.option(
-    "--tag",
-    metavar="TAG",
+TAG = option(
+    "--tag TAG",
+    "The step or variant to read, if IN is a folder of several: step-500, 500, fp16.",
     shell_complete=offer_steps,
-    help="The step or variant to read, if IN is a folder of several: step-500, 500, fp16.",
 )
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
 
-def _limits_set(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:
-    """Set the limits that the command runs under."""
-    if given:
-        from ckptconv.support.limits import limits
+def _while_it_runs(
+    words: str, told: str, during: Callable[[Any], AbstractContextManager[Any]], **settings: Any
+) -> Callable[[F], F]:
+    """An option that the command does not see: it runs within what `during` makes of the value."""
 
-        try:
-            ctx.with_resource(limits(**dict(map(_limit, given))))
-        except (CheckpointError, TypeError, ValueError) as error:
-            raise click.UsageError(str(error)) from None
+    def enter(ctx: click.Context, _: click.Parameter, given: Any) -> None:
+        if given:
+            try:
+                ctx.with_resource(during(given))
+            except (CheckpointError, TypeError, ValueError) as error:
+                raise click.UsageError(str(error)) from None
+
+    return option(words, told, expose_value=False, is_eager=True, callback=enter, **settings)
 
 
 def _limit(text: str) -> tuple[str, float]:
     """The name and the value of a limit: a count, a size such as 4GiB, or seconds."""
     from ckptconv.formats.hf_names import parse_size
-    from ckptconv.support.limits import DEFAULTS
 
     name, equals, value = text.partition("=")
     if not equals:
@@ -233,100 +248,87 @@ def _limit(text: str) -> tuple[str, float]:
         ) from None
 
 
-def _hosts_allowed(ctx: click.Context, _: click.Parameter, given: Sequence[str]) -> None:
-    """Allow the hosts while the command runs."""
-    if given:
-        from ckptconv.io.remote.hosts import allowing_hosts
+def _allowing_hosts(given: Sequence[str]) -> AbstractContextManager[Any]:
+    from ckptconv.io.remote.hosts import allowing_hosts
 
-        ctx.with_resource(allowing_hosts(",".join(given)))
+    return allowing_hosts(",".join(given))
 
 
-_LIMIT = click.option(
-    "--limit",
-    metavar="NAME=VALUE",
+_LIMIT = _while_it_runs(
+    "--limit NAME=VALUE",
+    "Raise a limit that an error named, such as pickle_bytes=4GiB.",
+    lambda given: limits(**dict(map(_limit, given))),
     multiple=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_limits_set,
-    help="Raise a limit that an error named, such as pickle_bytes=4GiB.",
 )
-
-
-def _unpinned_read(ctx: click.Context, _: click.Parameter, given: bool) -> None:
-    """Read what no server pins, while the command runs."""
-    if given:
-        from ckptconv.support.limits import limits
-
-        ctx.with_resource(limits(unpinned=True))
-
-
-_UNPINNED = click.option(
+_UNPINNED = _while_it_runs(
     "--unpinned",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_unpinned_read,
-    help="Read a file of a server that tells neither tag nor date of it: it must not change.",
+    "Read a file of a server that tells neither tag nor date of it: it must not change.",
+    lambda _: limits(unpinned=True),
 )
-_ALLOW_HOSTS = click.option(
-    "--allow-hosts",
-    metavar="HOST,...",
+_ALLOW_HOSTS = _while_it_runs(
+    "--allow-hosts HOST,...",
+    "Hosts of this network that a web server may redirect to, such as store.lan:9000.",
+    _allowing_hosts,
     multiple=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_hosts_allowed,
-    help="Hosts of this network that a web server may redirect to, such as store.lan:9000.",
 )
 
 
-def LIMIT(command: F) -> F:
-    """What every command that reads may be allowed."""
-    return _LIMIT(_ALLOW_HOSTS(_UNPINNED(command)))
+LIMIT = _together(_LIMIT, _ALLOW_HOSTS, _UNPINNED)
+"""What every command that reads may be allowed."""
 
+choice_options = _together(*_words(CHOICES))
+"""The options that choose among keys, which every command that writes has."""
 
-def output_options(command: F) -> F:
-    """The arguments and options that every command has that writes one checkpoint."""
-    return _with_options(command, [
-        # `refuse_missing` says what is missing
-        click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
-        click.argument("output", metavar="OUT", type=OUTPUT, required=False),
-        *_conversion_options(),
-        *_words(["save_mapping"]),
-        *_run_options(),
-    ])  # fmt: skip
+fitting_options = _together(*_words(FITTING))
+"""The options of what the keys are fitted to."""
 
+_APART = (*RULES, *CHOICES, *FITTING, "keys", "save_mapping")
+conversion_options = _together(
+    *_words([item.name for item in fields(OptionWords) if item.name not in _APART]),
+    TAG,
+    LIMIT,
+    choice_options,
+)
+"""The options of what becomes of a checkpoint."""
 
-def conversion_options(command: F) -> F:
-    """The options of what becomes of each checkpoint of many."""
-    return _with_options(command, _conversion_options())
+run_options = _together(
+    option("-f --force", "Replace OUT if it exists. OUT may be IN."),
+    option("-n --dry-run", "Write nothing; say what would be written."),
+    option(
+        "--verify",
+        "Read the output back and compare every tensor with IN before OUT is put in place.",
+    ),
+    option("--no-fsync", "Do not wait for the disk. The replacement of OUT stays atomic."),
+    JSON,
+    option("-q --quiet", "Print only errors."),
+)
+"""The options of how outputs are made, and what is printed of them."""
 
+output_options = _together(
+    # `refuse_missing` says what is missing
+    click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
+    click.argument("output", metavar="OUT", type=OUTPUT, required=False),
+    conversion_options,
+    *_words(["save_mapping"]),
+    run_options,
+)
+"""The arguments and options that every command has that writes one checkpoint."""
 
-def run_options(command: F) -> F:
-    """The options of how outputs are made, and what is printed of them."""
-    return _with_options(command, _run_options())
-
-
-def fitting_options(command: F) -> F:
-    """The options of what the keys are fitted to."""
-    return _with_options(command, _words(FITTING))
-
-
-def engine_options(command: F) -> F:
-    """The options of who does the work."""
-    return _with_options(command, [
-        click.option("--jobs", metavar="N", type=click.IntRange(min=1),
-                     help="Workers at a time (default: one for each core)."),
-        click.option("--engine", type=click.Choice(["serial", "processes", "ray"]),
-                     help="Who works (default: processes, or serial with --jobs 1)."),
-        click.option("--address", metavar="ADDRESS",
-                     help="With --engine ray: the cluster; auto finds it."),
-    ])  # fmt: skip
+engine_options = _together(
+    option("--jobs N", "Workers at a time (default: one for each core).", click.IntRange(1)),
+    option(
+        "--engine",
+        "Who works (default: processes, or serial with --jobs 1).",
+        ("serial", "processes", "ray"),
+    ),
+    option("--address ADDRESS", "With --engine ray: the cluster; auto finds it."),
+)
+"""The options of who does the work."""
 
 
 def engine_of_words(given: dict[str, Any], count: int) -> Any:
     """The engine that the command line asks for, for so many pieces of work."""
     from ckptconv.batch.choosing import engine_of
-    from ckptconv.support.errors import OptionRefused
 
     named = given["engine"]
     if named is None:
@@ -338,30 +340,6 @@ def engine_of_words(given: dict[str, Any], count: int) -> Any:
 
         return OnRay(given["jobs"], given["address"])
     return engine_of(named, given["jobs"])
-
-
-def _conversion_options() -> list[Callable[[F], F]]:
-    """What becomes of a checkpoint."""
-    apart = (*RULES, *CHOICES, *FITTING, "keys", "save_mapping")
-    names = [item.name for item in fields(OptionWords) if item.name not in apart]
-    return [*_words(names), TAG, LIMIT, choice_options]
-
-
-def _run_options() -> list[Callable[[F], F]]:
-    """How the output is made, and what is printed of it."""
-    return [
-        click.option("-f", "--force", is_flag=True,
-            help="Replace OUT if it exists. OUT may be IN."),
-        click.option("-n", "--dry-run", is_flag=True, help="Write nothing; say what would be "
-                                                           "written."),
-        click.option("--verify", is_flag=True,
-                     help="Read the output back and compare every tensor with IN before OUT is "
-                          "put in place."),
-        click.option("--no-fsync", is_flag=True, help="Do not wait for the disk. The replacement "
-                                                      "of OUT stays atomic."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
-        click.option("-q", "--quiet", is_flag=True, help="Print only errors."),
-    ]  # fmt: skip
 
 
 def refuse_missing(given: dict[str, Any]) -> None:
@@ -377,11 +355,9 @@ def refuse_missing(given: dict[str, Any]) -> None:
         )
     command, name = click.get_current_context().info_name, printable(output)
     example = quote(str(_plausible(output, str(command))))
-    offer = (
-        f", e.g. ckptconv {command} {quote(name)} {example}"
-        if name.isprintable() and output.suffix
-        else ""
-    )
+    offer = f", e.g. ckptconv {command} {quote(name)} {example}"
+    if not (name.isprintable() and output.suffix):
+        offer = ""
     raise click.UsageError(f"OUT is missing: name the file that {name} is to become{offer}")
 
 
@@ -391,9 +367,8 @@ def _plausible(source: Path, command: str) -> Path:
     """
     if command == "convert":
         return source.with_suffix(".pt" if source.suffix == ".safetensors" else ".safetensors")
-    return source.with_name(
-        f"{source.stem}-{'ddp' if command == 'add-module' else 'bare'}{source.suffix}"
-    )
+    kind = "ddp" if command == "add-module" else "bare"
+    return source.with_name(f"{source.stem}-{kind}{source.suffix}")
 
 
 _NOT_FOR_STDOUT = (
@@ -413,7 +388,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
                 f"OUT is -, standard output, which cannot be used with {word}; write ./- for a "
                 "file named -"
             )
-    if given["to"] is None or _is_folder(given["to"]):
+    if given["to"] is None or target_named(given["to"]).is_folder:
         raise click.UsageError(
             "OUT is -, standard output: add --to torch, --to safetensors or --to npz; write ./- "
             "for a file named -"
@@ -425,12 +400,6 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
     return True
 
 
-def _is_folder(to: str) -> bool:
-    from ckptconv.formats.target_format import target_named
-
-    return target_named(to).is_folder
-
-
 def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
     """The rules of the command that runs, in their order; `CheckpointError` for what is not a rule
     or no file of rules.
@@ -439,7 +408,7 @@ def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
     from ckptconv.keys.rule_files import read_rules
 
     rules: list[Any] = []
-    given = click.get_current_context().meta.get("ckptconv.rules", [])
+    given = click.get_current_context().meta.get(_GIVEN, [])
     for word, text in given:
         rules += read_rules(text, reverse=reverse) if word == "rules" else [(word, text)]
     if reverse and all(word != "rules" for word, _ in given):
@@ -465,12 +434,10 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
             "--whole compares everything by its path, so it takes no key rules; leave one of them "
             "out"
         )
+    tolerance = None
     try:
-        tolerance = (
-            Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"])
-            if loose
-            else None
-        )
+        if loose:
+            tolerance = Tolerance(given["atol"] or 0.0, given["rtol"] or 0.0, given["equal_nan"])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
@@ -497,7 +464,7 @@ def options_of(given: dict[str, Any], keys: Any, *, are_sent: bool = False) -> O
     }
     rules = [
         named(text) if word == "rules" else (word, text)
-        for word, text in click.get_current_context().meta.get("ckptconv.rules", [])
+        for word, text in click.get_current_context().meta.get(_GIVEN, [])
     ]
     return Options(
         keys=keys if keys in KEYS else KeyRules.of((), keys),

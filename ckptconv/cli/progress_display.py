@@ -83,81 +83,61 @@ def _can_draw() -> bool:
 
 
 @dataclass(slots=True)
-class _Timed:
-    """One phase: the seconds that it took before it came again, when it began, and what was told
-    last.
-    """
-
-    last: Progress
-    since: float
-    before: float = 0.0
-
-    def seconds(self, now: float) -> float:
-        return self.before + now - self.since
-
-
-@dataclass(slots=True)
 class _State:
-    """What was told, by phase; read by the thread that shows it."""
+    """What was told last, and of when; read by the thread that shows it.
+
+    A phase may come again: it began at `since`, less the seconds that it `took` before.
+    """
 
     words: Mapping[Phase, str]
     clock: Callable[[], float] = time.monotonic
-    phase: Phase | None = None
-    timed: dict[Phase, _Timed] = field(default_factory=dict)
+    last: Progress | None = None
+    since: float = 0.0
+    took: dict[Phase, float] = field(default_factory=dict)
 
     def tell(self, progress: Progress) -> None:
         now, new = self.clock(), progress.phase
-        if self.phase is not None and self.phase != new:
-            left = self.timed[self.phase]
-            left.before = left.seconds(now)
-        if (known := self.timed.get(new)) is None:
-            self.timed[new] = _Timed(progress, now)
-        else:
-            if self.phase != new:
-                known.since = now
-            if new == "sync" and progress.done == 0:
-                known.before, known.since = 0.0, now  # one wait has nothing to do with the last
-            known.last = progress
-        self.phase = new
+        if self.last is None or self.last.phase != new:
+            if self.last is not None:
+                self.took[self.last.phase] = now - self.since
+            self.since = now - self.took.get(new, 0.0)
+        if new == "sync" and progress.done == 0:
+            self.since = now  # one wait has nothing to do with the last
+        self.last = progress
 
-    def label(self) -> str:
-        assert self.phase is not None
-        return self.words.get(self.phase, self.phase)
-
-    def fraction(self) -> float | None:
-        """How much of the phase is done; None where nobody knows."""
-        assert self.phase is not None
-        last = self.timed[self.phase].last
-        return None if last.phase == "sync" or not last.total else last.done / last.total
-
-    def numbers(self) -> list[str]:
-        """How far the phase is, in words: percent, bytes, rate, time left; of a wait, how long it
-        has lasted.
+    def shown(self) -> tuple[str, str, float | None]:
+        """The name of the phase; percent, bytes, rate and time left, or how long a wait has lasted;
+        how much of it is done (None where nobody knows).
         """
-        assert self.phase is not None
-        timed = self.timed[self.phase]
-        seconds, last = timed.seconds(self.clock()), timed.last
+        last, seconds = self.last, self.clock() - self.since
+        assert last is not None
+        label = self.words.get(last.phase, last.phase)
         if last.phase == "sync":
-            return [f"{seconds_text(seconds)} so far"]
-        shown = [
+            return label, f"{seconds_text(seconds)} so far", None
+        told = [
             f"{100 * last.done // max(1, last.total)} %",
             f"{size_text(last.done)} of {size_text(last.total)}",
         ]
         if (traffic := traffic_told()) is not None:
-            shown.append(f"network: {traffic}")
+            told.append(f"network: {traffic}")
         if seconds >= _SURE_AFTER and last.done:
             rate = last.done / seconds
-            shown.append(f"{size_text(rate)}/s")
+            told.append(f"{size_text(rate)}/s")
             if last.done < last.total:
-                shown.append(f"{seconds_text(max(1, round((last.total - last.done) / rate)))} left")
-        return shown
+                told.append(_left((last.total - last.done) / rate))
+        return label, ", ".join(told), last.done / last.total if last.total else None
+
+
+def _left(seconds: float) -> str:
+    return f"{seconds_text(max(1, round(seconds)))} left"
 
 
 def _in_lines(state: _State, over: threading.Event) -> None:
     """A plain line every few seconds, of a log or a pipe."""
     while not over.wait(_LINE_EVERY):
+        label, numbers, _ = state.shown()
         try:
-            print(f"{state.label()}: {', '.join(state.numbers())}", file=sys.stderr, flush=True)
+            print(f"{label}: {numbers}", file=sys.stderr, flush=True)
         except (OSError, ValueError):  # nobody reads it any more
             return
 
@@ -167,16 +147,11 @@ def _on_terminal(state: _State, over: threading.Event) -> None:
     if over.wait(_BAR_AFTER):
         return
     with _bar() as bar:
-        task = bar.add_task(state.label(), numbers=", ".join(state.numbers()))
+        task = bar.add_task("", numbers="")
         while True:
-            fraction = state.fraction()
-            bar.update(
-                task,
-                description=state.label(),
-                numbers=", ".join(state.numbers()),
-                total=None if fraction is None else 1.0,
-                completed=fraction or 0.0,
-            )
+            label, numbers, done = state.shown()
+            total = None if done is None else 1.0
+            bar.update(task, description=label, numbers=numbers, total=total, completed=done or 0.0)
             if over.wait(_BAR_EVERY):
                 return
 
@@ -187,8 +162,10 @@ def _bar() -> Bar:
     from rich.progress import Progress as Bar
     from rich.table import Column
 
-    words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
-    numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
+    words, numbers = (
+        TextColumn(text, markup=False, table_column=Column(no_wrap=True))
+        for text in ("{task.description}", "{task.fields[numbers]}")
+    )
     bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))
     console = Console(stderr=True)
     return Bar(
@@ -250,7 +227,7 @@ class Display:
             if totals.nbytes:
                 told.append(f"{size_text(totals.nbytes / seconds)}/s")
             if totals.left:
-                told.append(f"{seconds_text(max(1, round(totals.left * seconds / ended)))} left")
+                told.append(_left(totals.left * seconds / ended))
         return ", ".join(told)
 
 

@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +20,10 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.platforms import fill_descriptors
 from ckptconv.support.progress import Meter
+from ckptconv.support.report import Level, Row, error_document
 
 if TYPE_CHECKING:
     from ckptconv.io.remote.traffic import Traffic
-    from ckptconv.support.report import Level, Row
 
 
 def fill_closed_streams() -> None:
@@ -70,7 +70,7 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
         is_usage = usage and not isinstance(error, OSError)
         exit_code = 2 if is_usage else code
         if as_json:
-            print_error_json(error, exit_code)
+            print_json(error_document(error, exit_code))
         command = click.get_current_context().command_path
         fail(f"{error}; see {command} --help" if is_usage else str(error), exit_code)
 
@@ -102,44 +102,35 @@ def tell_traffic() -> None:
             click.echo(f"network: {told}", err=True)
 
 
-def print_error_json(error: CheckpointError, exit_code: int) -> None:
-    """The document of an error, with the exit code that goes with it."""
-    from ckptconv.support.report import error_document
-
-    print_json(error_document(error, exit_code))
-
-
-def is_json_asked(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for a document, also one that cannot be understood otherwise."""
-    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    return "--json" in options
+def is_asked(*words: str) -> bool:
+    """Whether the command line has one of some options, also one that cannot be understood."""
+    given = sys.argv[1:]
+    options = given[: given.index("--")] if "--" in given else given
+    return any(word in words for word in options)
 
 
-def is_silent(arguments: Sequence[str]) -> bool:
-    """Whether a command line wants nothing but the answer."""
-    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    return any(word in ("--json", "-q", "--quiet") for word in options)
+SILENT = ("--json", "-q", "--quiet")
+"""The options of who wants nothing but the answer."""
 
 
-def stop(kind: str, what: str, code: int, *, as_json: bool, hint: str | None = None) -> NoReturn:
+def stop(kind: str, what: str, code: int, *, hint: str | None = None) -> NoReturn:
     """End the program for a reason that is not a checkpoint's, with a line on stderr and, if asked
     for, a document.
     """
-    message = f"{what}; {hint}" if hint else what
-    if as_json:
-        print_ending_json(kind, what, code, hint=hint)
-    fail(message, code)
+    print_ending_json(kind, what, code, hint=hint)
+    fail(f"{what}; {hint}" if hint else what, code)
 
 
 def print_ending_json(kind: str, what: str, code: int, *, hint: str | None = None) -> None:
-    """The document of an end that no command foresaw, unless there is one on stdout already."""
-    if _PRINTED:
+    """The document, if one was asked for, of an end that no command foresaw, unless there is one on
+    stdout already.
+    """
+    if _PRINTED or not is_asked("--json"):
         return
+    message = f"{what}; {hint}" if hint else what
     facts = {"path": None, "where": None, "what": what, "hint": hint, "exit_code": code}
     with suppress(OSError):  # there may be nobody to read it any more
-        print_json(
-            {"error": {"kind": kind, "message": f"{what}; {hint}" if hint else what, **facts}}
-        )
+        print_json({"error": {"kind": kind, "message": message, **facts}})
         sys.stdout.flush()
 
 
@@ -208,7 +199,7 @@ def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> No
     click.secho(_wrapped(text, 2, err=err, first=0), fg=fg, bold=True, err=err)
 
 
-def terminal_width() -> int:
+def width() -> int:
     """The columns of the terminal, or of COLUMNS; 80 where there is neither."""
     return shutil.get_terminal_size((80, 24)).columns
 

@@ -8,16 +8,10 @@ from typing import Any
 
 import click
 
+from ckptconv.cli import terminal
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import FILE, LIMIT, NEW_FILE, TAG, FileCommand
+from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, FileCommand, option
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
-from ckptconv.cli.terminal import (
-    errors_shown,
-    print_headline,
-    print_json,
-    print_table,
-    terminal_width,
-)
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text
 
@@ -40,32 +34,25 @@ Examples:
 Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@click.option(
-    "--only",
-    metavar="PATH",
-    shell_complete=offer_parts,
-    help="Look at one part, such as state_dict or optimizer.",
+@option(
+    "--only PATH", "Look at one part, such as state_dict or optimizer.", shell_complete=offer_parts
 )
-@click.option(
-    "--match", metavar="GLOB", multiple=True, help="Only tensors whose names match. Repeatable."
-)
-@click.option(
+@option("--match GLOB", "Only tensors whose names match. Repeatable.", multiple=True)
+@option(
     "--sort",
-    type=click.Choice(SORTS),
+    "Sort by this, the largest first (name: A to Z; nan: infinite ones too).",
+    SORTS,
     default="order",
-    show_default=True,
-    help="Sort by this, the largest first (name: A to Z; nan: infinite ones too).",
 )
-@click.option("--top", metavar="COUNT", type=click.IntRange(min=1), help="Only the first so many.")
-@click.option(
-    "--histogram",
-    metavar="GLOB",
+@option("--top COUNT", "Only the first so many.", click.IntRange(min=1))
+@option(
+    "--histogram GLOB",
+    "Draw histogram and quantiles of the tensors whose names match. Repeatable.",
     multiple=True,
-    help="Draw histogram and quantiles of the tensors whose names match. Repeatable.",
 )
 @TAG
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def stats(
     source: Path,
     sort: Any,
@@ -88,17 +75,19 @@ def stats(
     if histogram and given["match"]:
         raise click.UsageError("--histogram and --match both choose tensors; leave one of them out")
     given["match"] = histogram or given["match"]
-    with errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
+    with terminal.errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
     shown = report.in_order(found, sort, top)
-    width = terminal_width() if sys.stdout.isatty() else _WIDE
+    width = terminal.width() if sys.stdout.isatty() else _WIDE
     if as_json:
-        print_json(report.statistics_document(found, shown, bins=_BINS if histogram else 0))
+        terminal.print_json(
+            report.statistics_document(found, shown, bins=_BINS if histogram else 0)
+        )
     elif histogram:
         for item in shown:
-            print_table(report.histogram_lines(item, width))
+            terminal.print_table(report.histogram_lines(item, width))
     else:
-        print_table(report.statistics_lines(found, shown, width, sort))
+        terminal.print_table(report.statistics_lines(found, shown, width, sort))
 
 
 @click.command(
@@ -115,21 +104,16 @@ Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage."
 )
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("names", metavar="TENSOR [INDICES] ...", nargs=-1, required=True)
-@click.option(
-    "--npy", metavar="FILE", type=NEW_FILE, help="Write the values to a file of numpy instead."
+@option("--npy FILE", "Write the values to a file of numpy instead.", NEW_FILE)
+@option(
+    "--npz FILE",
+    "Write the values of several tensors to an archive of numpy, under their names.",
+    NEW_FILE,
 )
-@click.option(
-    "--npz",
-    metavar="FILE",
-    type=NEW_FILE,
-    help="Write the values of several tensors to an archive of numpy, under their names.",
-)
-@click.option(
-    "-f", "--force", is_flag=True, help="Replace the file of --npy or --npz if it exists."
-)
+@option("-f --force", "Replace the file of --npy or --npz if it exists.")
 @TAG
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def show(
     source: Path,
     names: tuple[str, ...],
@@ -161,11 +145,11 @@ def show(
     if npy is not None and npz is not None:
         raise click.UsageError("--npy and --npz are both given; leave one of them out")
     output = npz or npy
-    with errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
+    with terminal.errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
             item = picked(found, name, checkpoint.path)
-            with errors_shown(as_json, usage=True):
+            with terminal.errors_shown(as_json, usage=True):
                 chosen.append((item, box_of(indices, item.shape)))
         for item, box in chosen:
             check_whole(item, box)
@@ -174,7 +158,7 @@ def show(
         elif npy is not None:
             write_npy(*chosen[0], npy, force=force)
         if as_json:
-            print_json(picked_document(checkpoint.path, chosen, output))
+            terminal.print_json(picked_document(checkpoint.path, chosen, output))
         elif output is not None:
             told = [printable(item.name) or "the root" for item, _ in chosen]
             what = told[0] if len(told) == 1 else count_text(len(told), "tensor")
@@ -215,27 +199,18 @@ Examples:
 Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@click.option(
-    "-o", "--output", metavar="FILE", type=NEW_FILE, required=True, help="The page, an HTML file."
+@option("-o --output FILE", "The page, an HTML file.", NEW_FILE, required=True)
+@option("--values", "Read the tensors: statistics, histograms and quantiles.")
+@option("--against OTHER", "Compare with this checkpoint, as diff does.", FILE)
+@option("-f --force", "Replace a file that exists.")
+@option(
+    "--only PATH", "Tell of one part, such as state_dict or optimizer.", shell_complete=offer_parts
 )
-@click.option(
-    "--values", is_flag=True, help="Read the tensors: statistics, histograms and quantiles."
-)
-@click.option(
-    "--against", metavar="OTHER", type=FILE, help="Compare with this checkpoint, as diff does."
-)
-@click.option("-f", "--force", is_flag=True, help="Replace a file that exists.")
-@click.option(
-    "--only",
-    metavar="PATH",
-    shell_complete=offer_parts,
-    help="Tell of one part, such as state_dict or optimizer.",
-)
-@click.option("--only-against", metavar="PATH", help="The same for OTHER, if it is another part.")
+@option("--only-against PATH", "The same for OTHER, if it is another part.")
 @TAG
-@click.option("--tag-against", metavar="TAG", help="The same for OTHER.")
+@option("--tag-against TAG", "The same for OTHER.")
 @LIMIT
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@JSON
 def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
     """Write one HTML file about checkpoint IN: what is in it and whether it is portable and safe, a
     map by bytes, a table to search and sort, shared storages.
@@ -247,9 +222,12 @@ def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
     for name in ("tag_against", "only_against"):
         if given[name] is not None and given["against"] is None:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --against")
-    with errors_shown(as_json), progress_shown(READING_BOTH, silent=as_json) as on_progress:
+    with (
+        terminal.errors_shown(as_json),
+        progress_shown(READING_BOTH, silent=as_json) as on_progress,
+    ):
         page = pages.report(source, output, **given, on_progress=on_progress)
     if as_json:
-        print_json(pages.PAGE.of(page))
+        terminal.print_json(pages.PAGE.of(page))
     else:
-        print_headline(pages.page_headline(page))
+        terminal.print_headline(pages.page_headline(page))

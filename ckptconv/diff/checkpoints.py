@@ -358,21 +358,15 @@ def _compare_values(
     others = [at for at in firsts.values() if at not in same]
     unread = {exact[at] for at in compared.unread}
     read = [pairs[at][1:] for at in firsts.values() if at in unread or at not in same]
-    meter = Meter(
-        "measure",
-        sum(pairs[at][1].nbytes for at in others) + sum(ours.nbytes for ours, _ in read),
-        tell,
-    )
+    nbytes = sum(pairs[at][1].nbytes for at in others) + sum(ours.nbytes for ours, _ in read)
+    meter = Meter("measure", nbytes, tell)
     unlike = {
         at: change
         for at in others
         if (change := deviation(*pairs[at][1:], tolerance, meter)) is not None
     }
-    changes = [
-        ValueChange(path, unlike[first])
-        for first, (path, _, _) in zip(stands_for, pairs, strict=True)
-        if first in unlike
-    ]
+    firsts_of = zip(pairs, stands_for, strict=True)
+    changes = [ValueChange(path, unlike[at]) for (path, _, _), at in firsts_of if at in unlike]
     damaged = damaged_storages(compared, read, meter)
     if read:
         meter.finish()

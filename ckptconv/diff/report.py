@@ -101,20 +101,15 @@ class Difference:
         return "damaged" if self.damaged else "different"
 
     def __repr__(self) -> str:
-        counts = [
-            f"{count:,} {name}"
-            for name, count in self._counts()
-            if name in ("damaged", "only_a", "only_b", "others")
-        ]
+        told = ("damaged", "only_a", "only_b", "others")
+        counts = [f"{count:,} {name}" for name, count in self._counts() if name in told]
         differing = f"{count_text(self.differing, 'tensor')} differ" if self.differing else None
         compared = f"{self.tensors:,} tensors compared"
         return short_repr("Difference", self._verdict, compared, differing, *counts)
 
     def _repr_html_(self) -> str:
-        rows = (
-            (name, count, ", ".join(map(_key, getattr(self, name)[:5])))
-            for name, count in self._counts()
-        )
+        first = {name: map(_key, getattr(self, name)[:5]) for name, _ in self._counts()}
+        rows = ((name, count, ", ".join(first[name])) for name, count in self._counts())
         return html_table(f"{self.a}, {self.b}: {self._verdict}", rows)
 
 

@@ -27,8 +27,10 @@ from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storage
 from ckptconv.tree.walk import label_text
 
-Labelled = dict[tuple[str, str, int], tuple[str, Node]]
-"""What a container holds: each child, by the type of its label, the text of it, and a number."""
+Label = tuple[str, str, int]
+"""The type of the label of a child, its text, and a number that tells it from others like it."""
+Labelled = dict[Label, Node]
+"""What a container holds, by labels."""
 _SHOWN = 60  # characters of a plain value in a report
 
 
@@ -60,21 +62,11 @@ class Differences:
             self.dtypes.append(Changed(path, ours.dtype.name, theirs.dtype.name))
         if ours.shape != theirs.shape:
             self.shapes.append(Reshaped(path, tuple(ours.shape), tuple(theirs.shape)))
-        if (tags := _tags(ours, theirs)) is not None:
-            self.locations.append(Changed(path, *tags))
-        if (
-            ours.shape == theirs.shape
-            and (ours.dtype is theirs.dtype or ignore_dtype)
-            and ours.numel
-        ):
+        if ours.pieces and theirs.pieces and ours.location != theirs.location:
+            self.locations.append(Changed(path, ours.location, theirs.location))
+        is_one_type = ours.dtype is theirs.dtype or ignore_dtype
+        if ours.shape == theirs.shape and is_one_type and ours.numel:
             self.pairs.append((path, ours, theirs))
-
-
-def _tags(ours: TensorRef, theirs: TensorRef) -> tuple[str, str] | None:
-    """The device tags of two tensors, where they differ."""
-    if not ours.pieces or not theirs.pieces or ours.location == theirs.location:
-        return None
-    return ours.location, theirs.location
 
 
 def walk_together(
@@ -108,29 +100,24 @@ def walk_together(
 def _entries_of_both(
     path: str, inside: Labelled, other: Labelled, differences: Differences
 ) -> Iterator[tuple[str, Node, Node]]:
-    unclear = _unclear(inside, other)
-    for label, (text, value) in inside.items():
-        shown = _joined(path, _told_apart(label, text) if text in unclear else text)
-        if label in other:
-            yield shown, value, other[label][1]
-        else:
+    kinds: dict[str, set[str]] = {}
+    for kind, text, _ in (*inside, *other):
+        kinds.setdefault(text, set()).add(kind)
+    for label in inside | other:
+        _, text, _ = label
+        # 0 and '0' are the same text
+        shown = _joined(path, _told_apart(label) if len(kinds[text]) > 1 else text)
+        if label not in other:
             differences.only_a.append(shown)
-    for label, (text, _) in other.items():
-        if label not in inside:
-            differences.only_b.append(
-                _joined(path, _told_apart(label, text) if text in unclear else text)
-            )
+        elif label not in inside:
+            differences.only_b.append(shown)
+        else:
+            yield shown, inside[label], other[label]
 
 
-def _unclear(inside: Labelled, other: Labelled) -> set[str]:
-    """The texts that stand for keys of several types: 0 and '0'."""
-    kinds: dict[str, str] = {}
-    return {text for kind, text, _ in (*inside, *other) if kinds.setdefault(text, kind) != kind}
-
-
-def _told_apart(label: tuple[str, str, int], text: str) -> str:
+def _told_apart(label: Label) -> str:
     """The text of a label in a way that shows its type."""
-    kind = label[0]
+    kind, text, _ = label
     if kind == "str":
         return repr(text)
     return text if kind == "int" else f"{text} ({kind})"
@@ -191,18 +178,14 @@ def _kind(node: Node) -> str:
 
 
 def _inside(node: Node) -> Labelled | None:
-    """What a container holds, by what tells the children apart; None for a leaf.
-
-    Each child comes with the text of its label.
-    """
+    """What a container holds, by what tells the children apart; None for a leaf."""
     if type(node) not in (Dict, list, tuple, Call, PersistentId):
         return None
     held: Labelled = {}
     met: Counter[tuple[str, str]] = Counter()  # keys that are containers have one label
     for label, child in children(node):
-        text = label_text(label)
-        at = type(label).__name__, text
-        held[(*at, met[at])] = text, child
+        at = type(label).__name__, label_text(label)
+        held[(*at, met[at])] = child
         met[at] += 1
     return held
 

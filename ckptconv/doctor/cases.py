@@ -105,7 +105,7 @@ class Case:
     @property
     def must(self) -> Fix:
         """What every conversion here must do: the kind of file, the device, the keys asked for."""
-        fix = Fix(suffix=suffix(self), device=self.asked.device, tag=self.asked.tag)
+        fix = Fix(suffix=self.facts.opening.suffix, device=self.asked.device, tag=self.asked.tag)
         if self.fit is None or not self.fit.fixes:
             return fix
         only = self.fit.found.path if len(self.state_dicts) > 1 else None
@@ -129,11 +129,6 @@ class Case:
         """The weights that are codes beside a scale, by the path of their state dict."""
         found = {item.path: find_scaled(dict(item.tensors())) for item in self.state_dicts}
         return {path: scaled for path, scaled in found.items() if scaled}
-
-
-def suffix(case: Case) -> str:
-    """That of a fixed file: of the same kind, as far as that is written."""
-    return case.facts.opening.suffix
 
 
 def is_average(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -92,6 +93,7 @@ def _diagnosed(paths: tuple[Location, ...], asked: Asked) -> Diagnosis | Checkpo
 
 
 def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
+    named = tuple(map(str, paths))
     for one in paths:
         require(one)
     try:
@@ -102,18 +104,16 @@ def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
             case = Case(paths, whole, checkpoint, facts, asked)
             symptoms = [one for check in CHECKS for one in check(case)]
             if asked.values:
-                symptoms = _with_values(symptoms, _read_values(case, asked.on_progress))
-            return Diagnosis(
-                str(paths[0]),
-                whole.format,
-                _findings(case, symptoms),
-                tuple(map(str, paths)),
-                facts.opening.by,
-            )
+                read = _read_values(case, asked.on_progress)
+                if any(one.finding.code == "damaged" for one in read):  # no conversion helps it
+                    symptoms = [replace(one, fix=None) for one in symptoms if not one.chosen]
+                symptoms += read
+            findings = _findings(case, symptoms)
+            return Diagnosis(named[0], whole.format, findings, named, facts.opening.by)
     except DeviceUnavailable:
         raise
     except CheckpointError as error:
-        return Diagnosis(str(paths[0]), None, (_unopened(error, paths),), tuple(map(str, paths)))
+        return Diagnosis(named[0], None, (_unopened(error, paths),), named)
 
 
 def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
@@ -146,13 +146,6 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, PurePath]
     )
 
 
-def _with_values(symptoms: list[Symptom], read: list[Symptom]) -> list[Symptom]:
-    """All that was found; no conversion helps a damaged file, so none is offered for it."""
-    if not any(one.finding.code == "damaged" for one in read):
-        return symptoms + read
-    return [replace(one, fix=None) for one in symptoms if not one.chosen] + read
-
-
 def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
     """Read every byte: damage is an error, NaN a warning, infinity too unless it is meant, as in a
     mask.
@@ -164,40 +157,32 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
         )
     except CheckpointError as error:
         return [_damaged(error)]
-    counted = {
-        path: counter.nonfinite
-        for path, counted_by in zip(refs, counters, strict=True)
-        for counter in counted_by
-    }
-    nan = {path: count.nan for path, count in counted.items() if count.nan}
-    infinite = {path: count.infinite for path, count in counted.items() if count.infinite}
-    weights = {
-        id(ref)
-        for item in case.state_dicts
-        for key, ref in item.tensors()
-        if not may_be_infinite(key)
-    }
-    wrong = {path: count for path, count in infinite.items() if id(refs[path]) in weights}
-    meant = {path: count for path, count in infinite.items() if path not in wrong}
-    symptoms = []
-    if nan:
-        cause = f"has values that are NaN ({sum(nan.values())}), in {some(list(nan))}"
-        advice = "the training has diverged, or a cast overflowed: use an earlier checkpoint"
-        effect = "the model computes NaN with them"
-        symptoms.append(cases.warning("non-finite", cause, effect, advice=advice))
-    if wrong:
-        cause = f"has values that are infinite ({sum(wrong.values())}), in {some(list(wrong))}"
-        advice = (
-            "a cast to a smaller type overflowed, or the training has diverged: use the file "
-            "before the cast"
+    named = (pair for item in case.state_dicts for pair in item.tensors())
+    weights = {id(ref) for key, ref in named if not may_be_infinite(key)}
+    nan: dict[str, int] = {}
+    wrong: dict[str, int] = {}
+    meant: dict[str, int] = {}
+    for (path, ref), counted_by in zip(refs.items(), counters, strict=True):
+        for counter in counted_by:
+            if counter.nonfinite.nan:
+                nan[path] = counter.nonfinite.nan
+            if counter.nonfinite.infinite:
+                (wrong if id(ref) in weights else meant)[path] = counter.nonfinite.infinite
+    return [
+        symptom(code, f"has values that are {what} ({sum(counts.values())}), in {some([*counts])}",
+                effect, advice=advice)
+        for symptom, code, what, counts, effect, advice in (
+            (cases.warning, "non-finite", "NaN", nan, "the model computes NaN with them",
+             "the training has diverged, or a cast overflowed: use an earlier checkpoint"),
+            (cases.warning, "infinite", "infinite", wrong,
+             "what the model computes with them is infinite or NaN",
+             "a cast to a smaller type overflowed, or the training has diverged: use the file "
+             "before the cast"),
+            (cases.info, "infinite", "infinite", meant,
+             "this is intended, as in a mask, a bound or a best loss", None),
         )
-        effect = "what the model computes with them is infinite or NaN"
-        symptoms.append(cases.warning("infinite", cause, effect, advice=advice))
-    if meant:
-        cause = f"has values that are infinite ({sum(meant.values())}), in {some(list(meant))}"
-        effect = "this is intended, as in a mask, a bound or a best loss"
-        symptoms.append(cases.info("infinite", cause, effect))
-    return symptoms
+        if counts
+    ]  # fmt: skip
 
 
 def _damaged(error: CheckpointError) -> Symptom:
@@ -244,25 +229,22 @@ def _effect(error: CheckpointError, place: Location) -> str:
         source = place.open()
     except CheckpointError as unreadable:
         return printable(unreadable.what)
-    try:
+    with closing(source):
         head = source.read(0, min(4, source.size))
-    finally:
-        source.close()
     if place.suffix == ".safetensors" and not isinstance(error, MalformedCheckpoint):
         return words.quoted(words.HEADER, by="load_file")
     if head.startswith(b"PK\3\4") and error.code == "cut-off":
         return words.quoted(words.CUT_OFF)
-    said = words.on_start(head)
-    is_npz = said is None and f"{error.where or place}".endswith((".npy", ".npz"))
-    if said is None and isinstance(error, MalformedCheckpoint):
+    if (said := words.on_start(head)) is not None:
+        return words.quoted(said)
+    is_npz = f"{error.where or place}".endswith((".npy", ".npz"))
+    if isinstance(error, MalformedCheckpoint):
         return (
             f"ckptconv does not open it; {'numpy' if is_npz else 'torch'}.load may refuse it too, "
             "or load something else than was saved"
         )
-    if said is None:
-        others = "; numpy.load may load it" if is_npz else ""
-        return f"neither torch.load nor the safetensors library loads it{others}"
-    return words.quoted(said)
+    others = "; numpy.load may load it" if is_npz else ""
+    return f"neither torch.load nor the safetensors library loads it{others}"
 
 
 def _with_siblings(place: Location) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,10 +82,8 @@ class Diagnosis:
         return short_repr("Diagnosis", Path(self.path).name, self._verdict(), codes)
 
     def _repr_html_(self) -> str:
-        rows = (
-            (one.severity, one.code, one.cause, one.command or one.advice or "")
-            for one in self.findings
-        )
+        told = attrgetter("severity", "code", "cause")
+        rows = ((*told(one), one.command or one.advice or "") for one in self.findings)
         return html_table(f"{self.path}: {self._verdict()}", rows)
 
 
@@ -123,14 +122,10 @@ def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> 
     """0 where all load, 1 where one does not (`strict`: or has a warning), 2 where that cannot be
     said of one.
     """
-    if any(isinstance(item, CheckpointError) for item in found):
+    known = [item for item in found if isinstance(item, Diagnosis)]
+    if len(known) < len(found):
         return 2
-    bad = [
-        item
-        for item in found
-        if isinstance(item, Diagnosis) and (not item.loads or (strict and item.warns))
-    ]
-    return 1 if bad else 0
+    return int(any(not item.loads or (strict and item.warns) for item in known))
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
@@ -145,11 +140,8 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
         counts[finding.code] += 1
         if counts[finding.code] > LISTED:
             continue
-        yield Row(
-            finding.severity,
-            f"{finding.code}: {printable(finding.cause, 2000)}",
-            _LEVELS[finding.severity],
-        )
+        cause = f"{finding.code}: {printable(finding.cause, 2000)}"
+        yield Row(finding.severity, cause, _LEVELS[finding.severity])
         yield Row("effect", printable(finding.effect, 2000))
         if finding.command:
             again = finding.command == last

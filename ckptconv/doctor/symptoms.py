@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from ckptconv.convert.prescriptions import Fix, command, workable
 from ckptconv.devices.host import require_device
 from ckptconv.doctor import torch_words as words
-from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, suffix, warning
+from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, warning
 from ckptconv.doctor.report import Finding
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_certain
@@ -40,10 +40,8 @@ def _container(case: Case) -> Iterator[Symptom]:
     container = case.facts.opening
     name = container.name
     if case.facts.untyped:
-        cause = (
-            f"is a file from before torch 1.6 that holds {some(case.facts.untyped)}, which its "
-            "format cannot hold"
-        )
+        held = some(case.facts.untyped)
+        cause = f"is a file from before torch 1.6 that holds {held}, which its format cannot hold"
         yield error("legacy-container", cause, words.quoted(words.UNTYPED), Fix())
     elif container.is_legacy:
         cause = "is a file from before torch 1.6, not a zip archive"
@@ -51,10 +49,8 @@ def _container(case: Case) -> Iterator[Symptom]:
         yield info("legacy-container", cause, effect, Fix())
     if container.is_index and container.anywhere:
         cause = f"is a set of shards ({name}), not one file"
-        effect = (
-            f"{container.by} opens it as one model; torch.load and load_file open one shard at "
-            "a time"
-        )
+        alone = "torch.load and load_file open one shard at a time"
+        effect = f"{container.by} opens it as one model; {alone}"
         yield info("sharded", cause, effect, Fix(), chosen=True)
     elif not container.is_usual:
         said = words.FOLDER if case.places[0].is_folder() else container.torch_says
@@ -186,7 +182,9 @@ def _lone_part(case: Case) -> Iterator[Symptom]:
     try:
         index = next(iter(indexes_naming(case.places[0])))
         with open_certain(index) as joined:
-            found = workable(Fix(suffix=suffix(case), device=case.asked.device), joined)
+            found = workable(
+                Fix(suffix=case.facts.opening.suffix, device=case.asked.device), joined
+            )
         if isinstance(found, CheckpointError):
             raise found
         fix = command(found.fix, [index.path])
@@ -255,10 +253,8 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             cause = f"the keys{of_part(found.path)} carry the wrapper '{wrapper}'"
             yield warning("wrapped-keys", cause, effect, Fix(preset=preset))
     for path, prefix in case.facts.offered.items():
-        cause = (
-            f"the keys{of_part(path)} start with {prefix}, the attribute or wrapper of "
-            f"{case.facts.producer or 'a framework'}"
-        )
+        whose = f"the attribute or wrapper of {case.facts.producer or 'a framework'}"
+        cause = f"the keys{of_part(path)} start with {prefix}, {whose}"
         effect = words.quoted(words.NO_KEYS, by="load_state_dict, of the inner model,")
         yield info("prefixed-keys", cause, effect, Fix(strip_prefix=prefix), chosen=True)
 
@@ -287,14 +283,11 @@ def _bloat(case: Case) -> Iterator[Symptom]:
     facts = case.facts
     causes = []
     if facts.stored > facts.used:
-        causes.append(
-            f"tensors use {facts.used:,} bytes of storages of {facts.stored:,}: slices were saved "
-            "with their whole storages"
-        )
+        used = f"tensors use {facts.used:,} bytes of storages of {facts.stored:,}"
+        causes.append(f"{used}: slices were saved with their whole storages")
     if facts.dead:
-        causes.append(
-            f"its pickle does not use {facts.dead:,} bytes of the file: added or left-over records"
-        )
+        unused = f"its pickle does not use {facts.dead:,} bytes of the file"
+        causes.append(f"{unused}: added or left-over records")
     wasted = facts.stored - facts.used + facts.dead
     effect = f"{wasted:,} bytes are stored and moved for nothing"
     yield warning("bloat", "; ".join(causes), effect, Fix())
@@ -358,17 +351,12 @@ def _tied(case: Case) -> Iterator[Symptom]:
 def _aliases(case: Case) -> Iterator[Symptom]:
     """Names of tied tensors that only the metadata of safetensors have."""
     metadata = case.checkpoint.metadata
-    names = [
-        key
-        for found in case.state_dicts
-        for key, ref in found.tensors()
-        if key in metadata and ref.is_view and ref.storage.name == metadata[key]
-    ]
+    views = (pair for found in case.state_dicts for pair in found.tensors() if pair[1].is_view)
+    names = [key for key, ref in views if key in metadata and ref.storage.name == metadata[key]]
     if not names:
         return
-    wanted = case.asked.target is not None and any(
-        name in case.asked.target.shapes for name in names
-    )
+    target = case.asked.target
+    wanted = target is not None and not target.shapes.keys().isdisjoint(names)
     by = "load_state_dict(safetensors.torch.load_file(...))"
     yield (error if wanted else warning)(
         "aliases",
@@ -396,11 +384,9 @@ def _scaled(case: Case) -> Iterator[Symptom]:
 
 
 def _precision(case: Case) -> Iterator[Symptom]:
-    if (
-        not case.asked.size
-        or case.scaled
-        or any(quantization_scales(dict(item.tensors())) for item in case.state_dicts)
-    ):
+    if not case.asked.size or case.scaled:
+        return
+    if any(quantization_scales(dict(item.tensors())) for item in case.state_dicts):
         return
     weights = {id(ref): ref.dtype for item in case.state_dicts for _, ref in item.tensors()}
     floats = [dtype.name for dtype in weights.values() if dtype.is_floating]

@@ -216,19 +216,14 @@ def _unread_protocol(file: Checkpoint) -> int | None:
     number = head[1] if head[:1] == b"\x80" else 1
     is_unread = number < 2
     if number == 3:
-        is_unread = _holds_bytes(file)
+        inside = (child for _, node in walk(file.root) for _, child in children(node))
+        is_unread = any(type(child) is bytes for child in inside)
     elif number > 3:
         is_unread = head[2:3] == _FRAME or _MEMOIZE in head
     return number if is_unread else None
 
 
 _FRAME, _MEMOIZE = b"\x95", b"\x94"  # pickletools: opcodes of protocol 4
-
-
-def _holds_bytes(checkpoint: Checkpoint) -> bool:
-    return any(
-        type(child) is bytes for _, node in walk(checkpoint.root) for _, child in children(node)
-    )
 
 
 def _untyped(checkpoint: Checkpoint) -> list[str]:
@@ -307,13 +302,11 @@ def _surveyed(
 ) -> Surveyed:
     with open_to_look(paths, tag=tag) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
-        fix = _fix(checkpoint) if has_fix and not found.portable else None
+        fix = None
+        if has_fix and not found.portable:
+            from ckptconv.convert.prescriptions import Fix, workable  # planning is slow to import
+
+            fix = workable(Fix(), checkpoint)
     if len(paths) > 1:
         found = replace(found, named=tuple(map(str, paths)))
     return Surveyed(paths, found, fix)
-
-
-def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:
-    from ckptconv.convert.prescriptions import Fix, workable  # planning takes a while to import
-
-    return workable(Fix(), checkpoint)

@@ -66,10 +66,9 @@ class TensorList(Sequence[TensorFacts]):
         return TensorList, (self._all(),)
 
     def __repr__(self) -> str:
-        return short_repr(
-            "TensorList",
-            "made when it is looked at" if callable(self._make) else f"{len(self):,} tensors",
-        )
+        is_made = isinstance(self._make, tuple)
+        told = f"{len(self):,} tensors" if is_made else "made when it is looked at"
+        return short_repr("TensorList", told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,22 +276,14 @@ def _reasons(inspection: Inspection) -> Iterator[Reason]:
     if not inspection.opening.anywhere:
         yield Reason("container", f"{inspection.opening.why_not} ({inspection.format})")
     if inspection.strays:
-        what = (
-            "its archive has records outside its folder "
-            f"({printable(inspection.strays[0])}), which torch.load refuses"
-        )
-        yield Reason("stray-records", what)
+        what = f"its archive has records outside its folder ({printable(inspection.strays[0])})"
+        yield Reason("stray-records", f"{what}, which torch.load refuses")
     if inspection.protocol is not None:
-        yield Reason(
-            "protocol",
-            "torch.load(weights_only=True) does not read the protocol of its pickle "
-            f"({inspection.protocol})",
-        )
+        what = "torch.load(weights_only=True) does not read the protocol of its pickle"
+        yield Reason("protocol", f"{what} ({inspection.protocol})")
     if inspection.untyped:
-        yield Reason(
-            "untyped",
-            f"torch's reader for such old files cannot hold {', '.join(inspection.untyped)}",
-        )
+        what = "torch's reader for such old files cannot hold"
+        yield Reason("untyped", f"{what} {', '.join(inspection.untyped)}")
     yield from (Reason(one.code, one.what) for one in inspection.refused)
     if any(inspection.state_dicts.values()):
         yield Reason("wrapper", "its keys carry a wrapper")

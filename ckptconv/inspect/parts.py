@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptconv.inspect.inspection import Part, TensorFacts
@@ -119,18 +119,16 @@ def _all_held(named: Sequence[_Entry]) -> list[TensorRef | Storage]:
 
 def _nbytes(held: _Held) -> int:
     """The bytes of the values, views of the same bytes and storages counted once."""
-    refs = [item for item in held if type(item) is TensorRef]
-    views = {
-        (id(ref.storage), ref.storage_offset, ref.shape, ref.stride): ref.nbytes
-        for ref in refs
-        if ref.is_view
-    }
-    bare = {id(item): item.nbytes for item in held if type(item) is Storage}
-    return (
-        sum(views.values())
-        + sum(bare.values())
-        + sum(ref.nbytes for ref in refs if not ref.is_view)
-    )
+    met: dict[Hashable, int] = {}
+    apart = 0
+    for item in held:
+        if isinstance(item, Storage):
+            met[id(item)] = item.nbytes
+        elif item.is_view:
+            met[id(item.storage), item.storage_offset, item.shape, item.stride] = item.nbytes
+        else:
+            apart += item.nbytes
+    return apart + sum(met.values())
 
 
 def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:

@@ -54,35 +54,20 @@ def files_of(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
 
 def _refusals(file: Checkpoint) -> Iterator[Refusal]:
     suffix = file.path.suffix.lower()
+    name = "it is a {} file with the name of a {} file, and the libraries go by the name"
     if file.container.weights_only:
         if suffix == ".safetensors":
-            what = (
-                "it is a torch file with the name of a safetensors file, and the libraries go by "
-                "the name"
-            )
-            yield Refusal("name", what, "Error while deserializing header", "safetensors")
+            what, said = name.format("torch", "safetensors"), "Error while deserializing header"
+            yield Refusal("name", what, said, "safetensors")
         yield from _torch_refusals(file)
     elif file.container.by == SAFETENSORS_LIBRARY:
         if suffix in TORCH_SUFFIXES:
-            what = (
-                "it is a safetensors file with the name of a torch file, and the libraries go by "
-                "the name"
-            )
+            what = name.format("safetensors", "torch")
             yield Refusal("name", what, "Weights only load failed")
-        packed = sorted(
-            {
-                ref.dtype.name
-                for _, node in walk(file.root)
-                if (ref := tensor_of(node)) and ref.dtype.is_packed
-            }
-        )
-        if packed:
-            yield Refusal(
-                "dtype",
-                f"torch does not have its dtypes {', '.join(packed)}",
-                "Dtype not understood",
-                "safetensors.torch",
-            )
+        refs = (ref for _, node in walk(file.root) if (ref := tensor_of(node)) is not None)
+        if packed := sorted({ref.dtype.name for ref in refs if ref.dtype.is_packed}):
+            what = f"torch does not have its dtypes {', '.join(packed)}"
+            yield Refusal("dtype", what, "Dtype not understood", "safetensors.torch")
 
 
 def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
@@ -91,13 +76,12 @@ def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
         what = f"its archive has {told}; torch reads the versions 1 to 10"
         yield Refusal("version", what, "PytorchStreamReader failed")
     legacy = file.container.is_legacy
-    unread: set[tuple[str, str, str]] = set()
+    unread: set[Refusal] = set()
     slow: str | None = None
     for place, node in walk(file.root):
         unread.update(_unread_values(node, legacy))
         slow = slow or _slow_keys(place, node)
-    for code, what, said in sorted(unread):
-        yield Refusal(code, what, said)
+    yield from sorted(unread, key=lambda one: (one.code, one.what, one.said))
     if slow is not None:
         yield Refusal("keys", f"{slow}, which can make its reader hang", "")
 
@@ -114,25 +98,16 @@ def _slow_keys(place: Place, node: Node) -> str | None:
     return None
 
 
-def _unread_values(node: Node, legacy: bool) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with a node and the plain values in it, as (code, what, said)."""
+def _unread_values(node: Node, legacy: bool) -> Iterator[Refusal]:
+    """What is wrong with a node and the plain values in it."""
     if legacy and type(node) is Call and node.name == _NESTED:
-        yield (
-            "nested",
-            "it holds nested tensors, which torch misreads from legacy files",
-            "Storage size calculation overflowed",
-        )
+        what = "it holds nested tensors, which torch misreads from legacy files"
+        yield Refusal("nested", what, "Storage size calculation overflowed")
     for label, child in children(node):
         for value in (label, child):
             if type(value) is int and value.bit_length() > _LONGEST_INT:
-                yield (
-                    "integer",
-                    "it holds an integer of more than 255 bytes",
-                    "Unsupported operand 139",
-                )
+                what = "it holds an integer of more than 255 bytes"
+                yield Refusal("integer", what, "Unsupported operand 139")
             elif type(value) is bytes and not value:
-                yield (
-                    "bytes",
-                    "it holds empty bytes, which torch writes as a call of bytes()",
-                    "Unsupported global: GLOBAL",
-                )
+                what = "it holds empty bytes, which torch writes as a call of bytes()"
+                yield Refusal("bytes", what, "Unsupported global: GLOBAL")

@@ -86,20 +86,16 @@ def _table(totals: Totals) -> Iterator[str]:
     yield from (f'<th scope="col" class="{kind}">{name}</th>' for name, kind in _COLUMNS)
     yield "</tr></thead>\n<tbody>\n"
     for receipt in sorted(totals.receipts, key=lambda one: one.state == "done"):
-        yield from _row(receipt)
+        sizes = [size_text(n) if n else "" for n in (receipt.source_nbytes, receipt.nbytes)]
+        cells = [
+            ", ".join(receipt.source), receipt.output, receipt.format, *sizes,
+            f"{receipt.tensors:,}" if receipt.tensors else "", f"{receipt.seconds:.2f}",
+        ]  # fmt: skip
+        yield "<tr>"
+        for told, (_, kind) in zip(cells, _COLUMNS, strict=False):
+            yield f'<td class="{kind}">{escaped(told)}</td>'
+        yield f"<td>{''.join(_told(receipt))}</td></tr>\n"
     yield "</tbody>\n</table></section>\n"
-
-
-def _row(receipt: Receipt) -> Iterator[str]:
-    sizes = [size_text(n) if n else "" for n in (receipt.source_nbytes, receipt.nbytes)]
-    cells = [
-        ", ".join(receipt.source), receipt.output, receipt.format, *sizes,
-        f"{receipt.tensors:,}" if receipt.tensors else "", f"{receipt.seconds:.2f}",
-    ]  # fmt: skip
-    yield "<tr>"
-    for told, (_, kind) in zip(cells, _COLUMNS, strict=False):
-        yield f'<td class="{kind}">{escaped(told)}</td>'
-    yield f"<td>{''.join(_told(receipt))}</td></tr>\n"
 
 
 def _told(receipt: Receipt) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptconv.pages.facts import STATES, FileFacts, PageFacts, PageTensor, Pair
 from ckptconv.support.errors import printable
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
+T = TypeVar("T")
+
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-_"
 _FIGURE, _QUANTILE = 5, 4  # letters: 18 and 12 bits of the mantissa
 _LONGEST_NAME = 240  # characters that are shown
@@ -30,10 +32,12 @@ _EXACT = 1 << 18  # integers from here on are not exact when packed
 
 def data_text(facts: PageFacts) -> str:
     """The data of the page as JSON that may stand within a script element."""
+    is_large = sum(len(file.tensors) for file in facts.files) > _MANY
+    bins = _COARSE if is_large else _FINE
     document = {
         "states": list(STATES),
         "quantiles": list(QUANTILES),
-        "files": [_file(file, _bins(facts)) for file in facts.files],
+        "files": [_file(file, bins) for file in facts.files],
         "pairs": _pairs(facts.pairs) if facts.difference is not None else None,
     }
     return script_safe(
@@ -53,23 +57,17 @@ def shown_name(name: str) -> str:
     return printable(name, 2 * _LONGEST_NAME) or "the root"
 
 
-def _bins(facts: PageFacts) -> int:
-    return _COARSE if sum(len(file.tensors) for file in facts.files) > _MANY else _FINE
-
-
 def _file(file: FileFacts, bins: int) -> dict[str, Any]:
     tensors = file.tensors
     kinds = [(item.dtype, item.shape, item.numel, item.nbytes) for item in tensors]
-    known_kinds = list(dict.fromkeys(kinds))
-    kind_at = {kind: at for at, kind in enumerate(known_kinds)}
-    devices = list(dict.fromkeys(item.device for item in tensors))
-    device_at = {device: at for at, device in enumerate(devices)}
+    known_kinds, kind_of = _numbered(kinds)
+    devices, device_of = _numbered([item.device for item in tensors])
     made: dict[str, Any] = {
         "names": _names([shown_name(item.name) for item in tensors]),
         "kinds": known_kinds,
-        "kind": [kind_at[kind] for kind in kinds],
+        "kind": kind_of,
         "devices": [printable(device) for device in devices],
-        "device": [device_at[item.device] for item in tensors],
+        "device": device_of,
         "same": {
             str(at): item.same_as for at, item in enumerate(tensors) if item.same_as is not None
         },
@@ -80,8 +78,14 @@ def _file(file: FileFacts, bins: int) -> dict[str, Any]:
     return made
 
 
+def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
+    """The different values, and of each value the number that its like has among them."""
+    numbers: dict[T, int] = {}
+    places = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), places
+
+
 def _names(names: Sequence[str]) -> dict[str, Any]:
-    words: dict[str, int] = {}
     keeps, rests = [], []
     before = ""
     for name in names:
@@ -91,9 +95,10 @@ def _names(names: Sequence[str]) -> dict[str, Any]:
                 break
             keep += 1
         keeps.append(keep + sum(letter > "\uffff" for letter in name[:keep]))
-        rests.append(words.setdefault(name[keep:], len(words)))
+        rests.append(name[keep:])
         before = name
-    return {"words": list(words), "keep": keeps, "word": rests}
+    words, places = _numbered(rests)
+    return {"words": words, "keep": keeps, "word": places}
 
 
 def _values(tensors: Sequence[PageTensor], bins: int) -> dict[str, Any]:

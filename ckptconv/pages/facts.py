@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ckptconv.convert.prescriptions import Fix, command, workable
-from ckptconv.diff.checkpoints import Compared
 from ckptconv.diff.report import Changed, Difference, Reshaped, ValueChange
 from ckptconv.formats.registry import Named
 from ckptconv.inspect.facts import inspect_checkpoint
@@ -26,7 +25,7 @@ from ckptconv.tensors.statistics import Statistics
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import tensor_of
 from ckptconv.values.collect import statistics_of
-from ckptconv.values.named import NamedValue, NamedValues, named_values, values_in
+from ckptconv.values.named import NamedValue, NamedValues, values_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,43 +214,7 @@ def free_name(path: PurePath, suffix: str) -> PurePath:
 # ---------------------------------------------------------------------------------- gathered
 
 
-def facts_of(
-    source: Named,
-    checkpoint: Checkpoint,
-    *,
-    values: bool,
-    only: str | None = None,
-    tag: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> PageFacts:
-    """What the page about one open checkpoint, or the part `only` of it, says; with `values`, its
-    tensors are read.
-    """
-    found = named_values(checkpoint, only)
-    return PageFacts((_file_facts(source, checkpoint, found, tag, values, on_progress),))
-
-
-def facts_of_both(
-    sources: tuple[Named, Named],
-    checkpoints: tuple[Checkpoint, Checkpoint],
-    compared: Compared,
-    *,
-    values: bool = False,
-    tags: tuple[str | None, str | None] = (None, None),
-    on_progress: OnProgress | None = None,
-) -> PageFacts:
-    """What the page about two open checkpoints says that were compared."""
-    ours, theirs = (
-        _file_facts(source, checkpoint, values_in(node), tag, values, on_progress)
-        for source, checkpoint, node, tag in zip(
-            sources, checkpoints, (compared.ours, compared.theirs), tags, strict=True
-        )
-    )
-    pairs = pairs_of(compared.difference, ours.tensors, theirs.tensors)
-    return PageFacts((ours, theirs), compared.difference, pairs)
-
-
-def _file_facts(
+def file_facts(
     source: Named,
     checkpoint: Checkpoint,
     found: NamedValues,
@@ -259,6 +222,9 @@ def _file_facts(
     values: bool,
     on_progress: OnProgress | None,
 ) -> FileFacts:
+    """What a page says of an open checkpoint and the tensors `found` in it; with `values`, these
+    are read. `tag` is the step that it is.
+    """
     check_places(checkpoint.sources)
     paths = [place.path for place in places_of(source)]
     inspection = inspect_checkpoint(checkpoint)

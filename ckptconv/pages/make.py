@@ -15,7 +15,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.outputs import check_place_free, write_file
 from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import rules_of
-from ckptconv.pages.facts import PageFacts, facts_of, facts_of_both
+from ckptconv.pages.facts import PageFacts, file_facts, pairs_of
 from ckptconv.pages.page import page_text
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.errors import printable
@@ -23,6 +23,7 @@ from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.report import Fields, short_repr
 from ckptconv.support.text import count_text, size_text
+from ckptconv.values.named import named_values, values_in
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -102,9 +103,8 @@ def report(
     place = _free_place(output, force)
     with collector_paused(), open_certain(source, tag=tag) as checkpoint:
         refuse_inputs([place.path])  # now, not when all values have been read
-        facts = facts_of(
-            source, checkpoint, values=values, only=only, tag=tag, on_progress=on_progress
-        )
+        found = named_values(checkpoint, only)
+        facts = PageFacts((file_facts(source, checkpoint, found, tag, values, on_progress),))
     return _written(facts, place, force=force)
 
 
@@ -135,9 +135,14 @@ def report_difference(
         refuse_inputs([place.path])
         parts = (only, only if only_b is None else only_b or None)
         found = compare(*both, rules, parts, on_progress=on_progress, **given)
-        facts = facts_of_both(
-            (a, b), both, found, values=values, tags=(tag, tag_b), on_progress=on_progress
+        ours, theirs = (
+            file_facts(named, checkpoint, values_in(node), step, values, on_progress)
+            for named, checkpoint, node, step in zip(
+                (a, b), both, (found.ours, found.theirs), (tag, tag_b), strict=True
+            )
         )
+        pairs = pairs_of(found.difference, ours.tensors, theirs.tensors)
+        facts = PageFacts((ours, theirs), found.difference, pairs)
     return _written(facts, place, force=force), found.difference
 
 

@@ -74,9 +74,12 @@ def _file(file: FileFacts, side: str | None) -> Iterator[str]:
     yield f'<p class="subtitle">{escaped(" · ".join(facts))}</p>\n'
     yield from _verdicts(file)
     yield from _tiles(file)
-    yield from _command(file)
-    rows = [*inspection_lines(found), *file.scan.rows]
-    yield from _details(rows)
+    if file.command is not None:
+        yield (
+            f'<div class="command"><span>Fix</span><code>{escaped(file.command, 20_000)}</code>'
+            '<button type="button" class="copy">Copy</button></div>\n'
+        )
+    yield from _details([*inspection_lines(found), *file.scan.rows])
     yield "</div>\n"
 
 
@@ -151,14 +154,6 @@ def _most(counted: Mapping[str, int]) -> tuple[str, str]:
         return "–", ""
     more = ", ".join(f"{printable(name)} {count:,}" for name, count in pairs[:4])
     return pairs[0][0], f"{more}, …" if len(pairs) > 4 else more
-
-
-def _command(file: FileFacts) -> Iterator[str]:
-    if file.command is not None:
-        yield (
-            f'<div class="command"><span>Fix</span><code>{escaped(file.command, 20_000)}</code>'
-            '<button type="button" class="copy">Copy</button></div>\n'
-        )
 
 
 def _details(rows: Iterable[Row]) -> Iterator[str]:

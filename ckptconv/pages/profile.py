@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from statistics import median
+from typing import NamedTuple
 
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
@@ -26,15 +27,21 @@ _SHOWN = 12  # series that are seen at once
 _WIDTH, _HEIGHT = 230, 74
 
 
+class Point(NamedTuple):
+    """The figures of the tensors at one depth, where known."""
+
+    depth: int
+    std: float | None
+    abs_max: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The tensors of one folded name: the depths, and std and abs-max at each, where known."""
+    """The tensors of one folded name, at a few hundred depths at most."""
 
     name: str
     nbytes: int
-    depths: tuple[int, ...]
-    std: tuple[float | None, ...]
-    abs_max: tuple[float | None, ...]
+    points: tuple[Point, ...]
     each: int = 1  # tensors of a depth, at most
 
 
@@ -63,30 +70,22 @@ def _layers(tensors: Sequence[PageTensor], numbers: int) -> dict[str, dict[int, 
 
 def _series(name: str, layers: dict[int, list[PageTensor]]) -> Series:
     depths = sorted(layers)
+    step = -(-len(depths) // _POINTS)
+    kept = sorted({*depths[::step], depths[-1]})
     return Series(
         name,
         sum(item.nbytes for items in layers.values() for item in items),
-        tuple(depths),
-        tuple(_middle(layers[depth]) for depth in depths),
-        tuple(_largest(layers[depth]) for depth in depths),
+        tuple(_point(depth, layers[depth]) for depth in kept),
         max(map(len, layers.values())),
     )
 
 
-def _middle(items: list[PageTensor]) -> float | None:
-    known = [
-        one.std for item in items if (one := item.statistics) is not None and one.std is not None
-    ]
-    return median(known) if known else None
-
-
-def _largest(items: list[PageTensor]) -> float | None:
-    known = [
-        float(one.abs_max)
-        for item in items
-        if (one := item.statistics) is not None and one.abs_max is not None
-    ]
-    return max(known, default=None)
+def _point(depth: int, items: list[PageTensor]) -> Point:
+    """The middle std and the largest abs-max."""
+    known = [item.statistics for item in items if item.statistics is not None]
+    std = [one.std for one in known if one.std is not None]
+    largest = [float(one.abs_max) for one in known if one.abs_max is not None]
+    return Point(depth, median(std) if std else None, max(largest, default=None))
 
 
 def profile_section(facts: PageFacts) -> Iterator[str]:
@@ -124,23 +123,24 @@ def _key(kind: str) -> str:
 
 def _figure(name: str, sides: Sequence[Series | None]) -> str:
     """The picture of a series, of one checkpoint or of two."""
-    drawn = [None if one is None else _thinned(one) for one in sides]
-    there = [one for one in drawn if one is not None]
-    frame = _Frame.around(there)
+    there = [one for one in sides if one is not None]
+    frame = _Frame.around([point for one in there for point in one.points])
     lines = ""
-    for side, one in reversed([*enumerate(drawn)]):
+    for side, one in reversed([*enumerate(sides)]):
         if one is not None:
             kind = " of-b" if side else ""
-            lines += _line(f"line-std{kind}", one.depths, one.std, frame)
-            lines += _line(f"line-max{kind}", one.depths, one.abs_max, frame)
+            lines += _line(f"line-std{kind}", [(at.depth, at.std) for at in one.points], frame)
+            lines += _line(f"line-max{kind}", [(at.depth, at.abs_max) for at in one.points], frame)
     shown = escape(shown_name(name))
     if (each := max(one.each for one in there)) > 1:
         shown += f"</bdi> (middle std, largest abs-max of {each:,})<bdi>"
     if not lines:
         lines = f'<text class="axis" x="{_WIDTH / 2:g}" y="36" text-anchor="middle">all zero</text>'
-    ends = "; ".join(f"std {_ends(one.std)}" for one in there)
-    largest = "; ".join(_ends(one.abs_max) for one in there)
-    about = f"{escape(shown_name(name))}: {ends}, abs-max {largest}"
+    std, largest = zip(*map(_ends, there), strict=True)
+    first = there[0].points[0].std, there[0].points[-1].std
+    told = f"abs-max {largest[0]}" if first == (None, None) else f"std {std[0]}"
+    stds = "; ".join(f"std {ends}" for ends in std)
+    about = f"{escape(shown_name(name))}: {stds}, abs-max {'; '.join(largest)}"
     return (
         f"<figure><figcaption><bdi>{shown}</bdi></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}">'
@@ -148,8 +148,18 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
         f'<text class="axis" x="0" y="72">{frame.first}</text>'
         f'<text class="axis" x="{_WIDTH}" y="72" text-anchor="end">{frame.last}</text>'
         f'<text class="axis" x="{_WIDTH / 2:g}" y="72" text-anchor="middle">'
-        f"{_told(there[0])}</text></svg></figure>\n"
+        f"{told}</text></svg></figure>\n"
     )
+
+
+def _ends(one: Series) -> tuple[str, str]:
+    """std and abs-max at both ends of a series."""
+    (_, *first), (_, *last) = one.points[0], one.points[-1]
+    std, largest = (
+        f"{number_text(ours)} → {number_text(theirs)}"
+        for ours, theirs in zip(first, last, strict=True)
+    )
+    return std, largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +172,12 @@ class _Frame:
     high: float
 
     @classmethod
-    def around(cls, series: Sequence[Series]) -> _Frame:
-        logs = [math.log10(value) for one in series for value in (*one.std, *one.abs_max) if value]
+    def around(cls, points: Sequence[Point]) -> _Frame:
+        logs = [math.log10(value) for _, *values in points for value in values if value]
         low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
         if high - low < 0.2:
             low, high = low - 0.1, high + 0.1
-        depths = [depth for one in series for depth in (one.depths[0], one.depths[-1])]
+        depths = [point.depth for point in points]
         return cls(min(depths), max(depths), low, high)
 
     def point(self, depth: int, value: float) -> tuple[float, float]:
@@ -176,35 +186,9 @@ class _Frame:
         return 2 + across * (_WIDTH - 4), 56 - 50 * up
 
 
-def _told(one: Series) -> str:
-    """A figure at both ends of a series; std where it has one."""
-    if one.std[0] is None and one.std[-1] is None:
-        return f"abs-max {_ends(one.abs_max)}"
-    return f"std {_ends(one.std)}"
-
-
-def _ends(values: Sequence[float | None]) -> str:
-    """The first and the last of some figures."""
-    return f"{number_text(values[0])} → {number_text(values[-1])}"
-
-
-def _thinned(one: Series) -> Series:
-    """At most so many points, the last among them."""
-    step = -(-len(one.depths) // _POINTS)
-    keep = sorted({*range(0, len(one.depths), step), len(one.depths) - 1})
-    return replace(
-        one,
-        depths=tuple(one.depths[at] for at in keep),
-        std=tuple(one.std[at] for at in keep),
-        abs_max=tuple(one.abs_max[at] for at in keep),
-    )
-
-
-def _line(kind: str, depths: Sequence[int], values: Sequence[float | None], frame: _Frame) -> str:
+def _line(kind: str, values: Sequence[tuple[int, float | None]], frame: _Frame) -> str:
     """A line through the values that have a logarithm."""
-    points = [
-        frame.point(depth, value) for depth, value in zip(depths, values, strict=True) if value
-    ]
+    points = [frame.point(depth, value) for depth, value in values if value]
     if len(points) == 1:
         return f'<circle class="{kind}" cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2"/>'
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

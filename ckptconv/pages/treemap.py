@@ -37,15 +37,13 @@ class Node:
     inner: dict[str, Node] = field(default_factory=dict)
     own: list[int] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is one box, or a group of boxes: a tensor where `leaf` is its place."""
-
-    label: str
-    nbytes: int
-    node: Node
-    leaf: int | None = None
+    def tensors(self) -> Iterator[int]:
+        """All that are in it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield from node.own
+            waiting.extend(node.inner.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,46 +122,43 @@ def cells_of(
 
 def _filled(node: Node, box: Box, depth: int, sizes: Sequence[int]) -> Iterator[Cell]:
     _, _, w, h = box
-    parts = [part for part in _parts(node, sizes) if part.nbytes > 0]
-    least = _LEAST * sum(part.nbytes for part in parts) / max(w * h, 1)
-    shown = next((at for at, part in enumerate(parts) if part.nbytes < least), len(parts))
+    parts = [part for part in _parts(node, sizes) if part[1].nbytes > 0]
+    least = _LEAST * sum(part.nbytes for _, part in parts) / max(w * h, 1)
+    shown = next((at for at, (_, part) in enumerate(parts) if part.nbytes < least), len(parts))
     if shown >= len(parts) - 1:
         shown = len(parts)
-    weighed: list[tuple[int, Part | None]] = [(part.nbytes, part) for part in parts[:shown]]
-    if rest := parts[shown:]:
-        weighed.append((sum(part.nbytes for part in rest), None))
-    weighed.sort(key=lambda item: -item[0])
-    for (nbytes, part), (bx, by, bw, bh) in zip(
-        weighed, squarified([nbytes for nbytes, _ in weighed], box), strict=False
-    ):
-        inside = tuple(at for one in ([part] if part else rest) for at in _places(one))
-        if part is None:
-            label = f"{len(rest):,} more"
-            yield Cell((bx, by, bw, bh), label, nbytes, inside, depth, False, is_rest=True)
-            continue
-        opens = part.leaf is None and bw * bh > _OPENED and bw > 14 and bh > 14
-        yield Cell((bx, by, bw, bh), part.label, nbytes, inside, depth, opens)
-        if opens:
-            head = _heading(bw, bh)
-            inner = (bx + 2, by + head, bw - 4, bh - head - 2)
-            yield from _filled(part.node, inner, depth + 1, sizes)
+    weighed: list[tuple[str, Node | None, int]] = [
+        (label, part, part.nbytes) for label, part in parts[:shown]
+    ]
+    if rest := [part for _, part in parts[shown:]]:
+        weighed.append((f"{len(rest):,} more", None, sum(part.nbytes for part in rest)))
+    weighed.sort(key=lambda item: -item[2])
+    boxes = squarified([nbytes for _, _, nbytes in weighed], box)
+    for (label, part, nbytes), inner in zip(weighed, boxes, strict=False):
+        x, y, w, h = inner
+        inside = tuple(at for one in ([part] if part else rest) for at in one.tensors())
+        is_group = part is not None and (bool(part.inner) or len(part.own) > 1)
+        opens = is_group and w * h > _OPENED and w > 14 and h > 14
+        yield Cell(inner, label, nbytes, inside, depth, opens, is_rest=part is None)
+        if part is not None and opens:
+            head = _heading(w, h)
+            yield from _filled(part, (x + 2, y + head, w - 4, h - head - 2), depth + 1, sizes)
 
 
 def _heading(width: float, height: float) -> int:
     return _HEAD if width > 46 and height > 40 else 2
 
 
-def _parts(node: Node, sizes: Sequence[int]) -> list[Part]:
+def _parts(node: Node, sizes: Sequence[int]) -> list[tuple[str, Node]]:
     """The parts of a node, the largest first; labels that lead to one part only are one label."""
-    made = [Part(node.label, sizes[at], node, at) for at in node.own]
+    made = [(node.label, Node(node.label, sizes[at], own=[at])) for at in node.own]
     for child in node.inner.values():
         at, label = child, child.label
         while len(at.inner) == 1 and not at.own:
             [at] = at.inner.values()
             label += f".{at.label}"
-        is_leaf = len(at.own) == 1 and not at.inner
-        made.append(Part(label, at.nbytes, at, at.own[0] if is_leaf else None))
-    return sorted(made, key=lambda part: (-part.nbytes, in_order(part.label)))
+        made.append((label, at))
+    return sorted(made, key=lambda part: (-part[1].nbytes, in_order(part[0])))
 
 
 def in_order(text: str) -> str:
@@ -173,17 +168,6 @@ def in_order(text: str) -> str:
     ['l.9', 'l.10']
     """
     return _DIGITS.sub(lambda digits: digits[0].rjust(8, "0"), text)
-
-
-def _places(part: Part) -> Iterator[int]:
-    if part.leaf is not None:
-        yield part.leaf
-        return
-    waiting = [part.node]
-    while waiting:
-        node = waiting.pop()
-        yield from node.own
-        waiting.extend(node.inner.values())
 
 
 # ---------------------------------------------------------------------------------------------- SVG

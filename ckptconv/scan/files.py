@@ -16,7 +16,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
-from ckptconv.scan.pickles import Room, Sighting
+from ckptconv.scan.pickles import Room, Sighting, Stream
 from ckptconv.scan.scanner import Scanner
 from ckptconv.support.choices import refuse_no_path, spelling_checked
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
@@ -47,13 +47,8 @@ class ScannedFile:
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="plain")
 
     def __repr__(self) -> str:
-        return short_repr(
-            "ScannedFile",
-            Path(self.path).name,
-            self.kind,
-            self.level,
-            count_text(self.pickles, "pickle"),
-        )
+        pickles = count_text(self.pickles, "pickle")
+        return short_repr("ScannedFile", Path(self.path).name, self.kind, self.level, pickles)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -71,31 +66,21 @@ class Scan:
     @property
     def dangerous(self) -> tuple[Sighting, ...]:
         """Everything that is dangerous."""
-        return tuple(
-            finding
-            for file in self.files
-            for finding in file.findings
-            if finding.level == "dangerous"
-        )
+        every = (finding for file in self.files for finding in file.findings)
+        return tuple(finding for finding in every if finding.level == "dangerous")
 
     def __repr__(self) -> str:
-        files, found = count_text(len(self.files), "file"), len(self.dangerous)
-        return short_repr(
-            "Scan",
-            Path(self.path).name or self.path,
-            self.level,
-            files,
-            f"{found:,} dangerous" if found else None,
-        )
+        name, found = Path(self.path).name or self.path, len(self.dangerous)
+        dangerous = f"{found:,} dangerous" if found else None
+        files = count_text(len(self.files), "file")
+        return short_repr("Scan", name, self.level, files, dangerous)
 
     def _repr_html_(self) -> str:
-        told = (
-            (file.path, one.level, one.name, one.reason)
-            for file in self.files
-            for one in file.findings
-            if one.level != "plain"
+        every = ((file.path, one) for file in self.files for one in file.findings)
+        odd = (
+            (path, one.level, one.name, one.reason) for path, one in every if one.level != "plain"
         )
-        return html_table(f"{self.path}: {self.level}", told)
+        return html_table(f"{self.path}: {self.level}", odd)
 
 
 @spelling_checked
@@ -195,9 +180,8 @@ def _unread(path: str, why: str) -> ScannedFile:
 
 def _scan_listed(place: Location, read: Meter) -> ScannedFile:
     if place.is_folder():
-        return _unread(
-            str(place), "is a link to a folder, which was not followed; name it to scan it"
-        )
+        what = "is a link to a folder, which was not followed; name it to scan it"
+        return _unread(str(place), what)
     try:
         return _scan_file(place, read)
     except CheckpointError as error:
@@ -210,10 +194,8 @@ def _scan_file(place: Location, read: Meter) -> ScannedFile:
     except ValueError as error:
         raise UnsupportedCheckpoint("is not a file name", path=place) from error
     scanner = Scanner(Room(source.size))
-    try:
-        kind = scanner.scan(source, "", 0)
-    finally:
-        source.close()
+    with closing(source):
+        kind = scanner.scan(Stream(source))
     source.count_rest()
     found = dict.fromkeys(scanner.findings)
     # items of a DCP folder, one pickle after another: not a checkpoint
@@ -229,24 +211,15 @@ def _malformed(path: Location) -> Iterator[Sighting]:
     one was scanned.
     """
     most = in_force()
+    nodes = min(most.nodes, _OPENED.nodes)
+    pickle_bytes = min(most.pickle_bytes, _OPENED.pickle_bytes)
     try:
-        with (
-            limits(
-                nodes=min(most.nodes, _OPENED.nodes),
-                pickle_bytes=min(most.pickle_bytes, _OPENED.pickle_bytes),
-            ),
-            collector_paused(),
-            open_file(path),
-        ):
+        with limits(nodes=nodes, pickle_bytes=pickle_bytes), collector_paused(), open_file(path):
             return
     except MalformedCheckpoint as error:
         yield Sighting(error.where or "", "", "unknown", f"malformed: {error.what}", 0)
-    except (
-        CheckpointError,
-        OSError,
-        ValueError,
-    ):  # not a checkpoint, or too large to be opened just for this
-        return
+    except (CheckpointError, OSError, ValueError):
+        return  # not a checkpoint, or too large to be opened just for this
 
 
 _OPENED = Limits(nodes=1_000_000, pickle_bytes=1 << 26)
@@ -298,5 +271,5 @@ def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> 
         yield Sighting(name, "", "unknown", what, 0)
         return
     for offset, length in ranges:
-        scanner.scan(RangeSource(source, offset, length), f"{name}/byte {offset}", 0)
+        scanner.scan(Stream(RangeSource(source, offset, length), f"{name}/byte {offset}"))
     yield from (finding for finding in scanner.findings if finding.level != "plain")

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.objects.threats import Level, Verdict, gives_what_was_there, judge
@@ -90,6 +91,30 @@ def inflated_head(source: Source, offset: int, stored: int, limit: int) -> bytes
     return bytes(made)
 
 
+class Stream(NamedTuple):
+    """Bytes to look into: where they stand, in how many streams, and whether they are an `array`,
+    which nothing unpickles: of many thousands some read as pickles by chance, so only what names a
+    global counts.
+    """
+
+    source: Source
+    where: str = ""
+    depth: int = 0
+    array: bool = False
+
+    def named(self, name: str) -> str:
+        """Where something of this name in it stands."""
+        return f"{self.where}/{name}" if self.where else name
+
+    def part(self, offset: int, nbytes: int, where: str, *, array: bool = False) -> Stream:
+        """Some of the bytes, as a stream of its own."""
+        return Stream(RangeSource(self.source, offset, nbytes), where, self.depth + 1, array)
+
+    def made(self, raw: bytes, where: str, *, array: bool = False) -> Stream:
+        """Bytes that were made of some of it."""
+        return Stream(MemorySource(raw, self.source.path), where, self.depth + 1, array)
+
+
 class PickleScanner:
     """The pickles that were found in one file so far, and what they name."""
 
@@ -99,8 +124,8 @@ class PickleScanner:
         self._counted: set[tuple[str, int]] = set()
         self._room = room
 
-    def scan(self, source: Source, where: str, depth: int, *, array: bool = False) -> str:
-        """Look into a source for whatever it is; says what that is."""
+    def scan(self, stream: Stream) -> str:
+        """Look into a stream for whatever it is; says what that is."""
         raise NotImplementedError
 
     def _odd(self, where: str, reason: str, at: int = 0) -> None:
@@ -111,47 +136,34 @@ class PickleScanner:
         what = f"more than {most} pickles {how}; the rest was not looked at"
         self._odd(where, f"{what} (--limit scanned_pickles={2 * most} looks further)", at)
 
-    def _pickles(
-        self, source: Source, start: int, where: str, depth: int, *, array: bool = False
-    ) -> int:
+    def _pickles(self, stream: Stream, start: int) -> int:
         """Follow the pickles that lie one behind another; how many there are."""
-        count, at, most = 0, start, in_force().scanned_pickles
-        for _ in range(most):
-            before = self.pickles
-            end = (
-                self._pickle(source, at, where, depth, certain=True, array=array)
-                if at < source.size
-                else 0
-            )
+        count, at = 0, start
+        for _ in range(in_force().scanned_pickles):
+            before, end = self.pickles, 0
+            if at < stream.source.size:
+                end = self._pickle(stream, at, certain=True)
             count += self.pickles > before
             if end <= at:
                 return count
             at = end
-        if at < source.size:
-            self._more_pickles(where, "lie one behind another", at)
+        if at < stream.source.size:
+            self._more_pickles(stream.where, "lie one behind another", at)
         return count
 
-    def _pickle(
-        self,
-        source: Source,
-        start: int,
-        where: str,
-        depth: int,
-        *,
-        certain: bool,
-        array: bool = False,
-    ) -> int:
+    def _pickle(self, stream: Stream, start: int, *, certain: bool) -> int:
         """Follow the pickle at byte `start`, if it is one; the byte behind it, or 0 without one.
 
         What breaks counts as a pickle where it names something dangerous, or is `certain` to be one
         by how it begins. In one that is not, another may lie: 0 too.
         """
+        source, where = stream.source, stream.where
         trace = trace_pickle(source, start)
         is_passed = certain or not trace.constants
         self._room.followed += 0 if certain or (trace.end and is_passed) else trace.followed
-        named = self._judged(trace, where)
+        named = _judged(trace, where)
         has_proto = _BEGINS(source.read(start, min(2, source.size - start))) is not None
-        is_chance = array and not trace.names
+        is_chance = stream.array and not trace.names
         alarms = [
             alarm
             for alarm in trace.alarms
@@ -162,45 +174,42 @@ class PickleScanner:
         is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
         is_likely = has_proto or bool(trace.names) or trace.end - start > _SHORT
         if is_told if trace.broken is not None else (is_likely or is_bad):
-            self._count(where, start)
+            if (where, start) not in self._counted:  # once, however often it is come upon
+                self._counted.add((where, start))
+                self.pickles += 1
             self.findings += named
             if trace.broken is not None:
                 self._odd(where, f"the pickle {trace.broken}; what comes before was judged", start)
             self.findings += [
                 Sighting(where, "", "dangerous", alarm.reason, alarm.at) for alarm in alarms
             ]
-            self._nested(trace, source, where, depth)
+            self._nested(trace, stream)
         return trace.end if is_passed else 0
 
-    def _count(self, where: str, start: int) -> None:
-        """Count a pickle, once however often it is come upon."""
-        if (where, start) not in self._counted:
-            self._counted.add((where, start))
-            self.pickles += 1
-
-    def _judged(self, trace: Trace, where: str) -> list[Sighting]:
-        named = [
-            Sighting(where, ".".join(name), *_verdict(name, trace), at)
-            for name, at in trace.names.items()
-        ]
-        return named + [
-            Sighting(where, ".".join(name), *verdict, at) for name, verdict, at in _misused(trace)
-        ]
-
-    def _nested(self, trace: Trace, source: Source, where: str, depth: int) -> None:
+    def _nested(self, trace: Trace, stream: Stream) -> None:
         """Look into the bytes that a pickle holds: each may be a stream itself."""
         most = in_force().pickle_bytes
         array = not any(f"{name.module}.{name.name}" in NESTED_LOADERS for name in trace.names)
         for number, held in enumerate(trace.constants):
-            inside = f"{where}<bytes {number}>"
+            inside = f"{stream.where}<bytes {number}>"
             if isinstance(held, Held) and held.form != "bytes" and held.nbytes > most:
-                self._odd(
-                    inside,
-                    f"a text of {held.nbytes} bytes was not looked at (--limit "
-                    f"pickle_bytes={held.nbytes} does)",
-                )
-            elif (inner := _inner_source(source, held)).size > 1:
-                self.scan(inner, inside, depth + 1, array=array)
+                more = f"--limit pickle_bytes={held.nbytes} does"
+                self._odd(inside, f"a text of {held.nbytes} bytes was not looked at ({more})")
+                continue
+            if isinstance(held, Held) and held.form == "bytes":
+                inner = stream.part(held.offset, held.nbytes, inside, array=array)
+            else:
+                inner = stream.made(_bytes_of(stream.source, held), inside, array=array)
+            if inner.source.size > 1:
+                self.scan(inner)
+
+
+def _judged(trace: Trace, where: str) -> list[Sighting]:
+    named = [(name, _verdict(name, trace), at) for name, at in trace.names.items()]
+    return [
+        Sighting(where, ".".join(name), *verdict, at)
+        for name, verdict, at in (*named, *_misused(trace))
+    ]
 
 
 def _verdict(name: NamedGlobal, trace: Trace) -> Verdict:
@@ -217,23 +226,14 @@ def _misused(trace: Trace) -> Iterator[tuple[NamedGlobal, Verdict, int]]:
     """Globals of which what they gave is called, or is changed though it was there before."""
     for (use, name), at in trace.uses.items():
         if use == "changed" and gives_what_was_there(*name):
-            yield (
-                name,
-                Verdict(
-                    "dangerous", "changes items or attributes of an object that exists already"
-                ),
-                at,
-            )
+            reason = "changes items or attributes of an object that exists already"
+            yield name, Verdict("dangerous", reason), at
         elif use == "called" and judge(*name).level != "dangerous":
             yield name, Verdict("dangerous", "makes an object that is called in turn"), at
 
 
-def _inner_source(source: Source, held: Held | bytes) -> Source:
-    """The bytes that a pickle in `source` holds; none where a text has no such form."""
-    if isinstance(held, Held) and held.form == "bytes":
-        return RangeSource(source, held.offset, held.nbytes)
+def _bytes_of(source: Source, held: Held | bytes) -> bytes:
+    """What a pickle in `source` holds; nothing where a text has no such form."""
     with contextlib.suppress(ValueError):
-        return MemorySource(
-            held_bytes(source, held) if isinstance(held, Held) else held, source.path
-        )
-    return MemorySource(b"", source.path)
+        return held_bytes(source, held) if isinstance(held, Held) else held
+    return b""

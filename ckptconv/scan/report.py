@@ -14,34 +14,29 @@ from ckptconv.support.text import count_text
 
 def scan_headline(scan: Scan) -> str:
     """The line that says how safe a path is."""
-    pickles = sum(file.pickles for file in scan.files)
-    said = {
-        "plain": "holds only what ordinary checkpoints hold",
-        "unknown": "nothing dangerous was found, but some of it is unknown",
-        "dangerous": "DANGEROUS: do not load",
-    }[scan.level]
+    pickles = count_text(sum(file.pickles for file in scan.files), "pickle")
     if not scan.files:
         return f"{printable(scan.path)}: a folder without files"
-    if len(scan.files) == 1 and not scan.files[0].findings and is_inert(kind := scan.files[0].kind):
-        return (
-            f"{printable(scan.path)}: not a checkpoint ({kind}); nothing in it can run when it "
-            "is loaded"
-        )
-    return (
-        f"{printable(scan.path)}: {said} ({count_text(len(scan.files), 'file')}, "
-        f"{count_text(pickles, 'pickle')})"
-    )
+    said = f"{_SAID[scan.level]} ({count_text(len(scan.files), 'file')}, {pickles})"
+    kind = scan.files[0].kind
+    if len(scan.files) == 1 and not scan.files[0].findings and is_inert(kind):
+        said = f"not a checkpoint ({kind}); nothing in it can run when it is loaded"
+    return f"{printable(scan.path)}: {said}"
+
+
+_SAID = {
+    "plain": "holds only what ordinary checkpoints hold",
+    "unknown": "nothing dangerous was found, but some of it is unknown",
+    "dangerous": "DANGEROUS: do not load",
+}
 
 
 def scans_headline(levels: Sequence[str]) -> str:
     """How several paths were judged; ``unread`` is what could not be."""
     counted = Counter(levels)
-    said = (
-        f"{counted[level]} {level}"
-        for level in ("dangerous", "unknown", "plain", "unread")
-        if counted[level]
-    )
-    return f"{count_text(len(levels), 'path')}: {', '.join(said)}"
+    order = ("dangerous", "unknown", "plain", "unread")
+    said = ", ".join(f"{counted[level]} {level}" for level in order if counted[level])
+    return f"{count_text(len(levels), 'path')}: {said}"
 
 
 def scan_lines(scan: Scan) -> Iterator[Row]:

@@ -13,7 +13,9 @@ import binascii
 import contextlib
 import json
 import re
+import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -21,9 +23,9 @@ from ckptconv.formats.containers import STRANGERS, is_safetensors, is_tar, is_zi
 from ckptconv.formats.npz import holds_numbers
 from ckptconv.formats.zip_archive import Record, read_directory
 from ckptconv.formats.zip_directory import joined_archives
-from ckptconv.io.source import CHUNK, SMALL, MemorySource, RangeSource, Source
+from ckptconv.io.source import CHUNK, SMALL, MemorySource, Source
 from ckptconv.pickles.tracer import trace_pickle
-from ckptconv.scan.pickles import PickleScanner, Sighting, inflated_head
+from ckptconv.scan.pickles import PickleScanner, Sighting, Stream, inflated_head
 from ckptconv.scan.script_code import (
     FLATBUFFER,
     Called,
@@ -110,6 +112,15 @@ _SCRIPT_RECORD = re.compile(rb"constants\.pkl|bytecode\.pkl|model\.json", re.IGN
 _DIRECTORY_END = b"PK\5\6"
 
 
+def _windows(source: Source, more: int, *, align: int = 1) -> Iterator[tuple[int, bytes]]:
+    """The bytes of a source, by places, holes left out: a chunk and so many bytes `more` each."""
+    start = source.data_from(0)
+    while start < source.size:
+        start -= start % align
+        yield start, source.read(start, min(CHUNK + more, source.size - start))
+        start = source.data_from(start + CHUNK)
+
+
 def _may_be_script(source: Source) -> bool:
     """Whether an archive without a usable directory may be TorchScript to torch.
 
@@ -119,90 +130,72 @@ def _may_be_script(source: Source) -> bool:
     copied, torch does not open.
     """
     names = ends = False
-    start = source.data_from(0)
-    while start < source.size and not (names and ends):
-        window = source.read(start, min(CHUNK + 16, source.size - start))
+    for _, window in _windows(source, 16):
         names = names or _SCRIPT_RECORD(window) is not None
         ends = ends or _DIRECTORY_END in window
-        start = source.data_from(start + CHUNK)
-    return names and ends
+        if names and ends:
+            return True
+    return False
 
 
 class ArchiveScanner(PickleScanner):
     """Looks into the records of archives, wherever they lie."""
 
-    def _zip(self, source: Source, where: str, depth: int) -> str:
+    def _zip(self, stream: Stream) -> str:
+        source, where = stream.source, stream.where
         try:
             records = read_directory(source)
         except CheckpointError as error:
             if len(parts := joined_archives(source)) > 1:
                 for start, size in parts:
-                    self.scan(
-                        RangeSource(source, start, size),
-                        f"{where}/byte {start}".strip("/"),
-                        depth + 1,
-                    )
+                    self.scan(stream.part(start, size, stream.named(f"byte {start}")))
                 return f"{len(parts)} zips"
-            self._odd(
-                where,
-                f"its directory was not followed ({error.what}); what is stored or deflated in it "
-                "was searched",
-            )
+            what = "what is stored or deflated in it was searched"
+            self._odd(where, f"its directory was not followed ({error.what}); {what}")
             if _may_be_script(source):
                 what = (
                     "seems to be a TorchScript archive; torch may use its directory and run code "
                     "that was not judged"
                 )
                 self.findings.append(Sighting(where, "", "dangerous", what, 0))
-            self._sweep(source, where, depth)
+            self._sweep(stream)
             return "zip without a usable directory"
         source.foresee([(record.offset, min(record.size, SMALL)) for record in records.values()])
         for name, record in records.items():
-            inside = f"{where}/{name}" if where else name
+            inside, array = stream.named(name), _STORAGE(name) is not None
             if record.deflated:
-                self._deflated(source, record.offset, record.stored, inside, depth)
+                self._deflated(stream, record.offset, record.stored, inside)
             else:
-                array = _STORAGE(name) is not None
-                self.scan(
-                    RangeSource(source, record.offset, record.size), inside, depth + 1, array=array
-                )
-        self._scripts(source, records, where)
+                self.scan(stream.part(record.offset, record.size, inside, array=array))
+        self._scripts(stream, records)
         return "zip"
 
-    def _scripts(self, source: Source, records: dict[str, Record], where: str) -> None:
+    def _scripts(self, stream: Stream, records: dict[str, Record]) -> None:
         """Judge the code of a TorchScript archive, and the bytecode of one for mobiles."""
-        for name in (kinds := script_records(records)):
-            inside = f"{where}/{name}".strip("/")
-            text = self._whole(source, records[name], inside)
-            if kinds[name] != "model":
-                self._note_called(
-                    inside,
-                    judged_bytecode(text) if kinds[name] == "bytecode" else judged_code(text),
-                )
+        for name, kind in script_records(records).items():
+            inside = stream.named(name)
+            text = self._whole(stream.source, records[name], inside)
+            if kind != "model":
+                called = judged_bytecode(text) if kind == "bytecode" else judged_code(text)
+                self._note_called(inside, called)
                 continue
             try:
-                keys = old_code_records(text, name, records, source.path)
+                keys = old_code_records(text, name, records, stream.source.path)
             except CheckpointError as error:
                 self._odd(inside, f"{error.what}, so which records are code is not known")
                 continue
             for key in keys:
-                code = f"{where}/{key}".strip("/")
-                self._note_called(code, judged_code(self._whole(source, records[key], code)))
+                code = stream.named(key)
+                self._note_called(code, judged_code(self._whole(stream.source, records[key], code)))
 
-    def _flatbuffer(self, source: Source, where: str) -> None:
-        most = in_force().text_bytes
-        self._odd(
-            where,
-            "is a flatbuffer module for mobile devices; of its code, only what is known to be "
-            "dangerous is reported",
-        )
+    def _flatbuffer(self, stream: Stream) -> None:
+        source, where, most = stream.source, stream.where, in_force().text_bytes
+        what = "of its code, only what is known to be dangerous is reported"
+        self._odd(where, f"is a flatbuffer module for mobile devices; {what}")
         self._note_called(where, judged_flatbuffer(source.read(0, min(source.size, most))))
         if source.size > most:
-            self._odd(
-                where,
-                f"is a flatbuffer of more than {most} bytes; the rest was not looked at",
-                most,
-            )
+            what = f"is a flatbuffer of more than {most} bytes; the rest was not looked at"
+            self._odd(where, what, most)
 
     def _note_called(self, where: str, called: list[Called]) -> None:
         self.findings += [Sighting(where, name, *verdict, at) for name, verdict, at in called]
@@ -215,57 +208,42 @@ class ArchiveScanner(PickleScanner):
         else:
             raw, cut = source.read(record.offset, min(record.size, most)), record.size > most
         if cut:
-            self._odd(
-                where,
-                f"is code of more than {len(raw)} bytes; the rest was not looked at",
-                len(raw),
-            )
+            what = f"is code of more than {len(raw)} bytes; the rest was not looked at"
+            self._odd(where, what, len(raw))
         return raw
 
-    def _tar(self, source: Source, where: str, depth: int) -> None:
+    def _tar(self, stream: Stream) -> None:
         """Look into the members of a tar file, wherever a header lies; sweep it for patterns."""
-        self._pickles(source, 0, where, depth)
-        start = source.data_from(0)
-        while start < source.size:
-            start &= -_BLOCK
-            window = source.read(start, min(CHUNK, source.size - start))
+        self._pickles(stream, 0)
+        for start, window in _windows(stream.source, 0, align=_BLOCK):
             for at in range(0, len(window), _BLOCK):
                 if _is_tar_header(window[at : at + _BLOCK]):
-                    self._pickles(source, start + at + _BLOCK, where, depth)
-            start = source.data_from(start + CHUNK)
-        self._sweep(source, where, depth)
+                    self._pickles(stream, start + at + _BLOCK)
+        self._sweep(stream)
 
-    def _deflated(self, source: Source, offset: int, stored: int, where: str, depth: int) -> None:
+    def _deflated(self, stream: Stream, offset: int, stored: int, where: str) -> None:
         """Look into a deflated record; one that begins as nothing known is not inflated."""
+        source = stream.source
         head = inflated_head(source, offset, stored, _HEAD)
         trace = trace_pickle(MemorySource(head, source.path), _numpy_end(head))
         is_followed = trace.end or trace.cut or trace.stopped or trace.names or trace.alarms
-        if not (is_followed or is_zip(head) or is_tar(head) or _may_be_json(head)):
+        is_other = is_zip(head) or is_tar(head) or _may_be_json(head)
+        if not (is_followed or is_other):
             self._room.followed += _LOOK
             return
-        is_pickle = not (is_zip(head) or is_tar(head) or _may_be_json(head))
-        inflated, cut = self._room.inflate(source, offset, stored, pickle=is_pickle)
+        inflated, cut = self._room.inflate(source, offset, stored, pickle=not is_other)
         if inflated:
-            self.scan(
-                MemorySource(inflated, source.path),
-                where,
-                depth + 1,
-                array=_STORAGE(where) is not None,
-            )
+            self.scan(stream.made(inflated, where, array=_STORAGE(where) is not None))
         if cut and (inflated or not self._room.is_used_up):
+            what = f"inflates to more than {len(inflated)} bytes; the rest was not looked at"
             more = f"--limit pickle_ratio={2 * in_force().pickle_ratio} looks further"
-            self._odd(
-                where,
-                f"inflates to more than {len(inflated)} bytes; the rest was not looked at ({more})",
-            )
+            self._odd(where, f"{what} ({more})")
         self._room.is_used_up |= not inflated
 
-    def _sweep(self, source: Source, where: str, depth: int) -> None:
+    def _sweep(self, stream: Stream) -> None:
         """Look at every place of a source where a pickle, or a record of an archive, may begin."""
         done = 0
-        start = source.data_from(0)
-        while start < source.size:
-            window = source.read(start, min(CHUNK + 512, source.size - start))
+        for start, window in _windows(stream.source, 512):
             for likely in _LIKELY.finditer(window):
                 at = start + likely.start()
                 if at < done or likely.start() >= CHUNK:
@@ -276,36 +254,31 @@ class ArchiveScanner(PickleScanner):
                         "holds too many places where a pickle seems to start; the rest was not "
                         "looked at"
                     )
-                    self._odd(where, f"{what} ({more})", at)
+                    self._odd(stream.where, f"{what} ({more})", at)
                     return
                 look = self._local_record if likely[0][:2] == b"PK" else self._uncertain
-                done = max(done, look(source, at, where, depth))
-            start = source.data_from(start + CHUNK)
+                done = max(done, look(stream, at))
 
-    def _uncertain(self, source: Source, at: int, where: str, depth: int) -> int:
+    def _uncertain(self, stream: Stream, at: int) -> int:
         """Follow what may be a pickle.
 
         Gives the byte behind it, or 0 if what lies in it must be looked at too.
         """
         self._room.followed += _LOOK
-        return self._pickle(source, at, where, depth, certain=False)
+        return self._pickle(stream, at, certain=False)
 
-    def _local_record(self, source: Source, at: int, where: str, depth: int) -> int:
+    def _local_record(self, stream: Stream, at: int) -> int:
         """Look into a record by its local header alone; the byte behind the pickle in it, or 0."""
+        source = stream.source
         header = source.read(at, min(30, source.size - at))
         if len(header) < 30:
             return 0
-        offset = (
-            at
-            + 30
-            + int.from_bytes(header[26:28], "little")
-            + int.from_bytes(header[28:30], "little")
-        )
+        offset = at + 30 + sum(struct.unpack("<HH", header[26:30]))
         if offset >= source.size:
             return 0
         if header[8:10] == b"\0\0":
-            return self._uncertain(source, offset, where, depth)
-        self._deflated(source, offset, source.size - offset, f"{where}/byte {at}".strip("/"), depth)
+            return self._uncertain(stream, offset)
+        self._deflated(stream, offset, source.size - offset, stream.named(f"byte {at}"))
         return 0
 
 
@@ -328,89 +301,68 @@ Any character of a JSON text may be escaped, and `base64.b64decode` passes over 
 class Scanner(ArchiveScanner):
     """What has been found in one file so far."""
 
-    def scan(self, source: Source, where: str, depth: int, *, array: bool = False) -> str:
-        """Look into a source for whatever it is; says what that is.
-
-        An `array` is one that nothing unpickles: of many thousands some read as pickles by chance,
-        so only what names a global counts.
-        """
-        if depth > (most := in_force().scanned_depth):
-            self._odd(
-                where,
-                f"streams are nested more than {most} deep; deeper ones were not looked at"
-                f" (--limit scanned_depth={2 * most} looks further)",
-            )
+    def scan(self, stream: Stream) -> str:
+        """Look into a stream for whatever it is; says what that is."""
+        source, where = stream.source, stream.where
+        if stream.depth > (most := in_force().scanned_depth):
+            what = f"streams are nested more than {most} deep; deeper ones were not looked at"
+            self._odd(where, f"{what} (--limit scanned_depth={2 * most} looks further)")
             return "unknown"
         head = source.read(0, min(512, source.size))
         if is_zip(head):
-            return self._zip(source, where, depth)
+            return self._zip(stream)
         if is_tar(head) or _is_tar_header(head):
-            self._tar(source, where, depth)
+            self._tar(stream)
             return "tar"
         if head[4:8] == FLATBUFFER:
-            self._flatbuffer(source, where)
-        array = array or holds_numbers(head)
-        count = self._pickles(source, _numpy_end(head), where, depth, array=array)
-        if not depth and b"PK\5\6" in source.read(
-            max(0, source.size - _TAIL), min(_TAIL, source.size)
-        ):
-            self._sweep(source, where, depth)
+            self._flatbuffer(stream)
+        stream = stream._replace(array=stream.array or holds_numbers(head))
+        count = self._pickles(stream, _numpy_end(head))
+        tail = min(_TAIL, source.size)
+        if not stream.depth and b"PK\5\6" in source.read(source.size - tail, tail):
+            self._sweep(stream)
             return "zip behind other bytes"
         if count:
             return "pickle" if count == 1 else f"{count} pickles"
-        return self._no_pickle(source, head, where, depth)
+        return self._no_pickle(stream, head)
 
-    def _no_pickle(self, source: Source, head: bytes, where: str, depth: int) -> str:
+    def _no_pickle(self, stream: Stream, head: bytes) -> str:
         if is_safetensors(head):
             return "safetensors"
         if _may_be_json(head):
-            self._json(source, where, depth)
-        packed = next(
-            (
-                item
-                for item in STRANGERS
-                if item.is_packed and head[item.at :].startswith(item.magic)
-            ),
-            None,
+            self._json(stream)
+        packed = (
+            one for one in STRANGERS if one.is_packed and head[one.at :].startswith(one.magic)
         )
-        if packed is not None:
-            self._odd(where, f"{packed.what}: what is in it was not looked at")
+        if (stranger := next(packed, None)) is not None:
+            self._odd(stream.where, f"{stranger.what}: what is in it was not looked at")
         elif _is_zlib(head) or _LZMA(head):
-            self._odd(
-                where,
-                "looks compressed by zlib or lzma, as joblib does it: what is in it was not "
-                "looked at",
-            )
+            what = "looks compressed by zlib or lzma, as joblib does it"
+            self._odd(stream.where, f"{what}: what is in it was not looked at")
         return _text_kind(head) or "no pickle"
 
-    def _json(self, source: Source, where: str, depth: int) -> None:
+    def _json(self, stream: Stream) -> None:
         """Look into the pickles in a text of stable-baselines3.
 
         Functions in them are byte code, of which nothing is known.
         """
-        limits = in_force()
+        source, where, limits = stream.source, stream.where, in_force()
         most = limits.text_bytes
         texts = (match[1] for match in _SERIALIZED.finditer(source.read(0, min(source.size, most))))
         pickles = list(dict.fromkeys(islice(texts, limits.scanned_pickles)))
         if source.size > most:
-            self._odd(
-                where, f"is a text of more than {most} bytes; the rest was not looked at", most
-            )
+            what = f"is a text of more than {most} bytes; the rest was not looked at"
+            self._odd(where, what, most)
         if next(texts, None) is not None:
             self._more_pickles(where, "stand in one text")
         if pickles:
-            count = count_text(len(pickles), "pickle")
-            self._odd(
-                where,
-                f"{count} as base64 text, which stable-baselines3 executes when it loads the file",
-            )
+            what = "as base64 text, which stable-baselines3 executes when it loads the file"
+            self._odd(where, f"{count_text(len(pickles), 'pickle')} {what}")
         inner = Scanner(self._room)
         for number, encoded in enumerate(pickles):
             with contextlib.suppress(binascii.Error):
                 raw = base64.b64decode(_unescaped(encoded))
-                inner.scan(
-                    MemorySource(raw, source.path), f"{where}<serialized {number}>", depth + 1
-                )
+                inner.scan(stream.made(raw, f"{where}<serialized {number}>"))
         self.pickles += inner.pickles
         self.findings += [_as_function(finding) for finding in inner.findings]
 

@@ -11,7 +11,7 @@ Sources: torch/csrc/jit/frontend/lexer.h, torch/csrc/jit/serialization.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -37,7 +37,6 @@ class Called(NamedTuple):
 _TEXT = re.compile(r"(.*/)?code/.+\.py", re.DOTALL)
 _MARKS = ("constants.pkl", "bytecode.pkl", "model.json")
 _KINDS: dict[str, Kind] = {"bytecode.pkl": "bytecode", "model.json": "model"}
-_ENDINGS = tuple(_KINDS)
 FLATBUFFER = b"PTMF"
 """What a module for mobiles that is a flatbuffer has at byte 4; `torch.jit.load` takes it too."""
 
@@ -47,19 +46,15 @@ def script_records(names: Iterable[str]) -> dict[str, Kind]:
     lower = {name.lower(): name for name in names}
     found: dict[str, Kind] = {}
     for low, name in lower.items():
-        if low.endswith(_ENDINGS) and (kind := _KINDS.get(low.rpartition("/")[2])) is not None:
+        kind = _KINDS.get(low.rpartition("/")[2])
+        match = _TEXT.fullmatch(low) if low.endswith(".py") else None
+        if match is not None:
+            root = match[1] or ""
+            if root.endswith(".data/ts_code/") or any(root + mark in lower for mark in _MARKS):
+                kind = "text"
+        if kind is not None:
             found[name] = kind
-        elif (
-            low.endswith(".py")
-            and (match := _TEXT.fullmatch(low))
-            and _is_script(match[1] or "", lower)
-        ):
-            found[name] = "text"
     return found
-
-
-def _is_script(root: str, lower: Container[str]) -> bool:
-    return root.endswith(".data/ts_code/") or any(root + mark in lower for mark in _MARKS)
 
 
 def old_code_records(model: bytes, name: str, names: Iterable[str], path: PurePath) -> list[str]:
@@ -74,12 +69,9 @@ def old_code_records(model: bytes, name: str, names: Iterable[str], path: PurePa
     while work:
         value = work.pop()
         if isinstance(value, dict):
-            arenas = (value.get(arena) for arena in ("torchscriptArena", "torchscript_arena"))
-            found |= {
-                root + str(arena.get("key", "")).lower()
-                for arena in arenas
-                if isinstance(arena, dict)
-            }
+            for arena in (value.get("torchscriptArena"), value.get("torchscript_arena")):
+                if isinstance(arena, dict):
+                    found.add(root + str(arena.get("key", "")).lower())
             work += value.values()
         elif isinstance(value, list):
             work += value

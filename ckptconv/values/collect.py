@@ -10,6 +10,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.support.choices import refuse_no_text, refuse_no_texts, spelling_checked
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.fold import fold_all
+from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.statistics_folder import StatisticsFolder
 from ckptconv.tree.edits import Edit
 from ckptconv.values.named import NamedValue, named_values
@@ -80,16 +81,16 @@ def statistics_of(
 def _folded(items: Sequence[NamedValue], on_progress: OnProgress | None) -> list[StatisticsFolder]:
     """The folder of each of some tensors after a pass over all of them."""
     by_ref = {id(item.ref): item for item in items}
+
+    def folders(ref: TensorRef) -> list[StatisticsFolder]:
+        one = by_ref[id(ref)]
+        numel, bits = one.numel, one.bits
+        return [StatisticsFolder(ref.dtype, numel, one.decode, bits=bits, numbers=one.numbers)]
+
     made = fold_all(
         [item.ref for item in items],
-        lambda ref: [_folder(by_ref[id(ref)])],
+        folders,
         lambda nbytes: Meter("read", nbytes, on_progress),
         threads=_THREADS,
     )
     return [folder for [folder] in made]
-
-
-def _folder(item: NamedValue) -> StatisticsFolder:
-    return StatisticsFolder(
-        item.ref.dtype, item.numel, item.decode, bits=item.bits, numbers=item.numbers
-    )

@@ -47,29 +47,23 @@ def picked(found: NamedValues, name: str, path: PurePath) -> NamedValue:
     Raises `AmbiguousStateDict` where there is none, or a choice.
     """
     same = [item for item in found.values if item.name == name]
-    if len(same) > 1:
-        raise AmbiguousStateDict(
-            f"{len(same)} tensors have this name", path=path, where=name,
-            hint="see them with: ckptconv stats",
-        )  # fmt: skip
-    if same:
-        return same[0]
     ends = [item for item in found.values if item.name.endswith(f".{name}")]
-    if len(ends) == 1:
-        return ends[0]
-    names = [item.name for item in ends or found.values]
-    if ends:
-        raise AmbiguousStateDict(
-            f"{len(ends)} tensors have names that end in it", path=path, where=name,
-            hint=f"choose one: {first_few(names, 5)}",
-        )  # fmt: skip
-    if name in found.unread:
-        raise AmbiguousStateDict("its numbers cannot be read", path=path, where=name)
-    near = get_close_matches(name, names, 3, 0.6)
-    raise AmbiguousStateDict(
-        "no tensor has this name", path=path, where=name,
-        hint=f"did you mean {first_few(near, 3)}" if near else look_hint(path),
-    )  # fmt: skip
+    meant = same or ends
+    if len(meant) == 1:
+        return meant[0]
+    hint: str | None = "see them with: ckptconv stats"
+    if same:
+        what = f"{len(same)} tensors have this name"
+    elif ends:
+        what = f"{len(ends)} tensors have names that end in it"
+        hint = f"choose one: {first_few([item.name for item in ends], 5)}"
+    elif name in found.unread:
+        what, hint = "its numbers cannot be read", None
+    else:
+        near = get_close_matches(name, [item.name for item in found.values], 3, 0.6)
+        what = "no tensor has this name"
+        hint = f"did you mean {first_few(near, 3)}" if near else look_hint(path)
+    raise AmbiguousStateDict(what, path=path, where=name, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,41 +141,22 @@ def values_of(item: NamedValue, box: Box) -> Array:
     """The values of a part of a tensor as an array; quantized ones decoded to float64, packed ones
     to float32.
     """
-    if (at := _sparse(box)) is not None:
-        import numpy as np
+    import numpy as np
 
-        numbers = box.ranges[at]
-        parts = [
-            values_of(item, Box(_replaced(box.ranges, at, range(one, one + 1)), box.gone))
-            for one in numbers
-        ]
-        axis = at - sum(box.gone[:at])
-        return np.concatenate(parts, axis) if not box.gone[at] else parts[0]
+    for at, numbers in enumerate(box.ranges):
+        if 1 < len(numbers) <= _MANY and abs(numbers.step) >= _FAR:
+            # few elements that lie far apart are read one by one, not all that lies between them
+            before, after = box.ranges[:at], box.ranges[at + 1 :]
+            ones = [(*before, range(one, one + 1), *after) for one in numbers]
+            parts = [values_of(item, Box(ranges, box.gone)) for ranges in ones]
+            return np.concatenate(parts, at - sum(box.gone[:at]))
     starts, shape = _hull(box.ranges)
-    if item.bits < 8:
-        whole = _taken_apart(item, starts, shape)
-    elif item.decode is None:
-        whole = array_of(item.ref, starts, shape)
-    else:
-        whole = _decoded(item, starts, shape)
-    return _stepped(whole, box)
+    if item.bits >= 8 and item.decode is None:
+        return _stepped(array_of(item.ref, starts, shape), box)
+    return _stepped(_decoded(item, starts, shape), box)
 
 
 _FAR, _MANY = 64, 10_000
-
-
-def _sparse(box: Box) -> int | None:
-    """The first dimension of which few elements are wanted that lie far apart: these are read one
-    by one, not all that lies between them.
-    """
-    for at, numbers in enumerate(box.ranges):
-        if 1 < len(numbers) <= _MANY and abs(numbers.step) >= _FAR:
-            return at
-    return None
-
-
-def _replaced(ranges: tuple[range, ...], at: int, numbers: range) -> tuple[range, ...]:
-    return (*ranges[:at], numbers, *ranges[at + 1 :])
 
 
 def _hull(ranges: Sequence[range]) -> tuple[Shape, Shape]:
@@ -202,38 +177,28 @@ def _stepped(whole: Array, box: Box) -> Array:
 
 
 def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
-    """Quantized values: of those by channel, the place of each element in the tensor matters."""
-    import numpy as np
-
-    assert item.decode is not None
-    raw = array_of(item.ref, starts, shape)
-    out = np.empty(raw.shape, np.float64)
-    if not out.size:
-        return out
-    rows = raw.reshape(-1, raw.shape[-1]) if raw.ndim else raw.reshape(1, 1)
-    decoded = out.reshape(rows.shape)
-    for at, place in enumerate(_rows_of(starts, shape)):
-        before = _flat_place(item.ref.shape, place)
-        decoded[at] = item.decode(memoryview(rows[at].tobytes()), before)
-    return out
-
-
-def _taken_apart(item: NamedValue, starts: Shape, shape: Shape) -> Array:
-    """Values of less than a byte each: of every row the bytes are read that hold them."""
+    """The values that codes stand for, row by row: it may depend on the place of a code, and of
+    codes of less than a byte those bytes are read that hold a row.
+    """
     import numpy as np
 
     out = np.empty(shape, np.float64 if item.decode else np.float32)
     if not out.size:
         return out
     rows = out.reshape(-1, shape[-1]) if shape else out.reshape(1, 1)
-    for row, place in zip(rows, _rows_of(starts, shape), strict=True):
-        if item.decode is None:  # pairs, of which each row has whole ones
-            assert item.numbers is not None
-            row[:] = item.numbers[_codes(item, place[:-1], place[-1] if place else 0, len(row))]
+    whole = array_of(item.ref, starts, shape).reshape(rows.shape) if item.bits >= 8 else None
+    for at, (row, place) in enumerate(zip(rows, _rows_of(starts, shape), strict=True)):
+        before = _flat_place(item.shape, place)
+        if whole is not None:
+            codes = whole[at]
+        elif item.decode is None:  # pairs, of which each row has whole ones
+            codes = _codes(item, place[:-1], place[-1] if place else 0, len(row))
         else:  # end to end, whatever the shape
-            before = _flat_place(item.shape, place)
             codes = _codes(item, [], before, len(row))
-            row[:] = item.decode(codes.data.cast("B"), before)
+        if item.decode is not None:
+            row[:] = item.decode(memoryview(codes.tobytes()), before)
+        elif item.numbers is not None:
+            row[:] = item.numbers[codes]
     return out
 
 

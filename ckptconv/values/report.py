@@ -19,10 +19,14 @@ from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
 from ckptconv.values.named import NamedValue
 from ckptconv.values.picking import Box, plain_values
 
-HEAD = (
-    "tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "abs-max",
-    "distinct",
-)  # fmt: skip
+_FIGURES = {
+    "min": "minimum", "max": "maximum", "mean": "mean", "std": "std", "zeros": "zeros",
+    "nan": "nan", "inf": "infinite", "abs-max": "abs_max",
+}  # fmt: skip
+"""The figures that are told, and the attributes of `Statistics` that they are."""
+_COUNTS = ("zeros", "nan", "inf")
+
+HEAD = ("tensor", "dtype", "shape", *_FIGURES, "distinct")
 """What the columns of a table of tensors are."""
 
 
@@ -85,24 +89,20 @@ class CheckpointStatistics:
 
 def row(item: TensorStatistics) -> tuple[str, ...]:
     """The figures of a tensor as texts, under `HEAD`."""
-    known = item.statistics
-    return (
-        printable(item.name, 500) or "the root",
-        item.dtype,
-        "×".join(map(str, item.shape)) or "scalar",
-        *map(number_text, (known.minimum, known.maximum, known.mean, known.std)),
-        f"{known.zeros:,}",
-        f"{known.nan:,}",
-        f"{known.infinite:,}",
-        number_text(known.abs_max),
-        _distinct_text(known),
-    )
+    known, distinct = item.statistics, "-"
+    if known.distinct is not None:
+        distinct = f"{'' if known.distinct_is_exact else '≥'}{known.distinct:,}"
+    figures = [
+        f"{getattr(known, what):,}" if name in _COUNTS else number_text(getattr(known, what))
+        for name, what in _FIGURES.items()
+    ]
+    name = printable(item.name, 500) or "the root"
+    return name, item.dtype, shape_text(item.shape), *figures, distinct
 
 
-def _distinct_text(known: Statistics) -> str:
-    if known.distinct is None:
-        return "-"
-    return f"{known.distinct:,}" if known.distinct_is_exact else f"≥{known.distinct:,}"
+def shape_text(shape: Shape, scalar: str = "scalar") -> str:
+    """A shape in words; `scalar` is what one without dimensions is called."""
+    return "×".join(map(str, shape)) or scalar
 
 
 def number_text(value: float | int | None) -> str:
@@ -128,26 +128,17 @@ def in_order(found: CheckpointStatistics, sort: Sort, top: int | None) -> list[T
     if sort == "name":
         tensors.sort(key=lambda item: item.name)
     elif sort != "order":
-        tensors.sort(key=lambda item: _rank(_figure(item, sort)))
+        tensors.sort(key=lambda item: _rank(item, sort))
     return tensors[:top]
 
 
-def _rank(figure: float | int | None) -> tuple[bool, float]:
-    return figure is None, 0.0 if figure is None else -figure
-
-
-def _figure(item: TensorStatistics, sort: Sort) -> float | int | None:
-    known = item.statistics
-    return {
-        "min": known.minimum,
-        "max": known.maximum,
-        "abs-max": known.abs_max,
-        "mean": known.mean,
-        "std": known.std,
-        "zeros": known.zeros,
-        "nan": known.nan + known.infinite,
-        "size": item.nbytes,
-    }[sort]
+def _rank(item: TensorStatistics, sort: Sort) -> tuple[bool, float]:
+    figure: float | int | None = item.nbytes
+    if sort in _FIGURES:
+        figure = getattr(item.statistics, _FIGURES[sort])
+    if sort == "nan":
+        figure = item.statistics.nan + item.statistics.infinite
+    return figure is None, -(figure or 0.0)
 
 
 # ---------------------------------------------------------------------------------- the table
@@ -247,8 +238,7 @@ _HEIGHT = 8  # lines
 def histogram_lines(item: TensorStatistics, width: int) -> Iterator[Row]:
     """The histogram of a tensor, drawn in at most `width` columns, with its figures."""
     known = item.statistics
-    shape = "×".join(map(str, item.shape)) or "scalar"
-    yield Row("", f"{printable(item.name, 500) or 'the root'}  {item.dtype}  {shape}", "heading")
+    yield Row("", "  ".join(row(item)[:3]), "heading")
     bins = min(64, width - 4, max(8, 2 * math.isqrt(known.numel)))
     counts = known.histogram(bins)
     if counts is None:
@@ -305,8 +295,8 @@ def statistics_document(
 ) -> dict[str, Any]:
     """The statistics of some of the tensors as a JSON object; with `bins`, histograms too."""
     documents = [_TENSOR.of(item) for item in tensors]
-    for document, item in zip(documents, tensors, strict=True):
-        if bins:
+    if bins:
+        for document, item in zip(documents, tensors, strict=True):
             document["histogram"] = item.statistics.histogram(bins)
     return {
         "path": found.path,
@@ -351,7 +341,6 @@ def picked_document(
 
 def picked_headline(item: NamedValue, box: Box) -> str:
     """What the tensor is of which values are shown, and the shape of the part."""
-    shape = "×".join(map(str, item.shape)) or "scalar"
-    part = "×".join(map(str, box.shape)) or "one value"
-    of = "" if box.shape == item.shape else f", {part} of it"
-    return f"{printable(item.name, 500)}  {item.dtype.name}  {shape}{of}  {item.ref.location}"
+    of = "" if box.shape == item.shape else f", {shape_text(box.shape, 'one value')} of it"
+    shape = f"{shape_text(item.shape)}{of}"
+    return f"{printable(item.name, 500)}  {item.dtype.name}  {shape}  {item.ref.location}"

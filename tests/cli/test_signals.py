@@ -39,23 +39,23 @@ for name in ("SIGINT", "SIGTERM", "SIGINT"):
 
 TOO_LATE = """
 import signal
-import ckptconv.cli.converting as converting
+import ckptconv.cli.terminal as terminal
 from ckptconv.cli.main import main
-shown = converting.print_summary
+shown = terminal.print_summary
 def swallowing(*given):
     try:
         signal.raise_signal(signal.{name})
     except BaseException:
         pass
     shown(*given)
-converting.print_summary = swallowing
+terminal.print_summary = swallowing
 main()
 """
 
 
 IN_A_CLASS = """
 import signal
-import ckptconv.cli.converting as converting
+import ckptconv.cli.terminal as terminal
 from ckptconv.cli.main import main
 class Stopping:
     def __set_name__(self, owner, name):
@@ -63,7 +63,7 @@ class Stopping:
 def making(*given):
     class Made:
         stopping = Stopping()
-converting.print_summary = making
+terminal.print_summary = making
 main()
 """
 
@@ -110,8 +110,9 @@ def test_a_stop_that_comes_while_a_class_is_made_is_one(name, code, more, tmp_pa
     """Until 3.11, Python makes a RuntimeError of it."""
     words = ("convert", SAMPLES / "tied.pt", "out.pt")
     text = IN_A_CLASS.format(name=name)
-    if more:  # which prints by another function
-        text = text.replace("converting.print_summary", "converting.print_json")
+    if more:  # which is made by another function
+        text = text.replace("ckptconv.cli.terminal", "ckptconv.convert.report")
+        text = text.replace("print_summary", "result_document")
     done = script(text, *words, *more, cwd=tmp_path)
     assert done.exit == code and "Traceback" not in done.err
     assert ("Interrupted" in done.out) is bool(more)

@@ -362,6 +362,10 @@ def codes_in_the_source() -> set[str]:
             if isinstance(node, ast.Call):
                 code = [node.args[MAKERS[name]] for name in names_in(node.func) & MAKERS.keys()][:1]
                 codes |= {one.value for one in code if isinstance(one, ast.Constant)}
+            if isinstance(node, ast.Tuple):  # a row of a table: what makes the finding, its code
+                maker, code = [*node.elts, None, None][:2]
+                if isinstance(maker, ast.Attribute) and maker.attr in MAKERS:
+                    codes |= {code.value} if isinstance(code, ast.Constant) else set()
         functions = [
             node
             for node in ast.walk(tree)
