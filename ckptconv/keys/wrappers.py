@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckptconv.keys.rules import Step
+from ckptconv.keys.rules import Step, without_segments
 
 MODULE = "module"
 UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -70,10 +70,8 @@ def all_start(keys: Sequence[str], prefix: str) -> bool:
 
 
 def drop_unmistakable(key: str) -> str:
-    if not any(name in key for name in UNMISTAKABLE):
-        return key
-    *modules, last = key.split(".")
-    return ".".join([*(segment for segment in modules if segment not in UNMISTAKABLE), last])
+    is_wrapped = any(name in key for name in UNMISTAKABLE)
+    return without_segments(key, UNMISTAKABLE) if is_wrapped else key
 
 
 def stripping(times: int) -> Step:

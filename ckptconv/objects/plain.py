@@ -15,8 +15,20 @@ from math import prod
 from pathlib import Path
 
 from ckptconv.io.source import MemorySource
-from ckptconv.objects import training as training_objects
-from ckptconv.pickles.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
+from ckptconv.objects import training
+from ckptconv.objects.known_names import COPIES
+from ckptconv.objects.training import Form
+from ckptconv.pickles.nodes import (
+    ABSENT,
+    DEFAULT_DICT,
+    DICT,
+    ORDERED_DICT,
+    SET,
+    Call,
+    Dict,
+    Global,
+    Node,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
@@ -29,31 +41,25 @@ _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
 def plain_form(call: Call) -> Node:
     """The plain value that `call` stands for, or the call itself when it has none."""
     name, state = _class_and_state(call)
-    make = _FORMS.get(name)
-    if make is None:
+    form = _FORMS.get(name)
+    if form is None:
         return _as_dict(call, name, state)
-    return make(call, state) if _is_all_read(call, make) else call
+    return form.make(call, state) if _is_all_read(call, form.reads) else call
 
 
-def _is_all_read(call: Call, make: Callable[[Call, Node], Node]) -> bool:
+def _is_all_read(call: Call, reads: str) -> bool:
     """Whether nothing was given to the call, appended, set or made its state that its form does not
     look at.
     """
-    read = _READ.get(make, "args")
-    args_read = read != "state" or not call.args
+    has_args = bool(call.args)
     if call.name == _RECONSTRUCTOR:  # of the class, its base and what the base is made of
-        args_read = (
-            read == "state"
-            and _names(call.args[1:2]) == ["builtins.object"]
-            and call.args[2:] == (None,)
-        )
-    items_read = (read == "items" or not call.items) and (read == "pairs" or not call.pairs)
-    return (
-        args_read
-        and items_read
-        and call.kwargs is None
-        and (call.state in (ABSENT, None) or make in _OF_STATE)
-    )
+        is_bare = _names(call.args[1:2]) == ["builtins.object"] and call.args[2:] == (None,)
+        if "args" in reads or not is_bare:
+            return False
+        has_args = False
+    has_state = call.state not in (ABSENT, None)
+    there = {"args": has_args, "items": call.items, "pairs": call.pairs, "state": has_state}
+    return call.kwargs is None and all(part in reads for part in there if there[part])
 
 
 def _names(nodes: Sequence[Node]) -> list[str]:
@@ -132,18 +138,15 @@ def _pairs_of_state(state: Node) -> list[tuple[Node, Node]] | None:
 
 
 def _plain_dict(call: Call, _: Node) -> Node:
-    return call if call.args else Dict([*call.pairs])
-
-
-def _default_dict(call: Call, _: Node) -> Node:
-    return call if len(call.args) > 1 else Dict([*call.pairs])  # the one is the factory
+    known = call.name == DEFAULT_DICT.path  # its factory
+    return call if len(call.args) > known else Dict([*call.pairs])
 
 
 def _deque(call: Call, _: Node) -> Node:
     """A deque: what it was made of and what was appended, of which it keeps the last, where it has
     a greatest length.
     """
-    given, most = call.args[0] if call.args else [], call.args[1] if len(call.args) > 1 else None
+    given, most = (*call.args, None, None)[:2] if call.args else ((), None)
     if type(given) not in (list, tuple) or len(call.args) > 2:
         return call
     if most is not None and (type(most) is not int or most < 0):
@@ -152,26 +155,18 @@ def _deque(call: Call, _: Node) -> Node:
     return every if most is None else every[max(0, len(every) - most) :]
 
 
-def _frozen_set(call: Call, _: Node) -> Node:
-    return Call(SET, call.args)
+def _path(separator: str) -> Callable[[Call, Node], Node]:
+    """A path, whose first part is its root where it has one."""
 
+    def form(call: Call, _: Node) -> Node:
+        parts = call.args
+        if not all(type(part) is str for part in parts):
+            return call
+        if parts and parts[0].endswith(separator):
+            return parts[0] + separator.join(parts[1:])
+        return separator.join(parts) or "."
 
-def _posix_path(call: Call, _: Node) -> Node:
-    parts = call.args
-    if not all(type(part) is str for part in parts):
-        return call
-    return "/" + "/".join(parts[1:]) if parts[:1] == ("/",) else "/".join(parts) or "."
-
-
-def _windows_path(call: Call, _: Node) -> Node:
-    parts = call.args
-    if not all(type(part) is str for part in parts):
-        return call
-    return (
-        parts[0] + "\\".join(parts[1:])
-        if parts and parts[0].endswith("\\")
-        else "\\".join(parts) or "."
-    )
+    return form
 
 
 # -------------------------------------------------------------------------------------------- numpy
@@ -207,7 +202,7 @@ def tensor_form(node: Node) -> TensorRef | None:
         return (
             _tensor(node.args[1], node.args[0], (), fortran=False) if len(node.args) == 2 else None
         )
-    plain = _FORMS[node.name](node, node.state) if node.name in _TENSORS else None
+    plain = _FORMS[node.name].make(node, node.state) if node.name in _TENSORS else None
     return plain if type(plain) is TensorRef else None
 
 
@@ -241,7 +236,7 @@ def _number(call: Call, _: Node) -> Node:
     raw = _raw_bytes(call.args[1]) if element else None
     code = _NUMBERS.get(element[0]) if element else None
     if element is not None and raw is not None and element[0] in _MOMENTS:
-        return training_objects.moment(call.args[0], raw) or call
+        return training.moment(call.args[0], raw) or call
     if element is None or raw is None or code is None or len(raw) != struct.calcsize(code):
         return call
     parts = struct.unpack((">" if element[1] else "<") + code, raw)
@@ -342,38 +337,31 @@ def _raw_bytes(node: Node) -> bytes | None:
     return node.encode() if type(node) is str else None
 
 
-_FORMS: dict[str, Callable[[Call, Node], Node]] = {
-    **training_objects.FORMS,
-    "argparse.Namespace": _namespace,
-    "types.SimpleNamespace": _namespace,
-    "builtins.dict": _plain_dict,
-    "collections.defaultdict": _default_dict,
-    "collections.deque": _deque,
-    "builtins.frozenset": _frozen_set,
-    "numpy._core.multiarray.scalar": _number,
-    "numpy._core.multiarray._reconstruct": _array,
-    "numpy._core.numeric._frombuffer": _buffer,
-    "torch._utils._rebuild_device_tensor_from_numpy": _copied,
-    "torch._utils._rebuild_xla_tensor": _copied,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _copied,
+_FORMS: dict[str, Form] = {
+    **training.FORMS,
+    "argparse.Namespace": Form(_namespace, "state"),
+    "types.SimpleNamespace": Form(_namespace, "state"),
+    "builtins.dict": Form(_plain_dict, "args pairs"),
+    "collections.defaultdict": Form(_plain_dict, "args pairs"),
+    "collections.deque": Form(_deque, "args items"),
+    "builtins.frozenset": Form(lambda call, _: Call(SET, call.args)),
+    "numpy._core.multiarray.scalar": Form(_number),
+    "numpy._core.multiarray._reconstruct": Form(_array, "args state"),
+    "numpy._core.numeric._frombuffer": Form(_buffer),
+    **dict.fromkeys(COPIES, Form(_copied)),
     **{
-        f"pathlib{module}.{name}": make
+        f"pathlib{module}.{pure}{system}Path": Form(_path(separator))
         for module in ("", "._local")
-        for name, make in (
-            ("PosixPath", _posix_path),
-            ("PurePosixPath", _posix_path),
-            ("WindowsPath", _windows_path),
-            ("PureWindowsPath", _windows_path),
-        )
+        for pure in ("", "Pure")
+        for system, separator in (("Posix", "/"), ("Windows", "\\"))
     },
 }
-_READ: dict[Callable[[Call, Node], Node], str] = {
-    _namespace: "state",
-    _plain_dict: "pairs",
-    _default_dict: "pairs",
-    _deque: "items",
+HOW = {
+    **{name: form.how for name, form in _FORMS.items()},
+    "numpy.datetime64": "as ISO text",
+    "numpy.timedelta64": "as text",
 }
-"""What forms look at that look at more, or at something else, than the arguments."""
-_OF_STATE = (_namespace, _array, *training_objects.OF_STATE)
-_ARRAYS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer))
-_TENSORS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer, _copied))
+"""What the plain form of an object says of it, and what it does not."""
+_ARRAYS = frozenset(name for name, form in _FORMS.items() if form.make in (_array, _buffer))
+_TENSORS = _ARRAYS | COPIES
+"""What stands for a tensor."""

@@ -1,7 +1,8 @@
 """The opcodes of pickles with their arguments; and where pickles end, found by these alone.
 
-One table for all who follow a stream: `tracer`, the ends of pickles, what is rare in `reader` (its
-loop has the rest written out, for speed). `census` has its own: it is to see what others miss.
+One table for all who follow a stream: `tracer`, `census`, the ends of pickles, what is rare in
+`reader` (its loop has the rest written out, for speed). What opcodes do, each says for itself:
+`census` is to see what the reader misses.
 Source: CPython's `pickletools`, protocols 0 to 5.
 """
 

@@ -14,8 +14,7 @@ from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.text import count_text, look_hint, size_text
 from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.state_dicts import chain_of
-from ckptconv.tree.walk import CONTAINERS, Place, inner, label_text, place_text, tensors_of, walk
+from ckptconv.tree.walk import Place, chain_of, inner, label_text, place_text, tensors_of, walk
 
 Found = tuple[Node, list[tuple[int, str]], bool]
 """A dict, the numbers and paths of the items that it is to lose, and whether it, or one around it,
@@ -74,12 +73,7 @@ class Drop:
         dict that is in another of them.
         """
         found: dict[int, Found] = {}
-        places = Counter(
-            id(child)
-            for _, node in walk(root)
-            if type(node) in CONTAINERS
-            for _, child in inner(node)
-        )
+        places = Counter(id(child) for _, node in walk(root) for _, child in inner(node))
         for place, node in walk(root):
             if any(id(step[2]) in found for step in chain_of(place)):
                 continue
