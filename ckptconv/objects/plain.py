@@ -78,13 +78,9 @@ def _as_dict(call: Call, name: str, state: Node) -> Node:
     """A subclass of dict: made empty, filled with pairs, and with no state but its own items."""
     given = _base_pairs(call)
     known = name.rpartition(".")[2] in _DICT_CLASSES
-    if (
-        _NO_DICT(name)
-        or call.items
-        or call.kwargs is not None
-        or given is None
-        or not (call.pairs or given or known)
-    ):
+    if _NO_DICT(name) or call.items or call.kwargs is not None or given is None:
+        return call
+    if not (call.pairs or given or known):
         return call
     pairs = [*given, *call.pairs]
     values = {key: value for key, value in pairs if type(key) is str}
@@ -98,11 +94,8 @@ def _as_dict(call: Call, name: str, state: Node) -> Node:
 
 def _is_same(first: Node, second: Node) -> bool:
     """Whether two nodes are one object, or plain values that cannot be told apart."""
-    return first is second or (
-        type(first) is type(second)
-        and type(first) in _PLAIN
-        and (first == second or first != first)
-    )
+    are_plain = type(first) is type(second) and type(first) in _PLAIN
+    return first is second or (are_plain and (first == second or first != first))
 
 
 _PLAIN = (str, bytes, int, float, bool)
@@ -115,11 +108,8 @@ def _base_pairs(call: Call) -> list[tuple[Node, Node]] | None:
     if call.name != _RECONSTRUCTOR or len(call.args) != 3 or type(call.args[2]) is not Dict:
         return None
     names = _names(call.args[:2])  # an OrderedDict is not filled by filling the dict that it is
-    return (
-        call.args[2].pairs
-        if len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path
-        else None
-    )
+    is_filled = len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path
+    return call.args[2].pairs if is_filled else None
 
 
 _RECONSTRUCTOR = "copyreg._reconstructor"
@@ -185,6 +175,7 @@ _ELEMENTS = {
     "c16": "complex128",
 }
 """torch's names of the types that numpy calls by a letter and the size in bytes."""
+_SCALAR = "numpy._core.multiarray.scalar"
 _ARRAY_CLASSES = ("numpy.ndarray", "numpy.memmap")
 _NOWHERE = Path("an array in the pickle")
 
@@ -198,10 +189,9 @@ def tensor_form(node: Node) -> TensorRef | None:
     """
     if type(node) is not Call or type(node.func) is not Global:
         return None
-    if node.name == "numpy._core.multiarray.scalar":
-        return (
-            _tensor(node.args[1], node.args[0], (), fortran=False) if len(node.args) == 2 else None
-        )
+    if node.name == _SCALAR:
+        is_number = len(node.args) == 2
+        return _tensor(node.args[1], node.args[0], (), fortran=False) if is_number else None
     plain = _FORMS[node.name].make(node, node.state) if node.name in _TENSORS else None
     return plain if type(plain) is TensorRef else None
 
@@ -210,16 +200,14 @@ def spoken_name(node: Node, name: str) -> str:
     """How messages call an object whose class or function is `name`: an array by its dtype, not by
     how it is pickled.
     """
-    if type(node) is Call and name == "numpy._core.multiarray.scalar" and node.args:
+    if type(node) is Call and name == _SCALAR and node.args:
         element = _element(node.args[0])
         return _MOMENTS.get(element[0], name) if element else name
     if type(node) is not Call or name not in _ARRAYS:
         return name
     inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
-    dtype = next(
-        (part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None
-    )
-    code = dtype.args[0] if dtype is not None and dtype.args else None
+    dtypes = [part for part in inside if type(part) is Call and part.name == "numpy.dtype"]
+    code = dtypes[0].args[0] if dtypes and dtypes[0].args else None
     return f"numpy array of {_ELEMENTS.get(code, code)}" if type(code) is str else "numpy array"
 
 
@@ -267,9 +255,9 @@ def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef 
     name = _ELEMENTS.get(element[0]) if element else None
     if data is None or element is None or name is None or type(shape) is not tuple:
         return None
-    if len(shape) > in_force().dimensions or any(
-        type(size) is not int or size < 0 for size in shape
-    ):
+    if any(type(size) is not int or size < 0 for size in shape):
+        return None
+    if len(shape) > in_force().dimensions:
         return None
     if prod(shape) * BY_NAME[name].itemsize != len(data):
         return None
@@ -283,35 +271,25 @@ def _element(dtype: Node) -> tuple[str, bool] | None:
     """numpy's code for the type of an element, and whether it is big-endian; None for structures
     and the like.
     """
-    if (
-        type(dtype) is not Call
-        or dtype.name != "numpy.dtype"
-        or not dtype.args
-        or type(dtype.args[0]) is not str
-    ):
-        return None
-    state = dtype.state
-    order = state[1] if type(state) is tuple and len(state) > 1 and type(state[1]) is str else "<"
-    return dtype.args[0], order == ">"
+    match dtype:
+        case Call(name="numpy.dtype", args=(str() as code, *_), state=(_, ">", *_)):
+            return code, True
+        case Call(name="numpy.dtype", args=(str() as code, *_)):
+            return code, False
+    return None
 
 
 def _copied(call: Call, _: Node) -> Node:
     """A tensor of a device that pickles as a copy: `_rebuild_device_tensor_from_…(values, dtype,
     device, requires_grad)`.
     """
-    if len(call.args) != 4 or type(call.args[1]) is not Global:
-        return call
-    values, dtype = call.args[0], BY_NAME.get(call.args[1].name)
+    match call.args:
+        case (values, Global(name=name), (str() as device) | Call(args=(str() as device, *_)), _):
+            dtype = BY_NAME.get(name)
+        case _:
+            return call
     ref = values if type(values) is TensorRef else tensor_form(values)
-    device = (
-        call.args[2].args[0] if type(call.args[2]) is Call and call.args[2].args else call.args[2]
-    )
-    if (
-        ref is None
-        or type(device) is not str
-        or dtype is None
-        or not (dtype is ref.dtype or _is_castable(ref, dtype))
-    ):
+    if ref is None or dtype is None or not (dtype is ref.dtype or _is_castable(ref, dtype)):
         return call
     storage, offset, stride = ref.storage._replace(location=device), ref.storage_offset, ref.stride
     if dtype is not ref.dtype:
@@ -330,8 +308,9 @@ def _is_castable(ref: TensorRef, dtype: DType) -> bool:
 
 def _raw_bytes(node: Node) -> bytes | None:
     """The bytes of numbers; python 2's may have been read as text, if they happened to be UTF-8."""
-    if type(node) is Call and node.name == "builtins.bytearray" and len(node.args) == 1:
-        node = node.args[0]
+    match node:
+        case Call(name="builtins.bytearray", args=(given,)):
+            node = given
     if type(node) is bytes:
         return node
     return node.encode() if type(node) is str else None
@@ -345,7 +324,7 @@ _FORMS: dict[str, Form] = {
     "collections.defaultdict": Form(_plain_dict, "args pairs"),
     "collections.deque": Form(_deque, "args items"),
     "builtins.frozenset": Form(lambda call, _: Call(SET, call.args)),
-    "numpy._core.multiarray.scalar": Form(_number),
+    _SCALAR: Form(_number),
     "numpy._core.multiarray._reconstruct": Form(_array, "args state"),
     "numpy._core.numeric._frombuffer": Form(_buffer),
     **dict.fromkeys(COPIES, Form(_copied)),
