@@ -80,17 +80,12 @@ class KeyRules:
             or not isinstance(renames, Sequence)
             or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
         ):
-            raise OptionRefused(
-                f"renames={renames!r:.100} is not a list of pairs",
-                hint="write it as renames=[('old', 'new')]",
-            )
-        if not isinstance(self.rules, tuple) or not all(
-            isinstance(rule, Rule) for rule in self.rules
-        ):
-            raise OptionRefused(
-                f"rules={self.rules!r:.100} is not a tuple of rules",
-                hint="KeyRules.of makes them from words",
-            )
+            what = f"renames={renames!r:.100} is not a list of pairs"
+            raise OptionRefused(what, hint="write it as renames=[('old', 'new')]")
+        rules: Sequence[object] = self.rules if isinstance(self.rules, tuple) else [None]
+        if not all(isinstance(rule, Rule) for rule in rules):
+            what = f"rules={self.rules!r:.100} is not a tuple of rules"
+            raise OptionRefused(what, hint="KeyRules.of makes them from words")
         short = [
             *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
             *(Rename(old, new) for old, new in renames),
@@ -125,9 +120,8 @@ class KeyRules:
         return cls(wrappers, rules=tuple(made))
 
     def __repr__(self) -> str:
-        return short_repr(
-            "KeyRules", self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR])
-        )
+        what = "KeyRules"
+        return short_repr(what, self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR]))
 
     @property
     def mapped(self) -> bool:
@@ -154,9 +148,8 @@ def parse_rule(word: str, text: str) -> Rule:
     if not text:
         raise KeyConflict(f"--{printable(word)} is empty", hint="leave it out")
     if word not in _MAKERS:
-        raise KeyConflict(
-            f"there is no rule '{printable(word)}'", hint=f"there are {', '.join(RULE_WORDS)}"
-        )
+        what = f"there is no rule '{printable(word)}'"
+        raise KeyConflict(what, hint=f"there are {', '.join(RULE_WORDS)}")
     return _MAKERS[word](text)
 
 
@@ -244,9 +237,8 @@ def map_keys(
     Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping.
     That every rule met a key is for `refuse_idle` to say, of all state dicts together.
     """
-    found, steps = _wrapper_steps(
-        keys, rules, keys if telling is None else telling, frozenset(beside)
-    )
+    telling = keys if telling is None else telling
+    found, steps = _wrapper_steps(keys, rules, telling, frozenset(beside))
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
@@ -349,9 +341,8 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
         if after is None:
             continue
         if not after and before:
-            raise KeyConflict(
-                f"the rules leave nothing of the key '{printable(before)}'", where=before
-            )
+            what = f"the rules leave nothing of the key '{printable(before)}'"
+            raise KeyConflict(what, where=before)
         if after in owner and owner[after] == before:
             raise KeyConflict(f"two keys read as '{printable(before)}'", hint=_TWO_TYPES)
         if after in owner:

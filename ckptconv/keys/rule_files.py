@@ -76,22 +76,15 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     text = _text(raw, path)
     kind = path.suffix.lower()
     if kind not in _ENTRIES:
-        raise KeyConflict(
-            "does not look like a file of key rules",
-            path=path,
-            hint=f"its name must end in {', '.join(_ENTRIES)}",
-        )
+        what = "does not look like a file of key rules"
+        raise KeyConflict(what, path=path, hint=f"its name must end in {', '.join(_ENTRIES)}")
     if kind == ".json":
         refuse_crowded(raw, path, None)
-    if kind == ".json" and (mapping := _mapping(text, path)) is not None:
-        found = tuple(item.reversed() for item in mapping) if reverse else mapping
-        return [Mapped(found)]
+        if (mapping := _mapping(text, path)) is not None:
+            return [Mapped(tuple(item.reversed() for item in mapping) if reverse else mapping)]
     if reverse:
-        raise KeyConflict(
-            "holds rules, but only a mapping can be undone",
-            path=path,
-            hint="--save-mapping writes one",
-        )
+        what = "holds rules, but only a mapping can be undone"
+        raise KeyConflict(what, path=path, hint="--save-mapping writes one")
     return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
 
 
@@ -170,9 +163,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, count in counts.items() if count > 1)
-        raise KeyConflict(
-            f"'{printable(twice)}' occurs twice in one object", hint="write one rule in each object"
-        )
+        what = f"'{printable(twice)}' occurs twice in one object"
+        raise KeyConflict(what, hint="write one rule in each object")
     return found
 
 
@@ -210,9 +202,8 @@ def _toml_entries(text: str, path: PurePath) -> list[_Entry]:
             import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
         except ImportError:
             hint = "pip install tomli, or write the rules as JSON"
-            raise MissingDependency(
-                "needs tomli on this version of Python", path=path, hint=hint
-            ) from None
+            what = "needs tomli on this version of Python"
+            raise MissingDependency(what, path=path, hint=hint) from None
     _refuse_dots(text, path)
     try:
         listed = _listed(tomllib.loads(text), path)
@@ -341,11 +332,8 @@ def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:
         return None
     found = read_object(text.encode(), path, _MAPPING)  # strictly: no name twice
     if found[_MAPPING] != _VERSION:
-        raise KeyConflict(
-            f"is a mapping of version {printable(found[_MAPPING])}",
-            path=path,
-            hint="upgrade ckptconv",
-        )
+        what = f"is a mapping of version {printable(found[_MAPPING])}"
+        raise KeyConflict(what, path=path, hint="upgrade ckptconv")
     listed = found.get("state_dicts")
     if not isinstance(listed, list) or not listed:
         raise KeyConflict("is a mapping without a state dict", path=path)

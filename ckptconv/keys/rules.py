@@ -140,10 +140,8 @@ class Regex(Rule):
         try:
             self._compiled().sub(self.replacement, "")
         except (re.error, IndexError, OverflowError, RecursionError) as error:
-            raise KeyConflict(
-                f"{self.words} is not a valid pattern: {error}",
-                hint="write it as PATTERN=>REPLACEMENT, in Python's re syntax",
-            ) from None
+            hint = "write it as PATTERN=>REPLACEMENT, in Python's re syntax"
+            raise KeyConflict(f"{self.words} is not a valid pattern: {error}", hint=hint) from None
 
     def _compiled(self) -> re.Pattern[str]:
         with warnings.catch_warnings():

@@ -24,10 +24,9 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     """
     keys = list(keys)
     text = "\n".join(keys)
+    known = [name for name in UNMISTAKABLE if name in text]
     inside = [
-        name
-        for name in UNMISTAKABLE
-        if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
+        name for name in known if any(name in key and name in key.split(".")[:-1] for key in keys)
     ]
     bare = [drop_unmistakable(key) for key in keys] if inside else keys
     depth = _depth(bare[0]) if bare else 0

@@ -75,9 +75,8 @@ def _rebuilt(node: Call) -> tuple[str, tuple[Node, ...]]:
 
 
 def _wrong(what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        what, hint="the file is damaged or forged; --exclude or --only leaves it out"
-    )
+    hint = "the file is damaged or forged; --exclude or --only leaves it out"
+    return MalformedCheckpoint(what, hint=hint)
 
 
 def _require(fits: bool, what: str) -> None:
@@ -160,9 +159,8 @@ def _check_coo(indices: TensorRef, size: Shape, coalesced: bool) -> None:
         block = _read_integer_box(indices, (0, first), (dimensions, stop - first))
         _refuse_beyond(block, limits)
         if coalesced and not _is_ascending(block):
-            raise _wrong(
-                "says that it is coalesced, but its indices are not sorted, or one occurs twice"
-            )
+            what = "says that it is coalesced, but its indices are not sorted, or one occurs twice"
+            raise _wrong(what)
 
 
 def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
@@ -265,9 +263,8 @@ def _quantized(args: tuple[Node, ...]) -> Check:
         case _:
             raise _wrong("a quantized tensor is not rebuilt from a storage, a shape and a scheme")
     if type(dtype) is not DType or dtype.name not in _RANGES:
-        raise _wrong(
-            "a quantized tensor is rebuilt from a storage that does not hold quantized numbers"
-        )
+        what = "a quantized tensor is rebuilt from a storage that does not hold quantized numbers"
+        raise _wrong(what)
     if (packed := _IN_A_BYTE.get(dtype.name)) is None:
         tensor_of_storage(storage, offset, shape, stride, dtype=dtype)
     else:

@@ -247,9 +247,8 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
         try:
             value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise MalformedCheckpoint(
-                "its components do not fit the recipe of its encoding", where=key
-            ) from error
+            what = "its components do not fit the recipe of its encoding"
+            raise MalformedCheckpoint(what, where=key) from error
         values[key] = value
         places[key] = places[names[0]]
     return {key: values[key] for key in sorted(values, key=places.__getitem__)}
@@ -279,9 +278,8 @@ def _component_names(key: str, recipe: Recipe) -> list[str]:
         case {"encoding": "nested"}:
             names = _NESTED
         case _:
-            raise MalformedCheckpoint(
-                "its encoding is unknown", where=key, hint="a newer ckptconv may read it"
-            )
+            what = "its encoding is unknown"
+            raise MalformedCheckpoint(what, where=key, hint="a newer ckptconv may read it")
     return [f"{key}.{name}" for name in names]
 
 

@@ -185,9 +185,8 @@ def judge_script_class(path: str) -> Verdict:
     namespace = path[len(_SCRIPT_CLASSES) :].partition(".")[0]
     if namespace in _PLAIN_SCRIPT_CLASSES:
         return Verdict("plain", "a class of torch that holds packed weights")
-    return Verdict(
-        "unknown", "a class that is written in C++; its code would run where it is installed"
-    )
+    why = "a class that is written in C++; its code would run where it is installed"
+    return Verdict("unknown", why)
 
 
 def _reason(path: str) -> str | None:

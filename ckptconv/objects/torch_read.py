@@ -111,10 +111,8 @@ class StorageIds:
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
         if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
-            raise MalformedCheckpoint(
-                "its persistent id holds something other than names and sizes",
-                where=f"storage {key}",
-            )
+            what = "its persistent id holds something other than names and sizes"
+            raise MalformedCheckpoint(what, where=f"storage {key}")
         if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
                 return known[0]
@@ -145,9 +143,8 @@ class Window(NamedTuple):
 def _retyped(storage: Storage, dtype: DType | None, numel: int) -> Window:
     both_typed = dtype is not None and storage.dtype is not None and storage.nbytes
     if both_typed or numel * (dtype or UINT8).itemsize != storage.nbytes:
-        raise MalformedCheckpoint(
-            "two persistent ids of it contradict each other", where=storage.name
-        )
+        what = "two persistent ids of it contradict each other"
+        raise MalformedCheckpoint(what, where=storage.name)
     return Window(storage, dtype, 0, numel)
 
 
@@ -196,9 +193,8 @@ def tensor_of_storage(
     offset += start * unit // dtype.itemsize
     ref = view_of(storage, dtype, offset, shape, stride, requires_grad)
     if ref.numel and ref.byte_span()[1] > stop * unit:
-        raise MalformedCheckpoint(
-            "a tensor reaches beyond the view of a storage that it is made of", where=storage.name
-        )
+        what = "a tensor reaches beyond the view of a storage that it is made of"
+        raise MalformedCheckpoint(what, where=storage.name)
     return ref
 
 
@@ -254,15 +250,13 @@ def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
         type(name) is not str or name not in ("conj", "neg") or type(value) not in _TRUTHS
         for name, value in pairs
     ):
-        raise MalformedCheckpoint(
-            "a tensor carries metadata other than its conj and neg bits", where=ref.storage.name
-        )
+        what = "a tensor carries metadata other than its conj and neg bits"
+        raise MalformedCheckpoint(what, where=ref.storage.name)
     bits = dict(pairs)
     conj, neg = "conj" in bits, "neg" in bits
     if (conj and ref.dtype.kind != "complex") or (neg and ref.dtype.kind == "bool"):
-        raise MalformedCheckpoint(
-            f"a {ref.dtype.name} tensor carries a bit that it cannot have", where=ref.storage.name
-        )
+        what = f"a {ref.dtype.name} tensor carries a bit that it cannot have"
+        raise MalformedCheckpoint(what, where=ref.storage.name)
     return ref._replace(conj=conj, neg=neg)
 
 

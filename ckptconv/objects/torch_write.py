@@ -79,11 +79,8 @@ class TorchLeaves:
             key, stored = self._stored_as(node if kind is Storage else node.ref)
             return self._head(stored, False, writer) + _key(key) + self._tail(stored, writer)
         if kind is Window:
-            raise RefusedObject(
-                "a storage that stands by itself as a part or another type of one",
-                where=node.storage.name,
-                hint="--only PATH takes one part",
-            )
+            what = "a storage that stands by itself as a part or another type of one"
+            raise RefusedObject(what, where=node.storage.name, hint="--only PATH takes one part")
         raise TypeError(f"no such leaf: {kind}")
 
     def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:

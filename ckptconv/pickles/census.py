@@ -54,9 +54,8 @@ def take_census(stream: bytes) -> Census:
         counter.run()
     except (IndexError, KeyError, ValueError, struct.error) as error:
         what = f"counting what its pickle names stops near byte {counter.position}"
-        raise MalformedCheckpoint(
-            what, hint="please report this; convert it without --verify"
-        ) from error
+        hint = "please report this; convert it without --verify"
+        raise MalformedCheckpoint(what, hint=hint) from error
     return counter.census
 
 

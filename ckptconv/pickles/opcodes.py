@@ -122,9 +122,8 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
             at >= source.size or (seen and at == base and base + len(seen) == source.size)
         ):
             where = f"near byte {at}" if at <= source.size else "an argument reaches beyond the end"
-            raise MalformedCheckpoint(
-                f"ends in the middle of a pickle ({where})", path=source.path, hint=_HINT
-            )
+            what = f"ends in the middle of a pickle ({where})"
+            raise MalformedCheckpoint(what, path=source.path, hint=_HINT)
         if max(at - start, len(seen)) > most:
             what = f"its pickles are longer than {most} bytes"
             raise LimitExceeded(what, limit="pickle_bytes", allowed=most, path=source.path)
@@ -161,7 +160,6 @@ def _step(seen: bytes, at: int) -> tuple[int, bool]:
         elif at == begin:
             if opcode in _CUT:
                 break
-            raise MalformedCheckpoint(
-                f"the pickle holds the unknown opcode 0x{opcode:02x}", hint=_HINT
-            )
+            what = f"the pickle holds the unknown opcode 0x{opcode:02x}"
+            raise MalformedCheckpoint(what, hint=_HINT)
     return at, False

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.objects.plain import is_array, plain_form, tensor_form
 from ckptconv.objects.torch_read import is_tensor_call
-from ckptconv.pickles.nodes import MAPPINGS, Call, Dict, Node, children, mapping_pairs
+from ckptconv.pickles.nodes import MAPPINGS, Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.labels import (
     USUAL,
@@ -185,9 +185,8 @@ class _Look:
             return
         if place is not None and _names_state(place[1]):
             place = self._outside.get(id(node), place)
-        if is_training_state(node) or (
-            place is not None and _names_state(place[1]) and not _stands_for_tensor(node)
-        ):
+        is_named_so = place is not None and _names_state(place[1])
+        if is_training_state(node) or (is_named_so and not _stands_for_tensor(node)):
             self.aside[id(node)] = None
             self._states.append((place, node))
             return
@@ -205,7 +204,11 @@ class _Look:
             self.holders.append(Holder(place, node, wanted))
         if pairs is not None and id(node) not in self._inner:
             owned = [] if wanted else [pair for pair in pairs if _is_own(*pair)]
-            if wanted or not all(self._is_random(place, node, *pair) for pair in owned):
+            numbered, above = id(node) in self._numbered, None if place is None else place[1]
+            if wanted or not all(
+                _is_random_state(label, _numbers_of(value), numbered=numbered, above=above)
+                for label, value in owned
+            ):
                 self._mappings.append((place, node, pairs, tensors, not wanted))
 
     def finish(self) -> None:
@@ -274,13 +277,6 @@ class _Look:
             or _is_wanted(label, value, numbered=numbered, above=above)
         ]
 
-    def _is_random(self, place: Place, node: Node, label: Node, value: Node) -> bool:
-        tensor = tensor_of(value) or tensor_form(value)
-        above = None if place is None else place[1]
-        return tensor is not None and _is_random_state(
-            label, tensor, numbered=id(node) in self._numbered, above=above
-        )
-
     def _classify(self, place: Place, node: Node) -> None:
         label, parent = (None, None) if place is None else place[1:]
         if id(parent) in self._closed or is_tensor_call(node):
@@ -314,9 +310,7 @@ def dict_pairs(node: Node) -> Pairs | None:
 
 def metadata_of(node: Node) -> Any:
     """The node of a state dict's `_metadata` (module path → {"version": n}), or None."""
-    if type(node) is not Call or type(node.state) is not Dict:
-        return None
-    return next((value for key, value in node.state.pairs if key == "_metadata"), None)
+    return next((value for key, value in attributes(node) if key == "_metadata"), None)
 
 
 def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
@@ -327,16 +321,13 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
     """
     if not is_of_no_module(key):
         return True
-    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=_is_numbered(place))
+    numbered = any(type(label) is str and names_number(label) for label in labels_of(place))
+    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=numbered)
 
 
 def is_of_no_module(key: str) -> bool:
     """Whether a key names no module in it, and nothing that a module keeps beside its tensors."""
     return "." not in key and key not in _PACKED
-
-
-def _is_numbered(place: Place) -> bool:
-    return any(type(label) is str and names_number(label) for label in labels_of(place))
 
 
 def _rank(place: Place, node: Node, *, is_module: bool) -> int:
@@ -377,8 +368,8 @@ def _is_wanted(label: Node, value: Node, *, numbered: bool, above: Node = None) 
     """
     if _names_state(label):
         return False
-    tensor = tensor_of(value) or tensor_form(value)
-    if tensor is not None and _is_random_state(label, tensor, numbered=numbered, above=above):
+    tensor = _numbers_of(value)
+    if _is_random_state(label, tensor, numbered=numbered, above=above):
         return False
     if tensor is None or tensor.numel != 1:
         return True
@@ -394,11 +385,19 @@ _OF_GENERATORS = (5056, 816, 44, 16)
 _LARGE = 100  # bytes of a state that tells by its size alone
 
 
-def _is_random_state(label: Node, tensor: TensorRef, *, numbered: bool, above: Node = None) -> bool:
+def _numbers_of(value: Node) -> TensorRef | None:
+    return tensor_of(value) or tensor_form(value)
+
+
+def _is_random_state(
+    label: Node, tensor: TensorRef | None, *, numbered: bool, above: Node = None
+) -> bool:
     """Whether a tensor is what `torch.get_rng_state()` gives, by its form and its label; in a list
     it has that of the list, and where none stands above it, its size must tell.
     """
-    if tensor.dtype.name != "uint8" or len(tensor.shape) != 1 or tensor.numel not in _OF_GENERATORS:
+    if tensor is None or tensor.dtype.name != "uint8" or len(tensor.shape) != 1:
+        return False
+    if tensor.numel not in _OF_GENERATORS:
         return False
     named = label if type(label) is str else above
     if named is None:
@@ -408,8 +407,7 @@ def _is_random_state(label: Node, tensor: TensorRef, *, numbered: bool, above: N
 
 def is_random_state(node: Node) -> bool:
     """Whether a tensor without a label is the state of a random generator."""
-    tensor = tensor_of(node)
-    return tensor is not None and _is_random_state(None, tensor, numbered=False)
+    return _is_random_state(None, tensor_of(node), numbered=False)
 
 
 def _scales_gradients(node: Node) -> bool:

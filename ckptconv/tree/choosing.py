@@ -61,11 +61,8 @@ def _chosen(root: Node, part: FoundPart, only: str | None, path: PurePath) -> St
     if best:
         also = [item for item in lesser if item.is_module]
         names = [joined(part.path, item.path) for item in (*best, *also)]
-        raise AmbiguousStateDict(
-            f"holds {len(names)} state dicts: {listed_parts(names)}",
-            path=path,
-            hint=choice_of_parts(_with_nested(names, part)),
-        )
+        what = f"holds {len(names)} state dicts: {listed_parts(names)}"
+        raise AmbiguousStateDict(what, path=path, hint=choice_of_parts(_with_nested(names, part)))
     raise _no_state_dict(part, surveyed, only, path)
 
 

@@ -56,11 +56,8 @@ class Drop:
                 dropped += values
             root = substituted(root, containers(root), stand_ins)
         if idle := [glob for glob in self.globs if glob not in met]:
-            raise KeyConflict(
-                f"--drop {printable(idle[0])} matches nothing in it",
-                path=checkpoint.path,
-                hint=look_hint(checkpoint.path),
-            )
+            what = f"--drop {printable(idle[0])} matches nothing in it"
+            raise KeyConflict(what, path=checkpoint.path, hint=look_hint(checkpoint.path))
         return replace(
             checkpoint,
             root=root,
@@ -98,11 +95,9 @@ class Drop:
         base = place_text(place)
         for at in range(len(node)):
             if any(fnmatchcase(f"{base}.{at}", glob) for glob in self.globs):
-                raise KeyConflict(
-                    "is an item of a list, and the others would get other numbers without it",
-                    where=f"{base}.{at}",
-                    hint=f"drop all of it: --drop {printable(base)}",
-                )
+                what = "is an item of a list, and the others would get other numbers without it"
+                hint = f"drop all of it: --drop {printable(base)}"
+                raise KeyConflict(what, where=f"{base}.{at}", hint=hint)
 
 
 def _matches(path: str, glob: str) -> bool:

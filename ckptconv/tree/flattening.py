@@ -81,11 +81,8 @@ def flatten(
             known[id(value)] = made.tensors[0][1]
         names = [*(name for name, _ in made.tensors), *made.recipes]
         if taken := next((name for name in names if name in tensors or name in recipes), None):
-            raise KeyConflict(
-                f"is both a key and a component of the encoding of another ({printable(key)})",
-                where=taken,
-                hint="use --rename",
-            )
+            what = f"is both a key and a component of the encoding of another ({printable(key)})"
+            raise KeyConflict(what, where=taken, hint="use --rename")
         tensors.update(made.tensors)
         recipes.update(made.recipes)
     return Flattened(tuple(tensors.items()), recipes, tuple(rewritten), tuple(checks))

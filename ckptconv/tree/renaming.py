@@ -68,10 +68,8 @@ def rename_state_dicts(
 ) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
     """Put renamed state dicts into the overlay; tell what changed and what was left out."""
     if not found and (rules not in (STRIP, KEEP) or fit_to):
-        raise AmbiguousStateDict(
-            "it does not hold a state dict whose keys could be changed",
-            hint="see what it holds with: ckptconv inspect",
-        )
+        what = "it does not hold a state dict whose keys could be changed"
+        raise AmbiguousStateDict(what, hint="see what it holds with: ckptconv inspect")
     maps = [
         map_state_dict(item, rules, fit_to)
         if fit_to or _has_work(item, rules)

@@ -79,11 +79,9 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     refused: list[tuple[Place, str]] = []
     bound = cache(lambda: _bound_names(root, overlay))
     for place, node in walk(root, overlay, settled.cycles):
-        if (
-            type(node) is not TensorRef
-            and unknown != "keep"
-            and (name := refused_name(node)) is not None
-        ):
+        is_looked_at = type(node) is not TensorRef and unknown != "keep"
+        name = refused_name(node) if is_looked_at else None
+        if name is not None:
             name = spoken_name(node, name)
             if unknown == "drop":
                 _refuse_part_of_tensor(place, name)
@@ -170,12 +168,8 @@ def _is_small_tuple(key: tuple[Node, ...]) -> bool:
     work: list[Node] = [key]
     for count, part in enumerate(work):
         if count > most:
-            raise LimitExceeded(
-                f"a dict or set has a key that is a tuple of more than {most} parts",
-                limit="key_tuple",
-                allowed=most,
-                advice=_HANG,
-            )
+            what = f"a dict or set has a key that is a tuple of more than {most} parts"
+            raise LimitExceeded(what, limit="key_tuple", allowed=most, advice=_HANG)
         if type(part) is tuple:
             work.extend(part)
         elif type(part) not in (str, int, float, bool, bytes, type(None)):
@@ -234,20 +228,19 @@ def has_more(call: Call) -> bool:
         return True
     if call.name not in ("collections.OrderedDict", "collections.Counter"):
         return bool(call.pairs) or call.state not in (ABSENT, None)
-    is_read = call.state is ABSENT or (
-        type(call.state) is Dict and all(type(name) is str for name, _ in attributes(call))
-    )
-    return bool(call.args) or not is_read
+    if call.args or (call.state is not ABSENT and type(call.state) is not Dict):
+        return True
+    return not all(type(name) is str for name, _ in attributes(call))
 
 
 def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -> bool:
     """Whether an object is inside a configuration that was told of; `configs` are their plain
     forms, and become more.
     """
-    is_part = is_config(name) and place is not None and id(place[2]) in configs
-    if is_config(name):
-        configs.add(id(plain))
-    return is_part
+    if not is_config(name):
+        return False
+    configs.add(id(plain))
+    return place is not None and id(place[2]) in configs
 
 
 def plain_form_at(node: Node, place: Place) -> Node:
@@ -302,12 +295,11 @@ def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
     """The classes that some object is made of: one and the same node may stand alone elsewhere."""
     found: set[int] = set()
     for _, node in walk(root, overlay):
+        work: list[Node] = []
         if type(node) is TensorObject:
             work = [node.cls, node.state]
         elif type(node) is Call and node.name in WEIGHTS_ONLY:
             work = [*node.args, node.kwargs, node.state]
-        else:
-            continue
         while work:
             part = work.pop()
             if type(part) is Global:
@@ -323,11 +315,9 @@ def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
     place, name = unknown[0]
     more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
     if name in VALUELESS:
-        return RefusedObject(
-            f"a tensor without values ({name}){more}: there is nothing to convert",
-            where=where_text(place),
-            hint="save it on a host that has its values, or leave it out with --unknown drop",
-        )
+        what = f"a tensor without values ({name}){more}: there is nothing to convert"
+        hint = "save it on a host that has its values, or leave it out with --unknown drop"
+        return RefusedObject(what, where=where_text(place), hint=hint)
     what = "is an object that torch.load(weights_only=True) refuses"
     for place_of_it, dangerous in unknown:
         if _is_dangerous(dangerous):

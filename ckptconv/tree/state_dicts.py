@@ -298,11 +298,8 @@ def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
     if reached is not None:
         return FoundPart(path, reached[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
-    raise AmbiguousStateDict(
-        f"there is nothing at '{printable(only)}'",
-        path=file,
-        hint=f"it holds: {', '.join(known) or 'no parts'}",
-    )
+    what = f"there is nothing at '{printable(only)}'"
+    raise AmbiguousStateDict(what, path=file, hint=f"it holds: {', '.join(known) or 'no parts'}")
 
 
 def _at(root: Node, path: str) -> tuple[Node] | None:
@@ -327,11 +324,8 @@ def _average(root: Node, file: PurePath) -> tuple[str, Node] | None:
     nearest = [item for item in averages if item[0] == min(depth for depth, _, _ in averages)]
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]
-        raise AmbiguousStateDict(
-            f"holds {len(nearest)} averages: {first_few(names, _LISTED)}",
-            path=file,
-            hint=choice_of_parts(names),
-        )
+        what = f"holds {len(nearest)} averages: {first_few(names, _LISTED)}"
+        raise AmbiguousStateDict(what, path=file, hint=choice_of_parts(names))
     return nearest[0][1:] if nearest else None
 
 
@@ -374,25 +368,19 @@ def own_node(state_dict: StateDict) -> Node:
 
 
 def renamed_state_dict(
-    state_dict: StateDict,
-    keys: tuple[str | None, ...],
-    modules: RenamedModules,
+    state_dict: StateDict, keys: tuple[str | None, ...], modules: RenamedModules
 ) -> Node:
     """A node of the state dict alone, whose i-th key is `keys[i]` (None: left out).
 
     Its `_metadata` follows: `modules` gives the module paths with their new names, in order; one
     has several where ones that had become one are told apart again.
     """
-    pairs = [
-        (new, value) for new, value in zip(keys, state_dict.values, strict=True) if new is not None
-    ]
+    pairs = [pair for pair in zip(keys, state_dict.values, strict=True) if pair[0] is not None]
     return _with_metadata(_like(state_dict.node, pairs), modules)
 
 
 def renamed_in_place(
-    state_dict: StateDict,
-    keys: tuple[str | None, ...],
-    modules: RenamedModules,
+    state_dict: StateDict, keys: tuple[str | None, ...], modules: RenamedModules
 ) -> Node:
     """As `renamed_state_dict`; what stands beside the state dict in its dict stays there.
 
@@ -402,13 +390,11 @@ def renamed_in_place(
         return renamed_state_dict(state_dict, keys, modules)
     before = dict_pairs(state_dict.node) or ()
     mine = set(state_dict.own)
-    others = {
-        key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str
-    }
+    beside = (key for index, (key, _) in enumerate(before) if index not in mine)
+    others = {key for key in beside if type(key) is str}
     if taken := next((key for key in keys if key in others), None):
-        raise KeyConflict(
-            "a key would get this name, but something else beside it has it already", where=taken
-        )
+        what = "a key would get this name, but something else beside it has it already"
+        raise KeyConflict(what, where=taken)
     renamed = list(zip(keys, state_dict.values, strict=True))
     own = dict(zip(state_dict.own, renamed, strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]
@@ -441,7 +427,6 @@ def _with_metadata(made: Node, modules: RenamedModules) -> Node:
         met.add(key)
     copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
     copy.pairs = list(renamed.items())
-    made.state = Dict(
-        [(key, copy if key == "_metadata" else value) for key, value in made.state.pairs]
-    )
+    state = made.state.pairs
+    made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in state])
     return made
