@@ -51,7 +51,7 @@ from ckptconv.tree.renaming import (
 )
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict
-from ckptconv.tree.strays import settle_strays
+from ckptconv.tree.stray_tensors import settle_strays
 
 
 def plan_flat(

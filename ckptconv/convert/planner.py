@@ -55,7 +55,7 @@ from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
-from ckptconv.tree.strays import settle_strays
+from ckptconv.tree.stray_tensors import settle_strays
 from ckptconv.tree.walk import tensor_of, tensors_of, walk
 
 

@@ -25,12 +25,8 @@ from ckptconv.keys.name_matching import (
 )
 from ckptconv.keys.presets import PRESETS, Preset
 
-_NEAREST = 3
-"""Candidates that are named for one key."""
-_NEAREST_FOR = 1000
-"""Missing keys for which candidates are looked for."""
-
-
+_NEAREST = 3  # candidates that are named for one key
+_NEAREST_FOR = 1000  # missing keys for which candidates are looked for
 _Pairs = Mapping[str, str]  # target key → source key
 
 
@@ -107,12 +103,10 @@ def _fit_all(source: Shapes, target: Shapes) -> Fit:
     bases: list[tuple[Names, Names]] = []
     for how, exact, sources, targets in same_names(source, target):
         pairs = {key: sources[name] for name, key in targets.items() if name in sources}
-        if len(pairs) == len(target):
-            if any(not _alike(source[old], target[key]) for key, old in pairs.items()):
-                # all names are met: other shapes are not a reason to doubt the names
-                return _fit(how, pairs, source, target)
-            if exact or len(source) == len(target):
-                return _fit(how, pairs, source, target)
+        # where all names are met, other shapes are not a reason to doubt the names
+        is_clear = exact or len(source) == len(target) or not _covers(pairs, source, target)
+        if is_clear and len(pairs) == len(target):
+            return _fit(how, pairs, source, target)
         attempts.append((how, pairs))
         bases.append((sources, targets))
     return _assigned(source, target, attempts, bases[1:])
@@ -120,9 +114,6 @@ def _fit_all(source: Shapes, target: Shapes) -> Fit:
 
 def _alike(one: Shape, other: Shape) -> bool:
     return one is None or other is None or one == other
-
-
-# ------------------------------------------------------------------ the same names, differently led
 
 
 # ----------------------------------------------------------------------------- assigning key to key
@@ -139,25 +130,18 @@ def _assigned(
     graph = _keys_of(by_suffix(sources, targets), sources, targets, source, target)
     forced = _forced(graph)
     contested = {key: olds for key, olds in graph.items() if len(olds) > 1 and key not in forced}
-    with_segments = (
-        _forced(_keys_of(by_insertion(*names), *names, source, target)) for names in bases
-    )
-    attempts[2:] += [
-        ("prefixes, key by key", forced),
-        *(("segments within the keys", pairs) for pairs in with_segments),
-    ]
+    attempts.append(("prefixes, key by key", forced))
+    for names in bases:
+        inserted = _keys_of(by_insertion(*names), *names, source, target)
+        attempts.append(("segments within the keys", _forced(inserted)))
     attempts[2:] = [
         (how, {key: old for key, old in pairs.items() if key not in contested})
         for how, pairs in attempts[2:]
     ]
-    last = (
-        [("suffix and shape", _mutual(sources, targets, source, target))]
-        if len(source) == len(target)
-        else []
-    )
-    whole = [
-        (how, pairs) for how, pairs in (*attempts[2:], *last) if _covers(pairs, source, target)
-    ]
+    tried = attempts[2:]
+    if len(source) == len(target):
+        tried = [*tried, ("suffix and shape", _mutual(sources, targets, source, target))]
+    whole = [(how, pairs) for how, pairs in tried if _covers(pairs, source, target)]
     if whole and all(pairs == whole[0][1] for _, pairs in whole):
         return _fit(*whole[0], source, target)
     for key in target if whole else ():  # several assignments, and each is all there is of its kind
@@ -221,14 +205,11 @@ def _forced(graph: Graph) -> _Pairs:
 
 def _mutual(sources: Names, targets: Names, source: Shapes, target: Shapes) -> _Pairs:
     """Target key → source key, where each ends most like the other, of all keys of its shape."""
-    source_shapes = {
-        name: shape for name, key in sources.items() if (shape := source[key]) is not None
-    }
-    target_shapes = {
-        name: shape for name, key in targets.items() if (shape := target[key]) is not None
-    }
-    back = _closest(source_shapes, target_shapes)
-    there = _closest(target_shapes, source_shapes)
+    shapes = [
+        {name: shape for name, key in names.items() if (shape := side[key]) is not None}
+        for names, side in ((sources, source), (targets, target))
+    ]
+    back, there = _closest(*shapes), _closest(*reversed(shapes))
     return {targets[name]: sources[old] for name, old in there.items() if back.get(old) == name}
 
 
@@ -295,9 +276,7 @@ def _nearest(
             holders[end].append(old)
     for key in missing[:_NEAREST_FOR]:
         ranks = [holders[end] for end in (key, *suffixes(key)) if end in holders]
-        alike = next(
-            (found for olds in ranks if (found := _first_alike(olds, source, target[key]))), []
-        )
+        alike = next(filter(None, (_first_alike(olds, source, target[key]) for olds in ranks)), [])
         named = dict.fromkeys([*alike, *(old for olds in ranks for old in islice(olds, _NEAREST))])
         if named:
             yield Candidates(key, tuple(islice(named, _NEAREST))), len(alike) > 1

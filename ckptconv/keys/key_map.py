@@ -7,7 +7,7 @@ state dict together, then applied to its keys and to the module paths of its `_m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Literal
 
 from ckptconv.keys.mappings import Mapped
@@ -80,17 +80,12 @@ class KeyRules:
             or not isinstance(renames, Sequence)
             or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
         ):
-            raise OptionRefused(
-                f"renames={renames!r:.100} is not a list of pairs",
-                hint="write it as renames=[('old', 'new')]",
-            )
-        if not isinstance(self.rules, tuple) or not all(
-            isinstance(rule, Rule) for rule in self.rules
-        ):
-            raise OptionRefused(
-                f"rules={self.rules!r:.100} is not a tuple of rules",
-                hint="KeyRules.of makes them from words",
-            )
+            what = f"renames={renames!r:.100} is not a list of pairs"
+            raise OptionRefused(what, hint="write it as renames=[('old', 'new')]")
+        rules: Sequence[object] = self.rules if isinstance(self.rules, tuple) else [None]
+        if not all(isinstance(rule, Rule) for rule in rules):
+            what = f"rules={self.rules!r:.100} is not a tuple of rules"
+            raise OptionRefused(what, hint="KeyRules.of makes them from words")
         short = [
             *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
             *(Rename(old, new) for old, new in renames),
@@ -125,9 +120,8 @@ class KeyRules:
         return cls(wrappers, rules=tuple(made))
 
     def __repr__(self) -> str:
-        return short_repr(
-            "KeyRules", self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR])
-        )
+        what = "KeyRules"
+        return short_repr(what, self.wrappers, *(rule.words for rule in self.rules[:_IN_REPR]))
 
     @property
     def mapped(self) -> bool:
@@ -137,9 +131,8 @@ class KeyRules:
     @property
     def globs(self) -> KeyRules:
         """Just the globs, to choose the same keys of a checkpoint that has its names already."""
-        return KeyRules(
-            "keep", rules=tuple(rule for rule in self.rules if isinstance(rule, Select))
-        )
+        globs = tuple(rule for rule in self.rules if isinstance(rule, Select))
+        return KeyRules("keep", rules=globs)
 
     @property
     def leaving(self) -> str:
@@ -150,32 +143,14 @@ class KeyRules:
 KeyRules.__init__ = spelling_checked(KeyRules.__init__)  # type: ignore[method-assign]
 
 
-RULE_WORDS = ("strip-prefix", "add-prefix", "rename", "regex", "include", "exclude", "preset")
-"""The rules by their names on the command line and in files."""
-
-
 def parse_rule(word: str, text: str) -> Rule:
     """The rule that `word` and its value stand for; `KeyConflict` for none."""
     if not text:
         raise KeyConflict(f"--{printable(word)} is empty", hint="leave it out")
-    if word == "rename":
-        return Rename(*_halves(word, text, "=", "OLD=NEW"))
-    if word == "regex":
-        return Regex(*_halves(word, text, "=>", "PATTERN=>REPLACEMENT"))
-    if word == "include":
-        return Select(include=(text,))
-    if word == "exclude":
-        return Select(exclude=(text,))
-    plain: dict[str, Callable[[str], Rule]] = {
-        "strip-prefix": StripPrefix,
-        "add-prefix": AddPrefix,
-        "preset": Preset,
-    }
-    if word not in plain:
-        raise KeyConflict(
-            f"there is no rule '{printable(word)}'", hint=f"there are {', '.join(RULE_WORDS)}"
-        )
-    return plain[word](text)
+    if word not in _MAKERS:
+        what = f"there is no rule '{printable(word)}'"
+        raise KeyConflict(what, hint=f"there are {', '.join(RULE_WORDS)}")
+    return _MAKERS[word](text)
 
 
 def _halves(word: str, text: str, between: str, form: str) -> tuple[str, str]:
@@ -183,6 +158,19 @@ def _halves(word: str, text: str, between: str, form: str) -> tuple[str, str]:
     if not found or not first:
         raise KeyConflict(f"--{word} '{printable(text)}' is not of the form {form}")
     return first, second
+
+
+_MAKERS: dict[str, Callable[[str], Rule]] = {
+    "strip-prefix": StripPrefix,
+    "add-prefix": AddPrefix,
+    "rename": lambda text: Rename(*_halves("rename", text, "=", "OLD=NEW")),
+    "regex": lambda text: Regex(*_halves("regex", text, "=>", "PATTERN=>REPLACEMENT")),
+    "include": lambda text: Select(include=(text,)),
+    "exclude": lambda text: Select(exclude=(text,)),
+    "preset": Preset,
+}
+RULE_WORDS = tuple(_MAKERS)
+"""The rules by their names on the command line and in files."""
 
 
 def rules_of(keys: Literal["strip", "keep"] | KeyRules) -> KeyRules:
@@ -232,15 +220,6 @@ class KeyMap:
                 renamed = reordered(renamed, self.orders[number])
         return renamed
 
-    def module_paths(self, path: str) -> tuple[str, ...]:
-        """The new names of a module path: one, but where undoing a mapping tells several apart that
-        had become one.
-        """
-        paths: tuple[str, ...] = (path,)
-        for step in self.path_steps:
-            paths = tuple(after for before in paths for after in step(before))
-        return paths
-
 
 def map_keys(
     keys: Sequence[str],
@@ -258,9 +237,8 @@ def map_keys(
     Raises `KeyConflict` when two keys become one, one becomes empty, or one is not in a mapping.
     That every rule met a key is for `refuse_idle` to say, of all state dicts together.
     """
-    found, steps = _wrapper_steps(
-        keys, rules, keys if telling is None else telling, frozenset(beside)
-    )
+    telling = keys if telling is None else telling
+    found, steps = _wrapper_steps(keys, rules, telling, frozenset(beside))
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
@@ -289,17 +267,8 @@ def map_keys(
         path_steps.append(path_step(rule, step, patience, Followed(new, after)))
         new = after
     _refuse_collisions([*keys, *(twin for _, twin in filled)], [*new, *(key for key, _ in filled)])
-    return KeyMap(
-        tuple(keys),
-        tuple(new),
-        found,
-        tuple(path_steps),
-        tuple(idle),
-        tuple(filled),
-        why=why,
-        seen=seen,
-        orders=orders,
-    )
+    changed = KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), tuple(filled))
+    return replace(changed, why=why, seen=seen, orders=orders)
 
 
 def _of_twin(step: Step, key: str) -> str:
@@ -317,12 +286,8 @@ def unchanged(keys: Sequence[str]) -> KeyMap:
 
 def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
-    idle = [
-        words
-        for words in (maps[0].idle if maps else ())
-        if all(words in item.idle for item in maps)
-    ]
-    if idle:
+    first = maps[0].idle if maps else ()
+    if idle := [words for words in first if all(words in item.idle for item in maps)]:
         raise KeyConflict(f"{idle[0]} matches no key", hint=hint_of_starts(maps, rules))
 
 
@@ -376,9 +341,8 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
         if after is None:
             continue
         if not after and before:
-            raise KeyConflict(
-                f"the rules leave nothing of the key '{printable(before)}'", where=before
-            )
+            what = f"the rules leave nothing of the key '{printable(before)}'"
+            raise KeyConflict(what, where=before)
         if after in owner and owner[after] == before:
             raise KeyConflict(f"two keys read as '{printable(before)}'", hint=_TWO_TYPES)
         if after in owner:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.support.errors import KeyConflict, printable
 
-# ----------------------------------------------------------------------------------------- mappings
-
 
 @dataclass(frozen=True, slots=True)
 class MappedKeys:
@@ -61,9 +59,8 @@ class Mapped(Rule):
             known = (
                 ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
             )
-            raise KeyConflict(
-                "the mapping is for other state dicts than this one", hint=f"those at: {known}"
-            )
+            what = "the mapping is for other state dicts than this one"
+            raise KeyConflict(what, hint=f"those at: {known}")
         return Mapped((found[0],))
 
     def step(self, keys: Sequence[str]) -> Step:

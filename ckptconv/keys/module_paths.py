@@ -33,8 +33,11 @@ def path_step(rule: Rule, step: Step, patience: Patience, followed: Followed) ->
         return lambda path: rule.module_paths(path) or (followed.or_same(path),)
 
     def by_name(path: str) -> str:
+        name = f"{path}." if path else ""
         with patience:
-            return _kept(step, f"{path}." if path else "").rstrip(".")
+            after = step(name)
+        # a name stays where the step leaves it out, for it leaves out keys only
+        return (name if after is None else after).rstrip(".")
 
     def follow(path: str) -> tuple[str, ...]:
         if isinstance(rule, Regex):  # what a pattern says of a name cut short is the weaker sign
@@ -43,14 +46,6 @@ def path_step(rule: Rule, step: Step, patience: Patience, followed: Followed) ->
         return (moved if moved != path or rule.leaves_out else followed.or_same(path),)
 
     return follow
-
-
-def _kept(step: Step, name: str) -> str:
-    """What a step makes of a name; the name itself where it leaves it out, for it leaves out keys
-    only.
-    """
-    after = step(name)
-    return name if after is None else after
 
 
 class Followed:
@@ -121,29 +116,20 @@ class _Moved(NamedTuple):
         """
         rest = len(self.old) - len(path) - (path != "")  # of the key, what is inside the module
         more = len(self.new) - rest
-        if (
-            more <= 0
-            and self.same == len(self.new)
-            and (not more or self.old[-len(self.new) - 1] == ".")
-        ):
+        is_left = more <= 0 and self.same == len(self.new)
+        if is_left and (not more or self.old[-len(self.new) - 1] == "."):
             return 0
         return more - 1 if more > 0 and self.same >= rest and self.new[more - 1] == "." else None
 
 
 def _moved(old: str, new: str, after: str) -> _Moved:
     same = _count(min(len(old), len(new)), lambda count: old.endswith(new[len(new) - count :]))
-    return _Moved(
-        old,
-        new,
-        same,
-        _count(min(len(new), len(after)), lambda count: after.startswith(new[:count])),
-    )
+    alike = _count(min(len(new), len(after)), lambda count: after.startswith(new[:count]))
+    return _Moved(old, new, same, alike)
 
 
 def _count(most: int, holds: Callable[[int], bool]) -> int:
     """The largest count up to `most` that holds, where none below it fails."""
-    return (
-        most
-        if holds(most)
-        else bisect_left(range(most), True, key=lambda count: not holds(count + 1))
-    )
+    if holds(most):  # most often
+        return most
+    return bisect_left(range(most), True, key=lambda count: not holds(count + 1))

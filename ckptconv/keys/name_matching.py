@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from ckptconv.keys.fits import SAME_KEYS, WRAPPERS, Shapes
 from ckptconv.keys.key_map import STRIP, map_keys
+from ckptconv.keys.rules import without_segments
 from ckptconv.support.errors import KeyConflict, LimitExceeded
 from ckptconv.support.limits import in_force
 
@@ -119,19 +120,11 @@ def by_insertion(sources: Names, targets: Names) -> Graph:
     graph = {}
     for name in targets:
         short = shorten_target(name)
-        graph[name] = (
-            shortened.get(name, [])
-            if short == name
-            else [old for old in shortened.get(short, ()) if old == short]
-        )
+        olds = shortened.get(short, [])
+        graph[name] = olds if short == name else [old for old in olds if old == short]
     return graph
 
 
 def _without(segments: set[str]) -> Callable[[str], str]:
     inserted = {segment for segment in segments if not segment.isdigit()}
-
-    def shorten(name: str) -> str:
-        *modules, last = name.split(".")
-        return ".".join([*(segment for segment in modules if segment not in inserted), last])
-
-    return shorten
+    return lambda name: without_segments(name, inserted)

@@ -39,11 +39,9 @@ def refuse_without(metadata: Mapping[str, str], output: str) -> None:
     without these.
     """
     if names := list(naming_entries(metadata)):
-        raise RefusedObject(
-            f"is metadata by which codes are read, and {output} has no place for it",
-            where=names[0],
-            hint="write safetensors (--to safetensors), which keeps it",
-        )
+        what = f"is metadata by which codes are read, and {output} has no place for it"
+        hint = "write safetensors (--to safetensors), which keeps it"
+        raise RefusedObject(what, where=names[0], hint=hint)
 
 
 def followed(metadata: Mapping[str, str], names: NewNames) -> dict[str, str]:
@@ -115,9 +113,11 @@ def _new_layer(layer: str, names: NewNames) -> str | None:
         parts = [f"{prefix}{part}" for part in _LAYER_PARTS if f"{prefix}{part}" in names]
         if parts:
             new = _new_prefix(layer, prefix, parts, names)
-            if new is not None and not new.endswith("."):
+            if new is None:
+                return None
+            if not new.endswith("."):
                 raise _refusal(layer, [f"{new}weight"])
-            return None if new is None else new.removeprefix(before).removesuffix(".")
+            return new.removeprefix(before).removesuffix(".")
     return layer
 
 
@@ -144,9 +144,6 @@ def _before(key: str | None, ending: str) -> str | None:
 
 
 def _refusal(name: str, new: list[str]) -> RefusedObject:
-    return RefusedObject(
-        f"its metadata say how its codes are read, by the names of its tensors, and the new "
-        f"names {some_text(new)} are not of their form",
-        where=name,
-        hint="give all of them another prefix, or keep their names",
-    )
+    what = "its metadata say how its codes are read, by the names of its tensors, and the new names"
+    hint = "give all of them another prefix, or keep their names"
+    return RefusedObject(f"{what} {some_text(new)} are not of their form", where=name, hint=hint)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ckptconv.keys.rules import DropSegment, Rule, Select, Step, StripPrefix
 from ckptconv.support.errors import KeyConflict, printable
 
-# ------------------------------------------------------------------------------------------ presets
-
 PRESETS: Mapping[str, tuple[Rule, ...]] = {
     "ddp": (StripPrefix("module."),),
     "compile": (DropSegment("_orig_mod"),),
@@ -37,12 +35,10 @@ _SIGNS = {"swa": ("n_averaged",), "ema-pytorch": ("initted", "step", "ema_model.
 
 def told_preset(keys: Sequence[str]) -> str | None:
     """The preset whose framework adds keys of its own to a state dict, as these tell."""
-    told = (
-        name
-        for name, signs in _SIGNS.items()
-        if all(any(key.startswith(sign) for key in keys) for sign in signs)
-    )
-    return next(told, None)
+    for name, signs in _SIGNS.items():
+        if all(any(key.startswith(sign) for key in keys) for sign in signs):
+            return name
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +51,8 @@ class Preset(Rule):
 
     def __post_init__(self) -> None:
         if self.name not in PRESETS:
-            raise KeyConflict(
-                f"there is no preset '{printable(self.name)}'",
-                hint=f"there are {', '.join(PRESETS)}",
-            )
+            what = f"there is no preset '{printable(self.name)}'"
+            raise KeyConflict(what, hint=f"there are {', '.join(PRESETS)}")
 
     @property
     def words(self) -> str:
@@ -73,18 +67,17 @@ class Preset(Rule):
         for part in PRESETS[self.name]:
             steps.append(part.step(keys))
             keys = [after for key in keys if (after := steps[-1](key)) is not None]
-        return lambda key: _through(steps, key)
+
+        def through(key: str) -> str | None:
+            after: str | None = key
+            for step in steps:
+                after = None if after is None else step(after)
+            return after
+
+        return through
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
         return (self.words,) if all(part.idle(keys) for part in PRESETS[self.name]) else ()
 
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
         return any(part.is_done_by(wrappers) for part in PRESETS[self.name])
-
-
-def _through(steps: Sequence[Step], key: str) -> str | None:
-    after: str | None = key
-    for step in steps:
-        if after is not None:
-            after = step(after)
-    return after

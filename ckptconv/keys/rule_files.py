@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -28,12 +29,7 @@ from ckptconv.keys.key_map import RULE_WORDS, KeyRules, parse_rule
 from ckptconv.keys.mappings import Mapped, MappedKeys
 from ckptconv.keys.rules import Regex, Rename, Rule
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
-from ckptconv.support.errors import (
-    CheckpointError,
-    KeyConflict,
-    MissingDependency,
-    printable,
-)
+from ckptconv.support.errors import CheckpointError, KeyConflict, MissingDependency, printable
 from ckptconv.support.json_text import read_object, refuse_crowded
 
 _MAPPING = "mapping"
@@ -80,22 +76,15 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     text = _text(raw, path)
     kind = path.suffix.lower()
     if kind not in _ENTRIES:
-        raise KeyConflict(
-            "does not look like a file of key rules",
-            path=path,
-            hint=f"its name must end in {', '.join(_ENTRIES)}",
-        )
+        what = "does not look like a file of key rules"
+        raise KeyConflict(what, path=path, hint=f"its name must end in {', '.join(_ENTRIES)}")
     if kind == ".json":
         refuse_crowded(raw, path, None)
-    if kind == ".json" and (mapping := _mapping(text, path)) is not None:
-        found = tuple(item.reversed() for item in mapping) if reverse else mapping
-        return [Mapped(found)]
+        if (mapping := _mapping(text, path)) is not None:
+            return [Mapped(tuple(item.reversed() for item in mapping) if reverse else mapping)]
     if reverse:
-        raise KeyConflict(
-            "holds rules, but only a mapping can be undone",
-            path=path,
-            hint="--save-mapping writes one",
-        )
+        what = "holds rules, but only a mapping can be undone"
+        raise KeyConflict(what, path=path, hint="--save-mapping writes one")
     return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
 
 
@@ -111,26 +100,17 @@ def _text(raw: bytes, path: PurePath) -> str:
 
 def _rules(entry: _Entry, path: PurePath) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
-    if (
-        not isinstance(entry.value, dict)
-        or len(entry.value) != 1
-        or not all(map(_says_something, entry.value.values()))
-    ):
-        _refuse(
-            path,
-            entry.line,
-            "a rule is one name with its value",
-            f"the names are {', '.join(RULE_WORDS)}",
-        )
-    ((word, values),) = entry.value.items()
+    rule = entry.value if isinstance(entry.value, dict) else {}
+    if len(rule) != 1 or not all(map(_says_something, rule.values())):
+        hint = f"the names are {', '.join(RULE_WORDS)}"
+        _refuse(path, entry.line, "a rule is one name with its value", hint)
+    ((word, values),) = rule.items()
     try:
         if word in _PAIRS and isinstance(values, dict):
             yield from (_PAIRS[word](_text_of(old), _text_of(new)) for old, new in values.items())
-        else:
-            yield from (
-                parse_rule(str(word), _text_of(text))
-                for text in (values if isinstance(values, list) else [values])
-            )
+            return
+        for text in values if isinstance(values, list) else [values]:
+            yield parse_rule(str(word), _text_of(text))
     except CheckpointError as error:
         where = str(word) if entry.line is None else f"line {entry.line}: {word}"
         raise error.at(path=path, where=where) from None
@@ -162,6 +142,10 @@ def _listed(found: Any, path: PurePath) -> list[Any]:
     return listed
 
 
+def _entries(listed: Sequence[Any], lines: Iterable[int | None]) -> list[_Entry]:
+    return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
+
+
 def _json_entries(text: str, path: PurePath) -> list[_Entry]:
     try:
         listed = _listed(json.loads(text, object_pairs_hook=_unique), path)
@@ -171,17 +155,16 @@ def _json_entries(text: str, path: PurePath) -> list[_Entry]:
         raise error.at(path=path) from None
     except (RecursionError, ValueError):
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
-    return [_Entry(value, line) for value, line in zip(listed, _json_lines(text), strict=True)]
+    return _entries(listed, _json_lines(text))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise KeyConflict(
-            f"'{printable(name)}' occurs twice in one object", hint="write one rule in each object"
-        )
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        what = f"'{printable(twice)}' occurs twice in one object"
+        raise KeyConflict(what, hint="write one rule in each object")
     return found
 
 
@@ -219,9 +202,8 @@ def _toml_entries(text: str, path: PurePath) -> list[_Entry]:
             import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
         except ImportError:
             hint = "pip install tomli, or write the rules as JSON"
-            raise MissingDependency(
-                "needs tomli on this version of Python", path=path, hint=hint
-            ) from None
+            what = "needs tomli on this version of Python"
+            raise MissingDependency(what, path=path, hint=hint) from None
     _refuse_dots(text, path)
     try:
         listed = _listed(tomllib.loads(text), path)
@@ -229,13 +211,9 @@ def _toml_entries(text: str, path: PurePath) -> list[_Entry]:
         _refuse(path, None, f"is not valid TOML: {error}")
     except (RecursionError, ValueError):
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
-    heads = [
-        number
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.partition("#")[0].strip() == "[[rules]]"
-    ]
-    lines: Sequence[int | None] = heads if len(heads) == len(listed) else [None] * len(listed)
-    return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
+    plain = [line.partition("#")[0].strip() for line in text.splitlines()]
+    heads = [number for number, line in enumerate(plain, 1) if line == "[[rules]]"]
+    return _entries(listed, heads if len(heads) == len(listed) else [None] * len(listed))
 
 
 _MOST_DOTS = 100
@@ -246,9 +224,8 @@ def _refuse_dots(text: str, path: PurePath) -> None:
     has such a name.
     """
     for number, line in enumerate(text.splitlines(), 1):
-        if line.count(".") > _MOST_DOTS and any(
-            name.count(".") > _MOST_DOTS for name in _NAME_ENDS(line)
-        ):
+        most = max(name.count(".") for name in _NAME_ENDS(line))
+        if most > _MOST_DOTS:
             _refuse(path, number, f"has a name of more than {_MOST_DOTS} parts")
 
 
@@ -265,20 +242,13 @@ def _yaml_entries(text: str, path: PurePath) -> list[_Entry]:
         root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
         listed = _listed(_plain(root, path, set()), path)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        _refuse(
-            path,
-            mark and mark.line + 1,
-            f"is not valid YAML: {getattr(error, 'problem', None) or 'malformed'}",
-        )
+        mark, problem = (getattr(error, name, None) for name in ("problem_mark", "problem"))
+        _refuse(path, mark and mark.line + 1, f"is not valid YAML: {problem or 'malformed'}")
     except (ValueError, RecursionError):
         _refuse(path, None, "is not valid YAML")
     if isinstance(root.value[0], tuple):
         root = next(value for name, value in root.value if name.value == "rules")
-    return [
-        _Entry(value, node.start_mark.line + 1)
-        for value, node in zip(listed, root.value, strict=True)
-    ]
+    return _entries(listed, (node.start_mark.line + 1 for node in root.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,12 +276,9 @@ def _plain(node: Any, path: PurePath, seen: set[int]) -> Any:
         _refuse(path, line, "is used again through an alias", "write it out at each place")
     seen.add(id(node))
     if kind == "map":
-        pairs = [
-            (_plain(name, path, seen), _plain(value, path, seen)) for name, value in node.value
-        ]
-        if any(isinstance(name, list | dict) for name, _ in pairs) or len(
-            {*(name for name, _ in pairs)}
-        ) != len(pairs):
+        pairs = [[_plain(part, path, seen) for part in pair] for pair in node.value]
+        names = [name for name, _ in pairs]
+        if any(isinstance(name, list | dict) for name in names) or len({*names}) != len(names):
             _refuse(path, line, "a name occurs in it twice, or is not text")
         return dict(pairs)
     if kind == "seq":
@@ -365,11 +332,8 @@ def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:
         return None
     found = read_object(text.encode(), path, _MAPPING)  # strictly: no name twice
     if found[_MAPPING] != _VERSION:
-        raise KeyConflict(
-            f"is a mapping of version {printable(found[_MAPPING])}",
-            path=path,
-            hint="upgrade ckptconv",
-        )
+        what = f"is a mapping of version {printable(found[_MAPPING])}"
+        raise KeyConflict(what, path=path, hint="upgrade ckptconv")
     listed = found.get("state_dicts")
     if not isinstance(listed, list) or not listed:
         raise KeyConflict("is a mapping without a state dict", path=path)
@@ -377,37 +341,36 @@ def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:
 
 
 def _mapped_keys(item: Any, path: PurePath) -> MappedKeys:
-    where, keys, left, modules = (
-        item.get(name) if isinstance(item, dict) else None
-        for name in ("path", "keys", "left_out", "modules")
-    )
-    filled = item.get("filled", {}) if isinstance(item, dict) else None
-    if isinstance(filled, list) and _are_texts(filled):  # as mappings were before they named twins
+    match {"filled": {}, **item} if isinstance(item, dict) else None:
+        case {
+            "path": str() as where,
+            "keys": dict() as keys,
+            "left_out": list() as left,
+            "modules": dict() as modules,
+            "filled": (dict() | list()) as filled,
+        } if _are_texts([*keys.values(), *left, *filled]):
+            paths = {old: [new] if isinstance(new, str) else new for old, new in modules.items()}
+        case _:
+            raise _no_mapping(path)
+    if isinstance(filled, list):  # as mappings were before they named twins
         filled = dict.fromkeys(filled)
-    if (
-        not isinstance(where, str)
-        or not isinstance(filled, dict)
-        or not (isinstance(keys, dict) and _are_texts(keys.values()))
-        or not (isinstance(left, list) and _are_texts(left))
-        or not (isinstance(modules, dict) and all(map(_is_path_or_paths, modules.values())))
-        or not {*filled.values()} <= {None, *keys.values()}
-    ):
-        raise KeyConflict(
-            "is not a mapping that ckptconv wrote", path=path, hint="--save-mapping writes one"
-        )
-    if not keys.keys().isdisjoint(left) or len({*keys.values(), *filled}) != len(keys) + len(
-        filled
-    ):
-        raise KeyConflict(
-            "two keys become one, or a key is left out and kept", path=path, where=where
-        )
-    paths = {old: (new,) if isinstance(new, str) else tuple(new) for old, new in modules.items()}
-    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, paths, filled)
+    twins = [twin for twin in filled.values() if twin is not None]
+    if not _are_texts(twins) or not {*twins} <= {*keys.values()}:
+        raise _no_mapping(path)
+    if not all(isinstance(news, list) and news and _are_texts(news) for news in paths.values()):
+        raise _no_mapping(path)
+    named = [*keys.values(), *filled]
+    if not keys.keys().isdisjoint(left) or len({*named}) != len(named):
+        what = "two keys become one, or a key is left out and kept"
+        raise KeyConflict(what, path=path, where=where)
+    modules = {old: tuple(news) for old, news in paths.items()}
+    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, modules, filled)
+
+
+def _no_mapping(path: PurePath) -> KeyConflict:
+    what = "is not a mapping that ckptconv wrote"
+    return KeyConflict(what, path=path, hint="--save-mapping writes one")
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
     return all(isinstance(text, str) for text in values)
-
-
-def _is_path_or_paths(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and bool(value) and _are_texts(value))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import FrameType
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from ckptconv.support import platforms
 from ckptconv.support.errors import KeyConflict, LimitExceeded, printable
@@ -24,13 +24,18 @@ Step = Callable[[str], str | None]
 
 
 class Rule:
-    """One rule; `words` are those of the command line that stand for it."""
+    """One rule; `words` are those of the command line that stand for it: its `option`, and its
+    fields with what stands `between` them.
+    """
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
+    option: ClassVar[str] = ""
+    between: ClassVar[str] = ""
 
     @property
     def words(self) -> str:
-        raise NotImplementedError
+        texts = [getattr(self, name) for name in self.__slots__]
+        return _option(self.option, self.between.join(texts))
 
     @property
     def leaves_out(self) -> bool:
@@ -68,11 +73,8 @@ def _option(name: str, text: str) -> str:
 class StripPrefix(Rule):
     """Cuts `prefix` off each key that starts with it, once."""
 
+    option = "strip-prefix"
     prefix: str
-
-    @property
-    def words(self) -> str:
-        return _option("strip-prefix", self.prefix)
 
     def step(self, keys: Sequence[str]) -> Step:
         return lambda key: key.removeprefix(self.prefix)
@@ -88,11 +90,8 @@ class StripPrefix(Rule):
 class AddPrefix(Rule):
     """Puts `prefix` before every key."""
 
+    option = "add-prefix"
     prefix: str
-
-    @property
-    def words(self) -> str:
-        return _option("add-prefix", self.prefix)
 
     def step(self, keys: Sequence[str]) -> Step:
         return lambda key: self.prefix + key
@@ -104,12 +103,9 @@ class Rename(Rule):
     `old` of keys.
     """
 
+    option, between = "rename", "="
     old: str
     new: str
-
-    @property
-    def words(self) -> str:
-        return _option("rename", f"{self.old}={self.new}")
 
     def step(self, keys: Sequence[str]) -> Step:
         old, new = self.old, self.new
@@ -136,6 +132,7 @@ class Regex(Rule):
     'net.layers.3.weight'
     """
 
+    option, between = "regex", "=>"
     pattern: str
     replacement: str
 
@@ -143,19 +140,13 @@ class Regex(Rule):
         try:
             self._compiled().sub(self.replacement, "")
         except (re.error, IndexError, OverflowError, RecursionError) as error:
-            raise KeyConflict(
-                f"{self.words} is not a valid pattern: {error}",
-                hint="write it as PATTERN=>REPLACEMENT, in Python's re syntax",
-            ) from None
+            hint = "write it as PATTERN=>REPLACEMENT, in Python's re syntax"
+            raise KeyConflict(f"{self.words} is not a valid pattern: {error}", hint=hint) from None
 
     def _compiled(self) -> re.Pattern[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what future versions will read otherwise
             return re.compile(self.pattern)
-
-    @property
-    def words(self) -> str:
-        return _option("regex", f"{self.pattern}=>{self.replacement}")
 
     def step(self, keys: Sequence[str]) -> Step:
         pattern, replacement = self._compiled(), self.replacement
@@ -194,26 +185,35 @@ class Select(Rule):
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
         return tuple(
-            words
-            for words, glob in self._globs()
-            if not any(fnmatchcase(key, glob) for key in keys)
+            words for words, glob in self._globs() if all(_met(key, [glob]) is None for key in keys)
         )
 
     def why(self, key: str) -> str:
-        met = next((glob for glob in self.exclude if fnmatchcase(key, glob)), None)
+        met = _met(key, self.exclude)
         if met is not None and self._is_wanted(key):
             return f"matched {_option('exclude', met)}"
         return f"did not match {' or '.join(_option('include', glob) for glob in self.include)}"
 
     def _keeps(self, key: str) -> bool:
-        return self._is_wanted(key) and not any(fnmatchcase(key, glob) for glob in self.exclude)
+        return self._is_wanted(key) and _met(key, self.exclude) is None
 
     def _is_wanted(self, key: str) -> bool:
-        return not self.include or any(fnmatchcase(key, glob) for glob in self.include)
+        return not self.include or _met(key, self.include) is not None
 
     def _globs(self) -> Iterator[tuple[str, str]]:
         yield from ((_option("include", glob), glob) for glob in self.include)
         yield from ((_option("exclude", glob), glob) for glob in self.exclude)
+
+
+def _met(key: str, globs: Sequence[str]) -> str | None:
+    """The first of the globs that a key matches."""
+    return next((glob for glob in globs if fnmatchcase(key, glob)), None)
+
+
+def without_segments(key: str, names: Collection[str]) -> str:
+    """A key without the module names `names`, wherever they stand in it but last."""
+    *modules, last = key.split(".")
+    return ".".join([*(name for name in modules if name not in names), last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +236,7 @@ class DropSegment(Rule):
         return self.segment in wrappers
 
     def _without(self, key: str) -> str:
-        if self.segment not in key:
-            return key
-        *modules, last = key.split(".")
-        return ".".join([*(name for name in modules if name != self.segment), last])
+        return without_segments(key, (self.segment,)) if self.segment in key else key
 
 
 # ----------------------------------------------------------------------------------------- patience

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckptconv.keys.rules import Step
+from ckptconv.keys.rules import Step, without_segments
 
 MODULE = "module"
 UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -24,10 +24,9 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     """
     keys = list(keys)
     text = "\n".join(keys)
+    known = [name for name in UNMISTAKABLE if name in text]
     inside = [
-        name
-        for name in UNMISTAKABLE
-        if name in text and any(name in key and name in key.split(".")[:-1] for key in keys)
+        name for name in known if any(name in key and name in key.split(".")[:-1] for key in keys)
     ]
     bare = [drop_unmistakable(key) for key in keys] if inside else keys
     depth = _depth(bare[0]) if bare else 0
@@ -70,10 +69,8 @@ def all_start(keys: Sequence[str], prefix: str) -> bool:
 
 
 def drop_unmistakable(key: str) -> str:
-    if not any(name in key for name in UNMISTAKABLE):
-        return key
-    *modules, last = key.split(".")
-    return ".".join([*(segment for segment in modules if segment not in UNMISTAKABLE), last])
+    is_wrapped = any(name in key for name in UNMISTAKABLE)
+    return without_segments(key, UNMISTAKABLE) if is_wrapped else key
 
 
 def stripping(times: int) -> Step:

@@ -41,7 +41,7 @@ from ckptconv.tree.edits import Edit
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
-from ckptconv.tree.strays import settle_strays
+from ckptconv.tree.stray_tensors import settle_strays
 from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:

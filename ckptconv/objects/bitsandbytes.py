@@ -59,20 +59,16 @@ def fields(state: Node) -> dict[str, Node]:
         state = state.state
     if type(state) is tuple and state:
         state = state[0]
-    return (
-        {name: value for name, value in state.pairs if type(name) is str}
-        if type(state) is Dict
-        else {}
-    )
+    pairs = state.pairs if type(state) is Dict else ()
+    return {name: value for name, value in pairs if type(name) is str}
 
 
 def _eight_bits(weight: Mapping[str, Node], state: Mapping[str, Node]) -> Saved | None:
     scales = weight.get("SCB") if weight.get("SCB") is not None else state.get("SCB")
-    if type(state.get("has_fp16_weights")) is not bool or not (
-        scales is None or type(scales) is TensorRef
-    ):
+    is_plain = state.get("has_fp16_weights")
+    if type(is_plain) is not bool or type(scales) not in (TensorRef, type(None)):
         return None
-    if state["has_fp16_weights"] or scales is None:
+    if is_plain or scales is None:
         return Saved([])
     return Saved([("SCB", scales), ("weight_format", _bytes_tensor(b"\0", ()))])
 
@@ -92,50 +88,43 @@ def _four_bits(node: Node) -> Saved | None:
     }
     used: tuple[TensorRef, ...] = ()
     if found.get("nested") is True:
-        tensors += [
-            ("nested_absmax", inner.get("absmax")),
-            ("nested_quant_map", _cloned(inner.get("code"))),
-        ]
+        offset, code = found.get("offset"), inner.get("code")
+        tensors.append(("nested_absmax", inner.get("absmax")))
+        tensors.append(("nested_quant_map", _cloned(code)))
         plain |= {"nested_blocksize": inner.get("blocksize"), "nested_dtype": _dtype(inner)}
-        plain["nested_offset"] = _number(found.get("offset"))
-        used = tuple(
-            ref for ref in (found.get("offset"), inner.get("code")) if type(ref) is TensorRef
-        )
-    is_known = all(type(ref) is TensorRef for _, ref in tensors) and all(
-        type(value) in _JSON for value in plain.values()
-    )
-    if (
-        kind not in ("fp4", "nf4")
-        or not is_known
-        or found.get("packing_format_for_cpu", False) is not False
-    ):
+        plain["nested_offset"] = _number(offset)
+        used = tuple(ref for ref in (offset, code) if type(ref) is TensorRef)
+    is_packed_for_cpu = found.get("packing_format_for_cpu", False) is not False
+    if kind not in ("fp4", "nf4") or is_packed_for_cpu:
+        return None
+    kinds = {type(value) for value in plain.values()}
+    if {type(ref) for _, ref in tensors} != {TensorRef} or not kinds <= _JSON:
         return None
     packed = json.dumps(plain).encode()
     tensors.append((f"quant_state.bitsandbytes__{kind}", _bytes_tensor(packed, (len(packed),))))
     return Saved([(f"weight.{name}", ref) for name, ref in tensors], used)
 
 
-_JSON = (str, int, float, list)
+_JSON = {str, int, float, list}
 _SMALL = 1 << 12  # bytes of a storage that holds one number
 
 
 def _dtype(found: Mapping[str, Node]) -> str | None:
-    dtype = found.get("dtype")
-    return (
-        dtype.name
-        if type(dtype) is Global and dtype.module == "torch" and dtype.name in BY_NAME
-        else None
-    )
+    match found.get("dtype"):
+        case Global(module="torch", name=name) if name in BY_NAME:
+            return name
+    return None
 
 
 def _number(ref: Node) -> float | None:
     """The one value of a float32 tensor; its storage is checked, for no output will hold it."""
     if type(ref) is not TensorRef or ref.dtype.name != "float32" or ref.numel != 1:
         return None
-    if any(piece.storage.nbytes > _SMALL for piece in ref.pieces):
+    storages = [piece.storage for piece in ref.pieces]
+    if any(storage.nbytes > _SMALL for storage in storages):
         return None
-    for piece in ref.pieces:
-        check_storage(piece.storage)
+    for storage in storages:
+        check_storage(storage)
     number: float = struct.unpack("<f", b"".join(map(bytes, iter_chunks(ref))))[0]
     return number
 
@@ -144,13 +133,11 @@ def _cloned(ref: Node) -> Node:
     """A tensor that shares no memory, as the layer saves the map that all layers have in common."""
     if type(ref) is not TensorRef:
         return ref
-    return ref._replace(
-        pieces=tuple(piece._replace(storage=piece.storage._replace()) for piece in ref.pieces)
-    )
+    pieces = tuple(piece._replace(storage=piece.storage._replace()) for piece in ref.pieces)
+    return ref._replace(pieces=pieces)
 
 
 def _bytes_tensor(values: bytes, shape: tuple[int, ...]) -> TensorRef:
-    storage = Storage(
-        MemorySource(values, _NOWHERE), 0, len(values), "cpu", "a quantization state", UINT8
-    )
+    source = MemorySource(values, _NOWHERE)
+    storage = Storage(source, 0, len(values), "cpu", "a quantization state", UINT8)
     return view_of(storage, UINT8, 0, shape, (1,) * len(shape))

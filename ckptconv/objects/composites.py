@@ -13,7 +13,7 @@ offsets count from the beginning of the buffer's storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ Check = Callable[[], None]
 """Reads what the parts of a tensor point at; raises `MalformedCheckpoint` where that is nowhere."""
 
 _UTILS = "torch._utils"
-_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 
 def is_composite(node: Call) -> bool:
@@ -68,21 +67,16 @@ def parts_check(node: Call, where: str) -> Check:
 
 def _rebuilt(node: Call) -> tuple[str, tuple[Node, ...]]:
     """The function that rebuilds, and its arguments, also inside a subclass or attributes."""
-    args = node.args
-    if (
-        node.name == _FROM_TYPE
-        and len(args) == 4
-        and type(args[0]) is Global
-        and type(args[2]) is tuple
-    ):
-        return args[0].path, args[2]
-    return node.name, args
+    match node:
+        case Call(name="torch._tensor._rebuild_from_type_v2", args=(Global() as made, _, args, _)):
+            if type(args) is tuple:
+                return made.path, args
+    return node.name, node.args
 
 
 def _wrong(what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        what, hint="the file is damaged or forged; --exclude or --only leaves it out"
-    )
+    hint = "the file is damaged or forged; --exclude or --only leaves it out"
+    return MalformedCheckpoint(what, hint=hint)
 
 
 def _require(fits: bool, what: str) -> None:
@@ -120,21 +114,15 @@ _INDEX_TYPES = (BY_NAME["int32"], _INT64)
 
 
 def _sparse(args: tuple[Node, ...]) -> Check:
-    layout = args[0].args[0] if len(args) == 2 and type(args[0]) is Call and args[0].args else None
-    given = args[1] if type(layout) is str and type(args[1]) is tuple else ()
+    match args:
+        case (Call(args=(str() as layout, *_)), given) if layout == _COO or layout in _COMPRESSED:
+            given = given if type(given) is tuple else ()
+        case _:
+            raise _wrong("a sparse tensor has a layout that torch does not know")
     count = 2 if layout == _COO else 3
-    size = plain_sizes(given[count]) if len(given) > count else None
-    _require(
-        layout == _COO or layout in _COMPRESSED,
-        "a sparse tensor has a layout that torch does not know",
-    )
-    _require(
-        size is not None
-        and all(type(part) is TensorRef for part in given[:count])
-        and len(given) <= 4,
-        "a sparse tensor is not made of tensors and a size",
-    )
-    assert size is not None
+    size = plain_sizes(given[count]) if count < len(given) <= 4 else None
+    if size is None or any(type(part) is not TensorRef for part in given[:count]):
+        raise _wrong("a sparse tensor is not made of tensors and a size")
     refuse_dimensions(len(size))
     _require(
         min(size, default=0) >= 0 and prod(number for number in size if number) < 1 << 63,
@@ -142,7 +130,7 @@ def _sparse(args: tuple[Node, ...]) -> Check:
     )
     if layout == _COO:
         return _coo(given[0], given[1], size, coalesced=given[-1] is True)
-    return _compressed(str(layout), given[0], given[1], given[2], size)
+    return _compressed(layout, given[0], given[1], given[2], size)
 
 
 def _coo(indices: TensorRef, values: TensorRef, size: Shape, *, coalesced: bool) -> Check:
@@ -171,9 +159,8 @@ def _check_coo(indices: TensorRef, size: Shape, coalesced: bool) -> None:
         block = _read_integer_box(indices, (0, first), (dimensions, stop - first))
         _refuse_beyond(block, limits)
         if coalesced and not _is_ascending(block):
-            raise _wrong(
-                "says that it is coalesced, but its indices are not sorted, or one occurs twice"
-            )
+            what = "says that it is coalesced, but its indices are not sorted, or one occurs twice"
+            raise _wrong(what)
 
 
 def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
@@ -204,16 +191,19 @@ def _compressed(
     batch = len(compressed.shape) - 1
     misfit = (
         f"the parts of a sparse tensor do not fit: compressed indices of {compressed.shape}, "
-        f"plain indices of {plain.shape}, "
-        f"values of {values.shape}, size {size}"
+        f"plain indices of {plain.shape}, values of {values.shape}, size {size}"
     )
     _require(batch >= 0 and len(size) >= batch + 2 and len(plain.shape) == batch + 1, misfit)
     count = plain.shape[-1]
-    block = values.shape[batch + 1 : batch + 3] if layout in _BLOCKED else ()
-    rows, columns = _in_blocks(
-        size[batch : batch + 2], block, misfit, is_blocked=layout in _BLOCKED
-    )
-    outer, inner = (rows, columns) if layout in _BY_ROW else (columns, rows)
+    block: Shape = ()
+    outer, inner = size[batch : batch + 2]
+    if layout in _BLOCKED:
+        block = values.shape[batch + 1 : batch + 3]
+        _require(len(block) == 2 and min(block) > 0, misfit)
+        _require(not (outer % block[0] or inner % block[1]), misfit)
+        outer, inner = outer // block[0], inner // block[1]
+    if layout not in _BY_ROW:
+        outer, inner = inner, outer
     _require(
         compressed.shape == (*size[:batch], outer + 1)
         and plain.shape == (*size[:batch], count)
@@ -227,19 +217,6 @@ def _compressed(
         "the indices of a sparse tensor are not both int32 or both int64",
     )
     return partial(_check_compressed, compressed, plain, outer, inner)
-
-
-def _in_blocks(size: Shape, block: Shape, misfit: str, *, is_blocked: bool) -> Shape:
-    """Rows and columns, counted in blocks where there are any."""
-    if not is_blocked:
-        return size
-    _require(
-        len(block) == 2
-        and min(block) > 0
-        and not any(n % m for n, m in zip(size, block, strict=True)),
-        misfit,
-    )
-    return tuple(n // m for n, m in zip(size, block, strict=True))
 
 
 def _check_compressed(compressed: TensorRef, plain: TensorRef, outer: int, inner: int) -> None:
@@ -278,44 +255,34 @@ _FLOAT_CHANNELS = "torch.per_channel_affine_float_qparams"
 
 
 def _quantized(args: tuple[Node, ...]) -> Check:
-    _require(
-        5 <= len(args) <= 7
-        and type(args[4]) is tuple
-        and bool(args[4])
-        and type(args[4][0]) is Global,
-        "a quantized tensor is not rebuilt from a storage, a shape and a scheme",
-    )
-    storage, offset, shape, stride, params = args[:5]
-    dtype = getattr(storage, "dtype", None)
+    match args:
+        case (storage, offset, shape, stride, tuple([Global(path=scheme), *params]), *more) if (
+            len(more) <= 2
+        ):
+            dtype = getattr(storage, "dtype", None)
+        case _:
+            raise _wrong("a quantized tensor is not rebuilt from a storage, a shape and a scheme")
     if type(dtype) is not DType or dtype.name not in _RANGES:
-        raise _wrong(
-            "a quantized tensor is rebuilt from a storage that does not hold quantized numbers"
-        )
+        what = "a quantized tensor is rebuilt from a storage that does not hold quantized numbers"
+        raise _wrong(what)
     if (packed := _IN_A_BYTE.get(dtype.name)) is None:
         tensor_of_storage(storage, offset, shape, stride, dtype=dtype)
     else:
         _require(type(storage) is Storage, "a quantized tensor is rebuilt from a part of a storage")
         view_of(storage._replace(nbytes=storage.nbytes * packed), dtype, offset, shape, stride)
     low, high = _RANGES[dtype.name]
-    scheme = params[0].path
     if scheme == "torch.per_tensor_affine":
-        fits = (
-            len(params) == 3
-            and _is_float(params[1])
-            and type(params[2]) is int
-            and low <= params[2] <= high
-        )
         _require(
-            fits,
+            len(params) == 2 and _is_float(params[0]) and _is_within(params[1], low, high),
             f"its scale is not a number, or its zero point is not a value of {dtype.name} ({low} "
             f"to {high})",
         )
         return _nothing
     _require(
-        scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 4,
+        scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 3,
         "is quantized by a scheme that torch does not rebuild",
     )
-    return _by_channel(params[1:], shape, low, high)
+    return _by_channel(params, shape, low, high)
 
 
 def _is_float(value: Node) -> bool:
@@ -323,11 +290,15 @@ def _is_float(value: Node) -> bool:
     return type(value) is float or (type(value) is int and value.bit_length() < 1000)
 
 
-def _by_channel(params: tuple[Node, ...], shape: Shape, low: int, high: int) -> Check:
+def _is_within(value: Node, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _by_channel(params: Sequence[Node], shape: Shape, low: int, high: int) -> Check:
     """Zero points may be floats under either scheme: torch saves the plain one for both."""
     scales, zero_points, axis = params
     _require(
-        type(axis) is int and 0 <= axis < len(shape),
+        _is_within(axis, 0, len(shape) - 1),
         f"its axis {axis!r} is not one of the {len(shape)} of its shape",
     )
     _require(
@@ -338,21 +309,16 @@ def _by_channel(params: tuple[Node, ...], shape: Shape, low: int, high: int) -> 
         type(scales) is list or scales.dtype.is_floating, "its scales are not floating numbers"
     )
     if type(zero_points) is list:
-        fits = all(
-            type(zero) is float or (type(zero) is int and low <= zero <= high)
-            for zero in zero_points
-        )
+        fits = all(type(zero) is float or _is_within(zero, low, high) for zero in zero_points)
         _require(fits, f"a zero point is not a number from {low} to {high}")
         return _nothing
     _require(
         zero_points.dtype.kind in ("int", "float") and not zero_points.neg,
         "its zero points are not numbers",
     )
-    return (
-        partial(_check_zero_points, zero_points, low, high)
-        if zero_points.dtype.kind == "int"
-        else _nothing
-    )
+    if zero_points.dtype.kind == "float":
+        return _nothing
+    return partial(_check_zero_points, zero_points, low, high)
 
 
 def _length(part: Node) -> int:

@@ -31,7 +31,7 @@ from ckptconv.objects.torch_read import Window, is_tensor_call
 from ckptconv.objects.torch_write import plain_sizes
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, PersistentId, children
 from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, contiguous_stride, view_of
 
 ENCODINGS = "ckptconv.encodings"
@@ -59,20 +59,14 @@ def flat(key: str, value: Node, *, encode: bool = True) -> FlatValue | None:
     Without `encode`, tensors that safetensors has no form for have none, but for complex ones,
     which stay as they are.
     """
-    ref = value.tensor if type(value) is TensorObject else value
-    if type(ref) is not TensorRef:
-        ref = None
-    was = None
-    if ref is None and (ref := tensor_form(value)) is not None:
+    ref, was = value.tensor if type(value) is TensorObject else value, None
+    if type(ref) is not TensorRef and (ref := tensor_form(value)) is not None:
         was = spoken_name(value, value.name)
+    if ref is not None and encode and ref.dtype.name in _REALS:
+        recipe: Recipe = {"encoding": "complex", "dtype": ref.dtype.name}
+        return FlatValue(((f"{key}.real_imag", ref),), {key: recipe}, was)
     if ref is not None:
-        if not encode or ref.dtype.name not in _REALS:
-            return FlatValue(((key, ref),), {}, was)
-        return FlatValue(
-            ((f"{key}.real_imag", ref),),
-            {key: {"encoding": "complex", "dtype": ref.dtype.name}},
-            was,
-        )
+        return FlatValue(((key, ref),), {}, was)
     if not encode:
         return None
     if type(value) is Call and value.name in PARAMETERS and value.args:
@@ -92,11 +86,9 @@ def _nested_flat(key: str, components: Components, recipe: Recipe) -> FlatValue:
 
 def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     """The metadata entry that holds these recipes; none where there are no recipes."""
-    return (
-        {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)}
-        if recipes
-        else {}
-    )
+    if not recipes:
+        return {}
+    return {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)}
 
 
 def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
@@ -139,18 +131,18 @@ _Encoded = tuple[Components, Recipe] | None
 
 
 def _sparse(args: tuple[Node, ...]) -> _Encoded:
-    if len(args) != 2 or type(args[0]) is not Call or type(args[1]) is not tuple:
-        return None
-    layout = args[0].args[0] if args[0].args else None
-    names = _SPARSE.get(layout) if type(layout) is str else None
-    if names is None or not len(names) + 1 <= len(args[1]) <= len(names) + 2:
-        return None
-    refs, size = args[1][: len(names)], plain_sizes(args[1][len(names)])
+    match args:
+        case (Call(args=(str() as layout, *_)), tuple() as given) if layout in _SPARSE:
+            names = _SPARSE[layout]
+        case _:
+            return None
+    refs, rest = given[: len(names)], given[len(names) :]
+    size = plain_sizes(rest[0]) if 1 <= len(rest) <= 2 else None
     if size is None or any(type(ref) is not TensorRef for ref in refs):
         return None
     recipe: Recipe = {"encoding": "sparse", "layout": layout, "size": list(size)}
-    if len(args[1]) > len(names) + 1:
-        recipe["coalesced"] = args[1][-1] is True
+    if len(rest) == 2:
+        recipe["coalesced"] = rest[1] is True
     return tuple(zip(names, refs, strict=True)), recipe
 
 
@@ -162,46 +154,29 @@ _SPARSE = {
 
 
 def _quantized(args: tuple[Node, ...]) -> _Encoded:
-    if (
-        len(args) < 5
-        or type(args[0]) is not Storage
-        or type(args[4]) is not tuple
-        or not args[4]
-        or type(args[4][0]) is not Global
-    ):
-        return None
-    storage, offset, shape, stride, params = args[:5]
-    integer = _INTEGERS.get(storage.dtype.name) if storage.dtype else None
-    if integer is None:
-        return None
-    integers = ("integers", view_of(storage, BY_NAME[integer], offset, shape, stride))
-    return _by_scheme(integers, storage, params)
+    match args:
+        case (Storage(dtype=DType() as dtype) as storage, offset, shape, stride, params, *_):
+            if integer := _INTEGERS.get(dtype.name):
+                integers = view_of(storage, BY_NAME[integer], offset, shape, stride)
+                return _by_scheme(integers, dtype, params)
+    return None
 
 
-def _by_scheme(
-    integers: tuple[str, TensorRef], storage: Storage, params: tuple[Any, ...]
-) -> _Encoded:
+def _by_scheme(integers: TensorRef, dtype: DType, params: Node) -> _Encoded:
     """The components of a quantized tensor by its parameters: one scale, or those of channels."""
-    assert storage.dtype is not None
-    recipe: Recipe = {
-        "encoding": "quantized",
-        "dtype": storage.dtype.name,
-        "scheme": params[0].name,
-    }
-    if params[0].name == "per_tensor_affine" and [type(number) for number in params[1:]] == [
-        float,
-        int,
-    ]:
-        return (integers,), {**recipe, "scale": params[1], "zero_point": params[2]}
-    if params[0].name in _BY_CHANNEL and [type(given) for given in params[1:]] == [
-        TensorRef,
-        TensorRef,
-        int,
-    ]:
-        return (integers, ("scales", params[1]), ("zero_points", params[2])), {
-            **recipe,
-            "axis": params[3],
-        }
+    recipe: Recipe = {"encoding": "quantized", "dtype": dtype.name}
+    match params if type(params) is tuple else ():
+        case (Global(name="per_tensor_affine" as scheme), float() as scale, number) if (
+            type(number) is int
+        ):
+            recipe |= {"scheme": scheme, "scale": scale, "zero_point": number}
+            return (("integers", integers),), recipe
+        case (Global(name=scheme), TensorRef() as scales, TensorRef() as zero_points, axis) if (
+            scheme in _BY_CHANNEL and type(axis) is int
+        ):
+            recipe |= {"scheme": scheme, "axis": axis}
+            named = (("scales", scales), ("zero_points", zero_points))
+            return (("integers", integers), *named), recipe
     return None
 
 
@@ -217,23 +192,15 @@ def packed_codes(
         value = value.args[0]
     if type(value) is not Call or value.name != f"{_UTILS}._rebuild_qtensor":
         return None
-    storage, offset, shape, stride, params = (*value.args, *[None] * 5)[:5]
-    if (
-        type(storage) is not Storage
-        or storage.dtype is None
-        or storage.dtype.name not in bits
-        or type(params) is not tuple
-        or not params
-        or type(params[0]) is not Global
-    ):
+    match value.args:
+        case (Storage(dtype=DType() as dtype) as storage, 0, shape, stride, params, *_):
+            sizes = plain_sizes(shape)
+        case _:
+            return None
+    if dtype.name not in bits or sizes is None or stride != contiguous_stride(sizes):
         return None
-    sizes = plain_sizes(shape)
-    if sizes is None or offset != 0 or stride != contiguous_stride(sizes):
-        return None
-    nbytes = -(-prod(sizes) * bits[storage.dtype.name] // 8)
-    found = _by_scheme(
-        ("integers", view_of(storage, BY_NAME["uint8"], 0, (nbytes,), (1,))), storage, params
-    )
+    codes = view_of(storage, UINT8, 0, (-(-prod(sizes) * bits[dtype.name] // 8),), (1,))
+    found = _by_scheme(codes, dtype, params)
     return None if found is None else (*found, sizes)
 
 
@@ -279,17 +246,9 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
             )
         try:
             value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
-        except (
-            KeyError,
-            TypeError,
-            IndexError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-        ) as error:
-            raise MalformedCheckpoint(
-                "its components do not fit the recipe of its encoding", where=key
-            ) from error
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            what = "its components do not fit the recipe of its encoding"
+            raise MalformedCheckpoint(what, where=key) from error
         values[key] = value
         places[key] = places[names[0]]
     return {key: values[key] for key in sorted(values, key=places.__getitem__)}
@@ -306,19 +265,21 @@ def _recipes(text: str) -> dict[str, Recipe]:
 
 
 def _component_names(key: str, recipe: Recipe) -> list[str]:
-    encoding = recipe.get("encoding")
-    layout, scheme = recipe.get("layout"), recipe.get("scheme")
-    names: tuple[str, ...] | None = None
-    if encoding == "sparse":
-        names = _SPARSE.get(layout) if type(layout) is str else None
-    elif encoding == "quantized":
-        names = ("integers", "scales", "zero_points") if scheme in _BY_CHANNEL else ("integers",)
-    elif encoding in ("complex", "nested"):
-        names = ("real_imag",) if encoding == "complex" else _NESTED
-    if names is None:
-        raise MalformedCheckpoint(
-            "its encoding is unknown", where=key, hint="a newer ckptconv may read it"
-        )
+    names: tuple[str, ...]
+    match recipe:
+        case {"encoding": "sparse", "layout": str() as layout} if layout in _SPARSE:
+            names = _SPARSE[layout]
+        case {"encoding": "quantized", "scheme": scheme} if scheme in _BY_CHANNEL:
+            names = ("integers", "scales", "zero_points")
+        case {"encoding": "quantized"}:
+            names = ("integers",)
+        case {"encoding": "complex"}:
+            names = ("real_imag",)
+        case {"encoding": "nested"}:
+            names = _NESTED
+        case _:
+            what = "its encoding is unknown"
+            raise MalformedCheckpoint(what, where=key, hint="a newer ckptconv may read it")
     return [f"{key}.{name}" for name in names]
 
 

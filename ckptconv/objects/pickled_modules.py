@@ -56,11 +56,8 @@ def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
 
 
 def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceeded:
-    limit = "names"
-    if depth > most.depth:
-        limit = "depth"
-    elif count > most.modules:
-        limit = "modules"
+    limit = "modules" if count > most.modules else "names"
+    limit = "depth" if depth > most.depth else limit
     what = "a module contains itself, or too many modules"
     return LimitExceeded(what, limit=limit, allowed=getattr(most, limit), where=prefix[:60] + "…")
 
@@ -94,9 +91,8 @@ def is_module(node: Node) -> bool:
     if type(node) is not Call or type(node.state) is not Dict:
         return False
     parts = {key: value for key, value in node.state.pairs if type(key) is str and key in _PARTS}
-    return len(parts) == len(_PARTS) and all(
-        part is None or mapping_pairs(part) is not None for part in parts.values()
-    )
+    are_plain = all(part is None or mapping_pairs(part) is not None for part in parts.values())
+    return are_plain and len(parts) == len(_PARTS)
 
 
 def saved_tensors(module: Call) -> NamedNodes:
@@ -134,11 +130,8 @@ def child_modules(module: Call) -> list[tuple[str, Call]]:
 
 
 def _children(module: Call) -> NamedNodes:
-    return [
-        (name, child)
-        for name, child in mapping_pairs(fields(module)["_modules"]) or ()
-        if type(name) is str
-    ]
+    pairs = mapping_pairs(fields(module)["_modules"]) or ()
+    return [(name, child) for name, child in pairs if type(name) is str]
 
 
 def other_attributes(module: Call) -> NamedNodes:
@@ -158,21 +151,13 @@ def saved_by_class(module: Call) -> Saved | None:
     """What the class of a module is known to save beside parameters and buffers; None where nothing
     is known.
     """
-    parameters = {
-        name: value for kind, name, value, _ in own_tensors(module) if kind == "_parameters"
-    }
+    own = own_tensors(module)
+    parameters = {name: value for kind, name, value, _ in own if kind == "_parameters"}
     return saved_beside(module.name, fields(module), parameters) if parameters else None
 
 
 def _names_in(node: Node) -> set[str]:
-    given = node.args[0] if _is_set(node) else ()
-    return {name for name in given if type(name) is str}
-
-
-def _is_set(node: Node) -> bool:
-    return (
-        type(node) is Call
-        and node.name == "builtins.set"
-        and bool(node.args)
-        and type(node.args[0]) in (list, tuple)
-    )
+    match node:
+        case Call(name="builtins.set", args=(list() | tuple() as given, *_)):
+            return {name for name in given if type(name) is str}
+    return set()

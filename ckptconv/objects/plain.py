@@ -15,8 +15,20 @@ from math import prod
 from pathlib import Path
 
 from ckptconv.io.source import MemorySource
-from ckptconv.objects import training as training_objects
-from ckptconv.pickles.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
+from ckptconv.objects import training
+from ckptconv.objects.known_names import COPIES
+from ckptconv.objects.training import Form
+from ckptconv.pickles.nodes import (
+    ABSENT,
+    DEFAULT_DICT,
+    DICT,
+    ORDERED_DICT,
+    SET,
+    Call,
+    Dict,
+    Global,
+    Node,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
@@ -29,31 +41,25 @@ _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
 def plain_form(call: Call) -> Node:
     """The plain value that `call` stands for, or the call itself when it has none."""
     name, state = _class_and_state(call)
-    make = _FORMS.get(name)
-    if make is None:
+    form = _FORMS.get(name)
+    if form is None:
         return _as_dict(call, name, state)
-    return make(call, state) if _is_all_read(call, make) else call
+    return form.make(call, state) if _is_all_read(call, form.reads) else call
 
 
-def _is_all_read(call: Call, make: Callable[[Call, Node], Node]) -> bool:
+def _is_all_read(call: Call, reads: str) -> bool:
     """Whether nothing was given to the call, appended, set or made its state that its form does not
     look at.
     """
-    read = _READ.get(make, "args")
-    args_read = read != "state" or not call.args
+    has_args = bool(call.args)
     if call.name == _RECONSTRUCTOR:  # of the class, its base and what the base is made of
-        args_read = (
-            read == "state"
-            and _names(call.args[1:2]) == ["builtins.object"]
-            and call.args[2:] == (None,)
-        )
-    items_read = (read == "items" or not call.items) and (read == "pairs" or not call.pairs)
-    return (
-        args_read
-        and items_read
-        and call.kwargs is None
-        and (call.state in (ABSENT, None) or make in _OF_STATE)
-    )
+        is_bare = _names(call.args[1:2]) == ["builtins.object"] and call.args[2:] == (None,)
+        if "args" in reads or not is_bare:
+            return False
+        has_args = False
+    has_state = call.state not in (ABSENT, None)
+    there = {"args": has_args, "items": call.items, "pairs": call.pairs, "state": has_state}
+    return call.kwargs is None and all(part in reads for part in there if there[part])
 
 
 def _names(nodes: Sequence[Node]) -> list[str]:
@@ -72,13 +78,9 @@ def _as_dict(call: Call, name: str, state: Node) -> Node:
     """A subclass of dict: made empty, filled with pairs, and with no state but its own items."""
     given = _base_pairs(call)
     known = name.rpartition(".")[2] in _DICT_CLASSES
-    if (
-        _NO_DICT(name)
-        or call.items
-        or call.kwargs is not None
-        or given is None
-        or not (call.pairs or given or known)
-    ):
+    if _NO_DICT(name) or call.items or call.kwargs is not None or given is None:
+        return call
+    if not (call.pairs or given or known):
         return call
     pairs = [*given, *call.pairs]
     values = {key: value for key, value in pairs if type(key) is str}
@@ -92,11 +94,8 @@ def _as_dict(call: Call, name: str, state: Node) -> Node:
 
 def _is_same(first: Node, second: Node) -> bool:
     """Whether two nodes are one object, or plain values that cannot be told apart."""
-    return first is second or (
-        type(first) is type(second)
-        and type(first) in _PLAIN
-        and (first == second or first != first)
-    )
+    are_plain = type(first) is type(second) and type(first) in _PLAIN
+    return first is second or (are_plain and (first == second or first != first))
 
 
 _PLAIN = (str, bytes, int, float, bool)
@@ -109,11 +108,8 @@ def _base_pairs(call: Call) -> list[tuple[Node, Node]] | None:
     if call.name != _RECONSTRUCTOR or len(call.args) != 3 or type(call.args[2]) is not Dict:
         return None
     names = _names(call.args[:2])  # an OrderedDict is not filled by filling the dict that it is
-    return (
-        call.args[2].pairs
-        if len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path
-        else None
-    )
+    is_filled = len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path
+    return call.args[2].pairs if is_filled else None
 
 
 _RECONSTRUCTOR = "copyreg._reconstructor"
@@ -132,18 +128,15 @@ def _pairs_of_state(state: Node) -> list[tuple[Node, Node]] | None:
 
 
 def _plain_dict(call: Call, _: Node) -> Node:
-    return call if call.args else Dict([*call.pairs])
-
-
-def _default_dict(call: Call, _: Node) -> Node:
-    return call if len(call.args) > 1 else Dict([*call.pairs])  # the one is the factory
+    known = call.name == DEFAULT_DICT.path  # its factory
+    return call if len(call.args) > known else Dict([*call.pairs])
 
 
 def _deque(call: Call, _: Node) -> Node:
     """A deque: what it was made of and what was appended, of which it keeps the last, where it has
     a greatest length.
     """
-    given, most = call.args[0] if call.args else [], call.args[1] if len(call.args) > 1 else None
+    given, most = (*call.args, None, None)[:2] if call.args else ((), None)
     if type(given) not in (list, tuple) or len(call.args) > 2:
         return call
     if most is not None and (type(most) is not int or most < 0):
@@ -152,26 +145,18 @@ def _deque(call: Call, _: Node) -> Node:
     return every if most is None else every[max(0, len(every) - most) :]
 
 
-def _frozen_set(call: Call, _: Node) -> Node:
-    return Call(SET, call.args)
+def _path(separator: str) -> Callable[[Call, Node], Node]:
+    """A path, whose first part is its root where it has one."""
 
+    def form(call: Call, _: Node) -> Node:
+        parts = call.args
+        if not all(type(part) is str for part in parts):
+            return call
+        if parts and parts[0].endswith(separator):
+            return parts[0] + separator.join(parts[1:])
+        return separator.join(parts) or "."
 
-def _posix_path(call: Call, _: Node) -> Node:
-    parts = call.args
-    if not all(type(part) is str for part in parts):
-        return call
-    return "/" + "/".join(parts[1:]) if parts[:1] == ("/",) else "/".join(parts) or "."
-
-
-def _windows_path(call: Call, _: Node) -> Node:
-    parts = call.args
-    if not all(type(part) is str for part in parts):
-        return call
-    return (
-        parts[0] + "\\".join(parts[1:])
-        if parts and parts[0].endswith("\\")
-        else "\\".join(parts) or "."
-    )
+    return form
 
 
 # -------------------------------------------------------------------------------------------- numpy
@@ -190,6 +175,7 @@ _ELEMENTS = {
     "c16": "complex128",
 }
 """torch's names of the types that numpy calls by a letter and the size in bytes."""
+_SCALAR = "numpy._core.multiarray.scalar"
 _ARRAY_CLASSES = ("numpy.ndarray", "numpy.memmap")
 _NOWHERE = Path("an array in the pickle")
 
@@ -203,11 +189,10 @@ def tensor_form(node: Node) -> TensorRef | None:
     """
     if type(node) is not Call or type(node.func) is not Global:
         return None
-    if node.name == "numpy._core.multiarray.scalar":
-        return (
-            _tensor(node.args[1], node.args[0], (), fortran=False) if len(node.args) == 2 else None
-        )
-    plain = _FORMS[node.name](node, node.state) if node.name in _TENSORS else None
+    if node.name == _SCALAR:
+        is_number = len(node.args) == 2
+        return _tensor(node.args[1], node.args[0], (), fortran=False) if is_number else None
+    plain = _FORMS[node.name].make(node, node.state) if node.name in _TENSORS else None
     return plain if type(plain) is TensorRef else None
 
 
@@ -215,16 +200,14 @@ def spoken_name(node: Node, name: str) -> str:
     """How messages call an object whose class or function is `name`: an array by its dtype, not by
     how it is pickled.
     """
-    if type(node) is Call and name == "numpy._core.multiarray.scalar" and node.args:
+    if type(node) is Call and name == _SCALAR and node.args:
         element = _element(node.args[0])
         return _MOMENTS.get(element[0], name) if element else name
     if type(node) is not Call or name not in _ARRAYS:
         return name
     inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
-    dtype = next(
-        (part for part in inside if type(part) is Call and part.name == "numpy.dtype"), None
-    )
-    code = dtype.args[0] if dtype is not None and dtype.args else None
+    dtypes = [part for part in inside if type(part) is Call and part.name == "numpy.dtype"]
+    code = dtypes[0].args[0] if dtypes and dtypes[0].args else None
     return f"numpy array of {_ELEMENTS.get(code, code)}" if type(code) is str else "numpy array"
 
 
@@ -241,7 +224,7 @@ def _number(call: Call, _: Node) -> Node:
     raw = _raw_bytes(call.args[1]) if element else None
     code = _NUMBERS.get(element[0]) if element else None
     if element is not None and raw is not None and element[0] in _MOMENTS:
-        return training_objects.moment(call.args[0], raw) or call
+        return training.moment(call.args[0], raw) or call
     if element is None or raw is None or code is None or len(raw) != struct.calcsize(code):
         return call
     parts = struct.unpack((">" if element[1] else "<") + code, raw)
@@ -272,9 +255,9 @@ def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef 
     name = _ELEMENTS.get(element[0]) if element else None
     if data is None or element is None or name is None or type(shape) is not tuple:
         return None
-    if len(shape) > in_force().dimensions or any(
-        type(size) is not int or size < 0 for size in shape
-    ):
+    if any(type(size) is not int or size < 0 for size in shape):
+        return None
+    if len(shape) > in_force().dimensions:
         return None
     if prod(shape) * BY_NAME[name].itemsize != len(data):
         return None
@@ -288,35 +271,25 @@ def _element(dtype: Node) -> tuple[str, bool] | None:
     """numpy's code for the type of an element, and whether it is big-endian; None for structures
     and the like.
     """
-    if (
-        type(dtype) is not Call
-        or dtype.name != "numpy.dtype"
-        or not dtype.args
-        or type(dtype.args[0]) is not str
-    ):
-        return None
-    state = dtype.state
-    order = state[1] if type(state) is tuple and len(state) > 1 and type(state[1]) is str else "<"
-    return dtype.args[0], order == ">"
+    match dtype:
+        case Call(name="numpy.dtype", args=(str() as code, *_), state=(_, ">", *_)):
+            return code, True
+        case Call(name="numpy.dtype", args=(str() as code, *_)):
+            return code, False
+    return None
 
 
 def _copied(call: Call, _: Node) -> Node:
     """A tensor of a device that pickles as a copy: `_rebuild_device_tensor_from_…(values, dtype,
     device, requires_grad)`.
     """
-    if len(call.args) != 4 or type(call.args[1]) is not Global:
-        return call
-    values, dtype = call.args[0], BY_NAME.get(call.args[1].name)
+    match call.args:
+        case (values, Global(name=name), (str() as device) | Call(args=(str() as device, *_)), _):
+            dtype = BY_NAME.get(name)
+        case _:
+            return call
     ref = values if type(values) is TensorRef else tensor_form(values)
-    device = (
-        call.args[2].args[0] if type(call.args[2]) is Call and call.args[2].args else call.args[2]
-    )
-    if (
-        ref is None
-        or type(device) is not str
-        or dtype is None
-        or not (dtype is ref.dtype or _is_castable(ref, dtype))
-    ):
+    if ref is None or dtype is None or not (dtype is ref.dtype or _is_castable(ref, dtype)):
         return call
     storage, offset, stride = ref.storage._replace(location=device), ref.storage_offset, ref.stride
     if dtype is not ref.dtype:
@@ -335,45 +308,39 @@ def _is_castable(ref: TensorRef, dtype: DType) -> bool:
 
 def _raw_bytes(node: Node) -> bytes | None:
     """The bytes of numbers; python 2's may have been read as text, if they happened to be UTF-8."""
-    if type(node) is Call and node.name == "builtins.bytearray" and len(node.args) == 1:
-        node = node.args[0]
+    match node:
+        case Call(name="builtins.bytearray", args=(given,)):
+            node = given
     if type(node) is bytes:
         return node
     return node.encode() if type(node) is str else None
 
 
-_FORMS: dict[str, Callable[[Call, Node], Node]] = {
-    **training_objects.FORMS,
-    "argparse.Namespace": _namespace,
-    "types.SimpleNamespace": _namespace,
-    "builtins.dict": _plain_dict,
-    "collections.defaultdict": _default_dict,
-    "collections.deque": _deque,
-    "builtins.frozenset": _frozen_set,
-    "numpy._core.multiarray.scalar": _number,
-    "numpy._core.multiarray._reconstruct": _array,
-    "numpy._core.numeric._frombuffer": _buffer,
-    "torch._utils._rebuild_device_tensor_from_numpy": _copied,
-    "torch._utils._rebuild_xla_tensor": _copied,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _copied,
+_FORMS: dict[str, Form] = {
+    **training.FORMS,
+    "argparse.Namespace": Form(_namespace, "state"),
+    "types.SimpleNamespace": Form(_namespace, "state"),
+    "builtins.dict": Form(_plain_dict, "args pairs"),
+    "collections.defaultdict": Form(_plain_dict, "args pairs"),
+    "collections.deque": Form(_deque, "args items"),
+    "builtins.frozenset": Form(lambda call, _: Call(SET, call.args)),
+    _SCALAR: Form(_number),
+    "numpy._core.multiarray._reconstruct": Form(_array, "args state"),
+    "numpy._core.numeric._frombuffer": Form(_buffer),
+    **dict.fromkeys(COPIES, Form(_copied)),
     **{
-        f"pathlib{module}.{name}": make
+        f"pathlib{module}.{pure}{system}Path": Form(_path(separator))
         for module in ("", "._local")
-        for name, make in (
-            ("PosixPath", _posix_path),
-            ("PurePosixPath", _posix_path),
-            ("WindowsPath", _windows_path),
-            ("PureWindowsPath", _windows_path),
-        )
+        for pure in ("", "Pure")
+        for system, separator in (("Posix", "/"), ("Windows", "\\"))
     },
 }
-_READ: dict[Callable[[Call, Node], Node], str] = {
-    _namespace: "state",
-    _plain_dict: "pairs",
-    _default_dict: "pairs",
-    _deque: "items",
+HOW = {
+    **{name: form.how for name, form in _FORMS.items()},
+    "numpy.datetime64": "as ISO text",
+    "numpy.timedelta64": "as text",
 }
-"""What forms look at that look at more, or at something else, than the arguments."""
-_OF_STATE = (_namespace, _array, *training_objects.OF_STATE)
-_ARRAYS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer))
-_TENSORS = frozenset(name for name, make in _FORMS.items() if make in (_array, _buffer, _copied))
+"""What the plain form of an object says of it, and what it does not."""
+_ARRAYS = frozenset(name for name, form in _FORMS.items() if form.make in (_array, _buffer))
+_TENSORS = _ARRAYS | COPIES
+"""What stands for a tensor."""

@@ -39,26 +39,20 @@ class Verdict(NamedTuple):
 _SECTIONS = names_beside(__file__)
 _REACHED = frozenset(_SECTIONS.pop("reached through others"))
 """Modules that are attributes of many others, and so can be reached through a name with dots."""
-_BY_MODULE = {
-    module: reason.removeprefix("module ")
-    for reason, modules in _SECTIONS.items()
-    if reason.startswith("module ")
-    for module in modules
-}
+_BY_MODULE: dict[str, str] = {}
 """Modules of which every name is dangerous but the plain ones, and why; modules in them too."""
-_BY_NAME = {
-    name: reason
-    for reason, names in _SECTIONS.items()
-    if not reason.startswith("module ")
-    for name in names
-}
+_BY_NAME: dict[str, str] = {}
 """Dangerous names of modules that are not dangerous as such, and why."""
+for _reason_of, _listed in _SECTIONS.items():
+    _table = _BY_MODULE if _reason_of.startswith("module ") else _BY_NAME
+    _table.update(dict.fromkeys(_listed, _reason_of.removeprefix("module ")))
 # parts; a name of a file may have thousands
 _LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))
 _NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins", "importlib"))
 """Names that no package gives a module of its own."""
 _SHORT_NAMES = frozenset(("np", "th"))
 """By what name numpy and torch are imported, and so reached through the modules of others."""
+_IMPORTED = ALWAYS_THERE | _SHORT_NAMES
 _NEITHER = Verdict(
     "dangerous",
     "not part of ordinary checkpoints, but of a package that is always installed: its code would "
@@ -79,9 +73,8 @@ def judge(module: str, name: str) -> Verdict:
     What the tables call dangerous under one of them is so; then, plain is what is plain under one
     of them.
     """
-    return min(
-        (_judge(*pair) for pair in [(module, name), *_renamed(module, name)]), key=_precedence
-    )
+    names = [(module, name), *_renamed(module, name)]
+    return min((_judge(*pair) for pair in names), key=_precedence)
 
 
 def _precedence(verdict: Verdict) -> int:
@@ -174,14 +167,8 @@ def _reached(module: str, name: str, is_always_there: bool) -> str | None:
     *ways, last = name.split(".")
     if deep := [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]:
         return deep[0]
-    through = (
-        []
-        if is_always_there
-        else [part for part in ways if part in ALWAYS_THERE or part in _SHORT_NAMES]
-    )
-    return next(
-        (part for part in (*ways, last, *through) if part in _REACHED or part in through), None
-    )
+    through = set() if is_always_there else _IMPORTED.intersection(ways)
+    return next((part for part in (*ways, last) if part in _REACHED or part in through), None)
 
 
 _SCRIPT_CLASSES = "__torch__.torch.classes."
@@ -198,9 +185,8 @@ def judge_script_class(path: str) -> Verdict:
     namespace = path[len(_SCRIPT_CLASSES) :].partition(".")[0]
     if namespace in _PLAIN_SCRIPT_CLASSES:
         return Verdict("plain", "a class of torch that holds packed weights")
-    return Verdict(
-        "unknown", "a class that is written in C++; its code would run where it is installed"
-    )
+    why = "a class that is written in C++; its code would run where it is installed"
+    return Verdict("unknown", why)
 
 
 def _reason(path: str) -> str | None:

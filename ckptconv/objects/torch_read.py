@@ -1,7 +1,7 @@
 """torch's own classes and functions in a pickle: rebuild calls and persistent ids → `TensorRef` and
 `Storage`.
 
-torch's names stand in `torch_names`, the way back in `torch_write`. What `torch.save` pickles is
+The way back is `torch_write`. What `torch.save` pickles is
 read from torch/_utils.py, torch/storage.py and torch/_tensor.py (torch 2.13); what
 `torch.load(weights_only=True)` accepts, from torch/_weights_only_unpickler.py.
 """
@@ -32,9 +32,6 @@ REBUILD_PARAMETER = Global(UTILS, "_rebuild_parameter")
 REBUILD_PARAMETER_WITH_STATE = Global(UTILS, "_rebuild_parameter_with_state")
 
 
-# ------------------------------------------------------------------------------------------ reading
-
-
 def read_torch_pickle(
     stream: bytes, storage_for: StorageLookup, *, nested: Callable[[bytes], Node] | None = None
 ) -> Node:
@@ -44,11 +41,9 @@ def read_torch_pickle(
     `nested` reads the torch streams inside (`torch.storage._load_from_bytes`), which are left alone
     without it.
     """
-    reducers = (
-        REDUCERS
-        if nested is None
-        else {**REDUCERS, "torch.storage._load_from_bytes": _nested_reducer(nested)}
-    )
+    reducers = REDUCERS
+    if nested is not None:
+        reducers = {**REDUCERS, _LOAD_FROM_BYTES.path: _nested_reducer(nested)}
     return read_pickle(stream, reducers=reducers, persistent=StorageIds(storage_for))
 
 
@@ -116,10 +111,8 @@ class StorageIds:
         if type(key) is not str or type(location) is not str:
             key, location = _text(key), _text(location)
         if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
-            raise MalformedCheckpoint(
-                "its persistent id holds something other than names and sizes",
-                where=f"storage {key}",
-            )
+            what = "its persistent id holds something other than names and sizes"
+            raise MalformedCheckpoint(what, where=f"storage {key}")
         if (known := self._found.get(key)) is not None:
             if known[1] is cls and known[2] == numel:
                 return known[0]
@@ -150,9 +143,8 @@ class Window(NamedTuple):
 def _retyped(storage: Storage, dtype: DType | None, numel: int) -> Window:
     both_typed = dtype is not None and storage.dtype is not None and storage.nbytes
     if both_typed or numel * (dtype or UINT8).itemsize != storage.nbytes:
-        raise MalformedCheckpoint(
-            "two persistent ids of it contradict each other", where=storage.name
-        )
+        what = "two persistent ids of it contradict each other"
+        raise MalformedCheckpoint(what, where=storage.name)
     return Window(storage, dtype, 0, numel)
 
 
@@ -160,13 +152,8 @@ def part_of(whole: Window, start: Node, size: Node) -> Window:
     """The window of `size` elements at `start` of another; `MalformedCheckpoint` where it does not
     lie inside.
     """
-    if (
-        type(start) is not int
-        or type(size) is not int
-        or start < 0
-        or size < 0
-        or start + size > whole.stop - whole.start
-    ):
+    are_sizes = all(type(number) is int and number >= 0 for number in (start, size))
+    if not are_sizes or start + size > whole.stop - whole.start:
         raise MalformedCheckpoint("a view of it is not inside it", where=whole.storage.name)
     return whole._replace(start=whole.start + start, stop=whole.start + start + size)
 
@@ -203,13 +190,11 @@ def tensor_of_storage(
     unit = (typed or UINT8).itemsize
     if type(offset) is not int or offset < 0 or start * unit % dtype.itemsize:
         raise MalformedCheckpoint("its storage_offset is not a size", where=storage.name)
-    ref = view_of(
-        storage, dtype, start * unit // dtype.itemsize + offset, shape, stride, requires_grad
-    )
+    offset += start * unit // dtype.itemsize
+    ref = view_of(storage, dtype, offset, shape, stride, requires_grad)
     if ref.numel and ref.byte_span()[1] > stop * unit:
-        raise MalformedCheckpoint(
-            "a tensor reaches beyond the view of a storage that it is made of", where=storage.name
-        )
+        what = "a tensor reaches beyond the view of a storage that it is made of"
+        raise MalformedCheckpoint(what, where=storage.name)
     return ref
 
 
@@ -260,24 +245,18 @@ def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
     A bit is set where it is named, whatever its value: torch looks no further
     (`_set_tensor_metadata`, c10's TensorImpl).
     """
-    bits = (
-        dict(metadata.pairs)
-        if type(metadata) is Dict and all(type(k) is str for k, _ in metadata.pairs)
-        else None
-    )
-    if (
-        bits is None
-        or not bits.keys() <= {"conj", "neg"}
-        or not all(type(value) in _TRUTHS for value in bits.values())
+    pairs = metadata.pairs if type(metadata) is Dict else [(None, None)]
+    if any(
+        type(name) is not str or name not in ("conj", "neg") or type(value) not in _TRUTHS
+        for name, value in pairs
     ):
-        raise MalformedCheckpoint(
-            "a tensor carries metadata other than its conj and neg bits", where=ref.storage.name
-        )
+        what = "a tensor carries metadata other than its conj and neg bits"
+        raise MalformedCheckpoint(what, where=ref.storage.name)
+    bits = dict(pairs)
     conj, neg = "conj" in bits, "neg" in bits
     if (conj and ref.dtype.kind != "complex") or (neg and ref.dtype.kind == "bool"):
-        raise MalformedCheckpoint(
-            f"a {ref.dtype.name} tensor carries a bit that it cannot have", where=ref.storage.name
-        )
+        what = f"a {ref.dtype.name} tensor carries a bit that it cannot have"
+        raise MalformedCheckpoint(what, where=ref.storage.name)
     return ref._replace(conj=conj, neg=neg)
 
 
@@ -297,13 +276,10 @@ def _parameter_with_state(args: tuple[Node, ...]) -> Node:
 
 
 def _from_type(args: tuple[Node, ...]) -> Node:
-    if (
-        len(args) == 4
-        and type(args[0]) is Global
-        and args[0].path in _PLAIN_REBUILDS
-        and type(args[2]) is tuple
-    ):
-        return TensorObject(_PLAIN_REBUILDS[args[0].path](args[2]), cls=args[1], state=args[3])
+    match args:
+        case (Global(path=path), cls, given, state) if type(given) is tuple:
+            if path in _PLAIN_REBUILDS:
+                return TensorObject(_PLAIN_REBUILDS[path](given), cls=cls, state=state)
     return Call(REBUILD_FROM_TYPE, args)
 
 

@@ -18,8 +18,6 @@ from ckptconv.support.errors import RefusedObject
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 
-# ------------------------------------------------------------------------------------------ writing
-
 
 class StoredAs(NamedTuple):
     """How a tensor (or a bare storage) is written: in a record of `nbytes` bytes, under the tag
@@ -40,11 +38,8 @@ class StoredAs(NamedTuple):
 
     def bits(self, ref: TensorRef) -> list[str]:
         """The lazy bits of `ref` that stay bits."""
-        return (
-            []
-            if self.resolved
-            else [name for name, on in (("conj", ref.conj), ("neg", ref.neg)) if on]
-        )
+        bits = {"conj": ref.conj, "neg": ref.neg}
+        return [name for name in bits if bits[name] and not self.resolved]
 
 
 class _Bare(NamedTuple):
@@ -84,11 +79,8 @@ class TorchLeaves:
             key, stored = self._stored_as(node if kind is Storage else node.ref)
             return self._head(stored, False, writer) + _key(key) + self._tail(stored, writer)
         if kind is Window:
-            raise RefusedObject(
-                "a storage that stands by itself as a part or another type of one",
-                where=node.storage.name,
-                hint="--only PATH takes one part",
-            )
+            what = "a storage that stands by itself as a part or another type of one"
+            raise RefusedObject(what, where=node.storage.name, hint="--only PATH takes one part")
         raise TypeError(f"no such leaf: {kind}")
 
     def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:
@@ -98,17 +90,10 @@ class TorchLeaves:
             return around[0] + _key(key) + around[1]
         before = writer.count
         head = self._head(stored, True, writer)
-        tail = (
-            self._tail(stored, writer)
-            + integer(stored.offset)
-            + integers(ref.shape)
-            + integers(stored.stride)
-        )
-        tail += (
-            (b"\x88" if requires_grad else b"\x89")
-            + writer.named("collections", "OrderedDict")
-            + b")R"
-        )
+        tail = self._tail(stored, writer) + integer(stored.offset)
+        tail += integers(ref.shape) + integers(stored.stride)
+        tail += b"\x88" if requires_grad else b"\x89"
+        tail += writer.named("collections", "OrderedDict") + b")R"
         if stored.storage_dtype is None:
             tail += writer.named("torch", stored.dtype.name)
         if (ref.conj or ref.neg) and (bits := stored.bits(ref)):
@@ -121,19 +106,11 @@ class TorchLeaves:
     def _head(self, stored: StoredAs, rebuild: bool, writer: PickleWriter) -> bytes:
         """The opcodes up to the storage's key."""
         typed = stored.storage_dtype
-        head = b""
-        if rebuild:
-            head = (
-                writer.named(UTILS, "_rebuild_tensor_v3" if typed is None else "_rebuild_tensor_v2")
-                + b"("
-            )
+        head = writer.named(UTILS, _REBUILD[typed is None]) + b"(" if rebuild else b""
         head += b"(" + writer.text("storage")
-        head += (
-            writer.named("torch.storage", "UntypedStorage")
-            if typed is None
-            else writer.named("torch", typed.storage_class or "")
-        )
-        return head
+        if typed is None:
+            return head + writer.named("torch.storage", "UntypedStorage")
+        return head + writer.named("torch", typed.storage_class or "")
 
     def _tail(self, stored: StoredAs, writer: PickleWriter) -> bytes:
         """Location and element count of the storage, and the end of its persistent id."""
@@ -142,35 +119,29 @@ class TorchLeaves:
 
     def _object(self, node: TensorObject) -> Node:
         ref = node.tensor
+        hooks = Call(ORDERED_DICT, ())
+        if node.cls is None and node.state is None:
+            return Call(REBUILD_PARAMETER, (_Bare(ref), ref.requires_grad, hooks))
         if node.cls is None:
-            given = (_Bare(ref), ref.requires_grad, Call(ORDERED_DICT, ()))
-            return Call(REBUILD_PARAMETER, given) if node.state is None else Call(
-                REBUILD_PARAMETER_WITH_STATE, (*given, node.state)
-            )  # fmt: skip
+            given = (_Bare(ref), ref.requires_grad, hooks, node.state)
+            return Call(REBUILD_PARAMETER_WITH_STATE, given)
         _, stored = self._stored_as(ref)
-        typed = stored.storage_dtype is not None
-        args: tuple[Node, ...] = (
-            _StorageOf(ref),
-            stored.offset,
-            ref.shape,
-            stored.stride,
-            ref.requires_grad,
-        )
-        args += (
-            (Call(ORDERED_DICT, ()),)
-            if typed
-            else (Call(ORDERED_DICT, ()), Global("torch", stored.dtype.name))
-        )
+        args: list[Node] = [_StorageOf(ref), stored.offset, ref.shape, stored.stride]
+        args += [ref.requires_grad, hooks]
+        if stored.storage_dtype is None:
+            args.append(Global("torch", stored.dtype.name))
         if bits := stored.bits(ref):
-            args += (Dict([(bit, True) for bit in bits]),)
-        rebuild = Global(UTILS, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
-        return Call(REBUILD_FROM_TYPE, (rebuild, node.cls, args, node.state))
+            args.append(Dict([(bit, True) for bit in bits]))
+        rebuild = Global(UTILS, _REBUILD[stored.storage_dtype is None])
+        return Call(REBUILD_FROM_TYPE, (rebuild, node.cls, tuple(args), node.state))
 
 
 def _key(key: str) -> bytes:
     return _KEY_HEADS[len(key)] + key.encode()
 
 
+_REBUILD = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
+"""The function that makes a tensor over a storage that has a type, and over one that has none."""
 _KEY_HEADS = tuple(b"X%c\0\0\0" % size for size in range(256))
 
 

@@ -2,7 +2,7 @@
 buffers of bytes, names of code.
 
 `plain` has the objects whose plain form is all of them; here something of the object is
-left out, and `HOW` says what. Sources: omegaconf/base.py and nodes.py (2.0 to 2.4),
+left out, and `Form.how` says what. Sources: omegaconf/base.py and nodes.py (2.0 to 2.4),
 mmengine/logging/history_buffer.py, fastcore/foundation.py, the `__reduce__` forms of datetime, io
 and functools.
 """
@@ -13,12 +13,25 @@ import datetime
 import decimal
 import fractions
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node
 
+
+class Form(NamedTuple):
+    """How an object of a class, or what a function gives, becomes a plain value.
+
+    `make` is given the call and its state, and gives the call itself where it has no plain form.
+    `reads` names what `make` looks at; where a call has more to it, there is no plain form. `how`
+    is what the plain form says of the object, and what it does not.
+    """
+
+    make: Callable[[Call, Node], Node]
+    reads: str = "args"
+    how: str = ""
+
+
 _OMEGACONF = "omegaconf."
-_HISTORY = "mmengine.logging.history_buffer.HistoryBuffer"
-_CONFIG = "without its types and flags, interpolations as text"
 
 
 def is_config(name: str) -> bool:
@@ -66,12 +79,10 @@ def _code_name(node: Node) -> str | None:
     """The name of a class or function, also of one that is pickled as the attribute of another."""
     if type(node) is Global:
         return node.path
-    if (
-        type(node) is Call
-        and node.name == "builtins.getattr"
-        and [type(part) for part in node.args] == [Global, str]
-    ):
-        return f"{node.args[0].path}.{node.args[1]}"
+    if type(node) is Call and node.name == "builtins.getattr":
+        match node.args:
+            case (Global() as holder, str() as attribute):
+                return f"{holder.path}.{attribute}"
     return None
 
 
@@ -98,37 +109,28 @@ def _list(call: Call, state: Node) -> Node:
 
 def _buffer(call: Call, state: Node) -> Node:
     """`BytesIO` with the state (bytes, position, attributes)."""
-    if (
-        type(state) is not tuple
-        or len(state) != 3
-        or type(state[0]) is not bytes
-        or state[2] is not None
-        or call.args
-    ):
-        return call
-    return state[0]
+    match state:
+        case (bytes() as content, _, None) if not call.args:
+            return content
+    return call
 
 
 def _partial(call: Call, state: Node) -> Node:
     """`partial` as written, with the state (function, arguments, keyword arguments, attributes)."""
-    if (
-        type(state) is not tuple
-        or len(state) != 4
-        or type(state[2]) is not Dict
-        or state[3] is not None
+    match state:
+        case (Global() as function, tuple() as args, Dict(pairs=pairs), None):
+            given = [*(("", value) for value in args), *pairs]
+        case _:
+            return call
+    if len(given) > _MOST or not all(
+        type(name) is str and name.isidentifier() for name, _ in given[len(args) :]
     ):
         return call
-    function, args, kwargs, _ = state
-    if type(args) is not tuple or any(
-        type(name) is not str or not name.isidentifier() for name, _ in kwargs.pairs
-    ):
-        return call
-    values = [*args, *(value for _, value in kwargs.pairs)]
-    written = [_written(value) for value in values]
-    if type(function) is not Global or len(values) > _MOST or None in written:
-        return call
-    names = [*("" for _ in args), *(f"{name}=" for name, _ in kwargs.pairs)]
-    words = [function.path, *(f"{name}{text}" for name, text in zip(names, written, strict=True))]
+    words = [function.path]
+    for name, value in given:
+        if (text := _written(value)) is None:
+            return call
+        words.append(f"{name}={text}" if name else text)
     return f"functools.partial({', '.join(words)})"
 
 
@@ -148,24 +150,20 @@ def _written(value: Node) -> str | None:
 
 def functions_of(call: Call) -> Iterator[Global]:
     """The classes and functions that a `partial` names."""
+    parts = list(call.args)
     state = call.state if type(call.state) is tuple else ()
-    inner = [state[2]] if len(state) == 4 and type(state[2]) is Dict else []
-    parts = [
-        *call.args,
-        *state[:1],
-        *(part for part in state[1:2] if type(part) is tuple for part in part),
-    ]
-    yield from (
-        part
-        for part in [*parts, *(value for item in inner for _, value in item.pairs)]
-        if type(part) is Global
-    )
+    parts += state[:1]
+    for given in state[1:2]:
+        parts += given if type(given) is tuple else ()
+    if len(state) == 4 and type(state[2]) is Dict:
+        parts += [value for _, value in state[2].pairs]
+    yield from (part for part in parts if type(part) is Global)
 
 
 # -------------------------------------------------------------------------------------------- dates
 
 
-def _made(make: Callable[[Call], Node]) -> Callable[[Call, Node], Node]:
+def _of_arguments(make: Callable[[Call], Node]) -> Callable[[Call, Node], Node]:
     """A form of an object that its arguments make; the call itself where they do not."""
 
     def form(call: Call, state: Node) -> Node:
@@ -179,18 +177,19 @@ def _made(make: Callable[[Call], Node]) -> Callable[[Call, Node], Node]:
     return form
 
 
-def _packed(call: Call, size: int) -> bytes:
-    # python 2's bytes
-    raw = call.args[0].encode("latin-1") if type(call.args[0]) is str else call.args[0]
-    if type(raw) is not bytes or len(raw) != size or len(call.args) > 2:
-        raise ValueError
-    return raw
+def _moment(cls: Any, size: int) -> Callable[[Call], str]:
+    """A date or a time of so many bytes, as ISO text."""
 
+    def make(call: Call) -> str:
+        raw, *zone = call.args
+        raw = raw.encode("latin-1") if type(raw) is str else raw  # python 2's bytes
+        if type(raw) is not bytes or len(raw) != size or len(zone) > 1:
+            raise ValueError
+        # of bytes they are made unchecked; as another one of the same numbers they are checked
+        text: str = cls(raw, *map(_timezone_of, zone)).replace().isoformat()
+        return text
 
-def _zone(call: Call) -> datetime.tzinfo | None:
-    if len(call.args) < 2:
-        return None
-    return _timezone_of(call.args[1])
+    return make
 
 
 def _timezone_of(node: Node) -> datetime.timezone:
@@ -207,29 +206,6 @@ def _delta_of(node: Node) -> datetime.timedelta:
     if any(type(part) is not int for part in node.args):
         raise ValueError
     return datetime.timedelta(*node.args)
-
-
-def _datetime(call: Call) -> str:
-    raw = _packed(call, 10)
-    day, clock = _day(raw[:4]), _clock(raw[4:], raw[2] >> 7, _zone(call))
-    return datetime.datetime.combine(day, clock).isoformat()
-
-
-def _date(call: Call) -> str:
-    return _day(_packed(call, 4)).isoformat()
-
-
-def _time(call: Call) -> str:
-    raw = _packed(call, 6)
-    return _clock(bytes([raw[0] & 127]) + raw[1:], raw[0] >> 7, _zone(call)).isoformat()
-
-
-def _day(raw: bytes) -> datetime.date:
-    return datetime.date(int.from_bytes(raw[:2], "big"), raw[2] & 127, raw[3])
-
-
-def _clock(raw: bytes, fold: int, zone: datetime.tzinfo | None) -> datetime.time:
-    return datetime.time(raw[0], raw[1], raw[2], int.from_bytes(raw[3:], "big"), zone, fold=fold)
 
 
 def _seconds(call: Call) -> float:
@@ -310,36 +286,34 @@ def moment(dtype: Call, raw: bytes) -> str | None:
         return None
 
 
-OF_STATE = (_config, _history, _list, _buffer, _partial, _uuid)
-"""The forms that look at the state of an object."""
-
-_TABLE: dict[str, tuple[Callable[[Call, Node], Node], str]] = {
-    "omegaconf.dictconfig.DictConfig": (_config, _CONFIG),
-    "omegaconf.listconfig.ListConfig": (_config, _CONFIG),
-    "omegaconf.tupleconfig.TupleConfig": (_config, _CONFIG),
-    _HISTORY: (_history, "its methods as names"),
-    "_io.BytesIO": (_buffer, "its bytes, without the position in them"),
-    "functools.partial": (_partial, "as text"),
-    "datetime.datetime": (_made(_datetime), "as ISO text"),
-    "datetime.date": (_made(_date), "as ISO text"),
-    "datetime.time": (_made(_time), "as ISO text"),
-    "datetime.timezone": (_made(_timezone), "as text"),
-    "datetime.timedelta": (_made(_seconds), "in seconds"),
-    "builtins.range": (_made(_range), "as the list of its numbers"),
-    "builtins.slice": (_made(_slice), "as text"),
-    "decimal.Decimal": (_made(_decimal), "as text"),
-    "fractions.Fraction": (_made(_fraction), "as text"),
-    "uuid.UUID": (_uuid, "as text"),
-}
-HOW = {name: how for name, (_, how) in _TABLE.items()} | {
-    "numpy.datetime64": "as ISO text",
-    "numpy.timedelta64": "as text",
-}
-"""What the plain form of an object says of it, and what it does not."""
-_NODES = ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path", "Enum")
-FORMS: dict[str, Callable[[Call, Node], Node]] = {
-    **{name: form for name, (form, _) in _TABLE.items()},
-    **{f"omegaconf.nodes.{kind}Node": _config for kind in (*_NODES, "InterpolationResult")},
-    "omegaconf.base.UnionNode": _config,
-    "fastcore.foundation.L": _list,
+_CONFIG = Form(_config, "args state", "without its types and flags, interpolations as text")
+_CONFIGS = ("dictconfig.DictConfig", "listconfig.ListConfig", "tupleconfig.TupleConfig")
+_NODES = (
+    *("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path", "Enum"),
+    "InterpolationResult",
+)
+_TEXT = "as text"
+_ISO_TEXT = "as ISO text"
+FORMS = {
+    **{f"omegaconf.{name}": _CONFIG for name in _CONFIGS},
+    **{
+        f"omegaconf.{name}": _CONFIG._replace(how="")
+        for name in ("base.UnionNode", *(f"nodes.{kind}Node" for kind in _NODES))
+    },
+    "mmengine.logging.history_buffer.HistoryBuffer": Form(
+        _history, "args state", "its methods as names"
+    ),
+    "fastcore.foundation.L": Form(_list, "args state"),
+    "_io.BytesIO": Form(_buffer, "args state", "its bytes, without the position in them"),
+    "functools.partial": Form(_partial, "args state", _TEXT),
+    "datetime.datetime": Form(_of_arguments(_moment(datetime.datetime, 10)), how=_ISO_TEXT),
+    "datetime.date": Form(_of_arguments(_moment(datetime.date, 4)), how=_ISO_TEXT),
+    "datetime.time": Form(_of_arguments(_moment(datetime.time, 6)), how=_ISO_TEXT),
+    "datetime.timezone": Form(_of_arguments(_timezone), how=_TEXT),
+    "datetime.timedelta": Form(_of_arguments(_seconds), how="in seconds"),
+    "builtins.range": Form(_of_arguments(_range), how="as the list of its numbers"),
+    "builtins.slice": Form(_of_arguments(_slice), how=_TEXT),
+    "decimal.Decimal": Form(_of_arguments(_decimal), how=_TEXT),
+    "fractions.Fraction": Form(_of_arguments(_fraction), how=_TEXT),
+    "uuid.UUID": Form(_uuid, "args state", _TEXT),
 }

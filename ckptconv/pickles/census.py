@@ -3,8 +3,8 @@
 A second pair of eyes beside `reader`, with which it shares nothing: no nodes, no reducers, no
 shortcuts. Of a stream it keeps only what may lead to a name (short texts, globals, tuples of them),
 so it finds storages that the reader has lost. It is made for streams that were read before, and
-gives up where it does not follow. The opcodes are those of CPython's `pickletools`; storages and
-rebuild functions those of torch (torch/serialization.py, torch/_utils.py).
+gives up where it does not follow. How long opcodes are, `opcodes` says; what they do, this module.
+Storages and rebuild functions are those of torch (torch/serialization.py, torch/_utils.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckptconv.pickles.opcodes import FIXED, LINES, SIZED, STOP
 from ckptconv.support.errors import MalformedCheckpoint
 
 _UINT32 = struct.Struct("<I").unpack_from
-_INT32 = struct.Struct("<i").unpack_from
 
 
 class Span(NamedTuple):
@@ -54,9 +54,8 @@ def take_census(stream: bytes) -> Census:
         counter.run()
     except (IndexError, KeyError, ValueError, struct.error) as error:
         what = f"counting what its pickle names stops near byte {counter.position}"
-        raise MalformedCheckpoint(
-            what, hint="please report this; convert it without --verify"
-        ) from error
+        hint = "please report this; convert it without --verify"
+        raise MalformedCheckpoint(what, hint=hint) from error
     return counter.census
 
 
@@ -159,132 +158,106 @@ class _Counter:
                 self._marks.append(self._stack)
                 self._stack = []
                 self.position = at + 1
-            elif op == 0x2E:  # STOP
+            elif op == STOP:
                 return
-            elif op in _CONSTANTS:
-                self._stack.append(_CONSTANTS[op])
-                self.position = at + 1
-            elif op in _TUPLES:
-                self.position = at + 1
-                self._tuple(_TUPLES[op])
-            elif op in _SIZED:
-                self._sized(op, at + 1)
-            elif op == 0x4D:  # BININT2
-                self._stack.append(data[at + 1] | data[at + 2] << 8)
-                self.position = at + 3
-            elif op == 0x4A:  # BININT
-                self._stack.append(_INT32(data, at + 1)[0])
-                self.position = at + 5
+            elif op in FIXED:
+                self.position = stop = at + 1 + FIXED[op]
+                self._act(op, at + 1, stop)
             else:
-                self._rare(op, at)
+                self._act(op, *self._argument(op, at + 1))
 
-    def _rare(self, op: int, at: int) -> None:
-        """An opcode that few tensors need."""
-        if op == 0x47:  # BINFLOAT
-            self._stack.append(None)
-            self.position = at + 9
-        elif op in _SKIPPED:
-            self.position = at + _SKIPPED[op]
-        elif op in _LINES:
-            stop = self._data.index(b"\n", at)
-            self.position = stop + 1
-            self._line(op, self._data[at + 1 : stop])
+    def _argument(self, op: int, start: int) -> tuple[int, int]:
+        """Where the argument of an opcode lies, which tells its end itself; behind it is the next
+        opcode.
+        """
+        data = self._data
+        if op in SIZED:
+            size, start = start, start + SIZED[op]
+            self.position = stop = start + int.from_bytes(data[size:start], "little")
+            if stop > len(data):
+                raise ValueError("a length beyond the end")
         else:
-            self.position = at + 1
-            self._act(op)
+            stop = data.index(b"\n", start)
+            if LINES[op] == 2:
+                stop = data.index(b"\n", stop + 1)
+            self.position = stop + 1
+        return start, stop
 
-    def _tuple(self, count: int) -> None:
+    def _move(self, taken: int, is_made: bool) -> None:
+        """Take values off the stack, those above the mark where `taken` is negative, and put one
+        there of which nothing depends, where one `is_made`.
+        """
+        if taken < 0:
+            self._pop_mark()
+        elif taken:
+            del self._stack[-taken:]
+        if is_made:
+            self._stack.append(None)
+
+    def _value(self, op: int, start: int, stop: int) -> Any:
+        """What an opcode makes of its argument alone."""
+        if op in b"X\x8c\x8dUT":
+            text = _text(self._data[start:stop]) if stop - start <= _LONG else None
+            return Span(start, stop, op in b"X\x8c\x8d") if text is None else text
+        if op in b"CB\x8e\x96":
+            return Span(start, stop)
+        raw = self._data[start:stop]
+        if op in b"MJ\x8a\x8b":
+            return int.from_bytes(raw, "little", signed=op != 0x4D) if len(raw) <= 8 else None
+        if op in b"FP":  # FLOAT, PERSID
+            return None
+        if op == 0x56:  # UNICODE
+            return raw.decode("raw-unicode-escape")
+        if op == 0x53:  # STRING
+            return codecs.escape_decode(raw[1:-1])[0].decode("utf-8", "backslashreplace")
+        return int(raw.rstrip(b"L"))  # INT, LONG
+
+    def _act(self, op: int, start: int, stop: int) -> None:
         stack = self._stack
-        parts = stack[-count:]
-        if len(parts) != count:
-            raise ValueError("a tuple of more values than there are")
-        del stack[-count:]
-        stack.append(_flat(parts))
+        if op in _TUPLES:
+            parts = stack[-_TUPLES[op] :]
+            if len(parts) != _TUPLES[op]:
+                raise ValueError("a tuple of more values than there are")
+            stack[-len(parts) :] = [_flat(parts)]
+        elif op == 0x52:  # REDUCE
+            args = stack.pop()
+            stack[-1] = self._called(stack[-1], args)
+        elif op in _VALUES:
+            stack.append(self._value(op, start, stop))
+        elif op in _EFFECTS:
+            self._move(*_EFFECTS[op])
+        elif op == 0x74:  # TUPLE
+            parts = self._pop_mark()
+            self._stack.append(_flat(parts) if len(parts) <= _WIDE else None)
+        elif op == 0x51:  # BINPERSID
+            self._refer(stack.pop())
+            stack.append(None)
+        elif op == 0x29:  # EMPTY_TUPLE
+            stack.append(())
+        elif op in b"ci":  # GLOBAL, INST
+            name = _Name(self._data[start:stop].decode().replace("\n", ".", 1))
+            made = name if op == 0x63 else self._called(name, tuple(self._pop_mark()))
+            self._stack.append(made)
+        elif op == 0x93:  # STACK_GLOBAL
+            last, module = stack.pop(), stack.pop()
+            stack.append(_Name(f"{module}.{last}"))
+        elif op == 0x6F:  # OBJ
+            cls, *given = self._pop_mark()
+            self._stack.append(self._called(cls, tuple(given)))
+        elif op == 0x70:  # PUT
+            self._memo.put(int(self._data[start:stop]), stack[-1])
+        elif op == 0x67:  # GET
+            stack.append(self._memo.get(int(self._data[start:stop])))
+        elif op == 0x32:  # DUP
+            stack.append(stack[-1])
+        elif op == 0x30:  # POP
+            self._move(1 if stack else -1, False)
+        else:
+            raise ValueError(f"the opcode 0x{op:02x}")
 
     def _pop_mark(self) -> list[Any]:
         above, self._stack = self._stack, self._marks.pop()
         return above
-
-    def _sized(self, op: int, at: int) -> None:
-        """A text, bytes or a long number behind its length."""
-        start = at + _SIZED[op]
-        stop = start + int.from_bytes(self._data[at:start], "little")
-        if stop > len(self._data):
-            raise ValueError("a length beyond the end")
-        self.position = stop
-        if op in _INTS:
-            self._stack.append(
-                int.from_bytes(self._data[start:stop], "little", signed=True)
-                if stop - start <= 8
-                else None
-            )
-        elif (
-            op in _TEXTS
-            and stop - start <= _LONG
-            and (text := _text(self._data[start:stop])) is not None
-        ):
-            self._stack.append(text)
-        else:
-            self._stack.append(Span(start, stop, op in _UNICODE))
-
-    def _line(self, op: int, text: bytes) -> None:
-        """An opcode whose argument is a line of text, or two."""
-        if op == 0x70:  # PUT
-            self._memo.put(int(text), self._stack[-1])
-        elif op == 0x67:  # GET
-            self._stack.append(self._memo.get(int(text)))
-        elif op in (0x63, 0x69):  # GLOBAL, INST
-            stop = self._data.index(b"\n", self.position)
-            name = _Name(f"{text.decode()}.{self._data[self.position : stop].decode()}")
-            self.position = stop + 1
-            self._stack.append(name if op == 0x63 else self._called(name, tuple(self._pop_mark())))
-        elif op == 0x56:  # UNICODE
-            self._stack.append(text.decode("raw-unicode-escape"))
-        elif op == 0x53:  # STRING
-            self._stack.append(
-                codecs.escape_decode(text[1:-1])[0].decode("utf-8", "backslashreplace")
-            )
-        elif op in (0x49, 0x4C):  # INT, LONG
-            self._stack.append(int(text.rstrip(b"L")))
-        else:  # FLOAT, PERSID
-            self._stack.append(None)
-
-    def _act(self, op: int) -> None:
-        """An opcode without an argument."""
-        stack = self._stack
-        if op == 0x52:  # REDUCE
-            args = stack.pop()
-            stack[-1] = self._called(stack[-1], args)
-        elif op == 0x51:  # BINPERSID
-            self._refer(stack.pop())
-            stack.append(None)
-        elif op == 0x74:  # TUPLE
-            parts = self._pop_mark()
-            self._stack.append(_flat(parts) if len(parts) <= _WIDE else None)
-        elif op in _DROP_MARKED:
-            self._pop_mark()
-            if _DROP_MARKED[op]:
-                self._stack.append(None)
-        elif op in _DROP:
-            del stack[-_DROP[op] :]
-        elif op in (0x81, 0x92):  # NEWOBJ, NEWOBJ_EX
-            del stack[-(op == 0x92) - 1 :]
-            stack[-1] = None
-        elif op == 0x93:  # STACK_GLOBAL
-            name, module = stack.pop(), stack.pop()
-            stack.append(_Name(f"{module}.{name}"))
-        elif op == 0x6F:  # OBJ
-            cls, *args = self._pop_mark()
-            self._stack.append(self._called(cls, tuple(args)))
-        elif op == 0x30:  # POP
-            if stack:
-                stack.pop()
-            else:
-                self._pop_mark()
-        elif op == 0x32:  # DUP
-            stack.append(stack[-1])
-        else:
-            raise ValueError(f"the opcode 0x{op:02x}")
 
     def _called(self, func: Any, args: Any) -> Any:
         if type(func) is not _Name or type(args) is not tuple:
@@ -307,24 +280,22 @@ class _Counter:
             self.census.references.add(str(pid))
 
 
-_CONSTANTS: dict[int, Any] = dict.fromkeys(b"N\x88\x89]}\x8f") | {0x29: ()}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
-_DROP = {0x61: 1, 0x62: 1, 0x73: 2}  # APPEND, BUILD, SETITEM
-_DROP_MARKED = {
-    **dict.fromkeys(b"eu\x901", False),  # APPENDS, SETITEMS, ADDITEMS, POP_MARK
-    **dict.fromkeys(b"ld\x91", True),  # LIST, DICT, FROZENSET
+_VALUES = frozenset(b"X\x8c\x8dUTCB\x8e\x96MJ\x8a\x8bFPVSIL")
+_EFFECTS = {
+    # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST, EMPTY_DICT, EMPTY_SET, BINFLOAT
+    **dict.fromkeys(b"N\x88\x89]}\x8fG", (0, True)),
+    **dict.fromkeys(b"\x80\x95", (0, False)),  # PROTO, FRAME
+    **dict.fromkeys(b"ab", (1, False)),  # APPEND, BUILD
+    ord("s"): (2, False),  # SETITEM
+    0x81: (2, True),  # NEWOBJ
+    0x92: (3, True),  # NEWOBJ_EX
+    **dict.fromkeys(b"eu\x901", (-1, False)),  # APPENDS, SETITEMS, ADDITEMS, POP_MARK
+    **dict.fromkeys(b"ld\x91", (-1, True)),  # LIST, DICT, FROZENSET
 }
-_UNICODE = frozenset(b"X\x8c\x8d")
-_TEXTS = _UNICODE | frozenset(b"UT")
-_INTS = frozenset(b"\x8a\x8b")
-_SIZED = {
-    **dict.fromkeys(b"U\x8cC\x8a", 1),
-    **dict.fromkeys(b"XTB\x8b", 4),
-    **dict.fromkeys(b"\x8d\x8e\x96", 8),
-}
-"""Opcodes that declare the length of their argument, and the bytes that the length takes."""
-_LINES = frozenset(b"FILPSVgpci")
-_SKIPPED = {0x80: 2, 0x95: 9}  # PROTO, FRAME, with their arguments
+"""Opcodes that lead to no name: how many values they take (-1: those above the mark), and whether
+they make one.
+"""
 
 
 def _text(raw: bytes) -> str | None:

@@ -288,6 +288,5 @@ _NO_PAIRS = (str, bytes, int, float, bool, type(None))
 
 
 def _bad_call(cls: Global, what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(
-        f"the pickle calls {cls.path} with {what}", hint="the file is damaged or forged"
-    )
+    hint = "the file is damaged or forged"
+    return MalformedCheckpoint(f"the pickle calls {cls.path} with {what}", hint=hint)

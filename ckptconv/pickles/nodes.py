@@ -9,6 +9,7 @@ imports, calls or hashes what a file names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, TypeAlias
@@ -20,14 +21,12 @@ ABSENT: Final = object()
 """The state of a `Call` that no BUILD was applied to."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Global:
     """The name of a class or function; one object per name and stream, never resolved."""
 
-    __slots__ = ("module", "name")
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module = module
-        self.name = name
+    module: str
+    name: str
 
     @property
     def path(self) -> str:
@@ -52,24 +51,20 @@ _PYTHON3_NAMES = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """`func(*args, **kwargs)` (or `func.__new__` when `new`), then its appended `items`, its set
     `pairs`, its `state`.
     """
 
-    __slots__ = ("args", "func", "items", "kwargs", "new", "pairs", "state")
-
-    def __init__(
-        self, func: Node, args: tuple[Node, ...], *, new: bool = False, kwargs: Node = None
-    ) -> None:
-        self.func = func
-        self.args = args
-        self.new = new
-        self.kwargs = kwargs
-        # lists once something is appended or set: most calls get nothing
-        self.items: Sequence[Node] = ()
-        self.pairs: Sequence[tuple[Node, Node]] = ()
-        self.state: Node = ABSENT
+    func: Node
+    args: tuple[Node, ...]
+    new: bool = field(default=False, kw_only=True)
+    kwargs: Node = field(default=None, kw_only=True)
+    # lists once something is appended or set: most calls get nothing
+    items: Sequence[Node] = field(default=(), init=False)
+    pairs: Sequence[tuple[Node, Node]] = field(default=(), init=False)
+    state: Node = field(default=ABSENT, init=False)
 
     @property
     def name(self) -> str:
@@ -82,22 +77,18 @@ class Call:
         return f"Call({self.name}, {len(self.args)} arguments)"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Dict:
     """A dict as the pairs that were set, in order; a key may be any node and is not hashed."""
 
-    __slots__ = ("pairs",)
-
-    def __init__(self, pairs: list[tuple[Node, Node]] | None = None) -> None:
-        self.pairs: list[tuple[Node, Node]] = [] if pairs is None else pairs
+    pairs: list[tuple[Node, Node]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PersistentId:
     """A reference out of the stream whose meaning the caller did not know."""
 
-    __slots__ = ("pid",)
-
-    def __init__(self, pid: Node) -> None:
-        self.pid = pid
+    pid: Node
 
 
 SET = Global("builtins", "set")
@@ -119,13 +110,10 @@ def mapping_pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
     """
     if type(node) is Dict:
         return node.pairs
-    if (
-        type(node) is Call
-        and type(node.func) is Global
-        and node.func.path == "collections.OrderedDict"
-    ):
-        return None if node.args or node.items or node.kwargs is not None else node.pairs
-    return None
+    if type(node) is not Call or node.args or node.items or node.kwargs is not None:
+        return None
+    is_ordered = type(node.func) is Global and node.func.path == "collections.OrderedDict"
+    return node.pairs if is_ordered else None
 
 
 def attributes(node: Node) -> Sequence[tuple[Node, Node]]:

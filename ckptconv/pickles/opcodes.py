@@ -1,7 +1,8 @@
 """The opcodes of pickles with their arguments; and where pickles end, found by these alone.
 
-One table for all who follow a stream: `tracer`, the ends of pickles, what is rare in `reader` (its
-loop has the rest written out, for speed). `census` has its own: it is to see what others miss.
+One table for all who follow a stream: `tracer`, `census`, the ends of pickles, what is rare in
+`reader` (its loop has the rest written out, for speed). What opcodes do, each says for itself:
+`census` is to see what the reader misses.
 Source: CPython's `pickletools`, protocols 0 to 5.
 """
 
@@ -121,9 +122,8 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
             at >= source.size or (seen and at == base and base + len(seen) == source.size)
         ):
             where = f"near byte {at}" if at <= source.size else "an argument reaches beyond the end"
-            raise MalformedCheckpoint(
-                f"ends in the middle of a pickle ({where})", path=source.path, hint=_HINT
-            )
+            what = f"ends in the middle of a pickle ({where})"
+            raise MalformedCheckpoint(what, path=source.path, hint=_HINT)
         if max(at - start, len(seen)) > most:
             what = f"its pickles are longer than {most} bytes"
             raise LimitExceeded(what, limit="pickle_bytes", allowed=most, path=source.path)
@@ -160,7 +160,6 @@ def _step(seen: bytes, at: int) -> tuple[int, bool]:
         elif at == begin:
             if opcode in _CUT:
                 break
-            raise MalformedCheckpoint(
-                f"the pickle holds the unknown opcode 0x{opcode:02x}", hint=_HINT
-            )
+            what = f"the pickle holds the unknown opcode 0x{opcode:02x}"
+            raise MalformedCheckpoint(what, hint=_HINT)
     return at, False

@@ -68,10 +68,8 @@ def read_pickle(
         root = reader.read()
     if reader.position != len(stream):
         what = f"{len(stream) - reader.position} bytes follow the end of the pickle"
-        raise MalformedCheckpoint(
-            what,
-            hint="pickle.load may accept it, but ckptconv does not read what it cannot account for",
-        )
+        hint = "pickle.load may accept it, but ckptconv does not read what it cannot account for"
+        raise MalformedCheckpoint(what, hint=hint)
     return root
 
 
@@ -105,15 +103,13 @@ class PickleReader(NodeMaker):
         except CheckpointError:
             raise
         except (IndexError, struct.error):
-            raise self._malformed(
-                "ends in the middle, or takes more from its stack than there is"
-            ) from None
+            what = "ends in the middle, or takes more from its stack than there is"
+            raise self._malformed(what) from None
         except KeyError:
             raise self._malformed("reads a memo entry that was never written") from None
         except (ValueError, UnicodeError, OverflowError) as error:
-            raise self._malformed(
-                f"has an argument that is not a number or text ({error})"
-            ) from None
+            what = f"has an argument that is not a number or text ({error})"
+            raise self._malformed(what) from None
         finally:
             if self.position == start:
                 self.position = start + 1
@@ -464,10 +460,8 @@ class PickleReader(NodeMaker):
                 "its pickle is of protocol 0, which turns what refers to a storage into text; "
                 "torch does not read it either"
             )
-            raise MalformedCheckpoint(
-                f"{what} (near byte {self.position})",
-                hint="save it again with another pickle protocol",
-            )
+            what = f"{what} (near byte {self.position})"
+            raise MalformedCheckpoint(what, hint="save it again with another pickle protocol")
 
     def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
         if op == 0x92:  # NEWOBJ_EX
@@ -506,11 +500,8 @@ _LONGEST_OPCODE = 16  # bytes, with its argument but for bytes and text
 
 def _refuse_many(most: Limits, nodes: int, opcode_bytes: int) -> None:
     if nodes > most.nodes:
-        raise LimitExceeded(
-            f"the pickle makes more than {most.nodes} containers and calls",
-            limit="nodes",
-            allowed=most.nodes,
-        )
+        what = f"the pickle makes more than {most.nodes} containers and calls"
+        raise LimitExceeded(what, limit="nodes", allowed=most.nodes)
     if opcode_bytes > most.opcode_bytes:
         what = f"the pickle has more than {most.opcode_bytes} bytes of opcodes"
         raise LimitExceeded(what, limit="opcode_bytes", allowed=most.opcode_bytes)

@@ -7,39 +7,15 @@ any more. It is for what a node stands for as soon as the whole stream was read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
-from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node
+from ckptconv.pickles.nodes import Call, Dict, Node
 
 _CONTAINERS = frozenset((Dict, Call, list, tuple))
 
 
-def calls_of(root: Node) -> Iterator[Call]:
-    """Every call of a tree, quickly: leaves are not looked at."""
-    seen: set[int] = set()
-    work: list[Node] = [root]
-    while work:
-        node = work.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        kind = type(node)
-        if kind is Call:
-            yield node
-            inner = [*node.args, *node.items, *(value for _, value in node.pairs)]
-            if node.state is not ABSENT:
-                inner.append(node.state)
-        elif kind is Dict:
-            inner = [value for _, value in node.pairs]
-        elif kind is list or kind is tuple:
-            inner = node
-        else:
-            continue
-        work.extend([value for value in inner if type(value) in _CONTAINERS])
-
-
-def containers(root: Node) -> list[Node]:
-    """Every dict, list, tuple and call of a tree, each once."""
-    found: list[Node] = []
+def containers(root: Node) -> Iterator[Node]:
+    """Every dict, list, tuple and call of a tree, each once; leaves are not looked at."""
     seen: set[int] = set()
     work = [root]
     while work:
@@ -47,11 +23,15 @@ def containers(root: Node) -> list[Node]:
         if type(node) not in _CONTAINERS or id(node) in seen:
             continue
         seen.add(id(node))
-        found.append(node)
+        yield node
         if type(node) is Call:
             work.append(node.func)
-        work.extend(_parts(node))
-    return found
+        work.extend([part for part in _parts(node) if type(part) in _CONTAINERS])
+
+
+def calls_of(root: Node) -> Iterator[Call]:
+    """Every call of a tree."""
+    return (node for node in containers(root) if type(node) is Call)
 
 
 def substituted(root: Node, holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> Node:
@@ -95,14 +75,9 @@ def _around(holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> list[Node
 def _parts(node: Node) -> Iterable[Node]:
     """What may be replaced in a container: everything in it but what a call calls."""
     if type(node) is Dict:
-        return [part for pair in node.pairs for part in pair]
+        return chain.from_iterable(node.pairs)
     if type(node) is Call:
-        return [
-            *node.args,
-            *node.items,
-            *(part for pair in node.pairs for part in pair),
-            node.state,
-        ]
+        return [*node.args, *node.items, *chain.from_iterable(node.pairs), node.state]
     given: Sequence[Node] = node
     return given
 

@@ -240,9 +240,8 @@ def _tuple_work(node: tuple[Node, ...]) -> Iterator[Node]:
 
 def _call_work(node: Call) -> Iterator[Node]:
     if node.kwargs is not None:
-        raise RefusedObject(
-            "an object made with keyword arguments cannot be written in protocol 2", where=node.name
-        )
+        what = "an object made with keyword arguments cannot be written in protocol 2"
+        raise RefusedObject(what, where=node.name)
     yield node.func
     yield node.args
     yield _Raw(b"\x81" if node.new else b"R")

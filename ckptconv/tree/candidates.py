@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.objects.plain import is_array, plain_form, tensor_form
 from ckptconv.objects.torch_read import is_tensor_call
-from ckptconv.pickles.nodes import Call, Dict, Node, children, mapping_pairs
+from ckptconv.pickles.nodes import MAPPINGS, Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.labels import (
     USUAL,
@@ -27,6 +27,7 @@ from ckptconv.tree.walk import (
     CONTAINERS,
     PLAIN,
     Place,
+    chain_of,
     is_tensor,
     labels_of,
     place_text,
@@ -78,24 +79,15 @@ class Candidate:
             return None
         return tuple(index for index, (key, value) in enumerate(self.pairs) if _is_own(key, value))
 
-    def shares_keys(self, other: Candidate) -> bool:
-        """Whether both have a tensor under one key: then one may be a copy of the other, or of a
-        part of it.
-        """
-        return not self._names().isdisjoint(other._names())
-
-    def _names(self) -> set[str]:
-        return {key for key, value in self.pairs if type(key) is str and _stands_for_tensor(value)}
-
     def holds(self, place: Place, node: Node) -> bool:
         """Whether the container `node` at `place` is its dict, or a part of its state dict."""
-        while node is not self.node:
-            if place is None:
-                return False
-            if place[2] is self.node:
+        if node is self.node:
+            return True
+        for _, _, holder in chain_of(place):
+            if holder is self.node:
                 return self.beside is None or id(node) not in self.beside
-            node, place = place[2], place[0]
-        return True
+            node = holder
+        return False
 
 
 class Holder(NamedTuple):
@@ -141,17 +133,15 @@ class Survey(NamedTuple):
         left = [item for item in self.holders if not chosen.holds(item.place, item.node)]
         if not left:
             return []
-        kept = {
-            view_identity(ref) for _, value in chosen.pairs if (ref := tensor_of(value)) is not None
-        }
+        refs = (tensor_of(value) for _, value in chosen.pairs)
+        kept = {view_identity(ref) for ref in refs if ref is not None}
+
+        def is_kept(value: Node) -> bool:
+            ref = tensor_of(value)
+            return ref is not None and view_identity(ref) in kept
+
         lost = [
-            item._replace(
-                tensors=[
-                    (label, value)
-                    for label, value in item.tensors
-                    if (ref := tensor_of(value)) is None or view_identity(ref) not in kept
-                ]
-            )
+            item._replace(tensors=[pair for pair in item.tensors if not is_kept(pair[1])])
             for item in left
         ]
         return [item for item in lost if item.tensors]
@@ -195,9 +185,8 @@ class _Look:
             return
         if place is not None and _names_state(place[1]):
             place = self._outside.get(id(node), place)
-        if is_training_state(node) or (
-            place is not None and _names_state(place[1]) and not _stands_for_tensor(node)
-        ):
+        is_named_so = place is not None and _names_state(place[1])
+        if is_training_state(node) or (is_named_so and not _stands_for_tensor(node)):
             self.aside[id(node)] = None
             self._states.append((place, node))
             return
@@ -206,25 +195,21 @@ class _Look:
         tensors = _tensors_in(list(children(node)) if pairs is None else pairs)
         if pairs is not None and tensors is not pairs:
             self._note_outside(place, node, pairs)
-        if not tensors:
-            if (
-                pairs is not None
-                and id(node) not in self._inner
-                and any(_is_own(key, value) for key, value in pairs)
-            ):
-                self._mappings.append((place, node, pairs, tensors, True))
-            return
-        self._fill((place, None, node))
-        if id(node) in self._closed:
-            return
-        wanted = self._wanted(place, node, tensors)
-        if pairs is not None and id(node) not in self._inner:
-            owned = [] if wanted else [pair for pair in pairs if _is_own(*pair)]
-            if owned and all(self._is_random(place, node, *pair) for pair in owned):
+        if tensors:
+            self._fill((place, None, node))
+            if id(node) in self._closed:
                 return
-            self._mappings.append((place, node, pairs, tensors, not wanted))
+        wanted = self._wanted(place, node, tensors) if tensors else []
         if wanted:
             self.holders.append(Holder(place, node, wanted))
+        if pairs is not None and id(node) not in self._inner:
+            owned = [] if wanted else [pair for pair in pairs if _is_own(*pair)]
+            numbered, above = id(node) in self._numbered, None if place is None else place[1]
+            if wanted or not all(
+                _is_random_state(label, _numbers_of(value), numbered=numbered, above=above)
+                for label, value in owned
+            ):
+                self._mappings.append((place, node, pairs, tensors, not wanted))
 
     def finish(self) -> None:
         """Take note of which training states hold tensors, when all other nodes were seen."""
@@ -234,14 +219,12 @@ class _Look:
 
     def found(self) -> list[Candidate]:
         """The dicts with tensors under plain keys, when all nodes were seen."""
-        named = (
-            item for item in self._mappings if PLAIN.issuperset({type(key) for key, _ in item[2]})
-        )
-        return [
-            made
-            for made in (self._candidate(*item) for item in named)
-            if made.count or not made.weak
+        made = [
+            self._candidate(*item)
+            for item in self._mappings
+            if PLAIN.issuperset({type(key) for key, _ in item[2]})
         ]
+        return [item for item in made if item.count or not item.weak]
 
     def _note_outside(self, place: Place, node: Node, pairs: Pairs) -> None:
         for key, value in pairs:
@@ -252,22 +235,20 @@ class _Look:
         self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool
     ) -> Candidate:
         others = pairs if tensors is not pairs else ()
-        beside = [
-            value for key, value in others if id(value) in self._full and not _is_own(key, value)
-        ]
-        packed = [
-            (key, value) for key, value in others if id(value) in self._full and _is_own(key, value)
-        ]
-        is_module = any(
-            type(key) is str and looks_like_a_module(key)
-            for key, _ in (*(tensors or pairs), *packed)
-        )
+        beside: set[int] = set()
+        own = [key for key, _ in tensors or pairs]
+        for key, value in others:
+            if _is_own(key, value):
+                own += [key] if id(value) in self._full else []
+            elif id(value) in self._full:
+                beside.add(id(value))
+        is_module = any(type(key) is str and looks_like_a_module(key) for key in own)
         has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
         made = Candidate(
             place=place,
             node=node,
             pairs=pairs,
-            beside=frozenset(map(id, beside)) if beside else None,
+            beside=frozenset(beside) or None,
             count=len(tensors),
             rank=_rank(place, node, is_module=is_module) + has_tensors,
             is_module=is_module,
@@ -296,30 +277,20 @@ class _Look:
             or _is_wanted(label, value, numbered=numbered, above=above)
         ]
 
-    def _is_random(self, place: Place, node: Node, label: Node, value: Node) -> bool:
-        tensor = tensor_of(value) or tensor_form(value)
-        above = None if place is None else place[1]
-        return tensor is not None and _is_random_state(
-            label, tensor, numbered=id(node) in self._numbered, above=above
-        )
-
     def _classify(self, place: Place, node: Node) -> None:
         label, parent = (None, None) if place is None else place[1:]
         if id(parent) in self._closed or is_tensor_call(node):
             self._closed.add(id(node))
         # set on a dict, not items of it
         is_attributes = label == "<state>" and mapping_pairs(parent) is not None
-        if (
-            id(parent) in self._inner
-            or type(node) is TensorObject
-            or _is_packed(label)
-            or is_attributes
-        ):
+        is_packed = type(node) is TensorObject or _is_packed(label)
+        if id(parent) in self._inner or is_packed or is_attributes:
             self._inner.add(id(node))
-        if id(parent) in self._numbered or (
-            type(label) is str
-            and (names_number(label) or (names_scaler(label) and _scales_gradients(node)))
-        ):
+        is_numbered = id(parent) in self._numbered
+        if type(label) is str and not is_numbered:
+            is_scaler = names_scaler(label) and _scales_gradients(node)
+            is_numbered = names_number(label) or is_scaler
+        if is_numbered:
             self._numbered.add(id(node))
 
     def _fill(self, place: Place) -> None:
@@ -331,29 +302,15 @@ class _Look:
 def dict_pairs(node: Node) -> Pairs | None:
     """The pairs of a dict, of whatever class; None for anything else."""
     pairs = mapping_pairs(node)
-    if (
-        pairs is None
-        and type(node) is Call
-        and _may_be_dict(node)
-        and type(plain := plain_form(node)) is Dict
-    ):
-        return plain.pairs
+    if pairs is None and type(node) is Call and (node.pairs or node.name in MAPPINGS):
+        plain = plain_form(node)
+        return plain.pairs if type(plain) is Dict else None
     return pairs
-
-
-def _may_be_dict(call: Call) -> bool:
-    return bool(call.pairs) or call.name in (
-        "collections.defaultdict",
-        "collections.Counter",
-        "builtins.dict",
-    )
 
 
 def metadata_of(node: Node) -> Any:
     """The node of a state dict's `_metadata` (module path → {"version": n}), or None."""
-    if type(node) is not Call or type(node.state) is not Dict:
-        return None
-    return next((value for key, value in node.state.pairs if key == "_metadata"), None)
+    return next((value for key, value in attributes(node) if key == "_metadata"), None)
 
 
 def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
@@ -364,16 +321,13 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
     """
     if not is_of_no_module(key):
         return True
-    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=_is_numbered(place))
+    numbered = any(type(label) is str and names_number(label) for label in labels_of(place))
+    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=numbered)
 
 
 def is_of_no_module(key: str) -> bool:
     """Whether a key names no module in it, and nothing that a module keeps beside its tensors."""
     return "." not in key and key not in _PACKED
-
-
-def _is_numbered(place: Place) -> bool:
-    return any(type(label) is str and names_number(label) for label in labels_of(place))
 
 
 def _rank(place: Place, node: Node, *, is_module: bool) -> int:
@@ -400,12 +354,8 @@ def _is_own(key: Node, value: Node) -> bool:
     """Whether a value belongs to the state dict of its key, though it may have tensors inside."""
     if _stands_for_tensor(value):
         return True
-    return _is_packed(key) or (
-        type(key) is str
-        and "." in key
-        and type(value) in CONTAINERS
-        and mapping_pairs(value) is None
-    )
+    is_dotted = type(key) is str and "." in key and type(value) in CONTAINERS
+    return _is_packed(key) or (is_dotted and mapping_pairs(value) is None)
 
 
 def _is_packed(key: Node) -> bool:
@@ -418,8 +368,8 @@ def _is_wanted(label: Node, value: Node, *, numbered: bool, above: Node = None) 
     """
     if _names_state(label):
         return False
-    tensor = tensor_of(value) or tensor_form(value)
-    if tensor is not None and _is_random_state(label, tensor, numbered=numbered, above=above):
+    tensor = _numbers_of(value)
+    if _is_random_state(label, tensor, numbered=numbered, above=above):
         return False
     if tensor is None or tensor.numel != 1:
         return True
@@ -435,11 +385,19 @@ _OF_GENERATORS = (5056, 816, 44, 16)
 _LARGE = 100  # bytes of a state that tells by its size alone
 
 
-def _is_random_state(label: Node, tensor: TensorRef, *, numbered: bool, above: Node = None) -> bool:
+def _numbers_of(value: Node) -> TensorRef | None:
+    return tensor_of(value) or tensor_form(value)
+
+
+def _is_random_state(
+    label: Node, tensor: TensorRef | None, *, numbered: bool, above: Node = None
+) -> bool:
     """Whether a tensor is what `torch.get_rng_state()` gives, by its form and its label; in a list
     it has that of the list, and where none stands above it, its size must tell.
     """
-    if tensor.dtype.name != "uint8" or len(tensor.shape) != 1 or tensor.numel not in _OF_GENERATORS:
+    if tensor is None or tensor.dtype.name != "uint8" or len(tensor.shape) != 1:
+        return False
+    if tensor.numel not in _OF_GENERATORS:
         return False
     named = label if type(label) is str else above
     if named is None:
@@ -449,8 +407,7 @@ def _is_random_state(label: Node, tensor: TensorRef, *, numbered: bool, above: N
 
 def is_random_state(node: Node) -> bool:
     """Whether a tensor without a label is the state of a random generator."""
-    tensor = tensor_of(node)
-    return tensor is not None and _is_random_state(None, tensor, numbered=False)
+    return _is_random_state(None, tensor_of(node), numbered=False)
 
 
 def _scales_gradients(node: Node) -> bool:

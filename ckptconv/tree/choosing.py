@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -10,13 +10,7 @@ from ckptconv.pickles.nodes import Call, Node, mapping_pairs, spoken
 from ckptconv.support.errors import AmbiguousStateDict, printable
 from ckptconv.support.text import count_text, first_few, look_hint, part_text
 from ckptconv.tree.bytes_within import refuse_bytes
-from ckptconv.tree.candidates import (
-    Candidate,
-    Holder,
-    Survey,
-    is_random_state,
-    survey,
-)
+from ckptconv.tree.candidates import Candidate, Holder, Survey, is_random_state, survey
 from ckptconv.tree.labels import names_average
 from ckptconv.tree.producers import Producer, averages_weights, is_bare, producer_in
 from ckptconv.tree.state_dicts import (
@@ -33,13 +27,7 @@ from ckptconv.tree.state_dicts import (
     part_at,
     state_dict_at,
 )
-from ckptconv.tree.walk import (
-    PLAIN,
-    is_tensor,
-    labels_of,
-    place_text,
-    walk,
-)
+from ckptconv.tree.walk import PLAIN, is_tensor, labels_of, place_text, walk
 
 
 def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict:
@@ -73,11 +61,8 @@ def _chosen(root: Node, part: FoundPart, only: str | None, path: PurePath) -> St
     if best:
         also = [item for item in lesser if item.is_module]
         names = [joined(part.path, item.path) for item in (*best, *also)]
-        raise AmbiguousStateDict(
-            f"holds {len(names)} state dicts: {listed_parts(names)}",
-            path=path,
-            hint=choice_of_parts(_with_nested(names, part)),
-        )
+        what = f"holds {len(names)} state dicts: {listed_parts(names)}"
+        raise AmbiguousStateDict(what, path=path, hint=choice_of_parts(_with_nested(names, part)))
     raise _no_state_dict(part, surveyed, only, path)
 
 
@@ -90,26 +75,22 @@ def _no_state_dict(
         what = f"is {spoken(part.node)}, and holds no tensors"
     elif (whose := only_training_state(part.node)) is not None:
         what = f"holds only {whose} state: no weights"
-    elif lists := list(_lists_of_tensors(part)):
+    elif lists := _paths_of(_is_list_of_tensors, part):  # averages may be such
         hint = choice_of_parts(lists)
     elif type(part.node) in (list, tuple) and surveyed.holders:
         what = f"is a {type(part.node).__name__} whose tensors have no names, and no state dict"
-        hint = f"a torch output keeps it as it is; or {choice_of_parts(_tensors_inside(part))}"
+        hint = f"a torch output keeps it as it is; or {choice_of_parts(_paths_of(is_tensor, part))}"
     return AmbiguousStateDict(what, path=path, where=only, hint=hint)
 
 
-def _lists_of_tensors(part: FoundPart) -> Iterator[str]:
-    """The paths of the lists of nothing but tensors below a part: averages may be such."""
-    for place, node in walk(part.node):
-        if place is not None and type(node) in (list, tuple) and bare_tensors(node) is not None:
-            yield joined(part.path, place_text(place))
+def _is_list_of_tensors(node: Node) -> bool:
+    return type(node) in (list, tuple) and bare_tensors(node) is not None
 
 
-def _tensors_inside(part: FoundPart) -> list[str]:
-    """The paths of the tensors in a part."""
-    return [
-        joined(part.path, place_text(place)) for place, node in walk(part.node) if is_tensor(node)
-    ]
+def _paths_of(kind: Callable[[Node], bool], part: FoundPart) -> list[str]:
+    """The paths of what is of a kind below a part."""
+    inside = (item for item in walk(part.node) if item[0] is not None)
+    return [joined(part.path, place_text(place)) for place, node in inside if kind(node)]
 
 
 def only_training_state(root: Node) -> str | None:
@@ -142,17 +123,9 @@ def _loaded_by_framework(root: Node, surveyed: Survey, path: PurePath) -> StateD
     item = next((by_path[name] for name in producer.loads if name in by_path), None)
     if item is None:
         return None
+    _refuse_loss(item, surveyed, FoundPart("", root, own_only=False), path, producer.beside)
     others = [other for other in by_path if other != item.path]
-    left = [
-        holder for holder in surveyed.lost_by(item) if _first_label(holder) not in producer.beside
-    ]
-    if left:
-        raise _loss(item.path, others, left, FoundPart("", root, own_only=False), path)
     return state_dict_at(item, tuple(_framework_notes(producer, root, item.path, others)))
-
-
-def _first_label(holder: Holder) -> object:
-    return next(iter(labels_of(holder.place)), None)
 
 
 def _framework_notes(
@@ -169,25 +142,28 @@ def _framework_notes(
         yield f"{printable(taken)} holds {what}, as {producer.name} saves them"
 
 
-def _refuse_loss(chosen: Candidate, surveyed: Survey, part: FoundPart, path: PurePath) -> None:
-    """Refuse a choice that leaves out a tensor which somebody may want, however small it is."""
-    left = surveyed.lost_by(chosen)
+def _refuse_loss(
+    chosen: Candidate,
+    surveyed: Survey,
+    part: FoundPart,
+    path: PurePath,
+    beside: frozenset[str] = frozenset(),
+) -> None:
+    """Refuse a choice that leaves out a tensor which somebody may want, however small it is; what
+    stands under the labels `beside` is the framework's own.
+    """
+    lost = surveyed.lost_by(chosen)
+    left = [item for item in lost if beside.isdisjoint(labels_of(item.place)[:1])]
     if not left:
         return
-    others = [item.path for item in surveyed.candidates if item is not chosen]
-    raise _loss(chosen.path, others, left, part, path)
-
-
-def _loss(
-    chosen: str, others: Sequence[str], left: Sequence[Holder], part: FoundPart, path: PurePath
-) -> AmbiguousStateDict:
-    names = [joined(part.path, name) for name in (chosen, *others)]
+    others = [item for item in surveyed.candidates if item is not chosen]
+    names = [joined(part.path, item.path) for item in (chosen, *others)]
     count = sum(len(holder.labels) for holder in left)
     what = (
         f"taking its state dict at {part_text(names[0])} would leave out "
         f"{count_text(count, 'other tensor')}: {_examples(left, part.path)}"
     )
-    return AmbiguousStateDict(what, path=path, hint=choice_of_parts(_with_nested(names, part)))
+    raise AmbiguousStateDict(what, path=path, hint=choice_of_parts(_with_nested(names, part)))
 
 
 def _with_nested(names: Sequence[str], part: FoundPart) -> list[str]:

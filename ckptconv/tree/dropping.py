@@ -14,8 +14,7 @@ from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.text import count_text, look_hint, size_text
 from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.state_dicts import chain_of
-from ckptconv.tree.walk import CONTAINERS, Place, inner, label_text, place_text, tensors_of, walk
+from ckptconv.tree.walk import Place, chain_of, inner, label_text, place_text, tensors_of, walk
 
 Found = tuple[Node, list[tuple[int, str]], bool]
 """A dict, the numbers and paths of the items that it is to lose, and whether it, or one around it,
@@ -57,11 +56,8 @@ class Drop:
                 dropped += values
             root = substituted(root, containers(root), stand_ins)
         if idle := [glob for glob in self.globs if glob not in met]:
-            raise KeyConflict(
-                f"--drop {printable(idle[0])} matches nothing in it",
-                path=checkpoint.path,
-                hint=look_hint(checkpoint.path),
-            )
+            what = f"--drop {printable(idle[0])} matches nothing in it"
+            raise KeyConflict(what, path=checkpoint.path, hint=look_hint(checkpoint.path))
         return replace(
             checkpoint,
             root=root,
@@ -74,12 +70,7 @@ class Drop:
         dict that is in another of them.
         """
         found: dict[int, Found] = {}
-        places = Counter(
-            id(child)
-            for _, node in walk(root)
-            if type(node) in CONTAINERS
-            for _, child in inner(node)
-        )
+        places = Counter(id(child) for _, node in walk(root) for _, child in inner(node))
         for place, node in walk(root):
             if any(id(step[2]) in found for step in chain_of(place)):
                 continue
@@ -104,11 +95,9 @@ class Drop:
         base = place_text(place)
         for at in range(len(node)):
             if any(fnmatchcase(f"{base}.{at}", glob) for glob in self.globs):
-                raise KeyConflict(
-                    "is an item of a list, and the others would get other numbers without it",
-                    where=f"{base}.{at}",
-                    hint=f"drop all of it: --drop {printable(base)}",
-                )
+                what = "is an item of a list, and the others would get other numbers without it"
+                hint = f"drop all of it: --drop {printable(base)}"
+                raise KeyConflict(what, where=f"{base}.{at}", hint=hint)
 
 
 def _matches(path: str, glob: str) -> bool:

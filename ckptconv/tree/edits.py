@@ -40,7 +40,5 @@ def edited(checkpoint: Checkpoint, edits: Iterable[Edit]) -> Checkpoint:
 def refuse_no_edits(edits: object) -> None:
     """Raise `OptionRefused` unless `edits` are a list of edits."""
     if not isinstance(edits, (list, tuple)) or not all(map(callable, edits)):
-        raise OptionRefused(
-            f"edits={edits!r:.100} is not a list of edits",
-            hint="write it as edits=[Drop('optimizer')]",
-        )
+        what = f"edits={edits!r:.100} is not a list of edits"
+        raise OptionRefused(what, hint="write it as edits=[Drop('optimizer')]")

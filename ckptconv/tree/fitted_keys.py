@@ -5,8 +5,10 @@ what does not fit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from ckptconv.keys.fits import Fit, Misshapen, Shape, Shapes, Ties
 from ckptconv.keys.fitting import fit_keys
@@ -46,12 +48,11 @@ def ties_of(found: StateDict) -> list[list[str]]:
     """The groups of keys of a state dict that are names of one and the same view of a storage."""
     names: dict[Hashable, list[str]] = defaultdict(list)
     for key, ref in found.tensors():
+        view: Hashable = id(ref)
+        if ref.is_view:
+            view = (id(ref.storage), ref[:3], ref.storage_offset, ref.conj, ref.neg)
         if ref.numel:
-            names[
-                (id(ref.storage), ref[:3], ref.storage_offset, ref.conj, ref.neg)
-                if ref.is_view
-                else id(ref)
-            ].append(key)
+            names[view].append(key)
     return [group for group in names.values() if len(group) > 1]
 
 
@@ -85,14 +86,8 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
 
 def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
     """The new path of a module: as the keys in it went; without keys, as the module around it."""
-    modules: list[_Modules] = []
-
-    def follow(path: str) -> str:
-        if not modules:
-            modules.append(_Modules(renames))
-        return modules[0].renamed(path)
-
-    return follow
+    modules = cache(lambda: _Modules(renames))  # made when it is first asked
+    return lambda path: modules().renamed(path)
 
 
 class _Modules:
@@ -160,29 +155,21 @@ def _modules(before: list[str], new: str) -> Iterator[tuple[int, int]]:
 
 def refusal(fit: Fit, name: str, count: int) -> KeyMismatch:
     """The error for keys that do not fit the target called `name`, which has `count` keys."""
+    of = f" of {count:,}" if count else ""
     counted = [
-        _counted(
-            len(fit.missing), count, "missing", [_missing(key, fit) for key in fit.missing[:_SHOWN]]
-        ),
-        _counted(
-            len(fit.unexpected), 0, "unexpected", list(map(printable, fit.unexpected[:_SHOWN]))
-        ),
-        _counted(
-            len(fit.mismatched),
-            0,
-            "of another shape",
-            list(map(_misshapen, fit.mismatched[:_SHOWN])),
-        ),
+        *_counted(fit.missing, f"{of} missing", lambda key: _missing(key, fit)),
+        *_counted(fit.unexpected, " unexpected", printable),
+        *_counted(fit.mismatched, " of another shape", _misshapen),
     ]
-    what = f"its keys do not fit {printable(name)}: {'; '.join(filter(None, counted))}"
+    what = f"its keys do not fit {printable(name)}: {'; '.join(counted)}"
     return KeyMismatch(what, hint=_hint(fit), fit=fit)
 
 
-def _counted(count: int, of: int, word: str, shown: list[str]) -> str:
-    if not count:
-        return ""
-    total = f"{count:,} of {of:,}" if of else f"{count:,}"
-    return f"{total} {word} ({', '.join(shown)}{', …' if count > len(shown) else ''})"
+def _counted(found: Sequence[Any], word: str, text: Callable[[Any], str]) -> Iterator[str]:
+    """How many there are of something, and the first of them; nothing where there are none."""
+    if found:
+        more = ", …" if len(found) > _SHOWN else ""
+        yield f"{len(found):,}{word} ({', '.join(map(text, found[:_SHOWN]))}{more})"
 
 
 def _missing(key: str, fit: Fit) -> str:

@@ -67,7 +67,8 @@ def flatten(
         if holds_more and (is_tensor_call(value) or not _is_extra_state(key)):
             raise _refused_value(key, value, output)
         if made is None:
-            skipped.append(_skipped_value(key, value, holds_more=holds_more))
+            more = ", an extra state that holds tensors" if holds_more else ""
+            skipped.append(Skipped(key, f"not a tensor but {_kind(value)}{more}", value))
             continue
         inner = value.args[0] if type(value) is Call and value.name in PARAMETERS else value
         if type(inner) is Call and is_composite(inner):
@@ -80,11 +81,8 @@ def flatten(
             known[id(value)] = made.tensors[0][1]
         names = [*(name for name, _ in made.tensors), *made.recipes]
         if taken := next((name for name in names if name in tensors or name in recipes), None):
-            raise KeyConflict(
-                f"is both a key and a component of the encoding of another ({printable(key)})",
-                where=taken,
-                hint="use --rename",
-            )
+            what = f"is both a key and a component of the encoding of another ({printable(key)})"
+            raise KeyConflict(what, where=taken, hint="use --rename")
         tensors.update(made.tensors)
         recipes.update(made.recipes)
     return Flattened(tuple(tensors.items()), recipes, tuple(rewritten), tuple(checks))
@@ -93,7 +91,7 @@ def flatten(
 def _holds_something(state: Node) -> bool:
     """Whether a tensor object's state says anything: a dict or pair of dicts, not empty."""
     parts = state if type(state) is tuple else (state,)
-    return any(part is not None and not (type(part) is Dict and not part.pairs) for part in parts)
+    return any(part.pairs if type(part) is Dict else part is not None for part in parts)
 
 
 def encoding_notes(flattened: Flattened) -> Iterator[str]:
@@ -109,23 +107,21 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
 def refuse_split(flattened: Flattened) -> None:
     """Raise `RefusedObject` if a tensor is encoded: its components may not lie in several files."""
     if key := next(iter(flattened.recipes), None):
-        raise RefusedObject(
-            "safetensors holds it only in parts, which cannot be split over shards",
-            where=key,
-            hint="leave --max-shard-size out, write a torch file (--to torch), or leave it out "
-            "with --exclude",
-        )
+        what = "safetensors holds it only in parts, which cannot be split over shards"
+        hint = f"leave --max-shard-size out, {_TORCH}, or leave it out with --exclude"
+        raise RefusedObject(what, where=key, hint=hint)
 
 
 def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
     """Raise `RefusedObject` if safetensors has no dtype for a tensor written as `dtype`."""
     half_byte = ref.dtype.safetensors == "F4" and not ref.shape
     if half_byte or (dtype.safetensors is None and written_form(ref) is None):
-        raise RefusedObject(
-            f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}",
-            where=key,
-            hint="write a torch file (--to torch), or leave it out (--exclude)",
-        )
+        what = f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}"
+        raise RefusedObject(what, where=key, hint=_OR_OUT)
+
+
+_TORCH = "write a torch file (--to torch)"
+_OR_OUT = f"{_TORCH}, or leave it out (--exclude)"
 
 
 def _is_extra_state(key: str) -> bool:
@@ -133,11 +129,6 @@ def _is_extra_state(key: str) -> bool:
     histories, for training.
     """
     return key.rpartition(".")[2] == "_extra_state"
-
-
-def _skipped_value(key: str, value: Node, *, holds_more: bool) -> Skipped:
-    more = ", an extra state that holds tensors" if holds_more else ""
-    return Skipped(key, f"not a tensor but {_kind(value)}{more}", value)
 
 
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
@@ -148,19 +139,15 @@ def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
         what = f"is a tensor with attributes that hold tensors, which {output} cannot hold"
     else:
         what = f"is {_kind(value)} with tensors in it (packed weights), which {output} would lose"
-    return RefusedObject(
-        what, where=key, hint="write a torch file (--to torch), or leave it out (--exclude)"
-    )
+    return RefusedObject(what, where=key, hint=_OR_OUT)
 
 
 def _kind(value: Node) -> str:
     if type(value) is Call:
         return printable(spoken_name(value, value.name))
-    name = {Dict: "dict", type(None): "None", Global: "class"}.get(
-        type(value), type(value).__name__
-    )
-    if name == "None":
-        return name
+    if value is None:
+        return "None"
+    name = {Dict: "dict", Global: "class"}.get(type(value), type(value).__name__)
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 

@@ -9,7 +9,7 @@ holds besides is kept in mind as a `Stray`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptconv.objects.pickled_modules import (
@@ -54,20 +54,22 @@ def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None)
             if made.pairs:
                 stand_ins[id(node)] = made
                 classes.append(node.name)
-                names.append(f"{node.name} at {place_text(place) or 'the root'}")
+                path = place_text(place)
+                names.append(f"{node.name} at {path or 'the root'}")
                 found, used = strays_of(node, made)
-                strays += _placed(found, place_text(place))
+                strays += [
+                    replace(stray, path=f"{path}.{stray.path}".strip(".")) for stray in found
+                ]
                 parts += used
                 continue
         holders.append(node)
     if not names:
         return checkpoint
     root = substituted(checkpoint.root, holders, stand_ins)
-    notes = (*checkpoint.notes, _note(names), *_stray_notes(strays))
     return replace(
         checkpoint,
         root=root,
-        notes=notes,
+        notes=(*checkpoint.notes, *_notes(names, strays)),
         modules=len(names),
         has_whole_modules=False,
         module_classes=tuple(classes),
@@ -76,24 +78,14 @@ def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None)
     )
 
 
-def _note(names: Sequence[str]) -> str:
-    listed = first_few_in_short(names, _LISTED)
+def _notes(names: Sequence[str], strays: Sequence[Stray]) -> Iterator[str]:
     count = "1 whole module is read as its state dict"
     if len(names) > 1:
         count = f"{len(names)} whole modules are read as their state dicts"
-    return f"{count}: {listed}"
-
-
-def _stray_notes(strays: Sequence[Stray]) -> list[str]:
-    paths = [stray.path or "the root" for stray in strays if stray.is_refused]
-    if not paths:
-        return []
-    listed = first_few_in_short(paths, _LISTED)
-    return [f"its state dict may lack tensors outside parameters and buffers: {listed}"]
-
-
-def _placed(strays: Sequence[Stray], base: str) -> list[Stray]:
-    return [replace(stray, path=f"{base}.{stray.path}".strip(".")) for stray in strays]
+    yield f"{count}: {first_few_in_short(names, _LISTED)}"
+    if paths := [stray.path or "the root" for stray in strays if stray.is_refused]:
+        listed = first_few_in_short(paths, _LISTED)
+        yield f"its state dict may lack tensors outside parameters and buffers: {listed}"
 
 
 def _parts(module: Call) -> Parts:

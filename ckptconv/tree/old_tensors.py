@@ -44,21 +44,21 @@ def complete_tensors(checkpoint: Checkpoint, calls: Sequence[Call]) -> Checkpoin
 
 def _from_state(call: Call, _: dict[int, Node]) -> TensorRef | None:
     """`torch.FloatTensor()` with the state (storage, offset, shape, stride)."""
-    state = call.state
-    if type(state) is not tuple or len(state) != 4 or call.args or not _TENSOR_CLASS(call.name):
-        return None
-    if type(state[0]) is not Storage and type(state[0]) is not Window:
-        return None
-    return tensor_of_storage(state[0], state[1], _size(state[2]), _size(state[3]))
+    match call.state:
+        case (Storage() | Window() as storage, offset, shape, stride) if (
+            type(call.state) is tuple and not call.args
+        ):
+            if _TENSOR_CLASS(call.name):
+                return tensor_of_storage(storage, offset, _size(shape), _size(stride))
+    return None
 
 
 def _size(node: Node) -> Node:
     """A shape; it may stand as a `torch.Size`."""
-    return (
-        node.args[0]
-        if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1
-        else node
-    )
+    match node:
+        case Call(name="torch.Size", args=(size,)):
+            return size
+    return node
 
 
 def _wrapped(call: Call, tensors: dict[int, Node]) -> TensorRef | TensorObject | None:

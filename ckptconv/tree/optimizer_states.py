@@ -21,8 +21,8 @@ from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
 from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.renaming import RenamedKeys
-from ckptconv.tree.state_dicts import StateDict, chain_of
-from ckptconv.tree.walk import PLAIN, Place, place_text, tensor_of, walk
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import PLAIN, Place, labels_of, place_text, tensor_of, walk
 
 _SHAPED = frozenset((
     "exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum", "prev",
@@ -94,14 +94,10 @@ def optimizer_states(
     """The optimizer states of a tree; the state dicts `models` need not be searched for them."""
     leaves = {TensorRef, TensorObject, *PLAIN}
     # plain values stand in for what is not to be entered
-    over = {
-        **overlay,
-        **{
-            id(item.node): None
-            for item in models
-            if item.own is None and leaves.issuperset(map(type, item.values))
-        },
-    }
+    over = dict(overlay)
+    for item in models:
+        if item.own is None and leaves.issuperset(map(type, item.values)):
+            over[id(item.node)] = None
     for place, node in walk(root, over):
         state = _state(place, node) if is_training_state(node) else _named_flat(place, node)
         if state is not None:
@@ -118,14 +114,15 @@ def _state(place: Place, node: Node) -> OptimizerState | None:
     names = dict.fromkeys(key for key in states if type(key) is str)
     numbers: list[int] = []
     for group in groups:
-        params, named = group.get("params"), group.get("param_names")
-        for listed in (params, named):
-            names |= dict.fromkeys(
-                name for name in (listed if type(listed) is list else ()) if type(name) is str
-            )
-        numbers += [at for at in (params if type(params) is list else ()) if type(at) is int]
+        params, named = (_listed(group.get(name)) for name in ("params", "param_names"))
+        names |= dict.fromkeys(name for name in (*params, *named) if type(name) is str)
+        numbers += [at for at in params if type(at) is int]
     shapes = tuple(_shape(states.get(at)) for at in dict.fromkeys(numbers))
     return OptimizerState(place_text(place), tuple(names), shapes)
+
+
+def _listed(node: Node) -> list[Node]:
+    return node if type(node) is list else []
 
 
 def _shape(state: Node) -> Shape | None:
@@ -143,16 +140,15 @@ def _named_flat(place: Place, node: Node) -> OptimizerState | None:
     it.
     """
     pairs = mapping_pairs(node)
-    if not pairs or place is None or not _is_of_training(place):
+    is_of_training = any(
+        type(label) is str and names_training_state(label) for label in labels_of(place)
+    )
+    if not pairs or not is_of_training:
         return None
     if not all(type(key) is str and key.startswith(_FLAT) for key, _ in pairs):
         return None
     names = (str(key).partition(".")[2].rpartition(".")[0] for key, _ in pairs)
     return OptimizerState(place_text(place), tuple(dict.fromkeys(filter(None, names))), ())
-
-
-def _is_of_training(place: Place) -> bool:
-    return any(type(step[1]) is str and names_training_state(step[1]) for step in chain_of(place))
 
 
 # ----------------------------------------------------------------------------------- what became of
@@ -177,10 +173,8 @@ class _Fate:
 
 def _fate(item: StateDict, after: Sequence[tuple[StateDict, RenamedKeys]]) -> _Fate:
     path = item.path.removesuffix(".")
-    kept: dict[str, str] = {}
-    for left, done in after:
-        if left.path.removesuffix(".") == path:
-            kept = done.kept(left.keys)
+    there = [pair for pair in after if pair[0].path.removesuffix(".") == path]
+    kept = there[-1][1].kept(there[-1][0].keys) if there else {}
     return _Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()))
 
 
@@ -190,19 +184,18 @@ def _stale(
     """The names of parameters that have other keys now, and of those that are left out."""
     if not names:
         return (), ()
-    plain = {_bare(key): new for fate in fates for key, new in fate.keys.items()}
     exact = {key: new for fate in fates for key, new in fate.keys.items()}
+    plain = {_bare(key): new for fate in fates for key, new in fate.keys.items()}
     same = {key for fate in fates for key, new in fate.keys.items() if key == new}
     renamed: list[str] = []
     gone: list[str] = []
     for name in names:
         bare = _bare(name)
-        if name in known or (name not in exact and bare not in plain):
-            continue
-        if name not in exact and bare in same:
-            continue  # it went by another name before, and nothing has changed
-        new = exact[name] if name in exact else plain[bare]
-        (gone if new is None else renamed).append(name)
+        # one whose bare name is the same went by another name before, and nothing has changed
+        is_told = name in exact or (bare in plain and bare not in same)
+        if is_told and name not in known:
+            new = exact[name] if name in exact else plain[bare]
+            (gone if new is None else renamed).append(name)
     return tuple(renamed), tuple(gone)
 
 

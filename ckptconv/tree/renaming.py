@@ -80,10 +80,8 @@ def rename_state_dicts(
 ) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
     """Put renamed state dicts into the overlay; tell what changed and what was left out."""
     if not found and (rules not in (STRIP, KEEP) or fit_to):
-        raise AmbiguousStateDict(
-            "it does not hold a state dict whose keys could be changed",
-            hint="see what it holds with: ckptconv inspect",
-        )
+        what = "it does not hold a state dict whose keys could be changed"
+        raise AmbiguousStateDict(what, hint="see what it holds with: ckptconv inspect")
     maps = [
         map_state_dict(item, rules, fit_to)
         if fit_to or _has_work(item, rules)
@@ -100,9 +98,8 @@ def rename_state_dicts(
         renamed.append(renamed_keys(item, keys, modules=modules))
         if keys.new != keys.old or keys.filled or _modules_come_back(keys, modules):
             new, values = with_filled(item, keys)
-            overlay[id(item.node)] = renamed_in_place(
-                replace(item, values=values), new, _told(modules)
-            )
+            filled = replace(item, values=values)
+            overlay[id(item.node)] = renamed_in_place(filled, new, _told(modules))
     return tuple(renamed), skipped
 
 
@@ -159,27 +156,15 @@ def refuse_nothing_left(left: int, maps: Sequence[KeyMap], rules: KeyRules) -> N
 
 def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:
     """The keys that the rules, or the fitting, left out, with the reason."""
-    if None not in keys.new:
-        return []
-    parts = zip(keys.old, keys.new, item.values, strict=True)
-    return [
-        Skipped(
-            item.prefix + old,
-            _reason(at, keys, fit_to),
-            value,
-            by_rule=True,
-            seen=item.prefix + keys.seen.get(at, old),
-        )
-        for at, (old, new, value) in enumerate(parts)
-        if new is None
-    ]
-
-
-def _reason(at: int, keys: KeyMap, fit_to: KeyTarget | None) -> str:
-    """Why the key of this number was left out; what no rule left out the fitting did."""
-    if at in keys.why:
-        return keys.why[at]
-    return f"are not in {printable(fit_to.name if fit_to else 'the target')}"
+    skipped = []
+    # what no rule left out the fitting did
+    unexpected = f"are not in {printable(fit_to.name if fit_to else 'the target')}"
+    for at, new in enumerate(keys.new):
+        if new is None:
+            seen = item.prefix + keys.seen.get(at, keys.old[at])
+            path, why = item.prefix + keys.old[at], keys.why.get(at, unexpected)
+            skipped.append(Skipped(path, why, item.values[at], by_rule=True, seen=seen))
+    return skipped
 
 
 Recorded = Callable[[], "list[tuple[str, str]]"]
@@ -209,11 +194,9 @@ def renamed_keys(
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
     left_out = tuple([old for old, new in pairs if new is None])
     filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
-    odd = (
-        ()
-        if "".join(keys.old).isprintable()
-        else tuple(key for key in keys.old if not key.isprintable())
-    )
+    odd: tuple[str, ...] = ()
+    if not "".join(keys.old).isprintable():
+        odd = tuple(key for key in keys.old if not key.isprintable())
     gone = set(left_out)
     storages = [
         id(pieces[0].storage) if len(pieces := ref.pieces) == 1 else id(ref)
@@ -221,23 +204,17 @@ def renamed_keys(
         if key not in gone
     ]
     shared = len(storages) - len(set(storages))
-    mapped = lambda: _mapped_keys(item, keys, unheld, recorded())  # noqa: E731
+
+    def mapped() -> MappedKeys:
+        if len(now := dict(pairs)) != len(pairs):
+            raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
+        modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
+        for path, name in recorded():
+            modules[path] = (*modules[path], name)
+        return MappedKeys(item.path, now, modules, dict(filled))
+
     return RenamedKeys(
         item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, filled
-    )
-
-
-def _mapped_keys(
-    item: StateDict, keys: KeyMap, unheld: Collection[str], renamed: Sequence[tuple[str, str]]
-) -> MappedKeys:
-    now = {old: None if new in unheld else new for old, new in zip(keys.old, keys.new, strict=True)}
-    if len(now) != len(keys.old):
-        raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
-    modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
-    for path, name in renamed:
-        modules[path] = (*modules[path], name)
-    return MappedKeys(
-        item.path, now, modules, {key: twin for key, twin in keys.filled if key not in unheld}
     )
 
 

@@ -11,15 +11,15 @@ from typing import Literal
 
 from ckptconv.objects.composites import Check, is_composite, parts_check
 from ckptconv.objects.known_names import COPIES, VALUELESS, WEIGHTS_ONLY
-from ckptconv.objects.plain import plain_form, spoken_name
+from ckptconv.objects.plain import HOW, plain_form, spoken_name
 from ckptconv.objects.threats import DO_NOT_LOAD, judge
 from ckptconv.objects.torch_read import is_tensor_call
-from ckptconv.objects.training import HOW, functions_of, is_class, is_config
+from ckptconv.objects.training import functions_of, is_class, is_config
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, attributes, mapping_pairs
 from ckptconv.support.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
-from ckptconv.tree.walk import Place, place_text, walk
+from ckptconv.tree.walk import Place, chain_of, place_text, walk, where_text
 
 Unknown = Literal["refuse", "drop", "keep"]
 """What becomes of a refused object without a plain form."""
@@ -79,11 +79,9 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     refused: list[tuple[Place, str]] = []
     bound = cache(lambda: _bound_names(root, overlay))
     for place, node in walk(root, overlay, settled.cycles):
-        if (
-            type(node) is not TensorRef
-            and unknown != "keep"
-            and (name := refused_name(node)) is not None
-        ):
+        is_looked_at = type(node) is not TensorRef and unknown != "keep"
+        name = refused_name(node) if is_looked_at else None
+        if name is not None:
             name = spoken_name(node, name)
             if unknown == "drop":
                 _refuse_part_of_tensor(place, name)
@@ -97,7 +95,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
         elif type(node) is Storage:
             settled.storages.append(node)
         elif type(node) is Call and is_composite(node):
-            settled.checks.append(parts_check(node, place_text(place) or "the whole file"))
+            settled.checks.append(parts_check(node, where_text(place)))
         if unknown != "keep" and (type(node) is Dict or type(node) is Call):
             refuse_keys(node, place)
     if refused:
@@ -109,24 +107,20 @@ def _refuse_part_of_tensor(place: Place, name: str) -> None:
     """Refuse to drop what a tensor is made with: the tensor itself would be lost, or could not be
     made any more.
     """
-    while place is not None:
-        if is_tensor_call(place[2]):
-            where = place_text(place[0]) or "the whole file"
-            keep = "leave the tensor out with --exclude, or keep it as it is with --unknown keep"
-            hint = DO_NOT_LOAD if _is_dangerous(name) else keep
-            raise RefusedObject(
-                f"a tensor of which {name} is a part cannot be written without it",
-                where=where,
-                hint=hint,
-                code="dangerous" if hint is DO_NOT_LOAD else "",
-            )
-        place = place[0]
+    for above, _, holder in chain_of(place):
+        if is_tensor_call(holder):
+            what = f"a tensor of which {name} is a part cannot be written without it"
+            if _is_dangerous(name):
+                raise _dangerous(what, where_text(above), DO_NOT_LOAD)
+            hint = "leave the tensor out with --exclude, or keep it as it is with --unknown keep"
+            raise RefusedObject(what, where=where_text(above), hint=hint)
 
 
 def _hashed(node: Node) -> Iterable[Node]:
     """What a reader of the output will hash: the keys of a dict, the elements of a set."""
-    if type(node) is Call and node.name in ("builtins.set", "builtins.frozenset"):
-        return node.args[0] if node.args and type(node.args[0]) in (list, tuple) else ()
+    match node:
+        case Call(name="builtins.set" | "builtins.frozenset", args=args):
+            return args[0] if args and type(args[0]) in (list, tuple) else ()
     return (key for key, _ in mapping_pairs(node) or node.pairs)
 
 
@@ -137,20 +131,17 @@ def refuse_keys(node: Node, place: Place) -> None:
     try:
         odd = [key for key in _hashed(node) if type(key) is not str and not _is_harmless_key(key)]
     except LimitExceeded as error:
-        raise error.at(where=place_text(place) or "the whole file") from None
+        raise error.at(where=where_text(place)) from None
     if any(type(key) is not int for key in odd):
-        raise RefusedObject(
-            "a dict or set has keys that are not plain values",
-            where=place_text(place) or "the whole file",
-            hint=_HANG,
-        )
+        what = "a dict or set has keys that are not plain values"
+        raise RefusedObject(what, where=where_text(place), hint=_HANG)
     if len(odd) > (most := in_force().large_int_keys):
         raise LimitExceeded(
             f"a dict or set has {len(odd)} keys that are ints beyond 61 bits",
             limit="large_int_keys",
             allowed=most,
             needed=len(odd),
-            where=place_text(place) or "the whole file",
+            where=where_text(place),
             advice=_HANG,
         )
 
@@ -177,12 +168,8 @@ def _is_small_tuple(key: tuple[Node, ...]) -> bool:
     work: list[Node] = [key]
     for count, part in enumerate(work):
         if count > most:
-            raise LimitExceeded(
-                f"a dict or set has a key that is a tuple of more than {most} parts",
-                limit="key_tuple",
-                allowed=most,
-                advice=_HANG,
-            )
+            what = f"a dict or set has a key that is a tuple of more than {most} parts"
+            raise LimitExceeded(what, limit="key_tuple", allowed=most, advice=_HANG)
         if type(part) is tuple:
             work.extend(part)
         elif type(part) not in (str, int, float, bool, bytes, type(None)):
@@ -210,37 +197,27 @@ def _settle(
     if plain is not node:
         overlay[id(node)] = plain
         if not is_part_of_config(name, place, plain, settled.configs):
-            settled.rewritten.append(Rewritten(place_text(place), name, _how(node, name)))
+            how = "its name" if type(node) is Global else HOW.get(name, "")
+            settled.rewritten.append(Rewritten(place_text(place), name, how))
     elif drop:
         overlay[id(node)] = node.tensor if type(node) is TensorObject else None
-        settled.dropped.append(
-            Skipped(
-                place_text(place), f"dropped: {name} is not a plain object", node, is_dropped=True
-            )
-        )
+        why = f"dropped: {name} is not a plain object"
+        settled.dropped.append(Skipped(place_text(place), why, node, is_dropped=True))
     return drop or plain is not node
-
-
-def _how(node: Node, name: str) -> str:
-    return "its name" if type(node) is Global else HOW.get(name, "")
 
 
 def refused_name(node: Node) -> str | None:
     """The global for which `weights_only=True` would refuse `node` (or that has no values); None
     for good nodes.
     """
-    kind = type(node)
-    if kind is Call:
+    if type(node) is Call:
         name: str = node.name
         if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
             return name  # so many zero bytes: a file of a few bytes would take all memory
         known = name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES
         return None if known and not has_more(node) else name
-    if kind is Global:
-        return None if node.path in WEIGHTS_ONLY else node.path
-    if kind is TensorObject and type(node.cls) is Global:
-        return None if node.cls.path in WEIGHTS_ONLY else node.cls.path
-    return None
+    named = node.cls if type(node) is TensorObject else node
+    return named.path if type(named) is Global and named.path not in WEIGHTS_ONLY else None
 
 
 def has_more(call: Call) -> bool:
@@ -251,20 +228,19 @@ def has_more(call: Call) -> bool:
         return True
     if call.name not in ("collections.OrderedDict", "collections.Counter"):
         return bool(call.pairs) or call.state not in (ABSENT, None)
-    is_read = call.state is ABSENT or (
-        type(call.state) is Dict and all(type(name) is str for name, _ in attributes(call))
-    )
-    return bool(call.args) or not is_read
+    if call.args or (call.state is not ABSENT and type(call.state) is not Dict):
+        return True
+    return not all(type(name) is str for name, _ in attributes(call))
 
 
 def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -> bool:
     """Whether an object is inside a configuration that was told of; `configs` are their plain
     forms, and become more.
     """
-    is_part = is_config(name) and place is not None and id(place[2]) in configs
-    if is_config(name):
-        configs.add(id(plain))
-    return is_part
+    if not is_config(name):
+        return False
+    configs.add(id(plain))
+    return place is not None and id(place[2]) in configs
 
 
 def plain_form_at(node: Node, place: Place) -> Node:
@@ -295,12 +271,9 @@ def _form(node: Node) -> Node:
         return plain_form(node) if is_harmless else node
     if type(node) is Global:
         return node.path if is_class(node) and _is_harmless(node) else node
-    if (
-        type(node) is TensorObject
-        and type(node.cls) is Global
-        and node.cls.path == "torch.nn.parameter.Buffer"
-    ):
-        return node.tensor
+    match node:
+        case TensorObject(cls=Global(path="torch.nn.parameter.Buffer")):
+            return node.tensor
     return node
 
 
@@ -310,13 +283,11 @@ def _is_harmless(name: Global) -> bool:
 
 def _stands_alone(place: Place) -> bool:
     """Whether a node hangs in dicts and lists only, and is not part of how an object is made."""
-    while place is not None:
-        holder, label = place[2], place[1]
+    for _, label, holder in chain_of(place):
         if type(holder) is Call and (mapping_pairs(holder) is None or label == "<state>"):
             return False
         if type(holder) not in (Call, Dict, list, tuple) or label in ("<key>", "<value>"):
             return False
-        place = place[0]
     return True
 
 
@@ -324,12 +295,11 @@ def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
     """The classes that some object is made of: one and the same node may stand alone elsewhere."""
     found: set[int] = set()
     for _, node in walk(root, overlay):
+        work: list[Node] = []
         if type(node) is TensorObject:
             work = [node.cls, node.state]
         elif type(node) is Call and node.name in WEIGHTS_ONLY:
             work = [*node.args, node.kwargs, node.state]
-        else:
-            continue
         while work:
             part = work.pop()
             if type(part) is Global:
@@ -342,23 +312,23 @@ def _bound_names(root: Node, overlay: Mapping[int, Node]) -> set[int]:
 
 
 def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
-    place, name = place_text(unknown[0][0]), unknown[0][1]
+    place, name = unknown[0]
     more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
     if name in VALUELESS:
-        return RefusedObject(
-            f"a tensor without values ({name}){more}: there is nothing to convert",
-            where=place or "the whole file",
-            hint="save it on a host that has its values, or leave it out with --unknown drop",
-        )
-    if dangerous := next((item for item in unknown if _is_dangerous(item[1])), None):
-        place, name = place_text(dangerous[0]), dangerous[1]
+        what = f"a tensor without values ({name}){more}: there is nothing to convert"
+        hint = "save it on a host that has its values, or leave it out with --unknown drop"
+        return RefusedObject(what, where=where_text(place), hint=hint)
+    what = "is an object that torch.load(weights_only=True) refuses"
+    for place_of_it, dangerous in unknown:
+        if _is_dangerous(dangerous):
+            what = f"{printable(dangerous)}{more} {what}"
+            return _dangerous(what, where_text(place_of_it), DROP_DANGEROUS)
     hint = "--unknown drop replaces it by None, --unknown keep keeps it, --only PATH takes one part"
-    return RefusedObject(
-        f"{printable(name)}{more} is an object that torch.load(weights_only=True) refuses",
-        where=place or "the whole file",
-        hint=DROP_DANGEROUS if dangerous else hint,
-        code="dangerous" if dangerous else "",
-    )
+    return RefusedObject(f"{printable(name)}{more} {what}", where=where_text(place), hint=hint)
+
+
+def _dangerous(what: str, where: str, hint: str) -> RefusedObject:
+    return RefusedObject(what, where=where, hint=hint, code="dangerous")
 
 
 DROP_DANGEROUS = f"{DO_NOT_LOAD}; --unknown drop replaces it by None"

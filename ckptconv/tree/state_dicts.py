@@ -34,6 +34,7 @@ from ckptconv.tree.producers import averages_weights, is_bare
 from ckptconv.tree.walk import (
     PLAIN,
     Place,
+    chain_of,
     is_tensor,
     label_text,
     labels_of,
@@ -101,15 +102,12 @@ class StateDict:
 
     def __repr__(self) -> str:
         first = f"{self.keys[0]}, …" if self.keys else None
-        return short_repr(
-            "StateDict", self.path or "the root", count_text(len(self.keys), "key"), first
-        )
+        count = count_text(len(self.keys), "key")
+        return short_repr("StateDict", self.path or "the root", count, first)
 
     def _repr_html_(self) -> str:
-        rows = (
-            (key, ref.dtype.name, list(ref.shape), ref.location)
-            for key, ref in islice(self.tensors(), _IN_TABLE)
-        )
+        shown = islice(self.tensors(), _IN_TABLE)
+        rows = ((key, ref.dtype.name, list(ref.shape), ref.location) for key, ref in shown)
         return html_table(self.path or "the root", rows, more=max(0, len(self.keys) - _IN_TABLE))
 
     def beside(self) -> Iterator[tuple[str, Node, bool]]:
@@ -120,26 +118,18 @@ class StateDict:
         saying.
         """
         yield from _attributes(self.node, self.prefix)
-        if self.own is not None:
-            mine = set(self.own)
-            pairs = enumerate(dict_pairs(self.node) or ())
-            yield from (
-                (self.prefix + label_text(key), value, True)
-                for index, (key, value) in pairs
-                if index not in mine
-            )
-        place, child = self.place, self.node
-        while place is not None:
-            above, _, holder = place
+        mine = None if self.own is None else set(self.own)
+        for index, (key, value) in enumerate(dict_pairs(self.node) or ()):
+            if mine is not None and index not in mine:
+                yield self.prefix + label_text(key), value, True
+        child = self.node
+        for above, _, holder in chain_of(self.place):
             base = f"{text}." if (text := place_text(above)) else ""
             yield from _attributes(holder, base)
-            parts = dict_pairs(holder) or list(children(holder))
-            yield from (
-                (base + label_text(label), value, True)
-                for label, value in parts
-                if value is not child
-            )
-            place, child = above, holder
+            for label, value in dict_pairs(holder) or list(children(holder)):
+                if value is not child:
+                    yield base + label_text(label), value, True
+            child = holder
 
 
 def _attributes(node: Node, base: str) -> Iterator[tuple[str, Node, bool]]:
@@ -171,10 +161,8 @@ def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
     keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
-    if item.beside and any(
-        id(holder) in item.beside
-        for holder in (item.node, *(place[2] for place in chain_of(item.place)))
-    ):
+    around = {id(item.node), *(id(holder) for _, _, holder in chain_of(item.place))}
+    if item.beside and not around.isdisjoint(item.beside):
         notes = (*notes, "a dict contains itself, or one that it is in; that is left out")
     return StateDict(
         item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place
@@ -202,10 +190,10 @@ def nested_state_dict(part: FoundPart) -> StateDict | None:
             return None
         is_nested = is_nested or value is not part.node
         named = [(label_text(key), inner) for key, inner in pairs]
-        if any(
-            dict_pairs(inner) is not None and (label in WHOLE or names_average(label))
-            for label, inner in named
-        ) or (part.own_only and value is part.node and any(is_tensor(inner) for _, inner in named)):
+        models = (inner for label, inner in named if label in WHOLE or names_average(label))
+        if any(dict_pairs(inner) is not None for inner in models):
+            return None
+        if part.own_only and value is part.node and any(is_tensor(inner) for _, inner in named):
             return None
         lead = f"{name}." if name else ""
         work += [(lead + label, inner) for label, inner in reversed(named)]
@@ -238,9 +226,8 @@ def bare_tensors(node: Node) -> StateDict | None:
     tensors; None for the rest.
     """
     if is_tensor(node):
-        return _of_pairs(
-            "", [("tensor", node)], "it is one tensor, not a state dict: its key is 'tensor'"
-        )
+        note = "it is one tensor, not a state dict: its key is 'tensor'"
+        return _of_pairs("", [("tensor", node)], note)
     if type(node) not in (list, tuple) or not node:
         return None
     if all(map(is_tensor, node)):
@@ -249,31 +236,15 @@ def bare_tensors(node: Node) -> StateDict | None:
             "keys are their numbers"
         )
         return _of_pairs("", [(str(index), item) for index, item in enumerate(node)], note)
-    pairs = [(item[0], item[1]) for item in node if _is_named_tensor(item)]
+    listed = [tuple(item) for item in node if type(item) in (list, tuple) and len(item) == 2]
+    pairs = [(name, value) for name, value in listed if type(name) is str and is_tensor(value)]
     if len(dict(pairs)) < len(node):
         return None
-    return _of_pairs(
-        "", pairs, "it is a list of names and tensors, such as list(state_dict.items())"
-    )
-
-
-def _is_named_tensor(node: Node) -> bool:
-    """Whether a node is a pair of a name and a tensor."""
-    return (
-        type(node) in (list, tuple)
-        and len(node) == 2
-        and type(node[0]) is str
-        and is_tensor(node[1])
-    )
+    note = "it is a list of names and tensors, such as list(state_dict.items())"
+    return _of_pairs("", pairs, note)
 
 
 # ----------------------------------------------------------------------------------------- refusing
-
-
-def chain_of(place: Place) -> Iterator[tuple[Place, Node, Node]]:
-    while place is not None:
-        yield place
-        place = place[0]
 
 
 def joined(base: str, path: str) -> str:
@@ -327,11 +298,8 @@ def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
     if reached is not None:
         return FoundPart(path, reached[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
-    raise AmbiguousStateDict(
-        f"there is nothing at '{printable(only)}'",
-        path=file,
-        hint=f"it holds: {', '.join(known) or 'no parts'}",
-    )
+    what = f"there is nothing at '{printable(only)}'"
+    raise AmbiguousStateDict(what, path=file, hint=f"it holds: {', '.join(known) or 'no parts'}")
 
 
 def _at(root: Node, path: str) -> tuple[Node] | None:
@@ -356,11 +324,8 @@ def _average(root: Node, file: PurePath) -> tuple[str, Node] | None:
     nearest = [item for item in averages if item[0] == min(depth for depth, _, _ in averages)]
     if len(nearest) > 1:
         names = [name for _, name, _ in nearest]
-        raise AmbiguousStateDict(
-            f"holds {len(nearest)} averages: {first_few(names, _LISTED)}",
-            path=file,
-            hint=choice_of_parts(names),
-        )
+        what = f"holds {len(nearest)} averages: {first_few(names, _LISTED)}"
+        raise AmbiguousStateDict(what, path=file, hint=choice_of_parts(names))
     return nearest[0][1:] if nearest else None
 
 
@@ -380,11 +345,11 @@ def _averages(root: Node) -> list[tuple[Place, Node]]:
 
 def own_of(part: FoundPart, surveyed: Survey, file: PurePath) -> StateDict:
     """The tensors that stand in the dict of a part itself."""
-    item = next((item for item in surveyed.found if item.place is None), None)
-    if item is None:
-        what = "no named tensors lie in it" if part.path else "no named tensors lie at its root"
-        raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
-    return state_dict_at(item)
+    for item in surveyed.found:
+        if item.place is None:
+            return state_dict_at(item)
+    what = "no named tensors lie in it" if part.path else "no named tensors lie at its root"
+    raise AmbiguousStateDict(what, path=file, where=part.path or None, hint=look_hint(file))
 
 
 # ----------------------------------------------------------------------------------------- new keys
@@ -403,25 +368,19 @@ def own_node(state_dict: StateDict) -> Node:
 
 
 def renamed_state_dict(
-    state_dict: StateDict,
-    keys: tuple[str | None, ...],
-    modules: RenamedModules,
+    state_dict: StateDict, keys: tuple[str | None, ...], modules: RenamedModules
 ) -> Node:
     """A node of the state dict alone, whose i-th key is `keys[i]` (None: left out).
 
     Its `_metadata` follows: `modules` gives the module paths with their new names, in order; one
     has several where ones that had become one are told apart again.
     """
-    pairs = [
-        (new, value) for new, value in zip(keys, state_dict.values, strict=True) if new is not None
-    ]
+    pairs = [pair for pair in zip(keys, state_dict.values, strict=True) if pair[0] is not None]
     return _with_metadata(_like(state_dict.node, pairs), modules)
 
 
 def renamed_in_place(
-    state_dict: StateDict,
-    keys: tuple[str | None, ...],
-    modules: RenamedModules,
+    state_dict: StateDict, keys: tuple[str | None, ...], modules: RenamedModules
 ) -> Node:
     """As `renamed_state_dict`; what stands beside the state dict in its dict stays there.
 
@@ -431,13 +390,11 @@ def renamed_in_place(
         return renamed_state_dict(state_dict, keys, modules)
     before = dict_pairs(state_dict.node) or ()
     mine = set(state_dict.own)
-    others = {
-        key for index, (key, _) in enumerate(before) if index not in mine and type(key) is str
-    }
+    beside = (key for index, (key, _) in enumerate(before) if index not in mine)
+    others = {key for key in beside if type(key) is str}
     if taken := next((key for key in keys if key in others), None):
-        raise KeyConflict(
-            "a key would get this name, but something else beside it has it already", where=taken
-        )
+        what = "a key would get this name, but something else beside it has it already"
+        raise KeyConflict(what, where=taken)
     renamed = list(zip(keys, state_dict.values, strict=True))
     own = dict(zip(state_dict.own, renamed, strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]
@@ -470,7 +427,6 @@ def _with_metadata(made: Node, modules: RenamedModules) -> Node:
         met.add(key)
     copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
     copy.pairs = list(renamed.items())
-    made.state = Dict(
-        [(key, copy if key == "_metadata" else value) for key, value in made.state.pairs]
-    )
+    state = made.state.pairs
+    made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in state])
     return made

@@ -1,5 +1,5 @@
 """What a whole module holds besides its state dict: tensors in attributes, and code that may save
-them.
+them; refused, or listed as left out.
 
 `model.state_dict()` leaves attributes out, unless the class, or a hook, writes them into it; the
 code that would is not in the file. So a tensor outside is harmless where the classes are known not
@@ -9,7 +9,7 @@ to do that, and the reason for a refusal where they are not.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptconv.objects.bitsandbytes import Saved
@@ -22,9 +22,12 @@ from ckptconv.objects.pickled_modules import (
     saving_hooks,
 )
 from ckptconv.pickles.nodes import Call, Dict, Node, children, spoken
+from ckptconv.support.errors import RefusedObject
+from ckptconv.support.text import first_few
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
-from ckptconv.tree.checkpoint import Stray
-from ckptconv.tree.walk import is_tensor, label_text, tensor_of
+from ckptconv.tree.checkpoint import Checkpoint, Stray
+from ckptconv.tree.settling import Skipped, Unknown
+from ckptconv.tree.walk import WHOLE_FILE, is_tensor, label_text, tensor_of, walk
 
 _ORDINARY = re.compile(
     r"(?:torch\.nn|torchvision|timm|ultralytics\.nn|transformers\.(?:models|modeling_\w+))\."
@@ -109,22 +112,13 @@ def _saving_code(item: _Registered, made: Call) -> Iterator[Stray]:
     """Hooks that change what the module saves, and a class known to save more than is seen."""
     name = item.module.name
     if _QUANTIZED(name):
-        yield Stray(
-            item.path,
-            f"a quantized module ({name}), which saves more than its parameters and buffers",
-            True,
-            made,
-        )
+        why = f"a quantized module ({name}), which saves more than its parameters and buffers"
+        yield Stray(item.path, why, True, made)
     for hook in saving_hooks(item.module):
-        if (
-            code := spoken(hook).removeprefix("an object of ")
-        ) not in _KNOWN_HOOKS and not name.startswith(_WRAPPER):
-            yield Stray(
-                item.path,
-                f"a module ({name}) with a hook that changes what it saves ({code})",
-                True,
-                made,
-            )
+        code = spoken(hook).removeprefix("an object of ")
+        if code not in _KNOWN_HOOKS and not name.startswith(_WRAPPER):
+            why = f"a module ({name}) with a hook that changes what it saves ({code})"
+            yield Stray(item.path, why, True, made)
 
 
 class _Covered:
@@ -175,23 +169,17 @@ class _Finder:
             if not is_saved and value not in self._covered:
                 self._seen.add(id(value))
                 self._covered.add(ref for ref in (tensor_of(value),) if ref is not None)
-                yield Stray(
-                    path,
-                    "a buffer that its module does not save (persistent=False)",
-                    False,
-                    self._made,
-                    value,
-                )
+                why = "a buffer that its module does not save (persistent=False)"
+                yield Stray(path, why, False, self._made, value)
             if type(value) is TensorObject:
                 yield from self._inside(item, path, value.state, "")
             elif kind == "_parameters" and type(value) is Call:
                 yield from self._inside(item, path, list(value.args[1:]), "")
         for name, value in other_attributes(item.module):
             if type(value) in _HOLDERS:
+                path = f"{item.path}.{name}".strip(".")
                 made_of = any(all(name + end in names for end in ends) for ends in _FROM_OTHERS)
-                yield from self._inside(
-                    item, f"{item.path}.{name}".strip("."), value, name, made_again=made_of
-                )
+                yield from self._inside(item, path, value, name, made_again=made_of)
 
     def _inside(
         self, item: _Registered, path: str, node: Node, name: str, *, made_again: bool = False
@@ -210,9 +198,7 @@ class _Finder:
                     yield Stray(path, reason, is_refused, self._made, node)
                 work += [(path, node.state)] if type(node) is TensorObject else []
             else:
-                inner = [
-                    (label, child) for label, child in children(node) if type(child) in _HOLDERS
-                ]
+                inner = [pair for pair in children(node) if type(pair[1]) in _HOLDERS]
                 work += [(_joined(path, label), child) for label, child in reversed(inner)]
 
 
@@ -243,3 +229,39 @@ def _judged(item: _Registered, name: str) -> tuple[str, bool]:
         "it is saved",
         True,
     )
+
+
+# ------------------------------------------------------------------------ refused, or left out
+
+
+def settle_strays(checkpoint: Checkpoint, part: Node, unknown: Unknown) -> tuple[Skipped, ...]:
+    """What is left out of the state dicts of whole modules in `part` of a checkpoint.
+
+    Raises `RefusedObject` where something would be lost of which only a module's own code knows
+    whether it is saved, unless `unknown` is ``drop``.
+    """
+    if not checkpoint.module_strays:
+        return ()
+    there = {id(node) for _, node in walk(part)}
+    strays = [stray for stray in checkpoint.module_strays if id(stray.state_dict) in there]
+    refused = [stray for stray in strays if stray.is_refused]
+    if refused and unknown != "drop":
+        raise _refusal(refused, script=checkpoint.container.is_script)
+    return tuple(Skipped(stray.path, f"left out: {stray.reason}", stray.node) for stray in strays)
+
+
+def _refusal(refused: Sequence[Stray], *, script: bool) -> RefusedObject:
+    first, others = refused[0], [stray.path or "the root" for stray in refused[1:]]
+    what = f"{first.reason}; the state dict would lack it"
+    if others:
+        what += f" (and {len(others)} more: {first_few(others, _LISTED)})"
+    hint = _OF_SCRIPTS if script else _OF_MODULES
+    return RefusedObject(what, where=first.path or WHOLE_FILE, hint=hint)
+
+
+_LISTED = 4
+_OF_SCRIPTS = "--unknown drop leaves it out; torch.jit.load reads the archive itself"
+_OF_MODULES = (
+    "save model.state_dict() where the class is installed; --unknown drop leaves it out, "
+    "--unknown keep keeps the whole module in a torch file"
+)

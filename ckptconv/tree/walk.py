@@ -54,13 +54,16 @@ def label_text(label: Node) -> str:
 _LONGEST_LABEL = 500  # characters of a key in a path
 
 
+def chain_of(place: Place) -> Iterator[tuple[Place, Node, Node]]:
+    """A place, that of the container around it, and so on up to the root."""
+    while place is not None:
+        yield place
+        place = place[0]
+
+
 def labels_of(place: Place) -> list[Node]:
     """The labels that lead to a place, from the root on."""
-    labels = []
-    while place is not None:
-        labels.append(place[1])
-        place = place[0]
-    return labels[::-1]
+    return [label for _, label, _ in chain_of(place)][::-1]
 
 
 def place_text(place: Place) -> str:
@@ -72,6 +75,12 @@ def place_text(place: Place) -> str:
     return ".".join(reversed(labels))
 
 
+def where_text(place: Place) -> str:
+    """A place as errors name it."""
+    return place_text(place) or WHOLE_FILE
+
+
+WHOLE_FILE = "the whole file"
 PLAIN = frozenset((str, int, float, bool, bytes, type(None), complex))
 
 

@@ -17,8 +17,8 @@ from ckptconv.tensors.packing import BITS, float4_numbers
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.state_dicts import chain_of, find
-from ckptconv.tree.walk import CONTAINERS, place_text, walk
+from ckptconv.tree.state_dicts import find
+from ckptconv.tree.walk import CONTAINERS, chain_of, place_text, walk
 
 if TYPE_CHECKING:
     import numpy as np
