@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path, PurePath
 from typing import NoReturn
 
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Reopening, Source
+from ckptconv.io.source import SMALL, Fingerprint, Range, Reopening, Source, merged_runs
 from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
@@ -89,12 +89,6 @@ class FileSource(Source):
         """Have the disk work on all of them, not on one after the other."""
         if len(ranges) > 1:
             platforms.will_need(self._fd, ranges)
-
-    def _require(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         """Bytes without what follows them."""
@@ -268,32 +262,6 @@ def _open_regular(path: Path) -> int:
     if stat.S_ISDIR(mode):
         raise not_opened(errno.EISDIR, path)
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
-
-
-def merged_runs(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
-    """Runs of bytes put together where one read of them costs less than several: where each begins
-    and ends, and the numbers of the `ranges` that lie in it.
-
-    Up to `SMALL` bytes that nobody asked for are read between two of them, and together they are at
-    most `CHUNK` bytes.
-
-    >>> list(merged_runs([(5000, 10), (0, 100), (1 << 30, 4), (4000, 10)]))
-    [(0, 5010, [1, 3, 0]), (1073741824, 1073741828, [2])]
-    """
-    first = last = 0
-    members: list[int] = []
-    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
-        offset, nbytes = ranges[number]
-        end = max(last, offset + nbytes)
-        if members and offset - last <= SMALL and end - first <= CHUNK and nbytes >= 0:
-            last = end
-            members.append(number)
-            continue
-        if members:
-            yield first, last, members
-        first, last, members = offset, offset + nbytes, [number]
-    if members:
-        yield first, last, members
 
 
 def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:

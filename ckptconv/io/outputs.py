@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from ckptconv.io.destination import (
     Destination,
@@ -59,14 +59,9 @@ class LocalDraft(Draft):
         self.stream = self._writing.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, *failure: Any) -> bool | None:
         try:
-            return self._writing.__exit__(kind, error, trace)
+            return self._writing.__exit__(*failure)
         finally:
             if not self.is_whole:
                 self.discard()
@@ -125,14 +120,9 @@ class _Staged(Destination):
             self._leaving = self._leaving.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, *failure: Any) -> bool | None:
         self._made = None
-        return self._leaving.__exit__(kind, error, trace)
+        return self._leaving.__exit__(*failure)
 
     def draft(
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None

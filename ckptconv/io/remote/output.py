@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import TypeVar
 
 from ckptconv.io.destination import Destination, Draft, output_errors
@@ -166,12 +165,7 @@ class RemoteDraft(Draft):
         self.stream = OutputStream(_UploadSink(self._upload), self._on_progress)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
         if not self.is_whole:
             with held_back():
                 if self._upload is not None:
@@ -181,7 +175,6 @@ class RemoteDraft(Draft):
         if isinstance(error, (StoreError, OSError)):
             with _told(self.target):
                 raise error
-        return None
 
     def commit(self) -> None:
         self.stream.settle(fsync=True)
@@ -271,17 +264,11 @@ class RemoteOutput(Destination):
     def _beside(self, name: str) -> RemotePlace:
         return self._place.parent.child(name)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
         self.discard()
         if isinstance(error, (StoreError, OSError)) and not isinstance(error, CheckpointError):
             with _told(self._place):
                 raise error
-        return None
 
     def draft(
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None
