@@ -77,7 +77,7 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
 def _found(url: Any, older_than: float | None) -> tuple[str, list[Unfinished]]:
     """The address that keys follow, and what is unfinished."""
     from ckptconv.io.places import place_of
-    from ckptconv.io.remote.output import asked
+    from ckptconv.io.remote.patience import asked
     from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError
@@ -113,7 +113,7 @@ def _abort(url: Any, found: list[Unfinished]) -> None:
     from functools import partial
 
     from ckptconv.io.places import place_of
-    from ckptconv.io.remote.output import asked
+    from ckptconv.io.remote.patience import asked
     from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.store import (
     Listing,
     Part,
@@ -27,12 +28,20 @@ from ckptconv.io.remote.store import (
     read_on,
 )
 from ckptconv.io.remote.traffic import count
-from ckptconv.io.remote.uploads import IN_FLIGHT, Cancelled, key_of_hidden
-from ckptconv.io.remote.written_objects import MARK, WrittenObject
+from ckptconv.io.remote.uploads import (
+    IN_FLIGHT,
+    Cancelled,
+    PartsUpload,
+    hidden_key,
+    key_of_hidden,
+)
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+MARK = "ckptconv_upload"
+"""The attribute that tells an object of one upload from others under its key."""
 
 _SERVICES = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
@@ -171,7 +180,7 @@ class ObjectStoreOf(Store):
     # --------------------------------------------------------------------------------- writing
 
     def begin(self, key: str, size: int) -> Upload:
-        return WrittenObject(self, key, size)
+        return _Written(self, key, size)
 
     def opened(self, key: str, mark: str, part: int) -> Any:
         """A file of obstore under a key, sent in parts of `part` bytes."""
@@ -279,6 +288,59 @@ class ObjectStoreOf(Store):
             with contextlib.suppress(Exception):
                 self._obstore.put(self._store, key, b"", mode="overwrite")
         self.remove(key)
+
+
+class _Written(PartsUpload):
+    """An object whose parts obstore sends, under a hidden key, from where the store copies it."""
+
+    def __init__(self, store: ObjectStoreOf, key: str, size: int) -> None:
+        super().__init__(size)
+        self._store, self._key = store, key
+        self._hidden = key if key_of_hidden(key) else hidden_key(key)
+        self._in_flight = 1  # obstore takes them in order, and sends several at a time itself
+        self._writer: Any = None
+
+    def _begin(self) -> None:
+        with self._told():
+            self._writer = self._store.opened(self._hidden, self._mark, self._part)
+
+    def _send(self, number: int, data: bytearray) -> None:
+        with self._told():
+            self._writer.write(data)
+
+    def _close(self) -> None:
+        count(requests=1)
+        with self._told():
+            self._writer.close()
+        self._writer = None
+
+    def _complete(self, parts: list[Any], *, create: bool) -> None:
+        if self._hidden == self._key:
+            return
+        self._store.move(self._hidden, self._key, create=create)
+        try:
+            patiently(partial(self._store.remove, self._hidden), self._seconds)
+        except StoreError:
+            self.is_left = True
+
+    def _put(self, data: bytearray, *, create: bool) -> None:
+        self._store.put(self._key, data, mark=self._mark, create=create)
+
+    def _drop(self) -> None:
+        writer, self._writer = self._writer, None
+        self._store.drop(self._hidden, writer)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What is half written cannot be tried again."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            told = told_by_obstore(error, self._store.service)
+            told.tries = 1
+            raise told from None
 
 
 COPYING = 3600.0  # seconds for which a copy may go on

@@ -13,14 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 from ckptconv.io.destination import Destination, Draft, output_errors
 from ckptconv.io.files import refuse_inputs
 from ckptconv.io.location import Location
 from ckptconv.io.remote.causes import Forbidden
-from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.patience import patiently
+from ckptconv.io.remote.patience import asked
 from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.uploads import hidden_key
@@ -28,10 +26,7 @@ from ckptconv.io.source import Source
 from ckptconv.io.staging import ShardNames
 from ckptconv.io.stream import OutputStream, Sink
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
-from ckptconv.support.limits import in_force
 from ckptconv.support.signals import held_back
-
-T = TypeVar("T")
 
 _NOTHING_LEFT = "nothing was left behind"
 _MAY_BE_LEFT = "look whether it is there, and let ckptconv cleanup find what was left behind"
@@ -114,11 +109,6 @@ def _told(place: Location, *, is_begun: bool = True) -> Iterator[None]:
             path=place.path,
             hint="; ".join(hint for hint in hints if hint),
         ) from None
-
-
-def asked(request: Callable[[], T]) -> T:
-    """What a request gives, tried again, by a thread that does not hold up Ctrl-C."""
-    return fetched(partial(patiently, request, in_force().remote_seconds)).result()
 
 
 class _UploadSink(Sink):

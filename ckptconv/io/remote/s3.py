@@ -5,7 +5,6 @@ what others left unfinished.
 from __future__ import annotations
 
 import base64
-import secrets
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -203,7 +202,6 @@ class _S3Upload(PartsUpload):
     def __init__(self, store: S3Store, key: str, size: int) -> None:
         super().__init__(size)
         self._store, self._key = store, key
-        self._mark = secrets.token_hex(8)
         self._id = ""
 
     def _begin(self) -> None:

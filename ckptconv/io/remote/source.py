@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from ckptconv.io.files import note_input
-from ckptconv.io.remote.fetchers import fetched
+from ckptconv.io.remote.patience import Budget, fetched
 from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
 from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range, Reopening, merged_runs
@@ -32,31 +32,7 @@ _FORESEEN = 4096  # small reads that are asked for together
 _RATIO = 8
 
 
-class _Budget:
-    """Bytes that may still be kept, of any number of sources."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = nbytes
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes, which is gone then."""
-        with self._lock:
-            if nbytes > self._left:
-                return False
-            self._left -= nbytes
-            return True
-
-    def has(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes."""
-        return nbytes <= self._left
-
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._left += nbytes
-
-
-_BUDGET = _Budget(_MERGED)
+_BUDGET = Budget(_MERGED)
 
 
 class RemoteSource(FarSource):
@@ -142,7 +118,7 @@ class RemoteSource(FarSource):
                 found[number] = bytes(held)
         wanted = [ranges[number] for number in waiting]
         runs = list(merged_runs(wanted, longest=_LONGEST, gap=_near))
-        if not _BUDGET.has(sum(last - first for first, last, _ in runs)):
+        if sum(last - first for first, last, _ in runs) > _BUDGET.left:
             runs = list(merged_runs(wanted, longest=_LONGEST, gap=lambda nbytes: _GAP))
         fetching = [
             (first, [waiting[at] for at in run], fetched(partial(self.fetch, first, last - first)))

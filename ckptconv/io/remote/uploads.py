@@ -13,8 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any, TypeVar
 
-from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.patience import patiently
+from ckptconv.io.remote.patience import Budget, fetched, patiently
 from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.limits import in_force
@@ -69,48 +68,23 @@ class Cancelled(StoreError):
         super().__init__("final", "was stopped")
 
 
-def waited(future: Future[T], is_cancelled: threading.Event) -> T:
-    """The result, unless it is not wanted any more meanwhile."""
-    while not future.done():
-        if is_cancelled.is_set():
-            raise Cancelled
-        with contextlib.suppress(FutureTimeout):
-            future.exception(timeout=0.2)
-    return future.result()
-
-
-class _Held:
-    """How much of whole objects waits in memory until they are finished, in all uploads."""
-
-    def __init__(self, most: int) -> None:
-        self._left, self._lock = most, threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes more; they are held then."""
-        with self._lock:
-            is_room = nbytes <= self._left
-            self._left -= nbytes if is_room else 0
-        return is_room
-
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._left += nbytes
-
-
-HELD = _Held(64 << 20)
+HELD = Budget(64 << 20)
+"""How much of whole objects waits in memory until they are finished, in all uploads."""
 
 
 class PartsUpload(Upload):
     """An object that is sent in parts. What fits into one is sent as a whole when it is finished,
     as long as not too much waits for that.
 
-    A kind of store has to begin, send a part, complete, put and drop.
+    A kind of store has to begin, send a part, complete, put and drop. `_mark` tells an object of
+    this upload from others under its key.
     """
 
     def __init__(self, size: int) -> None:
         self._seconds = in_force().remote_seconds
         self._part = part_size(size)
         self._in_flight = max(1, min(IN_FLIGHT, _SENT // self._part))
+        self._mark = secrets.token_hex(8)
         self._buffer = bytearray()
         self._beginning: Future[None] | None = None
         self._sending: deque[Future[Any]] = deque()
@@ -127,6 +101,9 @@ class PartsUpload(Upload):
     @abstractmethod
     def _send(self, number: int, data: bytearray) -> Any:
         """Send part `number`, the first of which is 1; what is needed to complete the object."""
+
+    def _close(self) -> None:
+        """Wait until the store has all that was sent."""
 
     @abstractmethod
     def _complete(self, parts: list[Any], *, create: bool) -> None:
@@ -181,7 +158,13 @@ class PartsUpload(Upload):
         return patiently(request, self._seconds)
 
     def _waited(self, future: Future[T]) -> T:
-        return waited(future, self._is_cancelled)
+        """The result, unless it is not wanted any more meanwhile."""
+        while not future.done():
+            if self._is_cancelled.is_set():
+                raise Cancelled
+            with contextlib.suppress(FutureTimeout):
+                future.exception(timeout=0.2)
+        return future.result()
 
     def end(self) -> None:
         if self._beginning is None and HELD.take(len(self._buffer)):
@@ -190,6 +173,7 @@ class PartsUpload(Upload):
         self._hand_over()
         while self._sending:
             self._wait_for_part()
+        self._waited(fetched(self._close))
 
     def finish(self, *, create: bool) -> None:
         if self._beginning is not None:

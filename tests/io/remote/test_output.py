@@ -215,14 +215,14 @@ def test_parts_are_sent_by_several_threads_and_few_at_a_time(tmp_path):
 
 
 def test_what_waits_in_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(uploads, "HELD", uploads._Held(2000))
+    monkeypatch.setattr(uploads, "HELD", patience.Budget(2000))
     kind = TestSet()
     content = kind.content(1, 900)
     kind.put(tmp_path, content)
     asked = store_of(tmp_path).asked
     assert (asked.count("put"), asked.count("begin")) == (2, 2)
     assert kind.found(tmp_path) == content
-    assert uploads.HELD._left == 2000
+    assert uploads.HELD.left == 2000
 
 
 def test_the_index_comes_last(tmp_path):
