@@ -60,9 +60,10 @@ class FileSource(Source):
     def read_into(self, offset: int, view: memoryview) -> None:
         if offset < 0:  # preadv(2) takes -1 for the place that the descriptor has
             raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
+        fd = self._descriptor()
         while view:
             with self._read_errors():
-                count = platforms.read_into_at(self._fd, view, offset)
+                count = platforms.read_into_at(fd, view, offset)
             if not count:
                 raise MalformedCheckpoint(
                     f"ends at byte {offset}, more was expected", path=self.path
@@ -78,8 +79,9 @@ class FileSource(Source):
         if start >= 0 and start + nbytes <= len(window):
             return window[start : start + nbytes]
         if nbytes <= SMALL:
+            fd = self._descriptor()
             with self._read_errors():
-                window = platforms.read_at(self._fd, _WINDOW, offset)
+                window = platforms.read_at(fd, _WINDOW, offset)
             self._window = window, offset
             if len(window) >= nbytes:
                 return window[:nbytes]
@@ -88,7 +90,7 @@ class FileSource(Source):
     def foresee(self, ranges: Sequence[Range]) -> None:
         """Have the disk work on all of them, not on one after the other."""
         if len(ranges) > 1:
-            platforms.will_need(self._fd, ranges)
+            platforms.will_need(self._descriptor(), ranges)
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         """Bytes without what follows them."""
@@ -110,11 +112,15 @@ class FileSource(Source):
                 found[member] = bytes(whole[offset - first : offset - first + nbytes])
         return found
 
-    @contextlib.contextmanager
-    def _read_errors(self) -> Iterator[None]:
+    def _descriptor(self) -> int:
+        """That of the file, to be read."""
         if self._fd < 0:
             hint = "open it again, or read before it is closed (within its with block)"
             raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
+        return self._fd
+
+    @contextlib.contextmanager
+    def _read_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -135,7 +141,9 @@ class FileSource(Source):
         return True
 
     def data_from(self, offset: int) -> int:
-        return platforms.next_data(self._fd, offset, self.size) if offset < self.size else self.size
+        if offset >= self.size:
+            return self.size
+        return platforms.next_data(self._descriptor(), offset, self.size)
 
     def mappable_path(self) -> str | None:
         """A path that leads to this very file even if its name is given to another meanwhile, where
@@ -336,24 +344,8 @@ class PooledSource(FileSource):
         self._is_closed = False
         pool.hold(self)
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        self._wake()
-        super().read_into(offset, view)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        self._wake()
-        return super().read(offset, nbytes)
-
-    def foresee(self, ranges: Sequence[Range]) -> None:
-        self._wake()
-        super().foresee(ranges)
-
     def is_for_threads(self) -> bool:
         return False
-
-    def data_from(self, offset: int) -> int:
-        self._wake()
-        return super().data_from(offset)
 
     def mappable_path(self) -> str | None:
         """None: a mapping would hold the file open while it rests."""
@@ -368,7 +360,7 @@ class PooledSource(FileSource):
         self.rest()
         self._is_closed = True
 
-    def _wake(self) -> None:
+    def _descriptor(self) -> int:
         if self._fd < 0 and not self._is_closed:
             self._fd = _open_regular(self.path)
             if stamp(os.fstat(self._fd)) != self._stamp:
@@ -376,4 +368,6 @@ class PooledSource(FileSource):
                 raise MalformedCheckpoint(
                     "was replaced or changed while it was read", path=self.path
                 )
+        fd = super()._descriptor()
         self._pool.hold(self)
+        return fd

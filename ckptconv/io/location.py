@@ -44,12 +44,12 @@ class Location(ABC):
     @property
     def stem(self) -> str:
         """The name without its suffix."""
-        return self.path.stem
+        return PurePath(self.name).stem
 
     @property
     def suffix(self) -> str:
         """The end of the name from its last dot on."""
-        return self.path.suffix
+        return PurePath(self.name).suffix
 
     def __str__(self) -> str:
         return str(self.path)

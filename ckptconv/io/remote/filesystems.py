@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import (
     TRIES,
     Listing,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
-from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.store import (
     Listing,

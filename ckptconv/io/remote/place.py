@@ -40,14 +40,6 @@ class RemotePlace(Location):
         return self.site.store.spoken(split(self.key)[1]) or self.path.name
 
     @property
-    def stem(self) -> str:
-        return PurePath(self.name).stem
-
-    @property
-    def suffix(self) -> str:
-        return PurePath(self.name).suffix
-
-    @property
     def says_folder(self) -> bool:
         return self.key.endswith("/")
 

@@ -26,8 +26,7 @@ from ckptconv.io.remote.credentials import (
     region_of,
     usual_endpoint,
 )
-from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.network import as_file, proxy_for
+from ckptconv.io.remote.network import as_file, needed, proxy_for
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
 from ckptconv.io.remote.store import StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 from ckptconv.io.remote.store import Store
 from ckptconv.support.errors import UnsupportedCheckpoint
 
-WEB = ("http", "https")
-S3 = ("s3", "s3a")
-OBJECTS = ("gs", "gcs", "az", "azure", "abfs", "abfss")
-HUB = ("hf",)
+_S3, _OBJECTS, _WEB = ("s3", "s3_store"), ("objects", "object_store"), ("web", "web_store")
+_STORES = {
+    "s3": _S3, "s3a": _S3,
+    "gs": _OBJECTS, "gcs": _OBJECTS,
+    "az": _OBJECTS, "azure": _OBJECTS, "abfs": _OBJECTS, "abfss": _OBJECTS,
+    "http": _WEB, "https": _WEB,
+    "hf": ("hub", "hub_store"),
+}  # fmt: skip
+"""Which function of which module here makes the store of an address; for any other, fsspec."""
 
 
 def store_of(address: str) -> tuple[Store, str]:
     """The store of an address, and the key in it; `UnsupportedCheckpoint` where it has none."""
     scheme = address.partition("://")[0].lower()
-    if scheme in WEB:
+    module, name = _STORES.get(scheme, ("filesystems", "filesystem_store"))
+    if module == "web":
         from ckptconv.io.remote.hub import hub_address, hub_store
 
         if (named := hub_address(address)) is not None:
             return hub_store(named)
-        from ckptconv.io.remote.web import web_store
-
-        return web_store(address)
-    if scheme in HUB:
-        from ckptconv.io.remote.hub import hub_store
-
-        return hub_store(address)
-    if scheme in (*S3, *OBJECTS):
+    if module in ("s3", "objects"):
         _refuse_unnameable(address)
-    if scheme in S3:
-        from ckptconv.io.remote.s3 import s3_store
-
-        return s3_store(address)
-    if scheme in OBJECTS:
-        from ckptconv.io.remote.objects import object_store
-
-        return object_store(address)
-    from ckptconv.io.remote.filesystems import filesystem_store
-
-    return filesystem_store(address)
+    made: tuple[Store, str] = getattr(import_module(f"{__package__}.{module}"), name)(address)
+    return made
 
 
 def _refuse_unnameable(address: str) -> None:

@@ -22,7 +22,7 @@ from ckptconv.io.remote.answers import (
     refusal,
     seen,
 )
-from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import Part, Seen, Store, StoreError, read_on
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.addresses import how_to_get, shown
