@@ -202,12 +202,12 @@ class SetOutput(_Staged):
         replaces: Iterable[Source] = (),
     ) -> None:
         super().__init__(path, force=force, fsync=fsync, size=size, replaces=replaces)
-        self._names, self._files = files, files.in_folder(path.parent)
+        self._files = files
         self._in_folder, self._is_new = in_folder, False
 
     def _taken(self) -> Iterable[Path]:
         yield self.path
-        yield from (self.path.parent / name for name in self._names.taken())
+        yield from (self.path.parent / name for name in self._files.taken())
 
     def _prepared(self, leaving: ExitStack) -> Path:
         folder = self.path.parent
@@ -215,10 +215,12 @@ class SetOutput(_Staged):
         if self._is_new:
             refuse_missing_folder(folder, folder.parent)
         else:
-            companions = [path for path in self._files.companions if path.parent.exists()]
             files = self._files
-            for path in (*files.claimed, *files.earlier(), *files.files, *companions):
-                check_output(path, force=self._force)
+            for name in (*files.claimed, *files.earlier(), *files.files):
+                check_output(folder / name, force=self._force)
+            for path in (folder / name for name in files.companions):
+                if path.parent.exists():
+                    check_output(path, force=self._force)
         if self._in_folder:
             # of a process that was killed just when the folder was there
             remove_leftovers(followed(folder))
@@ -242,7 +244,10 @@ class SetOutput(_Staged):
     def _put(self, made: Path, inputs: Iterable[Source]) -> None:
         if self._is_new and put_new_folder(made, self.path.parent, fsync=self._fsync):
             return
-        _close_replaced(inputs, lambda: [self.path, *self._files.earlier()])
+        folder = self.path.parent
+        _close_replaced(
+            inputs, lambda: [self.path, *(folder / name for name in self._files.earlier())]
+        )
         put_set(made, self._files, self.path, force=self._force, fsync=self._fsync)
 
 
