@@ -190,18 +190,8 @@ class SetOutput(_Staged):
     for that is not there.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        files: ShardNames,
-        *,
-        in_folder: bool,
-        force: bool,
-        fsync: bool,
-        size: int,
-        replaces: Iterable[Source] = (),
-    ) -> None:
-        super().__init__(path, force=force, fsync=fsync, size=size, replaces=replaces)
+    def __init__(self, path: Path, files: ShardNames, *, in_folder: bool, **how: Any) -> None:
+        super().__init__(path, **how)
         self._files = files
         self._in_folder, self._is_new = in_folder, False
 
@@ -320,21 +310,27 @@ def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
 
 def file_output(
     place: Location,
+    files: ShardNames | None = None,
     *,
+    in_folder: bool = False,
     force: bool,
     fsync: bool,
     size: int,
     read_back: bool = False,
     replaces: Iterable[Source] = (),
 ) -> Destination:
-    """One file at `place`; with `read_back` its draft will be read before it is put there. Of what
-    the run has read it may take the place of `replaces` alone.
+    """One file at `place`, or the `files` of a set, which are named after it; `in_folder`: in a
+    folder that may be made. With `read_back` drafts are read before they are in their places; of
+    what the run has read it may take the place of `replaces` alone.
     """
-    if (path := place.local()) is not None:
-        return FileOutput(path, force=force, fsync=fsync, size=size, replaces=replaces)
-    from ckptconv.io.remote.output import remote_output
+    if (path := place.local()) is None:
+        from ckptconv.io.remote.output import remote_output
 
-    return remote_output(place, force=force, read_back=read_back, replaces=replaces)
+        return remote_output(place, files, force=force, read_back=read_back, replaces=replaces)
+    how: Any = {"force": force, "fsync": fsync, "size": size, "replaces": replaces}
+    if files is None:
+        return FileOutput(path, **how)
+    return SetOutput(path, files, in_folder=in_folder, **how)
 
 
 def write_file(place: Location, *pieces: memoryview | bytes, force: bool) -> int:
@@ -347,33 +343,6 @@ def write_file(place: Location, *pieces: memoryview | bytes, force: bool) -> int
             draft.commit()
         output.commit()
     return size
-
-
-def set_output(
-    place: Location,
-    files: ShardNames,
-    *,
-    in_folder: bool,
-    force: bool,
-    fsync: bool,
-    size: int,
-    read_back: bool = False,
-    replaces: Iterable[Source] = (),
-) -> Destination:
-    """Shards and an index, named after `place`; `in_folder`: in a folder that may be made."""
-    if (path := place.local()) is not None:
-        return SetOutput(
-            path,
-            files,
-            in_folder=in_folder,
-            force=force,
-            fsync=fsync,
-            size=size,
-            replaces=replaces,
-        )
-    from ckptconv.io.remote.output import remote_output
-
-    return remote_output(place, force=force, read_back=read_back, files=files, replaces=replaces)
 
 
 def folder_output(

@@ -337,16 +337,8 @@ class KeyMismatch(CheckpointError):
     `fit` is the `keys.fits.Fit` that tells of every key, where there is one.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        path: object = None,
-        where: object = None,
-        hint: str | None = None,
-        fit: _Documented | None = None,
-    ) -> None:
-        super().__init__(what, path=path, where=where, hint=hint)
+    def __init__(self, what: str, *, fit: _Documented | None = None, **told: Any) -> None:
+        super().__init__(what, **told)
         self.fit = fit
 
 

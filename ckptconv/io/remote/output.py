@@ -369,10 +369,10 @@ def _names(places: Iterable[RemotePlace]) -> str:
 
 def remote_output(
     place: Location,
+    files: ShardNames | None = None,
     *,
     force: bool,
     read_back: bool = False,
-    files: ShardNames | None = None,
     replaces: Iterable[Source] = (),
 ) -> Destination:
     """One object, or shards and their index; `files` are the names of a set in a folder. Of what

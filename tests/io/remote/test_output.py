@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from ckptconv.io.outputs import check_place_free, file_output, folder_output, set_output
+from ckptconv.io.outputs import check_place_free, file_output, folder_output
 from ckptconv.io.remote import patience, uploads
 from ckptconv.io.remote.causes import Forbidden
 from ckptconv.io.remote.output import remote_output
@@ -378,7 +378,7 @@ def test_a_store_that_is_only_read_is_refused():
     with pytest.raises(OutputRefused, match="is a place that is only read"):
         files = shard_names(store, 2)
         place = memory_place(store, "m.bin")
-        set_output(place, files, in_folder=False, force=False, fsync=False, size=0)
+        file_output(place, files, in_folder=False, force=False, fsync=False, size=0)
 
 
 def test_hidden_keys_say_what_they_were_to_become():
