@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path, PurePath
 from typing import NoReturn
@@ -25,6 +26,7 @@ from ckptconv.support.errors import (
     not_opened,
 )
 from ckptconv.support.limits import in_force
+from ckptconv.support.settings import set_within
 
 _WINDOW = 1 << 16
 
@@ -187,14 +189,9 @@ _NOTING: ContextVar[Callable[[os.stat_result], None] | None] = ContextVar(
 )
 
 
-@contextlib.contextmanager
-def noting_files(note: Callable[[os.stat_result], None]) -> Iterator[None]:
+def noting_files(note: Callable[[os.stat_result], None]) -> AbstractContextManager[object]:
     """Within the block, `note` is told of each file that is opened."""
-    token = _NOTING.set(note)
-    try:
-        yield
-    finally:
-        _NOTING.reset(token)
+    return set_within(_NOTING, note)
 
 
 _INPUTS: ContextVar[dict[tuple[int, int] | str, PurePath] | None]
@@ -215,14 +212,9 @@ def one_run() -> Iterator[None]:
     """The block is one run: no output takes the place of a file that it has read. Within another
     one it is part of that.
     """
-    if _INPUTS.get() is not None:
+    inputs = _INPUTS.get()
+    with set_within(_INPUTS, {} if inputs is None else inputs):
         yield
-        return
-    token = _INPUTS.set({})
-    try:
-        yield
-    finally:
-        _INPUTS.reset(token)
 
 
 def refuse_inputs(outputs: Iterable[PurePath], replaced: Iterable[Source] = ()) -> None:

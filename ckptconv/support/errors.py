@@ -8,15 +8,17 @@ words of who called.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal, Protocol
+
+from ckptconv.support.settings import set_within
 
 _LONGEST_NAME = 200
 
@@ -36,14 +38,9 @@ _ON_COMMAND_LINE: ContextVar[bool] = ContextVar("called from the command line", 
 is_on_command_line = _ON_COMMAND_LINE.get
 
 
-@contextlib.contextmanager
-def on_command_line(told: bool = True) -> Iterator[None]:
+def on_command_line(told: bool = True) -> AbstractContextManager[object]:
     """Within the block, options are named as on the command line, else as in Python."""
-    token = _ON_COMMAND_LINE.set(told)
-    try:
-        yield
-    finally:
-        _ON_COMMAND_LINE.reset(token)
+    return set_within(_ON_COMMAND_LINE, told)
 
 
 def worded(text: str) -> str:
