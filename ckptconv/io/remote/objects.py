@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.network import needed
-from ckptconv.io.remote.patience import patiently
 from ckptconv.io.remote.store import (
     Listing,
     Part,
@@ -24,15 +23,13 @@ from ckptconv.io.remote.store import (
     Store,
     StoreError,
     Unfinished,
-    Upload,
     read_on,
 )
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import (
     IN_FLIGHT,
     Cancelled,
-    PartsUpload,
-    hidden_key,
+    HidingStore,
     key_of_hidden,
 )
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
@@ -66,14 +63,14 @@ def parts_of(address: str) -> tuple[str, str, str]:
     return scheme.lower(), bucket, key
 
 
-class ObjectStoreOf(Store):
+class ObjectStoreOf(HidingStore):
     """The objects of one bucket of S3 or GCS, or of one container of Azure.
 
     `bucket` is what stands for it in an address: of Azure ``CONTAINER@ACCOUNT.dfs.…`` too.
     """
 
-    can_write = True
     keeps_moved = True
+    puts_small = True
 
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
@@ -113,6 +110,15 @@ class ObjectStoreOf(Store):
         sent again by obstore itself.
         """
         return self._opened(tries=10)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            raise self._told(error) from None
 
     def _told(self, error: BaseException) -> StoreError:
         told = told_by_obstore(error, self.service, is_signed=self._is_signed)
@@ -158,10 +164,8 @@ class ObjectStoreOf(Store):
         return Part(b"", seen) if seen.size == 0 else None
 
     def list(self, prefix: str) -> Listing:
-        try:
+        with self.asking():
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
-        except Exception as error:
-            raise self._told(error) from None
         begin = len(prefix)
         files = {
             meta["path"][begin:]: self._seen(meta)
@@ -179,11 +183,7 @@ class ObjectStoreOf(Store):
 
     # --------------------------------------------------------------------------------- writing
 
-    def begin(self, key: str, size: int) -> Upload:
-        return _Written(self, key, size)
-
     def opened(self, key: str, mark: str, part: int) -> Any:
-        """A file of obstore under a key, sent in parts of `part` bytes."""
         if self.service == "az":  # parts of no object are listed nowhere: for `unfinished`
             count(requests=1)
             self.put(key, bytearray(), mark=mark, create=False)
@@ -196,7 +196,6 @@ class ObjectStoreOf(Store):
         )
 
     def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
-        """A whole object at once; `mark` goes with it."""
         mode = "create" if create else "overwrite"
         self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={MARK: mark})
 
@@ -209,10 +208,8 @@ class ObjectStoreOf(Store):
         self._await_copy(new, size)
 
     def _size(self, key: str) -> int:
-        try:
+        with self.asking():
             return int(self._obstore.head(self._store, key)["size"])
-        except Exception as error:
-            raise self._told(error) from None
 
     def _await_copy(self, key: str, size: int) -> None:
         """Azure may copy after its answer; until then the copy is an object without bytes."""
@@ -224,15 +221,15 @@ class ObjectStoreOf(Store):
 
     def mark_of(self, key: str) -> str | None:
         """The mark of the object that is there, empty where it has none; None without an object."""
+        options = {"head": True}
         try:
-            options = {"head": True}
-            found = self._obstore.get(self._store, key, options=options)
-            return str(found.attributes.get(MARK, ""))
-        except Exception as error:
-            told = self._told(error)
-            if told.kind == "missing":
-                return None
-            raise told from None
+            with self.asking():
+                found = self._obstore.get(self._store, key, options=options)
+                return str(found.attributes.get(MARK, ""))
+        except StoreError as error:
+            if error.kind != "missing":
+                raise
+            return None
 
     def _asked(
         self, key: str, mark: str | None, operation: str, *given: Any, **options: Any
@@ -251,34 +248,25 @@ class ObjectStoreOf(Store):
 
     def remove(self, key: str) -> None:
         try:
-            self._obstore.delete(self._store, key)
-        except Exception as error:
-            told = self._told(error)
-            if told.kind != "missing":
-                raise told from None
+            with self.asking():
+                self._obstore.delete(self._store, key)
+        except StoreError as error:
+            if error.kind != "missing":
+                raise
 
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:
         folder = prefix.rpartition("/")[0]
-        found = []
-        try:
-            for page in self._obstore.list(self._store, folder or None):
-                found += [meta for meta in page if _is_left(meta["path"], prefix)]
-        except Exception as error:
-            raise self._told(error) from None
+        with self.asking():
+            pages = list(self._obstore.list(self._store, folder or None))
+        found = [meta for page in pages for meta in page if _is_left(meta["path"], prefix)]
         return [
             Unfinished(meta["path"], "", meta["last_modified"].isoformat(), meta["size"])
             for meta in found
         ]
 
-    def abort(self, left: Unfinished) -> None:
-        self.drop(left.key, None)
-
     def drop(self, key: str, writer: Any) -> None:
-        """Leave nothing of what was begun under a hidden key.
-
-        Azure keeps parts of no object for a week, also one that arrives when the object is gone: so
-        what is on its way is waited for, and made an object that has no other parts.
-        """
+        # Azure keeps parts of no object for a week, also one that arrives when the object is gone:
+        # so what is on its way is waited for, and made an object that has no other parts
         with contextlib.suppress(Exception):
             if writer is not None and self.service == "az":
                 writer.close()
@@ -288,59 +276,6 @@ class ObjectStoreOf(Store):
             with contextlib.suppress(Exception):
                 self._obstore.put(self._store, key, b"", mode="overwrite")
         self.remove(key)
-
-
-class _Written(PartsUpload):
-    """An object whose parts obstore sends, under a hidden key, from where the store copies it."""
-
-    def __init__(self, store: ObjectStoreOf, key: str, size: int) -> None:
-        super().__init__(size)
-        self._store, self._key = store, key
-        self._hidden = key if key_of_hidden(key) else hidden_key(key)
-        self._in_flight = 1  # obstore takes them in order, and sends several at a time itself
-        self._writer: Any = None
-
-    def _begin(self) -> None:
-        with self._told():
-            self._writer = self._store.opened(self._hidden, self._mark, self._part)
-
-    def _send(self, number: int, data: bytearray) -> None:
-        with self._told():
-            self._writer.write(data)
-
-    def _close(self) -> None:
-        count(requests=1)
-        with self._told():
-            self._writer.close()
-        self._writer = None
-
-    def _complete(self, parts: list[Any], *, create: bool) -> None:
-        if self._hidden == self._key:
-            return
-        self._store.move(self._hidden, self._key, create=create)
-        try:
-            patiently(partial(self._store.remove, self._hidden), self._seconds)
-        except StoreError:
-            self.is_left = True
-
-    def _put(self, data: bytearray, *, create: bool) -> None:
-        self._store.put(self._key, data, mark=self._mark, create=create)
-
-    def _drop(self) -> None:
-        writer, self._writer = self._writer, None
-        self._store.drop(self._hidden, writer)
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """What is half written cannot be tried again."""
-        try:
-            yield
-        except StoreError:
-            raise
-        except Exception as error:
-            told = told_by_obstore(error, self._store.service)
-            told.tries = 1
-            raise told from None
 
 
 COPYING = 3600.0  # seconds for which a copy may go on
