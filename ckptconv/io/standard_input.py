@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path, PurePath
 from typing import NoReturn
 
@@ -82,11 +83,8 @@ class StandardInput(_Alone):
         return FileSource(_NAME, os.dup(self._fd))
 
     def fingerprint(self) -> Fingerprint | None:
-        source = self.open()
-        try:
+        with closing(self.open()) as source:
             return source.fingerprint()
-        finally:
-            source.close()
 
     def _whole(self) -> int:
         """A descriptor of a regular file with all of it."""

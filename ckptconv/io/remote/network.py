@@ -10,7 +10,6 @@ import os
 import re
 import ssl
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -24,15 +23,24 @@ from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 EXTRA = "pip install 'obstore>=0.8' 'botocore>=1.36' 'urllib3>=2.2'"
 
 
-_SUBMODULES = {"obstore": "obstore.store", "botocore": "botocore.session"}
-"""What is used of libraries that do not import it themselves."""
-
-
 def needed(name: str, address: str) -> Any:
     """A library of the extra, or `UnsupportedCheckpoint` that says how to install it."""
     try:
-        import_module(_SUBMODULES.get(name, name))
-        return import_module(name)
+        if name == "obstore":
+            import obstore.store
+
+            return obstore
+        if name == "urllib3":
+            import urllib3
+
+            return urllib3
+        if name == "botocore":
+            import botocore.session
+
+            return botocore
+        import fsspec
+
+        return fsspec
     except ImportError:
         if name == "fsspec":
             what = "is not on this machine, and reading it needs fsspec"

@@ -132,12 +132,13 @@ class RemoteDraft(Draft):
 
     def __init__(
         self,
+        name: str,
         target: RemotePlace,
         hidden: str | None,
         size: int,
         on_progress: Callable[[int], None] | None,
     ) -> None:
-        self.target = target
+        self.name, self.target = name, target
         self.is_whole = False
         self._hidden, self._on_progress = hidden, on_progress
         self._store = target.site.store
@@ -267,7 +268,7 @@ class RemoteOutput(Destination):
             raise ValueError(f"{self.path}: is not open")
         target = self._place if self._files is None else self._beside(name)
         hidden = hidden_key(target.key) if self._read_back else None
-        draft = RemoteDraft(target, hidden, size, on_progress)
+        draft = RemoteDraft(name, target, hidden, size, on_progress)
         self._drafts.append(draft)
         return draft
 
@@ -288,9 +289,15 @@ class RemoteOutput(Destination):
             what = "is in place, but hidden objects beside it cannot be removed"
             raise OutputRefused(what, path=self.path, hint="ckptconv cleanup finds them")
 
-    def _put_all(self, drafts: Iterable[RemoteDraft], earlier: Collection[str] = ()) -> None:
+    def _put_all(
+        self,
+        drafts: Iterable[RemoteDraft],
+        earlier: Collection[str] = (),
+        late: Collection[str] = (),
+    ) -> None:
         """Give all their names, or none: names that were free are free again, unless a file of an
-        earlier set, one of `earlier`, is replaced by then.
+        earlier set, one of `earlier`, is replaced by then. What is `late` may have replaced
+        something that nobody has looked for.
         """
         done: list[RemoteDraft] = []
         try:
@@ -298,20 +305,17 @@ class RemoteOutput(Destination):
                 draft.put(create=not self._force)
                 done.append(draft)
         except BaseException as error:
-            targets = [draft.target for draft in done]
-            if not any(target.name in earlier for target in targets):
-                fresh = [target for target in targets if not self._may_replace(target)]
-                left = [target for target in fresh if not _is_removed(target)]
-                if left and isinstance(error, OutputRefused):
-                    error.hint = f"{_names(left)} may be left behind; remove it"
-            elif isinstance(error, OutputRefused):
-                error.hint = f"{_names(targets)} is replaced by now; run the command again"
+            hint = ""
+            if any(draft.name in earlier for draft in done):
+                hint = f"{_names(done)} is replaced by now; run the command again"
+            else:
+                fresh = [draft for draft in done if draft.name not in late]
+                left = [draft for draft in fresh if not _is_removed(draft.target)]
+                if left:
+                    hint = f"{_names(left)} may be left behind; remove it"
+            if hint and isinstance(error, OutputRefused):
+                error.hint = hint
             raise
-
-    def _may_replace(self, target: RemotePlace) -> bool:
-        """Whether there may have been something that nobody has looked for."""
-        companions = self._files.companions if self._files is not None else ()
-        return self._force and any(self._beside(name) == target for name in companions)
 
     def _put_set(self, files: ShardNames) -> None:
         """Shards, then the index, then companions that are replaced; then what is left of an
@@ -319,16 +323,15 @@ class RemoteOutput(Destination):
         """
         with _told(self._place):
             earlier = self._earlier(files)
-        drafts = sorted(self._drafts, key=lambda draft: self._turn(draft, files, earlier))
-        if files.index in earlier and set(files.shards) & set(earlier):
-            with _told(self._place):
+            if files.index in earlier and set(files.shards) & set(earlier):
                 index = self._beside(files.index or "")
                 asked(lambda: index.site.store.remove(index.key))
-        self._put_all(drafts, earlier)
-        names = {draft.target.name for draft in drafts}
+        late = files.companions if self._force else ()
+        in_order = sorted(self._drafts, key=lambda one: (one.name in late, one.name == files.index))
+        self._put_all(in_order, earlier, late)
+        names = {draft.name for draft in in_order}
         for name in earlier:
-            target = self._beside(name)
-            if target.name not in names and not _is_removed(target):
+            if name not in names and not _is_removed(self._beside(name)):
                 what = f"is in place, but {printable(name)} of the earlier one cannot be removed"
                 hint = "remove it: a program may take it for the checkpoint"
                 raise OutputRefused(what, path=self.path, hint=hint)
@@ -339,13 +342,6 @@ class RemoteOutput(Destination):
         if found := self._found(files):
             raise _exists_by_now(self._beside(found[0]))
         return ()
-
-    def _turn(self, draft: RemoteDraft, files: ShardNames, earlier: Sequence[str]) -> int:
-        name = draft.target.name
-        if name == files.index:
-            return 1
-        is_companion = any(self._beside(item) == draft.target for item in files.companions)
-        return 2 if is_companion and self._force else 0
 
     def discard(self) -> None:
         self._is_open = False
@@ -363,8 +359,8 @@ def _is_removed(place: RemotePlace) -> bool:
     return True
 
 
-def _names(places: Iterable[RemotePlace]) -> str:
-    return ", ".join(printable(place.name) for place in places)
+def _names(drafts: Iterable[RemoteDraft]) -> str:
+    return ", ".join(printable(draft.target.name) for draft in drafts)
 
 
 def remote_output(
