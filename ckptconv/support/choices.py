@@ -104,10 +104,7 @@ refuse_no_texts = _refusing(
 """Raises `OptionRefused` unless each option is a list of texts: a text is not its letters."""
 
 refuse_no_words = _refusing(
-    lambda words: (
-        isinstance(words, (str, list, tuple))
-        and _are_texts(listed(words), 1)
-    ),
+    lambda words: isinstance(words, (str, list, tuple)) and _are_texts(listed(words), 1),
     "is not a text",
     "write it as {option}='{form}' or {option}=['{form}', '{form}']",
 )
