@@ -98,13 +98,13 @@ class Location(ABC):
         """Whether anything is there."""
         return self.kind() != "nothing"
 
-    @abstractmethod
     def list(self) -> Sequence[Location]:
         """What is in this folder, by name."""
+        return [self.child(name) for name in self.names()]
 
+    @abstractmethod
     def names(self) -> Sequence[str]:
         """The names of what is in this folder, sorted."""
-        return [item.name for item in self.list()]
 
     @abstractmethod
     def open(self, pool: FilePool | None = None) -> Source:

@@ -48,7 +48,7 @@ class _Alone(Location):
     def kind(self) -> Kind:
         return "nothing"
 
-    def list(self) -> Sequence[Location]:
+    def names(self) -> Sequence[str]:
         raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
 
     def open(self, pool: FilePool | None = None) -> Source:

@@ -364,7 +364,8 @@ class BatchRefused(OptionRefused):
         count, shown = len(problems), [printable(line, 1000) for line in problems[:_FEW]]
         if count > _FEW:
             shown.append(f"and {count - _FEW:,} more")
-        what = f"{count:,} problem{'s' * (count != 1)}: {'; '.join(shown)}"
+        noun = "problem" if count == 1 else "problems"
+        what = f"{count:,} {noun}: {'; '.join(shown)}"
         super().__init__(what, hint="nothing was written")
 
 

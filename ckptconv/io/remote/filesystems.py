@@ -73,7 +73,8 @@ class FileSystemStore(HidingStore):
             self.system = kind(**kind._get_kwargs_from_urls(whole), skip_instance_cache=True)
         except ImportError as error:
             what = f"is not on this machine, and {scheme}:// needs another library"
-            hint = f"pip install {error.name}" if error.name else _advice(str(error))
+            # what fsspec says of a library that it misses has no secret in it
+            hint = f"pip install {error.name}" if error.name else str(error)[:200]
             raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
         except ValueError:
             what = f"is an address of a kind that is not known ({scheme}://)"
@@ -247,11 +248,6 @@ def _begun(about: Mapping[str, Any]) -> str:
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value).astimezone().isoformat()
     return ""
-
-
-def _advice(text: str) -> str:
-    """What fsspec says of a library that it misses, which has no secret in it."""
-    return text[:200]
 
 
 def _told(error: Exception) -> StoreError:

@@ -88,7 +88,7 @@ def hosts_given() -> str:
 
 def allowed_hosts() -> AllowedHosts:
     """What the environment and the caller allow."""
-    return AllowedHosts(",".join((os.environ.get(VARIABLE, ""), _given.get())))
+    return AllowedHosts(hosts_given())
 
 
 def allowing_hosts(text: str) -> AbstractContextManager[object]:

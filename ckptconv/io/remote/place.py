@@ -77,9 +77,6 @@ class RemotePlace(Location):
             return "folder"
         return "nothing" if found is None else "file"
 
-    def list(self) -> Sequence[RemotePlace]:
-        return [self.child(name) for name in self.names()]
-
     def names(self) -> Sequence[str]:
         found = self.site.listing(self._folder)
         if not found and self.key:

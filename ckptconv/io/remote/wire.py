@@ -148,14 +148,12 @@ class Wire:
                     raise
         except CheckpointError:  # of the settings by which it is asked
             raise
-        except (errors.HTTPError, OSError, ValueError) as error:
+        except (errors.HTTPError, OSError, ValueError, StoreError) as error:
             if watch.is_late:
                 raise self._too_slow(watch) from None
+            if isinstance(error, StoreError):
+                raise
             raise self._failure(error, host, target.url.startswith("http:")) from None
-        except StoreError:
-            if watch.is_late:
-                raise self._too_slow(watch) from None
-            raise
 
     def _too_slow(self, watch: _Watch) -> StoreError:
         return StoreError(
