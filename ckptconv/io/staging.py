@@ -306,7 +306,10 @@ def _put_new(
 
 def _is_removed(path: Path) -> bool:
     try:
-        path.rmdir() if path.is_dir() else path.unlink()
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
     except OSError:
         return False
     return True

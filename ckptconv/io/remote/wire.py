@@ -13,8 +13,9 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -267,23 +268,11 @@ class Wire:
 
     def _pools(self, reach: Reach | None) -> dict[str, Any]:
         """Pools of connections that are checked before a word is said."""
-        wire = self
-
-        class Plain(_Held, HTTPConnection):
-            def _new_conn(self) -> socket.socket:
-                return self._hold(wire._checked(self, super()._new_conn(), reach))
-
-        class Encrypted(_Held, HTTPSConnection):
-            def _new_conn(self) -> socket.socket:
-                return self._hold(wire._checked(self, super()._new_conn(), reach))
-
-        class PlainPool(HTTPConnectionPool):
-            ConnectionCls = Plain
-
-        class EncryptedPool(HTTPSConnectionPool):
-            ConnectionCls = Encrypted
-
-        return {"http": PlainPool, "https": EncryptedPool}
+        check = partial(self._checked, reach=reach)
+        return {
+            "http": partial(_pool, HTTPConnectionPool, partial(_Plain, check=check)),
+            "https": partial(_pool, HTTPSConnectionPool, partial(_Encrypted, check=check)),
+        }
 
     def _checked(
         self, connection: HTTPConnection, made: socket.socket, reach: Reach | None
@@ -412,12 +401,19 @@ def _watched() -> _Watch:
     return found
 
 
+_Check = Callable[[Any, socket.socket], socket.socket]
+
+
 class _Held:
-    """A connection that the watch can end, whatever is made of its socket."""
+    """A connection that is checked, and that the watch can end, whatever is made of its socket."""
 
-    _held: socket.socket | None = None
+    def __init__(self, *given: Any, check: _Check, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._check = check
+        self._held: socket.socket | None = None
 
-    def _hold(self, made: socket.socket) -> socket.socket:
+    def _new_conn(self) -> socket.socket:
+        made = self._check(self, super()._new_conn())  # type: ignore[misc]
         self._held = made.dup()
         _watched().hold(self._held)
         return made
@@ -431,3 +427,16 @@ class _Held:
         if self._held is not None:
             self._held.close()
             self._held = None
+
+
+class _Plain(_Held, HTTPConnection): ...
+
+
+class _Encrypted(_Held, HTTPSConnection): ...
+
+
+def _pool(kind: Any, connection: Any, *given: Any, **options: Any) -> Any:
+    """A pool of connections of a kind of ours."""
+    made = kind(*given, **options)
+    made.ConnectionCls = connection
+    return made
