@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote, urljoin
 
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import read_small
-from ckptconv.io.remote.answers import LIES, Headers, is_strong, refusal, seen
+from ckptconv.io.remote.causes import LIES, Headers, is_strong, refusal, seen
 from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
 from ckptconv.io.remote.web import WebStore

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 
-from ckptconv.io.remote.answers import (
+from ckptconv.io.remote.causes import (
     LIES,
     Headers,
     is_strong,

@@ -1,5 +1,5 @@
 """One request over HTTP, with its redirects: where it may lead, what it may tell whom, how long it
-may take. What an answer says is the business of `answers`.
+may take. What an answer says is the business of `causes`.
 
 Every failure is a `StoreError`, with no word of an address in it but its host.
 """
@@ -25,8 +25,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from ckptconv import __version__
-from ckptconv.io.remote.answers import Headers, length_of
-from ckptconv.io.remote.causes import not_connected
+from ckptconv.io.remote.causes import Headers, length_of, not_connected
 from ckptconv.io.remote.hosts import AllowedHosts, Reach, allowed_hosts, reach_of, reach_of_host
 from ckptconv.io.remote.network import certificates, proxy_for
 from ckptconv.io.remote.store import StoreError
