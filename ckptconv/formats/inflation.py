@@ -19,6 +19,7 @@ from ckptconv.io.inflate import is_bomb
 from ckptconv.io.source import Source
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import in_force
+from ckptconv.support.settings import set_within
 
 if TYPE_CHECKING:
     from ckptconv.formats.zip_archive import Record
@@ -52,12 +53,8 @@ def counted_together() -> Iterator[None]:
         yield
         return
     opening = _Opening()
-    token = _OPENING.set(opening)
-    try:
-        with noting_files(opening.note):
-            yield
-    finally:
-        _OPENING.reset(token)
+    with set_within(_OPENING, opening), noting_files(opening.note):
+        yield
 
 
 def claim_records(source: Source, records: Iterable[Record]) -> None:

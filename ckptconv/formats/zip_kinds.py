@@ -23,6 +23,7 @@ from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict
 from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import in_force
+from ckptconv.support.settings import set_within
 from ckptconv.support.text import count_text
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import Container
@@ -137,7 +138,6 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
     outer = _OUTER.get() or _Outer()
     _refuse_many(source, records, outer)
     spool = Spool()
-    before = _OUTER.set(outer)
     try:
         inners = {name: _member_source(source, record, spool) for name, record in records.items()}
         what = (
@@ -145,12 +145,11 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
             "not write it"
         )
         checked = {name for name, record in records.items() if record.deflated}
-        found = open_members(source, inners, UnsupportedCheckpoint(what), checked)
+        with set_within(_OUTER, outer):
+            found = open_members(source, inners, UnsupportedCheckpoint(what), checked)
     except BaseException:
         spool.close()
         raise
-    finally:
-        _OUTER.reset(before)
     return found
 
 
