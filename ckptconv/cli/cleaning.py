@@ -70,7 +70,7 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
 
 def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]:
     """The store, and what is unfinished in it."""
-    from ckptconv.io.remote.output import asked
+    from ckptconv.io.remote.patience import asked
     from ckptconv.io.remote.place import RemotePlace
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError
@@ -103,7 +103,7 @@ def _begun(item: Unfinished) -> datetime:
 
 
 def _abort(store: Store, found: list[Unfinished]) -> None:
-    from ckptconv.io.remote.output import asked
+    from ckptconv.io.remote.patience import asked
     from ckptconv.io.remote.site import told
     from ckptconv.io.remote.store import StoreError
 

@@ -21,7 +21,7 @@ from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.guarded import check_places
 from ckptconv.io.local import LocalPlace
-from ckptconv.io.outputs import file_output, folder_nbytes, folder_output, set_output
+from ckptconv.io.outputs import file_output, folder_nbytes, folder_output
 from ckptconv.io.places import local_path, place_of
 from ckptconv.io.staging import ShardNames
 from ckptconv.support.addresses import UrlPath
@@ -195,18 +195,9 @@ def _write_files(
 
 def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool) -> Destination:
     place = place_of(plan.output)
-    if not plan.is_sharded:
-        return file_output(
-            place,
-            force=force,
-            fsync=fsync,
-            size=plan.nbytes,
-            read_back=verify,
-            replaces=plan.inputs,
-        )
-    return set_output(
+    return file_output(
         place,
-        _shard_names(plan),
+        _shard_names(plan) if plan.is_sharded else None,
         in_folder=plan.in_folder,
         force=force,
         fsync=fsync,

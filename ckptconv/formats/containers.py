@@ -19,6 +19,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.source import Range, Source
 from ckptconv.support.errors import ErrorCode, LimitExceeded, UnsupportedCheckpoint
 from ckptconv.support.limits import in_force
+from ckptconv.support.settings import set_within
 
 if TYPE_CHECKING:
     from ckptconv.tree.checkpoint import Checkpoint
@@ -174,11 +175,8 @@ def open_source(source: Source) -> Checkpoint:
     row = next((row for row in FORMATS if row.matches(head)), None)
     if row is None:
         raise stranger(source, head)
-    before = _DEPTH.set(depth + 1)
-    try:
+    with set_within(_DEPTH, depth + 1):
         found: Checkpoint = named(row.opened_by)(source)
-    finally:
-        _DEPTH.reset(before)
     return found
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ckptconv.io.files import noting_files
 from ckptconv.io.inflate import IS_BOMB, Kind, is_bomb, refuse_bomb
 from ckptconv.io.source import Source
+from ckptconv.support.settings import set_within
 
 if TYPE_CHECKING:
     from ckptconv.formats.zip_archive import Record
@@ -50,12 +51,8 @@ def counted_together() -> Iterator[None]:
         yield
         return
     opening = _Opening()
-    token = _OPENING.set(opening)
-    try:
-        with noting_files(opening.note):
-            yield
-    finally:
-        _OPENING.reset(token)
+    with set_within(_OPENING, opening), noting_files(opening.note):
+        yield
 
 
 def claim_records(source: Source, records: Iterable[Record]) -> None:

@@ -23,6 +23,7 @@ from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import refuse_beyond
+from ckptconv.support.settings import set_within
 from ckptconv.support.text import count_text
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import Container
@@ -133,18 +134,16 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
     what, advice = f"{told}, {_NOT_TORCH}", "unpack it and name the file that you mean"
     refuse_beyond("zip_members", sum(met), what, path=source.path, advice=advice)
     spool = Spool()
-    before = _MET.set(met)
     try:
         inners = {name: _member_source(source, record, spool) for name, record in records.items()}
         what = "is a zip archive without a data.pkl and without a checkpoint in it"
         none = UnsupportedCheckpoint(f"{what}, {_NOT_TORCH}")
         checked = {name for name, record in records.items() if record.deflated}
-        found = open_members(source, inners, none, checked)
+        with set_within(_MET, met):
+            found = open_members(source, inners, none, checked)
     except BaseException:
         spool.close()
         raise
-    finally:
-        _MET.reset(before)
     return found
 
 

@@ -10,11 +10,11 @@ import contextlib
 import errno
 import os
 import stat
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePath
 from shlex import quote
-from types import TracebackType
 
 from ckptconv.io.location import Location
 from ckptconv.io.source import Source
@@ -24,7 +24,7 @@ from ckptconv.support.errors import CheckpointError, OutputRefused, printable
 from ckptconv.support.signals import held_back
 
 
-class Draft(ABC):
+class Draft(AbstractContextManager["Draft"]):
     """One file of an output, which nobody finds before its destination is committed.
 
     It is written to within a ``with`` block; a block that is left without `commit` discards it.
@@ -36,17 +36,6 @@ class Draft(ABC):
     @abstractmethod
     def place(self) -> Location:
         """Where it can be read as soon as it is committed, until its destination is."""
-
-    @abstractmethod
-    def __enter__(self) -> Draft: ...
-
-    @abstractmethod
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None: ...
 
     @abstractmethod
     def commit(self) -> None:
@@ -69,7 +58,7 @@ class Draft(ABC):
         raise NotImplementedError
 
 
-class Destination(ABC):
+class Destination(AbstractContextManager["Destination"]):
     """An output of one file or of many: what is drafted within a ``with`` block is put in its place
     by `commit`, all together; a block that is left without it leaves nothing behind.
 
@@ -78,17 +67,6 @@ class Destination(ABC):
     """
 
     path: PurePath
-
-    @abstractmethod
-    def __enter__(self) -> Destination: ...
-
-    @abstractmethod
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None: ...
 
     @abstractmethod
     def draft(

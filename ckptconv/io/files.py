@@ -11,11 +11,12 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path, PurePath
 from typing import NoReturn
 
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Range, Reopening, Source
+from ckptconv.io.source import SMALL, Fingerprint, Range, Reopening, Source, merged_runs
 from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
@@ -25,6 +26,7 @@ from ckptconv.support.errors import (
     not_opened,
 )
 from ckptconv.support.limits import in_force
+from ckptconv.support.settings import set_within
 
 _WINDOW = 1 << 16
 
@@ -60,9 +62,10 @@ class FileSource(Source):
     def read_into(self, offset: int, view: memoryview) -> None:
         if offset < 0:  # preadv(2) takes -1 for the place that the descriptor has
             raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
+        fd = self._descriptor()
         while view:
             with self._read_errors():
-                count = platforms.read_into_at(self._fd, view, offset)
+                count = platforms.read_into_at(fd, view, offset)
             if not count:
                 raise MalformedCheckpoint(
                     f"ends at byte {offset}, more was expected", path=self.path
@@ -78,8 +81,9 @@ class FileSource(Source):
         if start >= 0 and start + nbytes <= len(window):
             return window[start : start + nbytes]
         if nbytes <= SMALL:
+            fd = self._descriptor()
             with self._read_errors():
-                window = platforms.read_at(self._fd, _WINDOW, offset)
+                window = platforms.read_at(fd, _WINDOW, offset)
             self._window = window, offset
             if len(window) >= nbytes:
                 return window[:nbytes]
@@ -88,13 +92,7 @@ class FileSource(Source):
     def foresee(self, ranges: Sequence[Range]) -> None:
         """Have the disk work on all of them, not on one after the other."""
         if len(ranges) > 1:
-            platforms.will_need(self._fd, ranges)
-
-    def _require(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
+            platforms.will_need(self._descriptor(), ranges)
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         """Bytes without what follows them."""
@@ -116,11 +114,15 @@ class FileSource(Source):
                 found[member] = bytes(whole[offset - first : offset - first + nbytes])
         return found
 
-    @contextlib.contextmanager
-    def _read_errors(self) -> Iterator[None]:
+    def _descriptor(self) -> int:
+        """That of the file, to be read."""
         if self._fd < 0:
             hint = "open it again, or read before it is closed (within its with block)"
             raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
+        return self._fd
+
+    @contextlib.contextmanager
+    def _read_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -141,7 +143,9 @@ class FileSource(Source):
         return True
 
     def data_from(self, offset: int) -> int:
-        return platforms.next_data(self._fd, offset, self.size) if offset < self.size else self.size
+        if offset >= self.size:
+            return self.size
+        return platforms.next_data(self._descriptor(), offset, self.size)
 
     def mappable_path(self) -> str | None:
         """A path that leads to this very file even if its name is given to another meanwhile, where
@@ -185,14 +189,9 @@ _NOTING: ContextVar[Callable[[os.stat_result], None] | None] = ContextVar(
 )
 
 
-@contextlib.contextmanager
-def noting_files(note: Callable[[os.stat_result], None]) -> Iterator[None]:
+def noting_files(note: Callable[[os.stat_result], None]) -> AbstractContextManager[object]:
     """Within the block, `note` is told of each file that is opened."""
-    token = _NOTING.set(note)
-    try:
-        yield
-    finally:
-        _NOTING.reset(token)
+    return set_within(_NOTING, note)
 
 
 _INPUTS: ContextVar[dict[tuple[int, int] | str, PurePath] | None]
@@ -213,14 +212,9 @@ def one_run() -> Iterator[None]:
     """The block is one run: no output takes the place of a file that it has read. Within another
     one it is part of that.
     """
-    if _INPUTS.get() is not None:
+    inputs = _INPUTS.get()
+    with set_within(_INPUTS, {} if inputs is None else inputs):
         yield
-        return
-    token = _INPUTS.set({})
-    try:
-        yield
-    finally:
-        _INPUTS.reset(token)
 
 
 def refuse_inputs(outputs: Iterable[PurePath], replaced: Iterable[Source] = ()) -> None:
@@ -268,32 +262,6 @@ def _open_regular(path: Path) -> int:
     if stat.S_ISDIR(mode):
         raise not_opened(errno.EISDIR, path)
     raise UnsupportedCheckpoint("is not a regular file but a pipe, socket or device", path=path)
-
-
-def merged_runs(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
-    """Runs of bytes put together where one read of them costs less than several: where each begins
-    and ends, and the numbers of the `ranges` that lie in it.
-
-    Up to `SMALL` bytes that nobody asked for are read between two of them, and together they are at
-    most `CHUNK` bytes.
-
-    >>> list(merged_runs([(5000, 10), (0, 100), (1 << 30, 4), (4000, 10)]))
-    [(0, 5010, [1, 3, 0]), (1073741824, 1073741828, [2])]
-    """
-    first = last = 0
-    members: list[int] = []
-    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
-        offset, nbytes = ranges[number]
-        end = max(last, offset + nbytes)
-        if members and offset - last <= SMALL and end - first <= CHUNK and nbytes >= 0:
-            last = end
-            members.append(number)
-            continue
-        if members:
-            yield first, last, members
-        first, last, members = offset, offset + nbytes, [number]
-    if members:
-        yield first, last, members
 
 
 def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
@@ -368,24 +336,8 @@ class PooledSource(FileSource):
         self._is_closed = False
         pool.hold(self)
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        self._wake()
-        super().read_into(offset, view)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        self._wake()
-        return super().read(offset, nbytes)
-
-    def foresee(self, ranges: Sequence[Range]) -> None:
-        self._wake()
-        super().foresee(ranges)
-
     def is_for_threads(self) -> bool:
         return False
-
-    def data_from(self, offset: int) -> int:
-        self._wake()
-        return super().data_from(offset)
 
     def mappable_path(self) -> str | None:
         """None: a mapping would hold the file open while it rests."""
@@ -400,7 +352,7 @@ class PooledSource(FileSource):
         self.rest()
         self._is_closed = True
 
-    def _wake(self) -> None:
+    def _descriptor(self) -> int:
         if self._fd < 0 and not self._is_closed:
             self._fd = _open_regular(self.path)
             if stamp(os.fstat(self._fd)) != self._stamp:
@@ -408,4 +360,6 @@ class PooledSource(FileSource):
                 raise MalformedCheckpoint(
                     "was replaced or changed while it was read", path=self.path
                 )
+        fd = super()._descriptor()
         self._pool.hold(self)
+        return fd

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ckptconv.io.source import CHUNK, SMALL, Pending, Range, Source, WrappedSource
+from ckptconv.io.source import Pending, Range, Source, WrappedSource, merged_runs
 
 Check = Callable[[int, int], Mapping[int, int]]
 """Holds the leads from one number up to another against the index, and raises where they differ.
@@ -139,15 +139,6 @@ def read_leads(source: Source, ranges: Sequence[Range]) -> list[tuple[int, bytes
 
     What lies close together is read together: leads before small payloads cost no read each.
     """
-    merged: list[tuple[int, int]] = []
-    start = end = -1
-    for at, nbytes in ranges:
-        if start < 0 or at - end > SMALL or at + nbytes - start > CHUNK:
-            if start >= 0:
-                merged.append((start, end - start))
-            start = at
-        end = at + nbytes
-    if start >= 0:
-        merged.append((start, end - start))
+    merged = [(first, last - first) for first, last, _ in merged_runs(ranges)]
     source.foresee(merged)
     return list(zip((at for at, _ in merged), source.read_many(merged), strict=True))

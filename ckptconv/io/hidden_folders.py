@@ -14,12 +14,14 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 
 from ckptconv.io.destination import output_errors
 from ckptconv.io.journals import visible_prefix
 from ckptconv.support import platforms
+from ckptconv.support.settings import set_within
 from ckptconv.support.signals import held_back
 
 TEMPORARY, SHARDS, OLD = "ckptconv-tmp", "ckptconv-shards", "ckptconv-old"
@@ -55,14 +57,9 @@ class KeptFolder:
         self._folder = Path()
         self._leaving = contextlib.ExitStack()
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> AbstractContextManager[object]:
         """Outputs that are made within the block, in this thread, are made in it."""
-        token = _KEPT.set(self)
-        try:
-            yield
-        finally:
-            _KEPT.reset(token)
+        return set_within(_KEPT, self)
 
     @contextlib.contextmanager
     def folder_in(self, parent: Path) -> Iterator[Path]:

@@ -88,14 +88,8 @@ class InflatedSource(Source):
         told = {"path": parent.path, "where": name, "advice": IS_BOMB}
         refuse_bomb(deflated, size, what, "inflated", **told)
         self.path, self.size = parent.path, size
-        self._parent, self._offset, self._deflated, self._crc, self._name = (
-            parent,
-            offset,
-            deflated,
-            crc,
-            name,
-        )
-        self._spool = spool
+        self._parent, self._offset, self._deflated = parent, offset, deflated
+        self._crc, self._name, self._spool = crc, name, spool
         self._plain: RangeSource | None = None
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -130,11 +124,8 @@ class InflatedSource(Source):
             piece = b""
             while pending or len(piece) == CHUNK:  # a full piece may leave more inside the inflater
                 piece = self._decompress(inflater, pending)
-                pending, crc, total = (
-                    inflater.unconsumed_tail,
-                    crc32(piece, crc),
-                    total + len(piece),
-                )
+                pending, crc = inflater.unconsumed_tail, crc32(piece, crc)
+                total += len(piece)
                 if total > self.size or inflater.unused_data:
                     raise MalformedCheckpoint(
                         "inflates to more than it declares", path=self.path, where=self._name

@@ -12,6 +12,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from struct import Struct
 from typing import IO, Literal
 from zlib import crc32
 
@@ -19,8 +20,8 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import MalformedCheckpoint
 
 _MAGIC = b"ckptconv edit 1\n"
-_NUMBERS = 8  # bytes of each number in a journal
-_FIXED = len(_MAGIC) + 3 * _NUMBERS
+_NUMBERS = Struct("<2Q")  # the size of the file, and the bytes of each of its beginnings
+_HEAD = Struct("<16s16sQ")  # magic, numbers, a CRC-32 of the numbers and what follows
 _SECTOR = 512
 """Bytes that a disk writes as a whole; a system writes whole pages of them."""
 _LONGEST_PREFIX = 100  # bytes of a name that the names of hidden files repeat
@@ -40,25 +41,21 @@ class Journal:
 
     def packed(self) -> bytes:
         """The bytes of its file: the sizes, a CRC-32 of the rest, old, new."""
-        numbers = _packed(self.size) + _packed(len(self.old))
+        numbers = _NUMBERS.pack(self.size, len(self.old))
         checksum = crc32(self.new, crc32(self.old, crc32(numbers)))
-        return b"".join((_MAGIC, numbers, _packed(checksum), self.old, self.new))
+        return _HEAD.pack(_MAGIC, numbers, checksum) + self.old + self.new
 
     @classmethod
     def read(cls, raw: bytes) -> Journal | None:
         """A journal out of its file; None where that is not a whole one."""
-        at = len(_MAGIC)
-        size, nbytes, checksum = (
-            int.from_bytes(raw[place : place + _NUMBERS], "little")
-            for place in range(at, _FIXED, _NUMBERS)
-        )
-        if (
-            not raw.startswith(_MAGIC)
-            or len(raw) != _FIXED + 2 * nbytes
-            or crc32(raw[_FIXED:], crc32(raw[at : at + 2 * _NUMBERS])) != checksum
-        ):
+        if len(raw) < _HEAD.size:
             return None
-        made = cls(size, raw[_FIXED : _FIXED + nbytes], raw[_FIXED + nbytes :])
+        magic, numbers, checksum = _HEAD.unpack_from(raw)
+        size, nbytes = _NUMBERS.unpack(numbers)
+        both = raw[_HEAD.size :]
+        if magic != _MAGIC or len(both) != 2 * nbytes or crc32(both, crc32(numbers)) != checksum:
+            return None
+        made = cls(size, both[:nbytes], both[nbytes:])
         return made if made.is_sound else None
 
     @property
@@ -81,10 +78,6 @@ class Journal:
             if found[sector] not in (self.old[sector], self.new[sector]):
                 return "other"
         return "torn"
-
-
-def _packed(number: int) -> bytes:
-    return number.to_bytes(_NUMBERS, "little")
 
 
 def first_bytes(file: IO[bytes], nbytes: int) -> bytes:
@@ -123,7 +116,7 @@ def journal_of(path: Path) -> Journal | None:
     # user put there is not one that this user, the owner of the file, or root wrote
     if (
         not stat.S_ISREG(state.st_mode)
-        or state.st_size > _FIXED + 2 * file.st_size
+        or state.st_size > _HEAD.size + 2 * file.st_size
         or not (state.st_uid in (file.st_uid, 0) or platforms.is_own(found))
     ):
         return None

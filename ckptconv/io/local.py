@@ -60,9 +60,6 @@ class LocalPlace(Location):
     def local(self) -> Path | None:
         return self.at
 
-    def list(self) -> Sequence[LocalPlace]:
-        return [self.child(name) for name in self.names()]
-
     def names(self) -> Sequence[str]:
         return sorted(item.name for item in self.at.iterdir())
 

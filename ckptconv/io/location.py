@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path, PurePath
 from typing import Literal
 
 from ckptconv.io.files import FilePool
 from ckptconv.io.source import Fingerprint, Range, Source
-from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import in_force
+from ckptconv.support.platforms import is_plain_path as is_plain_path
 
 Needs = Callable[[bytes, int], Sequence[Range]]
 """The runs of bytes that opening a file will read, by its first bytes and its size."""
@@ -44,12 +45,12 @@ class Location(ABC):
     @property
     def stem(self) -> str:
         """The name without its suffix."""
-        return self.path.stem
+        return PurePath(self.name).stem
 
     @property
     def suffix(self) -> str:
         """The end of the name from its last dot on."""
-        return self.path.suffix
+        return PurePath(self.name).suffix
 
     def __str__(self) -> str:
         return str(self.path)
@@ -97,13 +98,13 @@ class Location(ABC):
         """Whether anything is there."""
         return self.kind() != "nothing"
 
-    @abstractmethod
     def list(self) -> Sequence[Location]:
         """What is in this folder, by name."""
+        return [self.child(name) for name in self.names()]
 
+    @abstractmethod
     def names(self) -> Sequence[str]:
         """The names of what is in this folder, sorted."""
-        return [item.name for item in self.list()]
 
     @abstractmethod
     def open(self, pool: FilePool | None = None) -> Source:
@@ -172,36 +173,21 @@ def is_plain_name(name: str) -> bool:
 _LONGEST = 255  # bytes, as in the names of most file systems
 
 
-def is_plain_path(name: str) -> bool:
-    """Whether a path that a file gives stays within its folder, on every system."""
-    return platforms.is_plain_path(name)
-
-
 def read_small(location: Location, limit: str) -> bytes:
     """All of a file that is read as a whole.
 
     `limit` is the name of the limit of its size, and `LimitExceeded` is raised when it is
     larger.
     """
-    source = location.open()
-    try:
-        if source.size > (most := getattr(in_force(), limit)):
-            raise LimitExceeded(
-                f"has {source.size} bytes",
-                limit=limit,
-                allowed=most,
-                needed=source.size,
-                path=location.path,
-            )
-        return source.read(0, source.size)
-    finally:
-        source.close()
+    most = getattr(in_force(), limit)
+    with closing(location.open()) as source:
+        if (size := source.size) > most:
+            what = f"has {size} bytes"
+            raise LimitExceeded(what, limit=limit, allowed=most, needed=size, path=location.path)
+        return source.read(0, size)
 
 
 def read_start(location: Location, limit: str) -> bytes:
     """The first bytes of a file, as many as the limit of that name allows."""
-    source = location.open()
-    try:
+    with closing(location.open()) as source:
         return source.read(0, min(source.size, getattr(in_force(), limit)))
-    finally:
-        source.close()

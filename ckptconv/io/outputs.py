@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from ckptconv.io.destination import (
     Destination,
@@ -59,14 +59,9 @@ class LocalDraft(Draft):
         self.stream = self._writing.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, *failure: Any) -> bool | None:
         try:
-            return self._writing.__exit__(kind, error, trace)
+            return self._writing.__exit__(*failure)
         finally:
             if not self.is_whole:
                 self.discard()
@@ -125,14 +120,9 @@ class _Staged(Destination):
             self._leaving = self._leaving.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, *failure: Any) -> bool | None:
         self._made = None
-        return self._leaving.__exit__(kind, error, trace)
+        return self._leaving.__exit__(*failure)
 
     def draft(
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None
@@ -200,24 +190,14 @@ class SetOutput(_Staged):
     for that is not there.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        files: ShardNames,
-        *,
-        in_folder: bool,
-        force: bool,
-        fsync: bool,
-        size: int,
-        replaces: Iterable[Source] = (),
-    ) -> None:
-        super().__init__(path, force=force, fsync=fsync, size=size, replaces=replaces)
-        self._names, self._files = files, files.in_folder(path.parent)
+    def __init__(self, path: Path, files: ShardNames, *, in_folder: bool, **how: Any) -> None:
+        super().__init__(path, **how)
+        self._files = files
         self._in_folder, self._is_new = in_folder, False
 
     def _taken(self) -> Iterable[Path]:
         yield self.path
-        yield from (self.path.parent / name for name in self._names.taken())
+        yield from (self.path.parent / name for name in self._files.taken())
 
     def _prepared(self, leaving: ExitStack) -> Path:
         folder = self.path.parent
@@ -225,10 +205,12 @@ class SetOutput(_Staged):
         if self._is_new:
             refuse_missing_folder(folder, folder.parent)
         else:
-            companions = [path for path in self._files.companions if path.parent.exists()]
             files = self._files
-            for path in (*files.claimed, *files.earlier(), *files.files, *companions):
-                check_output(path, force=self._force)
+            for name in (*files.claimed, *files.earlier(), *files.files):
+                check_output(folder / name, force=self._force)
+            for path in (folder / name for name in files.companions):
+                if path.parent.exists():
+                    check_output(path, force=self._force)
         if self._in_folder:
             # of a process that was killed just when the folder was there
             remove_leftovers(followed(folder))
@@ -252,7 +234,10 @@ class SetOutput(_Staged):
     def _put(self, made: Path, inputs: Iterable[Source]) -> None:
         if self._is_new and put_new_folder(made, self.path.parent, fsync=self._fsync):
             return
-        _close_replaced(inputs, lambda: [self.path, *self._files.earlier()])
+        folder = self.path.parent
+        _close_replaced(
+            inputs, lambda: [self.path, *(folder / name for name in self._files.earlier())]
+        )
         put_set(made, self._files, self.path, force=self._force, fsync=self._fsync)
 
 
@@ -325,21 +310,27 @@ def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
 
 def file_output(
     place: Location,
+    files: ShardNames | None = None,
     *,
+    in_folder: bool = False,
     force: bool,
     fsync: bool,
     size: int,
     read_back: bool = False,
     replaces: Iterable[Source] = (),
 ) -> Destination:
-    """One file at `place`; with `read_back` its draft will be read before it is put there. Of what
-    the run has read it may take the place of `replaces` alone.
+    """One file at `place`, or the `files` of a set, which are named after it; `in_folder`: in a
+    folder that may be made. With `read_back` drafts are read before they are in their places; of
+    what the run has read it may take the place of `replaces` alone.
     """
-    if (path := place.local()) is not None:
-        return FileOutput(path, force=force, fsync=fsync, size=size, replaces=replaces)
-    from ckptconv.io.remote.output import remote_output
+    if (path := place.local()) is None:
+        from ckptconv.io.remote.output import remote_output
 
-    return remote_output(place, force=force, read_back=read_back, replaces=replaces)
+        return remote_output(place, files, force=force, read_back=read_back, replaces=replaces)
+    how: Any = {"force": force, "fsync": fsync, "size": size, "replaces": replaces}
+    if files is None:
+        return FileOutput(path, **how)
+    return SetOutput(path, files, in_folder=in_folder, **how)
 
 
 def write_file(place: Location, *pieces: memoryview | bytes, force: bool) -> int:
@@ -352,33 +343,6 @@ def write_file(place: Location, *pieces: memoryview | bytes, force: bool) -> int
             draft.commit()
         output.commit()
     return size
-
-
-def set_output(
-    place: Location,
-    files: ShardNames,
-    *,
-    in_folder: bool,
-    force: bool,
-    fsync: bool,
-    size: int,
-    read_back: bool = False,
-    replaces: Iterable[Source] = (),
-) -> Destination:
-    """Shards and an index, named after `place`; `in_folder`: in a folder that may be made."""
-    if (path := place.local()) is not None:
-        return SetOutput(
-            path,
-            files,
-            in_folder=in_folder,
-            force=force,
-            fsync=fsync,
-            size=size,
-            replaces=replaces,
-        )
-    from ckptconv.io.remote.output import remote_output
-
-    return remote_output(place, force=force, read_back=read_back, files=files, replaces=replaces)
 
 
 def folder_output(

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
-from ckptconv.support.addresses import address_in, holds_credentials, how_to_get, shown
+from ckptconv.support.addresses import address_in, holds_credentials, shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
@@ -23,9 +23,10 @@ def place_of(named: str | os.PathLike[str] | Location) -> Location:
         return named
     if (address := address_in(named)) is None:
         return LocalPlace(Path(named), os.fspath(named).endswith(_SLASHES))
-    if address.lower().startswith("file:"):
-        what = "is an address of this machine"
-        raise UnsupportedCheckpoint(what, path=address, hint=how_to_get(address))
+    scheme = address.partition("://")[0]
+    if scheme.lower() == "file":
+        hint = f"leave out {scheme}://"
+        raise UnsupportedCheckpoint("is an address of this machine", path=address, hint=hint)
     if holds_credentials(address):
         raise UnsupportedCheckpoint(
             "holds a name or a key, and addresses of this kind take none",

@@ -21,6 +21,37 @@ Range = tuple[int, int]
 """A run of bytes: where it begins, and how many they are."""
 
 
+def merged_runs(
+    ranges: Sequence[Range],
+    *,
+    longest: int = CHUNK,
+    gap: Callable[[int], int] = lambda nbytes: SMALL,
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Runs of bytes put together where one read of them costs less than several: where each begins
+    and ends, and the numbers of the `ranges` that lie in it.
+
+    Up to `gap` bytes that nobody asked for are read before one that has so many, and together they
+    are at most `longest` bytes.
+
+    >>> list(merged_runs([(5000, 10), (0, 100), (1 << 30, 4), (4000, 10)]))
+    [(0, 5010, [1, 3, 0]), (1073741824, 1073741828, [2])]
+    """
+    first = last = 0
+    members: list[int] = []
+    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
+        offset, nbytes = ranges[number]
+        end = max(last, offset + nbytes)
+        if members and offset - last <= gap(nbytes) and end - first <= longest and nbytes >= 0:
+            last = end
+            members.append(number)
+            continue
+        if members:
+            yield first, last, members
+        first, last, members = offset, offset + nbytes, [number]
+    if members:
+        yield first, last, members
+
+
 class Pending:
     """Bytes that are on their way to where they are wanted."""
 
@@ -72,6 +103,13 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the file descriptor back; a second call does nothing."""
+
+    def _require(self, offset: int, nbytes: int) -> None:
+        """Raise `MalformedCheckpoint` for bytes that it does not have."""
+        if offset < 0 or nbytes > self.size - offset:
+            raise MalformedCheckpoint(
+                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
+            )
 
     def begin_into(self, offset: int, view: memoryview) -> Pending:
         """`read_into`, which is over when it was waited for: sources over a network are asked at
@@ -269,12 +307,6 @@ class RangeSource(Source):
             self._require(offset, nbytes)
         return self._parent.stream((self._start + offset, nbytes) for offset, nbytes in wanted)
 
-    def _require(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
-
     def fingerprint(self) -> Fingerprint:
         return (self._parent.fingerprint(), self._start, self.size)
 
@@ -311,10 +343,7 @@ class MemorySource(Source):
         view[:] = self.read(offset, len(view))
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
+        self._require(offset, nbytes)
         return self._data[offset : offset + nbytes]
 
     def fingerprint(self) -> Fingerprint:

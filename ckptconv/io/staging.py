@@ -74,8 +74,12 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShardNames:
-    """The files of a `ShardSet` by their names in a folder, wherever that is; companions may lie in
-    a folder in it.
+    """A checkpoint of many files by their names in a folder, wherever that is: its shards and its
+    index, or one file without an index. `claimed` are other names that must be free. `companions`
+    are files that come along, in that folder or in a folder in it.
+
+    `earlier()` are the files that are there by now under these names or others of such a set;
+    `moved_index(folder)` is an index of the same shards in `folder`, a folder beside the index.
     """
 
     shards: Sequence[str]
@@ -85,111 +89,72 @@ class ShardNames:
     claimed: Sequence[str] = ()
     companions: Sequence[str] = ()
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The shards, and the index if there is one."""
+        return (*self.shards, *([self.index] if self.index is not None else []))
+
     def taken(self) -> Iterator[str]:
         """What it takes the place of or removes, but for indexes: they go with their shards."""
         yield from self.shards
         yield from self.companions
         yield from (name for name in self.earlier() if not name.endswith(".index.json"))
 
-    def in_folder(self, folder: Path) -> ShardSet:
-        """The files in a folder of this host."""
-        return ShardSet(
-            shards=[folder / name for name in self.shards],
-            index=None if self.index is None else folder / self.index,
-            earlier=lambda: [folder / name for name in self.earlier()],
-            moved_index=self.moved_index,
-            claimed=[folder / name for name in self.claimed],
-            companions=[folder / name for name in self.companions],
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class ShardSet:
-    """A checkpoint of many files in one folder: the paths of its shards and of its index, or of one
-    file without an index. `claimed` are other names that must be free. `companions` are files that
-    come along, in that folder or in a folder in it.
-
-    `earlier()` are the files that are there by now under these names or others of such a set;
-    `moved_index(folder)` is an index of the same shards in `folder`, a folder beside the index.
-    """
-
-    shards: Sequence[Path]
-    index: Path | None
-    earlier: Callable[[], Sequence[Path]]
-    moved_index: Callable[[str], bytes]
-    claimed: Sequence[Path] = ()
-    companions: Sequence[Path] = ()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The shards, and the index if there is one."""
-        return (*self.shards, *([self.index] if self.index is not None else []))
-
-
-def put_set(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the files in the folder `made` their names, so that an index never names a mixture, and
-    remove earlier ones.
+def put_set(made: Path, files: ShardNames, path: Path, *, force: bool, fsync: bool) -> None:
+    """Give the files in the folder `made` their names beside `path`, so that an index never names a
+    mixture, and remove earlier ones.
 
     Names that are free are taken first, and the index last; companions that are replaced follow.
     Where shards of the index that is there have the same names, the new ones are first named by a
     passing index, where they lie in a hidden folder; then they get their own names, and the new
     index follows. Where a file system has no hard links, there is no index for that moment.
     """
+    home = path.parent
     with output_errors(path), folder_held(path), held_back():
         earlier = files.earlier()
-        if not force and earlier:
-            raise _exists_by_now(earlier[0])
-        with _companions_put(made, files, path, force=force, fsync=fsync) as replaced:
-            left = made
+        replaced = [name for name in files.companions if os.path.lexists(home / name)]
+        if not force and (there := [*earlier, *replaced]):
+            raise _exists_by_now(home / there[0])
+        left = made
+        with _taken_back(path, home / (files.index or path.name)) as placed:
+            new = [name for name in files.companions if name not in replaced]
+            _name_companions(made, new, home, placed, fsync=fsync)
             if files.index is None:
                 put_file(made / path.name, path, force=force, fsync=fsync)
             elif files.index in earlier and set(files.shards) & set(earlier):
-                left = _put_over(made, files, path, fsync=fsync)
+                left = _put_over(made, files, path, placed, fsync=fsync)
             else:
-                _put_new(made, files, path, force=force, fsync=fsync)
-            try:
-                _replace_companions(left, replaced, path, fsync=fsync)
-            finally:
-                if left != made:
-                    remove_hidden(left)
-        own = {*files.shards, files.index}
-        _remove_replaced([item for item in earlier if item not in own], path)
+                _put_new(made, files, path, placed, force=force, fsync=fsync)
+        try:
+            _replace_companions(left, replaced, path, fsync=fsync)
+        finally:
+            if left != made:
+                remove_hidden(left)
+        for name in earlier:
+            if name not in files.files:
+                with _after_it(
+                    path, name, "removed", "remove it: a program may take it for the checkpoint"
+                ):
+                    (home / name).unlink(missing_ok=True)
         remove_leftovers(path, SHARDS)
 
 
 @contextlib.contextmanager
-def _companions_put(
-    made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool
-) -> Iterator[Sequence[Path]]:
-    """The companions whose names are free have them within the block, and lose them again where it
-    fails before the checkpoint is in place; the others, which are to be replaced, are yielded.
+def _taken_back(path: Path, last: Path) -> Iterator[list[Path]]:
+    """What is put into the list within the block loses its name again where the block fails before
+    the checkpoint is in place, which `last` tells: after that, it belongs to it.
     """
-    home, last = path.parent, files.index or path
-    replaced = [item for item in files.companions if os.path.lexists(item)]
-    if replaced and not force:
-        raise _exists_by_now(replaced[0])
     before, placed = _identity(last), list[Path]()
     try:
-        for item in files.companions:
-            if item in replaced:
-                continue
-            if item.parent != home and not item.parent.exists():
-                item.parent.mkdir()
-                placed.append(item.parent)
-            _name(made / item.relative_to(home), item)
-            placed.append(item)
-        if fsync:
-            for folder in {item.parent for item in placed}:
-                fsync_folder(folder)
-        yield replaced
+        yield placed
     except BaseException as error:
         if (now := _identity(last)) is not None and now != before:
-            raise  # after the checkpoint was in place, and they belong to it
+            raise
         left = [item for item in reversed(placed) if not _is_removed(item)]
         if left:
-            raise _not_undone(
-                error, path, f"{_names(left)} may be left behind; remove it"
-            ) from error
+            names = ", ".join(printable(item.name) for item in left)
+            raise _not_undone(error, path, f"{names} may be left behind; remove it") from error
         raise
 
 
@@ -201,32 +166,44 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _replace_companions(made: Path, replaced: Sequence[Path], path: Path, *, fsync: bool) -> None:
-    """Companions in the places of earlier ones, each in one step, when the checkpoint is in its."""
-    for item in replaced:
-        try:
-            _replace(made / item.relative_to(path.parent), item)
-        except OSError as error:
-            why = os.strerror(error.errno or 0)
-            what = f"is in place, but {item.name} of the earlier one cannot be replaced: {why}"
-            raise OutputRefused(
-                what, path=path, hint="copy it, or run the command again"
-            ) from error
+def _name_companions(
+    made: Path, names: Sequence[str], home: Path, placed: list[Path], *, fsync: bool
+) -> None:
+    """Give companions names that are free."""
+    folders = set()
+    for item in (home / name for name in names):
+        if item.parent != home and not item.parent.exists():
+            item.parent.mkdir()
+            placed.append(item.parent)
+            folders.add(home)
+        _name(made / item.relative_to(home), item)
+        placed.append(item)
+        folders.add(item.parent)
     if fsync:
-        for folder in {item.parent for item in replaced}:
+        for folder in folders:
+            fsync_folder(folder)
+
+
+def _replace_companions(made: Path, names: Sequence[str], path: Path, *, fsync: bool) -> None:
+    """Companions in the places of earlier ones, each in one step, when the checkpoint is in its."""
+    items = [path.parent / name for name in names]
+    for name, item in zip(names, items, strict=True):
+        with _after_it(path, name, "replaced", "copy it, or run the command again"):
+            _replace(made / name, item)
+    if fsync:
+        for folder in {item.parent for item in items}:
             _confirm(folder, path)
 
 
-def _remove_replaced(paths: Sequence[Path], output: Path) -> None:
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            why = os.strerror(error.errno or 0)
-            what = f"is in place, but {path.name} of the earlier one cannot be removed: {why}"
-            raise OutputRefused(
-                what, path=output, hint="remove it: a program may take it for the checkpoint"
-            ) from error
+@contextlib.contextmanager
+def _after_it(path: Path, name: str, done: str, hint: str) -> Iterator[None]:
+    """The block does something about a file of the earlier checkpoint; the new one is in place."""
+    try:
+        yield
+    except OSError as error:
+        why, last = os.strerror(error.errno or 0), Path(name).name
+        what = f"is in place, but {last} of the earlier one cannot be {done}: {why}"
+        raise OutputRefused(what, path=path, hint=hint) from error
 
 
 # ------------------------------------------------------------------------------------------ locking
@@ -311,39 +288,31 @@ def _take_over(made: Path, before: os.stat_result) -> None:
     made.chmod(stat.S_IMODE(before.st_mode) & 0o777)
 
 
-def _put_new(made: Path, files: ShardSet, path: Path, *, force: bool, fsync: bool) -> None:
+def _put_new(
+    made: Path, files: ShardNames, path: Path, placed: list[Path], *, force: bool, fsync: bool
+) -> None:
     """Shards under names that no index names by now, then the index, in one step."""
-    assert files.index is not None
     put = _replace if force else _name
-    placed: list[Path] = []
-    try:
-        for shard in files.shards:
-            put(made / shard.name, shard)
-            placed.append(shard)
-        if fsync:
-            fsync_folder(path.parent)
-        put(made / files.index.name, files.index)
-    except BaseException as error:
-        left = [shard for shard in placed if not _is_removed(shard)]
-        if left:
-            raise _not_undone(
-                error, path, f"{_names(left)} may be left behind; remove it"
-            ) from error
-        raise
+    for name in files.shards:
+        put(made / name, path.with_name(name))
+        placed.append(path.with_name(name))
+    if fsync:
+        fsync_folder(path.parent)
+    assert files.index is not None
+    put(made / files.index, path.with_name(files.index))
     if fsync:
         _confirm(path.parent, path)
 
 
 def _is_removed(path: Path) -> bool:
     try:
-        path.rmdir() if path.is_dir() else path.unlink()
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
     except OSError:
         return False
     return True
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return ", ".join(printable(path.name) for path in paths)
 
 
 def _not_undone(error: BaseException, path: Path, left: str) -> BaseException:
@@ -356,17 +325,20 @@ def _not_undone(error: BaseException, path: Path, left: str) -> BaseException:
         return refused
 
 
-def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> Path:
+def _put_over(
+    made: Path, files: ShardNames, path: Path, placed: list[Path], *, fsync: bool
+) -> Path:
     """Shards under names that the index names, and a new index; where what is left of `made` is."""
     assert files.index is not None
-    if not _has_links(made / files.index.name):
-        files.index.unlink()
-        _put_new(made, files, path, force=True, fsync=fsync)
+    index = path.with_name(files.index)
+    if not _has_links(made / index.name):
+        index.unlink()
+        _put_new(made, files, path, placed, force=True, fsync=fsync)
         return made
     passing = hidden_name(path, SHARDS)
     _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=fsync)
-    for index in (_PASSING_INDEX, files.index.name):
-        _take_over(made / index, files.index.stat())
+    for name in (_PASSING_INDEX, index.name):
+        _take_over(made / name, index.stat())
     # who may read the shards by their own names may do so meanwhile
     shutil.copymode(path.parent, made)
     platforms.rename(made, passing)
@@ -374,7 +346,7 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> Path:
         if fsync:
             fsync_folder(passing)
             fsync_folder(path.parent)
-        platforms.replace(passing / _PASSING_INDEX, files.index)
+        platforms.replace(passing / _PASSING_INDEX, index)
     except BaseException as error:
         try:
             platforms.rename(passing, made)
@@ -383,7 +355,7 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> Path:
             raise _not_undone(error, path, left) from error
         raise
     try:
-        _rename_behind_index(passing, files.shards, files.index, fsync=fsync)
+        _rename_behind_index(passing, files.shards, index, fsync=fsync)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         what = f"is in place, but its shards could not get their names: {why}"
@@ -393,16 +365,14 @@ def _put_over(made: Path, files: ShardSet, path: Path, *, fsync: bool) -> Path:
     return passing
 
 
-def _rename_behind_index(
-    passing: Path, shards: Sequence[Path], index: Path, *, fsync: bool
-) -> None:
+def _rename_behind_index(passing: Path, shards: Sequence[str], index: Path, *, fsync: bool) -> None:
     """Shards that an index names where they lie get their own names too, then the index."""
     sync = fsync_folder if fsync else lambda folder: None
     sync(index.parent)
-    for path in shards:
-        again = passing / f"{path.name}.again"
-        platforms.link(passing / path.name, again)
-        _replace(again, path)
+    for name in shards:
+        again = passing / f"{name}.again"
+        platforms.link(passing / name, again)
+        _replace(again, index.with_name(name))
     sync(index.parent)
     platforms.replace(passing / index.name, index)
     sync(index.parent)

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path, PurePath
 from typing import NoReturn
 
@@ -20,24 +21,15 @@ _NAME = Path(STANDARD_INPUT)
 _STDIN = 0
 
 
-class StandardInput(Location):
-    """What is piped into the program, or the file that its standard input is.
+class _Alone(Location):
+    """A place that lies in no folder and is none, of which only the name is known."""
 
-    The directory of most files is at their end, and readers go to and fro: what comes through a
-    pipe is copied to an unnamed temporary file, all of it, when it is first opened. `tell` is
-    called with the folder of that file before it is begun.
-    """
-
-    def __init__(self, tell: Callable[[str], None] = lambda folder: None) -> None:
-        self._tell = tell
-        self._fd: int | None = None
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("standard input cannot be pickled: another process has its own")
+    def __init__(self, path: PurePath) -> None:
+        self._path = path
 
     @property
     def path(self) -> PurePath:
-        return _NAME
+        return self._path
 
     @property
     def parent(self) -> Location:
@@ -48,16 +40,42 @@ class StandardInput(Location):
         return self
 
     def child(self, name: str) -> Location:
-        return _Nothing(_NAME / name)
+        return _Alone(self._path / name)
 
     def beside(self, name: str) -> Location:
-        return _Nothing(Path(name))
+        return _Alone(self._path.parent / name)
+
+    def kind(self) -> Kind:
+        return "nothing"
+
+    def names(self) -> Sequence[str]:
+        raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+
+    def fingerprint(self) -> Fingerprint | None:
+        return None
+
+
+class StandardInput(_Alone):
+    """What is piped into the program, or the file that its standard input is.
+
+    The directory of most files is at their end, and readers go to and fro: what comes through a
+    pipe is copied to an unnamed temporary file, all of it, when it is first opened. `tell` is
+    called with the folder of that file before it is begun.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda folder: None) -> None:
+        super().__init__(_NAME)
+        self._tell = tell
+        self._fd: int | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("standard input cannot be pickled: another process has its own")
 
     def kind(self) -> Kind:
         return "file"
-
-    def list(self) -> Sequence[Location]:
-        raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
 
     def open(self, pool: FilePool | None = None) -> Source:
         if self._fd is None:
@@ -65,11 +83,8 @@ class StandardInput(Location):
         return FileSource(_NAME, os.dup(self._fd))
 
     def fingerprint(self) -> Fingerprint | None:
-        source = self.open()
-        try:
+        with closing(self.open()) as source:
             return source.fingerprint()
-        finally:
-            source.close()
 
     def _whole(self) -> int:
         """A descriptor of a regular file with all of it."""
@@ -100,40 +115,3 @@ class StandardInput(Location):
             os.close(read)
             raise
         return read
-
-
-class _Nothing(Location):
-    """A place beside or in standard input: nothing is there."""
-
-    def __init__(self, path: PurePath) -> None:
-        self._path = path
-
-    @property
-    def path(self) -> PurePath:
-        return self._path
-
-    @property
-    def parent(self) -> Location:
-        return self
-
-    @property
-    def absolute(self) -> Location:
-        return self
-
-    def child(self, name: str) -> Location:
-        return _Nothing(self._path / name)
-
-    def beside(self, name: str) -> Location:
-        return _Nothing(self._path.parent / name)
-
-    def kind(self) -> Kind:
-        return "nothing"
-
-    def list(self) -> Sequence[Location]:
-        raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
-
-    def open(self, pool: FilePool | None = None) -> Source:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-
-    def fingerprint(self) -> Fingerprint | None:
-        return None

@@ -32,6 +32,7 @@ from ckptconv.pickles.nodes import (
 from ckptconv.pickles.traces import CALLERS
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, malformed
 from ckptconv.support.limits import in_force
+from ckptconv.support.settings import set_within
 
 Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
 _Pairs: TypeAlias = list[tuple[Node, Node]]
@@ -65,11 +66,8 @@ def names_noted() -> Iterator[set[tuple[str, str]]]:
     `CALLED_RESULT`, where something is called that has no name.
     """
     noted: set[tuple[str, str]] = set()
-    token = _NAMED.set(noted)
-    try:
+    with set_within(_NAMED, noted):
         yield noted
-    finally:
-        _NAMED.reset(token)
 
 
 def _note_called_result() -> None:

@@ -1,4 +1,4 @@
-"""Recognizes addresses of other machines, and says how to get the file from there.
+"""Recognizes addresses of other machines.
 
 What is secret in an address is known here, and nowhere else.
 """
@@ -12,20 +12,6 @@ from shlex import quote
 
 # C:/ is a drive
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])(.*)", re.DOTALL).fullmatch
-_HUB = re.compile(
-    r"(?:[^/@]+@)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve|raw)/([^/]+)/([^?#]+)"
-).match
-_TOOLS = {
-    "s3": "aws s3 cp {address} .",
-    "gs": "gcloud storage cp {address} .",
-    "gcs": "gcloud storage cp {address} .",
-    "az": "azcopy copy {address} .",
-    "abfs": "azcopy copy {address} .",
-    "hdfs": "hdfs dfs -get {address} .",
-    "http": "curl -LO {address}",
-    "https": "curl -LO {address}",
-    "ftp": "curl -O {address}",
-}
 _WEB = ("http", "https")
 _NAMED_ELSEWHERE = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "hf")
 """Schemes whose credentials no address holds: they are the environment's."""
@@ -102,33 +88,21 @@ def shown(address: str) -> str:
 
 
 def how_to_get(address: str) -> str:
-    """The command that brings the file at `address` here."""
+    """The command that brings a file of the web, or of the Hugging Face Hub, here.
+
+    >>> how_to_get("hf://org/name@v1/a b.pt")[:76]
+    "get it first: huggingface-cli download org/name 'a b.pt' --revision v1 (newe"
+    """
     scheme, _, rest = address.partition("://")
-    if scheme.lower() == "file":
-        return f"leave out {scheme}://"
-    if hub := _on_hub(scheme.lower(), rest):
-        repository, file, options = hub
-        named = f"{quote(repository)} {quote(file)}".strip() if file else quote(repository)
-        return (
-            f"get it first: huggingface-cli download {named}{options} (newer: hf download), "
-            "which prints where it is"
-        )
-    command = _TOOLS.get(scheme.lower(), "")
+    if scheme != "hf":
+        return f"get it first: curl -LO {quote(address)}"
+    owner, _, more = rest.removeprefix("models/").partition("/")
+    name, _, file = more.partition("/")
+    name, at, revision = name.partition("@")
+    wanted = [quote(word) for word in (f"{owner}/{name}", file) if word]
+    if at:
+        wanted += ["--revision", quote(revision)]
     return (
-        f"get it first: {command.format(address=quote(address))}"
-        if command
-        else "copy it to this machine first"
+        f"get it first: huggingface-cli download {' '.join(wanted)} (newer: hf download), "
+        "which prints where it is"
     )
-
-
-def _on_hub(scheme: str, rest: str) -> tuple[str, str, str] | None:
-    """Repository, file and further options of an address at Hugging Face; None of any other."""
-    if scheme == "hf":
-        owner, _, more = rest.removeprefix("models/").partition("/")
-        name, _, file = more.partition("/")
-        name, _, revision = name.partition("@")
-        return f"{owner}/{name}", file, f" --revision {quote(revision)}" if revision else ""
-    if scheme in ("http", "https") and (found := _HUB(rest)) is not None:
-        revision = "" if found[2] == "main" else f" --revision {quote(found[2])}"
-        return found[1], found[3], revision
-    return None

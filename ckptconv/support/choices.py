@@ -59,14 +59,56 @@ def plain_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if is_torchs else value
 
 
-def refuse_no_text(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is None or a text that is not empty."""
-    for option, text in given.items():
-        if text is not None and (type(text) is not str or not text):
-            raise OptionRefused(
-                f"{option}={text!r:.100} is not a name",
-                hint="leave it out, or give a text that is not empty",
-            )
+def _refusing(is_right: Callable[[Any], bool], what: str, hint: str) -> Callable[..., None]:
+    """A function that raises `OptionRefused` for the first of its options that is not right."""
+
+    def refuse(**given: object) -> None:
+        for option, value in given.items():
+            if not is_right(value):
+                form = _FORMS.get(option, "…")
+                raise OptionRefused(
+                    f"{option}={value!r:.100} {what}", hint=hint.format(option=option, form=form)
+                )
+
+    return refuse
+
+
+_FORMS = {"rename": "OLD=NEW", "regex": "PATTERN=>REPLACEMENT"}
+
+
+def _are_texts(value: Any, least: int) -> bool:
+    return all(type(text) is str and len(text) >= least for text in value)
+
+
+refuse_no_text = _refusing(
+    lambda text: text is None or (type(text) is str and text != ""),
+    "is not a name",
+    "leave it out, or give a text that is not empty",
+)
+"""Raises `OptionRefused` unless each option is None or a text that is not empty."""
+
+refuse_no_flag = _refusing(
+    lambda flag: type(flag) is bool, "is not a choice", "choose True or False"
+)
+"""Raises `OptionRefused` unless each option is True or False: the text "no" counts as true in
+Python.
+"""
+
+refuse_no_texts = _refusing(
+    lambda texts: (
+        isinstance(texts, Sequence) and not isinstance(texts, (str, bytes)) and _are_texts(texts, 0)
+    ),
+    "is not a list of texts",
+    "write it as {option}=['…']",
+)
+"""Raises `OptionRefused` unless each option is a list of texts: a text is not its letters."""
+
+refuse_no_words = _refusing(
+    lambda words: isinstance(words, (str, list, tuple)) and _are_texts(listed(words), 1),
+    "is not a text",
+    "write it as {option}='{form}' or {option}=['{form}', '{form}']",
+)
+"""Raises `OptionRefused` unless each option is a text that is not empty, or a list of such."""
 
 
 def refuse_no_path(**given: object) -> None:
@@ -111,17 +153,6 @@ def refuse_no_callback(on_progress: object) -> None:
         )
 
 
-def refuse_no_flag(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is True or False: the text "no" counts as true in
-    Python.
-    """
-    for option, flag in given.items():
-        if type(flag) is not bool:
-            raise OptionRefused(
-                f"{option}={flag!r:.100} is not a choice", hint="choose True or False"
-            )
-
-
 def refuse_no_tags(given: object) -> None:
     """Raise `OptionRefused` unless `map_location` is None or maps texts to texts."""
     if given is None or (
@@ -133,20 +164,6 @@ def refuse_no_tags(given: object) -> None:
     raise OptionRefused(f"map_location={given!r:.100} is not a dict of tags", hint=hint)
 
 
-def refuse_no_texts(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is a list of texts: a text is not its letters."""
-    for option, texts in given.items():
-        if (
-            isinstance(texts, (str, bytes))
-            or not isinstance(texts, Sequence)
-            or any(type(text) is not str for text in texts)
-        ):
-            raise OptionRefused(
-                f"{option}={texts!r:.100} is not a list of texts",
-                hint=f"write it as {option}=['…']",
-            )
-
-
 Words = str | Sequence[str]
 """One text or several."""
 
@@ -154,21 +171,6 @@ Words = str | Sequence[str]
 def listed(words: Words) -> tuple[str, ...]:
     """One text or several, as several."""
     return (words,) if isinstance(words, str) else tuple(words)
-
-
-def refuse_no_words(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is a text that is not empty, or a list of such."""
-    for option, words in given.items():
-        listed = (words,) if isinstance(words, str) else words
-        if not isinstance(listed, (list, tuple)) or any(
-            type(word) is not str or not word for word in listed
-        ):
-            text = _FORMS.get(option, "…")
-            hint = f"write it as {option}='{text}' or {option}=['{text}', '{text}']"
-            raise OptionRefused(f"{option}={words!r:.100} is not a text", hint=hint)
-
-
-_FORMS = {"rename": "OLD=NEW", "regex": "PATTERN=>REPLACEMENT"}
 
 
 def spelling_checked(function: F) -> F:

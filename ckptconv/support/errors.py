@@ -8,15 +8,17 @@ words of who called.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, Protocol
+
+from ckptconv.support.settings import set_within
 
 _LONGEST_NAME = 200
 
@@ -36,14 +38,9 @@ _ON_COMMAND_LINE: ContextVar[bool] = ContextVar("called from the command line", 
 is_on_command_line = _ON_COMMAND_LINE.get
 
 
-@contextlib.contextmanager
-def on_command_line(told: bool = True) -> Iterator[None]:
+def on_command_line(told: bool = True) -> AbstractContextManager[object]:
     """Within the block, options are named as on the command line, else as in Python."""
-    token = _ON_COMMAND_LINE.set(told)
-    try:
-        yield
-    finally:
-        _ON_COMMAND_LINE.reset(token)
+    return set_within(_ON_COMMAND_LINE, told)
 
 
 def worded(text: str) -> str:
@@ -159,7 +156,7 @@ _OF_BUILTINS = ("errno", "strerror", "filename", "name", "path")
 """What `OSError` and `ImportError` keep outside of `__dict__`."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def errors_at(*, path: object = None, where: object = None) -> Iterator[None]:
     """Within the block, an error that does not know its path or place is told with these."""
     try:
@@ -346,16 +343,8 @@ class KeyMismatch(CheckpointError):
     `fit` is the `keys.fits.Fit` that tells of every key, where there is one.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        path: object = None,
-        where: object = None,
-        hint: str | None = None,
-        fit: _Documented | None = None,
-    ) -> None:
-        super().__init__(what, path=path, where=where, hint=hint)
+    def __init__(self, what: str, *, fit: _Documented | None = None, **told: Any) -> None:
+        super().__init__(what, **told)
         self.fit = fit
 
 
@@ -384,7 +373,8 @@ class BatchRefused(OptionRefused):
         count, shown = len(problems), [printable(line, 1000) for line in problems[:_FEW]]
         if count > _FEW:
             shown.append(f"and {count - _FEW:,} more")
-        what = f"{count:,} problem{'s' * (count != 1)}: {'; '.join(shown)}"
+        noun = "problem" if count == 1 else "problems"
+        what = f"{count:,} {noun}: {'; '.join(shown)}"
         super().__init__(what, hint="nothing was written")
 
 

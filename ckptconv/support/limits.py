@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
 from ckptconv.support.errors import LimitExceeded, OptionRefused, UnknownOption
+from ckptconv.support.settings import set_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +159,8 @@ def limits(**changes: float) -> Iterator[Limits]:
     (1000, 1000)
     """
     checked: dict[str, Any] = {name: _checked(name, value) for name, value in changes.items()}
-    token = _IN_FORCE.set(replace(in_force(), **checked))
-    try:
-        yield in_force()
-    finally:
-        _IN_FORCE.reset(token)
+    with set_within(_IN_FORCE, replace(in_force(), **checked)) as inside:
+        yield inside
 
 
 def merged(opened: Limits) -> Limits:
@@ -181,14 +180,9 @@ def merged(opened: Limits) -> Limits:
     )
 
 
-@contextlib.contextmanager
-def held(opened: Limits) -> Iterator[None]:
+def held(opened: Limits) -> AbstractContextManager[object]:
     """Within the block, `merged(opened)` are in force."""
-    token = _IN_FORCE.set(merged(opened))
-    try:
-        yield
-    finally:
-        _IN_FORCE.reset(token)
+    return set_within(_IN_FORCE, merged(opened))
 
 
 def _checked(name: str, value: float) -> float:

@@ -407,7 +407,7 @@ class FolderLock:
         """
         if self.fd < 0:
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-        (_lock_region if self.file else _flock)(self.fd, wait)
+        (_lock_byte if self.file else _flock)(self.fd, wait)
 
     def inside(self) -> Path:
         """Where files are made: the folder itself, or one in it, which can be renamed while `file`
@@ -448,16 +448,9 @@ def lock_file(fd: int) -> None:
     Windows: a byte far behind its end is locked, for what is locked cannot be read by others.
     """
     if ON_WINDOWS:
-        import msvcrt
-
-        calls: Any = msvcrt
-        os.lseek(fd, 1 << 40, os.SEEK_SET)
-        try:
-            calls.locking(fd, calls.LK_NBLCK, 1)
-        except PermissionError as error:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
-        return
-    _flock(fd, wait=False)
+        _lock_byte(fd, wait=False, at=1 << 40)
+    else:
+        _flock(fd, wait=False)
 
 
 def _flock(fd: int, wait: bool) -> None:
@@ -466,13 +459,13 @@ def _flock(fd: int, wait: bool) -> None:
     _fcntl.flock(fd, _fcntl.LOCK_EX | (0 if wait else _fcntl.LOCK_NB))
 
 
-def _lock_region(fd: int, wait: bool) -> None:
-    """Lock the first byte of a file; msvcrt gives up after ten seconds, and so is asked again."""
+def _lock_byte(fd: int, wait: bool, at: int = 0) -> None:
+    """Lock a byte of a file; msvcrt gives up after ten seconds, and so is asked again."""
     import msvcrt
 
     calls: Any = msvcrt
     while True:
-        os.lseek(fd, 0, os.SEEK_SET)
+        os.lseek(fd, at, os.SEEK_SET)
         try:
             calls.locking(fd, calls.LK_NBLCK, 1)
             return
@@ -567,12 +560,10 @@ def free_bytes(folder: Path) -> int | None:
 
     None where it does not tell.
     """
-    if not hasattr(os, "statvfs"):
-        import shutil
+    import shutil
 
-        return shutil.disk_usage(folder).free
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    found = shutil.disk_usage(folder)
+    return found.free if found.total else None
 
 
 def _libc() -> Any:

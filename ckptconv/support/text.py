@@ -105,12 +105,14 @@ def first_few(names: Sequence[str], most: int, spoken: Callable[[str], str] = pr
     >>> first_few(["a", "b"], 2), first_few(["a", "b", "c"], 2)
     ('a, b', 'a, b, …')
     """
-    return ", ".join(map(spoken, names[:most])) + ", …" * (len(names) > most)
+    shown = ", ".join(map(spoken, names[:most]))
+    return f"{shown}, …" if len(names) > most else shown
 
 
 def first_few_in_short(names: Sequence[str], most: int) -> str:
     """As `first_few`, but all that is shown is cut at the length of one name."""
-    return printable(", ".join(names[:most])) + ", …" * (len(names) > most)
+    shown = printable(", ".join(names[:most]))
+    return f"{shown}, …" if len(names) > most else shown
 
 
 def some_text(names: list[str]) -> str:

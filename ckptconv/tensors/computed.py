@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Fingerprint, Source, WrappedSource
-from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.flat_runs import flat_boxes
@@ -198,12 +197,6 @@ class ComputedSource(DerivedSource):
     def check_unchanged(self) -> None:
         for storage in origins(self.inputs):
             storage.source.check_unchanged()
-
-    def _require(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
 
     def _computed(self, first: int, count: int, note: Note) -> memoryview:
         """The bytes of `count` elements from the one with this number on."""

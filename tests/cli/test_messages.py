@@ -29,7 +29,7 @@ from ckptconv import (
 from ckptconv import save_portable as save
 from ckptconv import scan_checkpoint as scan
 from ckptconv.io import stream as outputs
-from ckptconv.io.remote.missing import EXTRA
+from ckptconv.io.remote.network import EXTRA
 from ckptconv.support.addresses import address_in, how_to_get
 from ckptconv.tensors.dtypes import floating_dtype
 from helpers.program import SAMPLES, assert_one_error, run, run_bytes, run_on_terminal

@@ -46,12 +46,12 @@ class MemoryPlace(Location):
         is_prefix = any(self.at in name.parents for name in STORES[self.store])
         return "folder" if is_root or is_prefix else "nothing"
 
-    def list(self) -> Sequence[MemoryPlace]:
+    def names(self) -> Sequence[str]:
         if self.kind() != "folder":
             raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
         depth = len(self.at.parts)
         inside = [name for name in STORES[self.store] if self.at in name.parents]
-        return [self.child(name) for name in sorted({name.parts[depth] for name in inside})]
+        return sorted({name.parts[depth] for name in inside})
 
     def open(self, pool: FilePool | None = None) -> Source:
         if (kind := self.kind()) != "file":

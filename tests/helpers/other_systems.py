@@ -81,7 +81,8 @@ def take_away() -> None:
 
     def disk_usage(path: Any) -> Any:
         found = statvfs(path)
-        return types.SimpleNamespace(free=found.f_bavail * found.f_frsize)
+        size = found.f_frsize
+        return types.SimpleNamespace(total=found.f_blocks * size, free=found.f_bavail * size)
 
     shutil.disk_usage = disk_usage  # type: ignore[assignment]
     real = ctypes.CDLL

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptconv.io.local import LocalPlace
-from ckptconv.io.outputs import file_output, folder_output, set_output
+from ckptconv.io.outputs import file_output, folder_output
 from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import DestinationConformance
@@ -74,7 +74,7 @@ class TestSet(Local):
     def destination(self, room, *, force=False, size=0):
         files = shard_set(room, 3)
         place = LocalPlace(room / "m.bin")
-        return set_output(place, files, in_folder=False, force=force, fsync=False, size=size)
+        return file_output(place, files, in_folder=False, force=force, fsync=False, size=size)
 
 
 class TestSetOfOneFile(Local):
@@ -83,7 +83,7 @@ class TestSetOfOneFile(Local):
     def destination(self, room, *, force=False, size=0):
         files = shard_set(room, 1, has_index=False)
         place = LocalPlace(room / "m.bin")
-        return set_output(place, files, in_folder=False, force=force, fsync=False, size=size)
+        return file_output(place, files, in_folder=False, force=force, fsync=False, size=size)
 
 
 class TestSetInANewFolder(Local):
@@ -92,7 +92,7 @@ class TestSetInANewFolder(Local):
     def destination(self, room, *, force=False, size=0):
         files = shard_set(room / "new", 2)
         place = LocalPlace(room / "new" / "m.bin")
-        return set_output(place, files, in_folder=True, force=force, fsync=False, size=size)
+        return file_output(place, files, in_folder=True, force=force, fsync=False, size=size)
 
     def everything(self, room):
         return {name.removeprefix("new/"): raw for name, raw in files_in(room).items()}
@@ -144,7 +144,7 @@ def test_shards_of_an_earlier_set_are_removed(tmp_path):
     with_three.put(tmp_path, with_three.content(1))
     files = shard_set(tmp_path, 2)
     place = LocalPlace(tmp_path / "m.bin")
-    with set_output(place, files, in_folder=False, force=True, fsync=False, size=0) as output:
+    with file_output(place, files, in_folder=False, force=True, fsync=False, size=0) as output:
         with_two.write(output, with_two.content(2))
         output.commit()
     assert files_in(tmp_path) == with_two.content(2)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv.io.files import FilePool, FileSource, PooledSource, let_go, merged_runs
+from ckptconv.io.files import FilePool, FileSource, PooledSource, let_go
 from ckptconv.io.inflate import InflatedSource, Spool
-from ckptconv.io.source import CHUNK, SMALL, MemorySource, RangeSource, WrappedSource
+from ckptconv.io.source import CHUNK, SMALL, MemorySource, RangeSource, WrappedSource, merged_runs
 from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import limits

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ckptconv.io.destination import Destination
 from ckptconv.io.local import LocalPlace
-from ckptconv.io.outputs import file_output, folder_output, set_output
+from ckptconv.io.outputs import file_output, folder_output
 from ckptconv.io.source import CHUNK
 from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import OutputRefused
@@ -243,7 +243,7 @@ class Sets(Outputs):
             [index.name],
         )
         place = LocalPlace(folder / "m.bin")
-        return set_output(place, files, in_folder=True, force=force, fsync=False, size=0)
+        return file_output(place, files, in_folder=True, force=force, fsync=False, size=0)
 
     def _there(self):
         folder = self.room / "set"

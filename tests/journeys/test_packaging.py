@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ckptconv.devices.host import INSTALL_TORCH
-from ckptconv.io.remote.missing import EXTRA
+from ckptconv.io.remote.network import EXTRA
 from ckptconv.keys import rule_files
 from helpers.program import ROOT, environment
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ckptconv.io.remote.causes import credentials_failed, in_words_of_obstore
-from ckptconv.io.remote.network import Trusted, certificates, proxy_for
+from ckptconv.io.remote.network import Trusted, certificates, needed, proxy_for
 from ckptconv.support import platforms
 from ckptconv.support.errors import UnsupportedCheckpoint
 
@@ -253,8 +253,6 @@ def profile_session() -> Any:
 
 @lru_cache(maxsize=1)
 def _session(_: tuple[tuple[str, str], ...]) -> Any:
-    from ckptconv.io.remote.missing import needed
-
     session = needed("botocore", "s3://").session.Session()
     try:
         session.get_scoped_config()
@@ -298,8 +296,6 @@ def _gcloud_file() -> Path:
 @lru_cache(maxsize=1)
 def _on_gce() -> bool:
     """Whether this is a machine of Google Cloud, which has credentials of its own."""
-    from ckptconv.io.remote.missing import needed
-
     host = os.environ.get("GCE_METADATA_HOST", "169.254.169.254")
     pool = needed("urllib3", "gs://").PoolManager(timeout=1.0, retries=False)
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import (
     TRIES,
     Listing,
@@ -22,10 +22,8 @@ from ckptconv.io.remote.store import (
     Store,
     StoreError,
     Unfinished,
-    Upload,
 )
-from ckptconv.io.remote.traffic import count
-from ckptconv.io.remote.uploads import Cancelled, hidden_key, key_of_hidden
+from ckptconv.io.remote.uploads import HidingStore, key_of_hidden
 from ckptconv.support.addresses import shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
@@ -61,10 +59,8 @@ the place by it again in this process.
 """
 
 
-class FileSystemStore(Store):
+class FileSystemStore(HidingStore):
     """The files of a file system of fsspec; `whole` is its root with a password, if it has one."""
-
-    can_write = True
 
     def __init__(self, fsspec: Any, whole: str, root: str) -> None:
         self.root, self._whole = root, whole
@@ -77,7 +73,8 @@ class FileSystemStore(Store):
             self.system = kind(**kind._get_kwargs_from_urls(whole), skip_instance_cache=True)
         except ImportError as error:
             what = f"is not on this machine, and {scheme}:// needs another library"
-            hint = f"pip install {error.name}" if error.name else _advice(str(error))
+            # what fsspec says of a library that it misses has no secret in it
+            hint = f"pip install {error.name}" if error.name else str(error)[:200]
             raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
         except ValueError:
             what = f"is an address of a kind that is not known ({scheme}://)"
@@ -99,7 +96,7 @@ class FileSystemStore(Store):
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[Any]:
-        """The file system, for one thread at a time; its errors are those of a store."""
+        """Its block has the file system for itself."""
         with self._lock:
             try:
                 self.system.invalidate_cache()  # of listings, which others may have changed
@@ -141,8 +138,17 @@ class FileSystemStore(Store):
                 files[name] = _seen(about)
         return Listing(files, frozenset(folders))
 
-    def begin(self, key: str, size: int) -> Upload:
-        return _Written(self, key)
+    def opened(self, key: str, mark: str, part: int) -> Any:
+        path = self.path(key)
+        with contextlib.suppress(NotImplementedError, FileExistsError):
+            self.system.makedirs(self.system._parent(path), exist_ok=True)
+        return self.system.open(path, "wb")
+
+    def drop(self, key: str, writer: Any) -> None:
+        if writer is not None:
+            with contextlib.suppress(StoreError), self.asking():
+                writer.close()
+        self.remove(key)
 
     def move(self, old: str, new: str, *, create: bool) -> None:
         source, target = self.path(old), self.path(new)
@@ -173,60 +179,6 @@ class FileSystemStore(Store):
             for key, about in sorted(keys.items())
             if (meant := key_of_hidden(key)) is not None and meant.startswith(prefix)
         ]
-
-    def abort(self, left: Unfinished) -> None:
-        self.remove(left.key)
-
-
-class _Written(Upload):
-    """A file under a hidden name, which is renamed when it is whole."""
-
-    def __init__(self, store: FileSystemStore, key: str) -> None:
-        self._store, self._key = store, key
-        self._hidden = key if key_of_hidden(key) else hidden_key(key)
-        self._file: Any = None
-        self._is_made = False
-        self._is_cancelled = False
-
-    def write(self, view: memoryview) -> None:
-        if self._is_cancelled:
-            raise Cancelled
-        with self._store.asking() as system:
-            if self._file is None:
-                path = self._store.path(self._hidden)
-                with contextlib.suppress(NotImplementedError, FileExistsError):
-                    system.makedirs(system._parent(path), exist_ok=True)
-                self._is_made = True
-                self._file = system.open(path, "wb")
-            self._file.write(bytes(view))
-        count(requests=1, bytes_written=len(view))
-
-    def end(self) -> None:
-        if self._file is None:
-            self.write(memoryview(b""))
-        with self._store.asking():
-            self._file.close()
-        self._file = None
-
-    def finish(self, *, create: bool) -> None:
-        if self._hidden != self._key:
-            self._store.move(self._hidden, self._key, create=create)
-        self._is_made = False
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-
-    def abort(self) -> None:
-        self.cancel()
-        file, self._file = self._file, None
-        if not self._is_made:
-            return
-        self._is_made = False
-        with contextlib.suppress(StoreError):
-            if file is not None:
-                with contextlib.suppress(StoreError), self._store.asking():
-                    file.close()
-            self._store.remove(self._hidden)
 
 
 def _known_only(kind: Any) -> Any:
@@ -296,11 +248,6 @@ def _begun(about: Mapping[str, Any]) -> str:
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value).astimezone().isoformat()
     return ""
-
-
-def _advice(text: str) -> str:
-    """What fsspec says of a library that it misses, which has no secret in it."""
-    return text[:200]
 
 
 def _told(error: Exception) -> StoreError:

@@ -6,12 +6,13 @@ metadata service of a cloud is how a stranger's server reads what only we can re
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import IntEnum
+
+from ckptconv.support.settings import set_within
 
 VARIABLE = "CKPTCONV_ALLOW_HOSTS"
 
@@ -87,14 +88,9 @@ def hosts_given() -> str:
 
 def allowed_hosts() -> AllowedHosts:
     """What the environment and the caller allow."""
-    return AllowedHosts(",".join((os.environ.get(VARIABLE, ""), _given.get())))
+    return AllowedHosts(hosts_given())
 
 
-@contextlib.contextmanager
-def allowing_hosts(text: str) -> Iterator[None]:
+def allowing_hosts(text: str) -> AbstractContextManager[object]:
     """Within the block, these hosts are allowed too."""
-    token = _given.set(",".join((_given.get(), text)))
-    try:
-        yield
-    finally:
-        _given.reset(token)
+    return set_within(_given, ",".join((_given.get(), text)))

@@ -15,16 +15,18 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urljoin
 
-from ckptconv.io.remote.answers import LIES, Headers, is_strong, refusal, seen
-from ckptconv.io.remote.missing import needed
+from ckptconv.io.local import LocalPlace
+from ckptconv.io.location import read_small
+from ckptconv.io.remote.causes import LIES, Headers, is_strong, refusal, seen
+from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
-from ckptconv.io.remote.tokens import hub_token, is_set
 from ckptconv.io.remote.web import WebStore
 from ckptconv.support.addresses import shown
-from ckptconv.support.errors import UnsupportedCheckpoint
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 
 if TYPE_CHECKING:
     from ckptconv.io.remote.wire import Answer, Wire
@@ -118,7 +120,7 @@ def _endpoint() -> str:
 def hub_store(address: str) -> tuple[Store, str]:
     """The repository and revision of an address, and the path in it."""
     repository, key = parsed(address)
-    if is_set("HF_HUB_OFFLINE"):
+    if _is_set("HF_HUB_OFFLINE"):
         raise UnsupportedCheckpoint(
             "is on the Hub, and HF_HUB_OFFLINE is set", path=address, hint="unset it"
         )
@@ -352,3 +354,43 @@ def _folders(entries: Sequence[Any], prefix: str) -> dict[str, Listing]:
 def _is_plain(path: str) -> bool:
     """Whether every part of a path is the name of a file or folder."""
     return all(name not in ("", ".", "..") for name in path.split("/"))
+
+
+# -------------------------------------------------------------------------------------- the token
+
+
+def _is_set(name: str) -> bool:
+    """Whether a variable says yes."""
+    return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def hub_token() -> str | None:
+    """The token that requests to the Hub may bear, from where the Hub's own library keeps it; None
+    without one. It is never shown.
+
+    The variables and their order are those of huggingface_hub (`utils/_auth.py`, `constants.py`).
+    """
+    if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
+        return None
+    named = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
+    return _clean(named) or _token_in(_token_file())
+
+
+def _token_file() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
+    return Path(os.path.expandvars(os.environ.get("HF_TOKEN_PATH") or f"{home}/token"))
+
+
+def _token_in(file: Path) -> str | None:
+    try:
+        place = LocalPlace(file.expanduser())
+        return _clean(read_small(place, "small_record_bytes").decode("utf-8"))
+    except (CheckpointError, OSError, RuntimeError, UnicodeDecodeError):
+        return None
+
+
+def _clean(text: str) -> str | None:
+    """The token, if it can stand in a header."""
+    text = text.strip()
+    return text if text and text.isascii() and text.isprintable() else None

@@ -1,5 +1,5 @@
-"""How other machines are reached: through which proxy, and whose certificates are trusted. The same
-for every library that asks one.
+"""How other machines are reached: by which library, through which proxy, and whose certificates are
+trusted. The last two are the same for every library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import ssl
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -19,6 +19,38 @@ from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import read_small
 from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+
+EXTRA = "pip install 'obstore>=0.8' 'botocore>=1.36' 'urllib3>=2.2'"
+
+
+def needed(name: str, address: str) -> Any:
+    """A library of the extra, or `UnsupportedCheckpoint` that says how to install it."""
+    try:
+        if name == "obstore":
+            import obstore.store
+
+            return obstore
+        if name == "urllib3":
+            import urllib3
+
+            return urllib3
+        if name == "botocore":
+            import botocore.session
+
+            return botocore
+        import fsspec
+
+        return fsspec
+    except ImportError:
+        if name == "fsspec":
+            what = "is not on this machine, and reading it needs fsspec"
+            raise UnsupportedCheckpoint(what, path=address, hint="pip install fsspec") from None
+        raise UnsupportedCheckpoint(
+            "is not on this machine, and reading it needs obstore, botocore and urllib3",
+            path=address,
+            hint=EXTRA,
+        ) from None
+
 
 BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """What names the file, or the folder, of the certificates that are trusted."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
-from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import (
     Listing,
     Part,
@@ -23,16 +23,22 @@ from ckptconv.io.remote.store import (
     Store,
     StoreError,
     Unfinished,
-    Upload,
     read_on,
 )
 from ckptconv.io.remote.traffic import count
-from ckptconv.io.remote.uploads import IN_FLIGHT, Cancelled, key_of_hidden
-from ckptconv.io.remote.written_objects import MARK, WrittenObject
+from ckptconv.io.remote.uploads import (
+    IN_FLIGHT,
+    Cancelled,
+    HidingStore,
+    key_of_hidden,
+)
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+MARK = "ckptconv_upload"
+"""The attribute that tells an object of one upload from others under its key."""
 
 _SERVICES = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
@@ -57,14 +63,14 @@ def parts_of(address: str) -> tuple[str, str, str]:
     return scheme.lower(), bucket, key
 
 
-class ObjectStoreOf(Store):
+class ObjectStoreOf(HidingStore):
     """The objects of one bucket of S3 or GCS, or of one container of Azure.
 
     `bucket` is what stands for it in an address: of Azure ``CONTAINER@ACCOUNT.dfs.…`` too.
     """
 
-    can_write = True
     keeps_moved = True
+    puts_small = True
 
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
@@ -104,6 +110,15 @@ class ObjectStoreOf(Store):
         sent again by obstore itself.
         """
         return self._opened(tries=10)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            raise self._told(error) from None
 
     def _told(self, error: BaseException) -> StoreError:
         told = told_by_obstore(error, self.service, is_signed=self._is_signed)
@@ -149,10 +164,8 @@ class ObjectStoreOf(Store):
         return Part(b"", seen) if seen.size == 0 else None
 
     def list(self, prefix: str) -> Listing:
-        try:
+        with self.asking():
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
-        except Exception as error:
-            raise self._told(error) from None
         begin = len(prefix)
         files = {
             meta["path"][begin:]: self._seen(meta)
@@ -170,11 +183,7 @@ class ObjectStoreOf(Store):
 
     # --------------------------------------------------------------------------------- writing
 
-    def begin(self, key: str, size: int) -> Upload:
-        return WrittenObject(self, key, size)
-
     def opened(self, key: str, mark: str, part: int) -> Any:
-        """A file of obstore under a key, sent in parts of `part` bytes."""
         if self.service == "az":  # parts of no object are listed nowhere: for `unfinished`
             count(requests=1)
             self.put(key, bytearray(), mark=mark, create=False)
@@ -187,7 +196,6 @@ class ObjectStoreOf(Store):
         )
 
     def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
-        """A whole object at once; `mark` goes with it."""
         mode = "create" if create else "overwrite"
         self._asked(key, mark, "put", key, bytes(data), mode=mode, attributes={MARK: mark})
 
@@ -200,10 +208,8 @@ class ObjectStoreOf(Store):
         self._await_copy(new, size)
 
     def _size(self, key: str) -> int:
-        try:
+        with self.asking():
             return int(self._obstore.head(self._store, key)["size"])
-        except Exception as error:
-            raise self._told(error) from None
 
     def _await_copy(self, key: str, size: int) -> None:
         """Azure may copy after its answer; until then the copy is an object without bytes."""
@@ -215,15 +221,15 @@ class ObjectStoreOf(Store):
 
     def mark_of(self, key: str) -> str | None:
         """The mark of the object that is there, empty where it has none; None without an object."""
+        options = {"head": True}
         try:
-            options = {"head": True}
-            found = self._obstore.get(self._store, key, options=options)
-            return str(found.attributes.get(MARK, ""))
-        except Exception as error:
-            told = self._told(error)
-            if told.kind == "missing":
-                return None
-            raise told from None
+            with self.asking():
+                found = self._obstore.get(self._store, key, options=options)
+                return str(found.attributes.get(MARK, ""))
+        except StoreError as error:
+            if error.kind != "missing":
+                raise
+            return None
 
     def _asked(
         self, key: str, mark: str | None, operation: str, *given: Any, **options: Any
@@ -242,34 +248,25 @@ class ObjectStoreOf(Store):
 
     def remove(self, key: str) -> None:
         try:
-            self._obstore.delete(self._store, key)
-        except Exception as error:
-            told = self._told(error)
-            if told.kind != "missing":
-                raise told from None
+            with self.asking():
+                self._obstore.delete(self._store, key)
+        except StoreError as error:
+            if error.kind != "missing":
+                raise
 
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:
         folder = prefix.rpartition("/")[0]
-        found = []
-        try:
-            for page in self._obstore.list(self._store, folder or None):
-                found += [meta for meta in page if _is_left(meta["path"], prefix)]
-        except Exception as error:
-            raise self._told(error) from None
+        with self.asking():
+            pages = list(self._obstore.list(self._store, folder or None))
+        found = [meta for page in pages for meta in page if _is_left(meta["path"], prefix)]
         return [
             Unfinished(meta["path"], "", meta["last_modified"].isoformat(), meta["size"])
             for meta in found
         ]
 
-    def abort(self, left: Unfinished) -> None:
-        self.drop(left.key, None)
-
     def drop(self, key: str, writer: Any) -> None:
-        """Leave nothing of what was begun under a hidden key.
-
-        Azure keeps parts of no object for a week, also one that arrives when the object is gone: so
-        what is on its way is waited for, and made an object that has no other parts.
-        """
+        # Azure keeps parts of no object for a week, also one that arrives when the object is gone:
+        # so what is on its way is waited for, and made an object that has no other parts
         with contextlib.suppress(Exception):
             if writer is not None and self.service == "az":
                 writer.close()

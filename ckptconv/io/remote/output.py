@@ -13,15 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from types import TracebackType
-from typing import TypeVar
 
 from ckptconv.io.destination import Destination, Draft, output_errors
 from ckptconv.io.files import refuse_inputs
 from ckptconv.io.location import Location
 from ckptconv.io.remote.causes import Forbidden
-from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.patience import patiently
+from ckptconv.io.remote.patience import asked
 from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.uploads import hidden_key
@@ -29,10 +26,7 @@ from ckptconv.io.source import Source
 from ckptconv.io.staging import ShardNames
 from ckptconv.io.stream import OutputStream, Sink
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
-from ckptconv.support.limits import in_force
 from ckptconv.support.signals import held_back
-
-T = TypeVar("T")
 
 _NOTHING_LEFT = "nothing was left behind"
 _MAY_BE_LEFT = "look whether it is there, and let ckptconv cleanup find what was left behind"
@@ -117,11 +111,6 @@ def _told(place: Location, *, is_begun: bool = True) -> Iterator[None]:
         ) from None
 
 
-def asked(request: Callable[[], T]) -> T:
-    """What a request gives, tried again, by a thread that does not hold up Ctrl-C."""
-    return fetched(partial(patiently, request, in_force().remote_seconds)).result()
-
-
 class _UploadSink(Sink):
     """Hands what is written to an upload."""
 
@@ -143,12 +132,13 @@ class RemoteDraft(Draft):
 
     def __init__(
         self,
+        name: str,
         target: RemotePlace,
         hidden: str | None,
         size: int,
         on_progress: Callable[[int], None] | None,
     ) -> None:
-        self.target = target
+        self.name, self.target = name, target
         self.is_whole = False
         self._hidden, self._on_progress = hidden, on_progress
         self._store = target.site.store
@@ -166,12 +156,7 @@ class RemoteDraft(Draft):
         self.stream = OutputStream(_UploadSink(self._upload), self._on_progress)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
         if not self.is_whole:
             with held_back():
                 if self._upload is not None:
@@ -181,7 +166,6 @@ class RemoteDraft(Draft):
         if isinstance(error, (StoreError, OSError)):
             with _told(self.target):
                 raise error
-        return None
 
     def commit(self) -> None:
         self.stream.settle(fsync=True)
@@ -271,17 +255,11 @@ class RemoteOutput(Destination):
     def _beside(self, name: str) -> RemotePlace:
         return self._place.parent.child(name)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
         self.discard()
         if isinstance(error, (StoreError, OSError)) and not isinstance(error, CheckpointError):
             with _told(self._place):
                 raise error
-        return None
 
     def draft(
         self, name: str, size: int, on_progress: Callable[[int], None] | None = None
@@ -290,7 +268,7 @@ class RemoteOutput(Destination):
             raise ValueError(f"{self.path}: is not open")
         target = self._place if self._files is None else self._beside(name)
         hidden = hidden_key(target.key) if self._read_back else None
-        draft = RemoteDraft(target, hidden, size, on_progress)
+        draft = RemoteDraft(name, target, hidden, size, on_progress)
         self._drafts.append(draft)
         return draft
 
@@ -311,9 +289,15 @@ class RemoteOutput(Destination):
             what = "is in place, but hidden objects beside it cannot be removed"
             raise OutputRefused(what, path=self.path, hint="ckptconv cleanup finds them")
 
-    def _put_all(self, drafts: Iterable[RemoteDraft], earlier: Collection[str] = ()) -> None:
+    def _put_all(
+        self,
+        drafts: Iterable[RemoteDraft],
+        earlier: Collection[str] = (),
+        late: Collection[str] = (),
+    ) -> None:
         """Give all their names, or none: names that were free are free again, unless a file of an
-        earlier set, one of `earlier`, is replaced by then.
+        earlier set, one of `earlier`, is replaced by then. What is `late` may have replaced
+        something that nobody has looked for.
         """
         done: list[RemoteDraft] = []
         try:
@@ -321,20 +305,17 @@ class RemoteOutput(Destination):
                 draft.put(create=not self._force)
                 done.append(draft)
         except BaseException as error:
-            targets = [draft.target for draft in done]
-            if not any(target.name in earlier for target in targets):
-                fresh = [target for target in targets if not self._may_replace(target)]
-                left = [target for target in fresh if not _is_removed(target)]
-                if left and isinstance(error, OutputRefused):
-                    error.hint = f"{_names(left)} may be left behind; remove it"
-            elif isinstance(error, OutputRefused):
-                error.hint = f"{_names(targets)} is replaced by now; run the command again"
+            hint = ""
+            if any(draft.name in earlier for draft in done):
+                hint = f"{_names(done)} is replaced by now; run the command again"
+            else:
+                fresh = [draft for draft in done if draft.name not in late]
+                left = [draft for draft in fresh if not _is_removed(draft.target)]
+                if left:
+                    hint = f"{_names(left)} may be left behind; remove it"
+            if hint and isinstance(error, OutputRefused):
+                error.hint = hint
             raise
-
-    def _may_replace(self, target: RemotePlace) -> bool:
-        """Whether there may have been something that nobody has looked for."""
-        companions = self._files.companions if self._files is not None else ()
-        return self._force and any(self._beside(name) == target for name in companions)
 
     def _put_set(self, files: ShardNames) -> None:
         """Shards, then the index, then companions that are replaced; then what is left of an
@@ -342,16 +323,15 @@ class RemoteOutput(Destination):
         """
         with _told(self._place):
             earlier = self._earlier(files)
-        drafts = sorted(self._drafts, key=lambda draft: self._turn(draft, files, earlier))
-        if files.index in earlier and set(files.shards) & set(earlier):
-            with _told(self._place):
+            if files.index in earlier and set(files.shards) & set(earlier):
                 index = self._beside(files.index or "")
                 asked(lambda: index.site.store.remove(index.key))
-        self._put_all(drafts, earlier)
-        names = {draft.target.name for draft in drafts}
+        late = files.companions if self._force else ()
+        in_order = sorted(self._drafts, key=lambda one: (one.name in late, one.name == files.index))
+        self._put_all(in_order, earlier, late)
+        names = {draft.name for draft in in_order}
         for name in earlier:
-            target = self._beside(name)
-            if target.name not in names and not _is_removed(target):
+            if name not in names and not _is_removed(self._beside(name)):
                 what = f"is in place, but {printable(name)} of the earlier one cannot be removed"
                 hint = "remove it: a program may take it for the checkpoint"
                 raise OutputRefused(what, path=self.path, hint=hint)
@@ -362,13 +342,6 @@ class RemoteOutput(Destination):
         if found := self._found(files):
             raise _exists_by_now(self._beside(found[0]))
         return ()
-
-    def _turn(self, draft: RemoteDraft, files: ShardNames, earlier: Sequence[str]) -> int:
-        name = draft.target.name
-        if name == files.index:
-            return 1
-        is_companion = any(self._beside(item) == draft.target for item in files.companions)
-        return 2 if is_companion and self._force else 0
 
     def discard(self) -> None:
         self._is_open = False
@@ -386,16 +359,16 @@ def _is_removed(place: RemotePlace) -> bool:
     return True
 
 
-def _names(places: Iterable[RemotePlace]) -> str:
-    return ", ".join(printable(place.name) for place in places)
+def _names(drafts: Iterable[RemoteDraft]) -> str:
+    return ", ".join(printable(draft.target.name) for draft in drafts)
 
 
 def remote_output(
     place: Location,
+    files: ShardNames | None = None,
     *,
     force: bool,
     read_back: bool = False,
-    files: ShardNames | None = None,
     replaces: Iterable[Source] = (),
 ) -> Destination:
     """One object, or shards and their index; `files` are the names of a set in a folder. Of what

@@ -40,14 +40,6 @@ class RemotePlace(Location):
         return self.site.store.spoken(split(self.key)[1]) or self.path.name
 
     @property
-    def stem(self) -> str:
-        return PurePath(self.name).stem
-
-    @property
-    def suffix(self) -> str:
-        return PurePath(self.name).suffix
-
-    @property
     def says_folder(self) -> bool:
         return self.key.endswith("/")
 
@@ -84,9 +76,6 @@ class RemotePlace(Location):
         if self.site.listing(self._folder) or not self.key:
             return "folder"
         return "nothing" if found is None else "file"
-
-    def list(self) -> Sequence[RemotePlace]:
-        return [self.child(name) for name in self.names()]
 
     def names(self) -> Sequence[str]:
         found = self.site.listing(self._folder)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
-from ckptconv.io.remote.fetchers import fetched
+from ckptconv.io.remote.patience import fetched
 from ckptconv.io.source import Source
 
 BLOCK = 8 << 20

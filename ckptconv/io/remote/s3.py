@@ -5,7 +5,6 @@ what others left unfinished.
 from __future__ import annotations
 
 import base64
-import secrets
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -27,8 +26,7 @@ from ckptconv.io.remote.credentials import (
     region_of,
     usual_endpoint,
 )
-from ckptconv.io.remote.missing import needed
-from ckptconv.io.remote.network import as_file, proxy_for
+from ckptconv.io.remote.network import as_file, needed, proxy_for
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
 from ckptconv.io.remote.store import StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
@@ -203,7 +201,6 @@ class _S3Upload(PartsUpload):
     def __init__(self, store: S3Store, key: str, size: int) -> None:
         super().__init__(size)
         self._store, self._key = store, key
-        self._mark = secrets.token_hex(8)
         self._id = ""
 
     def _begin(self) -> None:

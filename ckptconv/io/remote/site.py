@@ -18,8 +18,7 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from ckptconv.io.location import Kind, Needs
-from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.patience import patiently
+from ckptconv.io.remote.patience import fetched, patiently
 from ckptconv.io.remote.source import HEAD, RemoteSource
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, split
 from ckptconv.io.remote.traffic import count

@@ -10,10 +10,10 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from ckptconv.io.files import note_input
-from ckptconv.io.remote.fetchers import fetched
+from ckptconv.io.remote.patience import Budget, fetched
 from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
-from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range, Reopening
+from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range, Reopening, merged_runs
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 
 HEAD = 128 << 10
@@ -32,31 +32,7 @@ _FORESEEN = 4096  # small reads that are asked for together
 _RATIO = 8
 
 
-class _Budget:
-    """Bytes that may still be kept, of any number of sources."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = nbytes
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes, which is gone then."""
-        with self._lock:
-            if nbytes > self._left:
-                return False
-            self._left -= nbytes
-            return True
-
-    def has(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes."""
-        return nbytes <= self._left
-
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._left += nbytes
-
-
-_BUDGET = _Budget(_MERGED)
+_BUDGET = Budget(_MERGED)
 
 
 class RemoteSource(FarSource):
@@ -140,13 +116,13 @@ class RemoteSource(FarSource):
                 waiting.append(number)
             else:
                 found[number] = bytes(held)
-        wanted = [(*ranges[number], number) for number in waiting]
-        runs = _merged(wanted, _RATIO)
-        if not _BUDGET.has(sum(last - first for first, last, _ in runs)):
-            runs = _merged(wanted, 0)
+        wanted = [ranges[number] for number in waiting]
+        runs = list(merged_runs(wanted, longest=_LONGEST, gap=_near))
+        if sum(last - first for first, last, _ in runs) > _BUDGET.left:
+            runs = list(merged_runs(wanted, longest=_LONGEST, gap=lambda nbytes: _GAP))
         fetching = [
-            (first, members, fetched(partial(self.fetch, first, last - first)))
-            for first, last, members in runs
+            (first, [waiting[at] for at in run], fetched(partial(self.fetch, first, last - first)))
+            for first, last, run in runs
         ]
 
         def wait() -> list[bytes]:
@@ -295,12 +271,6 @@ class RemoteSource(FarSource):
             self._merged += len(data)
             self._keep(first, data)
 
-    def _require(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
-
     # ---------------------------------------------------------------------------- what it is
 
     def fingerprint(self) -> Fingerprint:
@@ -345,19 +315,6 @@ class RemoteSource(FarSource):
         self.close()
 
 
-def _merged(ranges: Sequence[tuple[int, int, int]], ratio: int) -> list[tuple[int, int, list[int]]]:
-    """Runs put together where one request for them costs less than several: where each begins and
-    ends, and the numbers of the ranges in it. So are small ones whose gap is at most `ratio` times
-    as long as what stands behind it.
-    """
-    runs: list[tuple[int, int, list[int]]] = []
-    for offset, nbytes, number in sorted(ranges):
-        end = offset + nbytes
-        if runs:
-            first, last, members = runs[-1]
-            most = max(_GAP, ratio * nbytes if nbytes <= HEAD else 0)
-            if offset - last <= most and max(end, last) - first <= _LONGEST:
-                runs[-1] = (first, max(end, last), [*members, number])
-                continue
-        runs.append((offset, end, [number]))
-    return runs
+def _near(nbytes: int) -> int:
+    """How many bytes before a run of `nbytes` are fetched with it, to save a request."""
+    return _GAP if nbytes > HEAD else max(_GAP, _RATIO * nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from operator import add, attrgetter, sub
 
 from ckptconv.support.text import count_text, size_text
 
@@ -21,12 +22,7 @@ class Traffic:
 
     def since(self, earlier: Traffic) -> Traffic:
         """What was added after `earlier`."""
-        return Traffic(
-            self.requests - earlier.requests,
-            self.retries - earlier.retries,
-            self.bytes_read - earlier.bytes_read,
-            self.bytes_written - earlier.bytes_written,
-        )
+        return Traffic(*map(sub, _COUNTS(self), _COUNTS(earlier)))
 
     def __bool__(self) -> bool:
         return self.requests > 0
@@ -40,6 +36,7 @@ class Traffic:
         return ", ".join(told)
 
 
+_COUNTS = attrgetter(*Traffic.__slots__)
 _LOCK = threading.Lock()
 _counted = Traffic()
 
@@ -49,15 +46,9 @@ def traffic() -> Traffic:
     return _counted
 
 
-def count(
-    *, requests: int = 0, retries: int = 0, bytes_read: int = 0, bytes_written: int = 0
-) -> None:
-    """Add to what is counted; any thread may."""
+def count(**more: int) -> None:
+    """Add to what is counted, by the names of `Traffic`; any thread may."""
     global _counted
+    added = _COUNTS(Traffic(**more))
     with _LOCK:
-        _counted = Traffic(
-            _counted.requests + requests,
-            _counted.retries + retries,
-            _counted.bytes_read + bytes_read,
-            _counted.bytes_written + bytes_written,
-        )
+        _counted = Traffic(*map(add, _COUNTS(_counted), added))

@@ -7,15 +7,15 @@ import secrets
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
-from ckptconv.io.remote.fetchers import fetched
-from ckptconv.io.remote.patience import patiently
-from ckptconv.io.remote.store import StoreError, Upload
+from ckptconv.io.remote.patience import Budget, fetched, patiently
+from ckptconv.io.remote.store import Store, StoreError, Unfinished, Upload
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.limits import in_force
 
@@ -69,48 +69,26 @@ class Cancelled(StoreError):
         super().__init__("final", "was stopped")
 
 
-def waited(future: Future[T], is_cancelled: threading.Event) -> T:
-    """The result, unless it is not wanted any more meanwhile."""
-    while not future.done():
-        if is_cancelled.is_set():
-            raise Cancelled
-        with contextlib.suppress(FutureTimeout):
-            future.exception(timeout=0.2)
-    return future.result()
-
-
-class _Held:
-    """How much of whole objects waits in memory until they are finished, in all uploads."""
-
-    def __init__(self, most: int) -> None:
-        self._left, self._lock = most, threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes more; they are held then."""
-        with self._lock:
-            is_room = nbytes <= self._left
-            self._left -= nbytes if is_room else 0
-        return is_room
-
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._left += nbytes
-
-
-HELD = _Held(64 << 20)
+HELD = Budget(64 << 20)
+"""How much of whole objects waits in memory until they are finished, in all uploads."""
 
 
 class PartsUpload(Upload):
     """An object that is sent in parts. What fits into one is sent as a whole when it is finished,
     as long as not too much waits for that.
 
-    A kind of store has to begin, send a part, complete, put and drop.
+    A kind of store has to begin, send a part, complete, put and drop. `_mark` tells an object of
+    this upload from others under its key.
     """
+
+    _is_held = True
+    """Whether what fits into one part is sent as a whole."""
 
     def __init__(self, size: int) -> None:
         self._seconds = in_force().remote_seconds
         self._part = part_size(size)
         self._in_flight = max(1, min(IN_FLIGHT, _SENT // self._part))
+        self._mark = secrets.token_hex(8)
         self._buffer = bytearray()
         self._beginning: Future[None] | None = None
         self._sending: deque[Future[Any]] = deque()
@@ -127,6 +105,9 @@ class PartsUpload(Upload):
     @abstractmethod
     def _send(self, number: int, data: bytearray) -> Any:
         """Send part `number`, the first of which is 1; what is needed to complete the object."""
+
+    def _close(self) -> None:
+        """Wait until the store has all that was sent."""
 
     @abstractmethod
     def _complete(self, parts: list[Any], *, create: bool) -> None:
@@ -181,15 +162,22 @@ class PartsUpload(Upload):
         return patiently(request, self._seconds)
 
     def _waited(self, future: Future[T]) -> T:
-        return waited(future, self._is_cancelled)
+        """The result, unless it is not wanted any more meanwhile."""
+        while not future.done():
+            if self._is_cancelled.is_set():
+                raise Cancelled
+            with contextlib.suppress(FutureTimeout):
+                future.exception(timeout=0.2)
+        return future.result()
 
     def end(self) -> None:
-        if self._beginning is None and HELD.take(len(self._buffer)):
+        if self._beginning is None and self._is_held and HELD.take(len(self._buffer)):
             self._nheld = len(self._buffer)
             return
         self._hand_over()
         while self._sending:
             self._wait_for_part()
+        self._waited(fetched(self._close))
 
     def finish(self, *, create: bool) -> None:
         if self._beginning is not None:
@@ -227,3 +215,87 @@ class PartsUpload(Upload):
         if beginning is not None and not beginning.cancelled():
             with contextlib.suppress(Exception):
                 fetched(lambda: patiently(self._drop, _ABORTING)).result(timeout=2 * _ABORTING)
+
+
+class HidingStore(Store):
+    """A store that does not let a large object appear on a condition: it is written to one file
+    under a hidden key, and moved to its own when it is whole.
+    """
+
+    can_write = True
+    puts_small = False
+    """Whether a small one is put as a whole."""
+
+    def begin(self, key: str, size: int) -> Upload:
+        return HiddenUpload(self, key, size)
+
+    @abstractmethod
+    def asking(self) -> AbstractContextManager[object]:
+        """Within the block, what goes wrong is a `StoreError`."""
+
+    @abstractmethod
+    def opened(self, key: str, mark: str, part: int) -> Any:
+        """A file to write, which is sent in parts of `part` bytes."""
+
+    @abstractmethod
+    def drop(self, key: str, writer: Any) -> None:
+        """Leave nothing of what was begun under a hidden key, with the `writer` if there is one."""
+
+    def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:
+        """A whole object at once; `mark` goes with it."""
+        raise NotImplementedError
+
+    def abort(self, left: Unfinished) -> None:
+        self.drop(left.key, None)
+
+
+class HiddenUpload(PartsUpload):
+    """What a `HidingStore` makes of an object; the parts are written in order."""
+
+    def __init__(self, store: HidingStore, key: str, size: int) -> None:
+        super().__init__(size)
+        self._store, self._key = store, key
+        self._hidden = key if key_of_hidden(key) else hidden_key(key)
+        self._in_flight, self._is_held = 1, store.puts_small
+        self._writer: Any = None
+
+    def _begin(self) -> None:
+        with self._store.asking():
+            self._writer = self._store.opened(self._hidden, self._mark, self._part)
+
+    def _send(self, number: int, data: bytearray) -> None:
+        with self._once():
+            self._writer.write(bytes(data))  # libraries of fsspec take no other
+
+    def _close(self) -> None:
+        count(requests=1)
+        with self._once():
+            self._writer.close()
+        self._writer = None
+
+    @contextlib.contextmanager
+    def _once(self) -> Iterator[None]:
+        """What is half written cannot be tried again."""
+        try:
+            with self._store.asking():
+                yield
+        except StoreError as error:
+            error.tries = 1
+            raise
+
+    def _complete(self, parts: list[Any], *, create: bool) -> None:
+        if self._hidden == self._key:
+            return
+        self._store.move(self._hidden, self._key, create=create)
+        if self._store.keeps_moved:
+            try:
+                patiently(partial(self._store.remove, self._hidden), self._seconds)
+            except StoreError:
+                self.is_left = True
+
+    def _put(self, data: bytearray, *, create: bool) -> None:
+        self._store.put(self._key, data, mark=self._mark, create=create)
+
+    def _drop(self) -> None:
+        writer, self._writer = self._writer, None
+        self._store.drop(self._hidden, writer)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 
-from ckptconv.io.remote.answers import (
+from ckptconv.io.remote.causes import (
     LIES,
     Headers,
     is_strong,
@@ -22,7 +22,7 @@ from ckptconv.io.remote.answers import (
     refusal,
     seen,
 )
-from ckptconv.io.remote.missing import needed
+from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import Part, Seen, Store, StoreError, read_on
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.addresses import how_to_get, shown

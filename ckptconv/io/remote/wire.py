@@ -1,5 +1,5 @@
 """One request over HTTP, with its redirects: where it may lead, what it may tell whom, how long it
-may take. What an answer says is the business of `answers`.
+may take. What an answer says is the business of `causes`.
 
 Every failure is a `StoreError`, with no word of an address in it but its host.
 """
@@ -13,8 +13,9 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -24,8 +25,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from ckptconv import __version__
-from ckptconv.io.remote.answers import Headers, length_of
-from ckptconv.io.remote.causes import not_connected
+from ckptconv.io.remote.causes import Headers, length_of, not_connected
 from ckptconv.io.remote.hosts import AllowedHosts, Reach, allowed_hosts, reach_of, reach_of_host
 from ckptconv.io.remote.network import certificates, proxy_for
 from ckptconv.io.remote.store import StoreError
@@ -148,14 +148,12 @@ class Wire:
                     raise
         except CheckpointError:  # of the settings by which it is asked
             raise
-        except (errors.HTTPError, OSError, ValueError) as error:
+        except (errors.HTTPError, OSError, ValueError, StoreError) as error:
             if watch.is_late:
                 raise self._too_slow(watch) from None
+            if isinstance(error, StoreError):
+                raise
             raise self._failure(error, host, target.url.startswith("http:")) from None
-        except StoreError:
-            if watch.is_late:
-                raise self._too_slow(watch) from None
-            raise
 
     def _too_slow(self, watch: _Watch) -> StoreError:
         return StoreError(
@@ -269,23 +267,11 @@ class Wire:
 
     def _pools(self, reach: Reach | None) -> dict[str, Any]:
         """Pools of connections that are checked before a word is said."""
-        wire = self
-
-        class Plain(_Held, HTTPConnection):
-            def _new_conn(self) -> socket.socket:
-                return self._hold(wire._checked(self, super()._new_conn(), reach))
-
-        class Encrypted(_Held, HTTPSConnection):
-            def _new_conn(self) -> socket.socket:
-                return self._hold(wire._checked(self, super()._new_conn(), reach))
-
-        class PlainPool(HTTPConnectionPool):
-            ConnectionCls = Plain
-
-        class EncryptedPool(HTTPSConnectionPool):
-            ConnectionCls = Encrypted
-
-        return {"http": PlainPool, "https": EncryptedPool}
+        check = partial(self._checked, reach=reach)
+        return {
+            "http": partial(_pool, HTTPConnectionPool, partial(_Plain, check=check)),
+            "https": partial(_pool, HTTPSConnectionPool, partial(_Encrypted, check=check)),
+        }
 
     def _checked(
         self, connection: HTTPConnection, made: socket.socket, reach: Reach | None
@@ -414,12 +400,19 @@ def _watched() -> _Watch:
     return found
 
 
+_Check = Callable[[Any, socket.socket], socket.socket]
+
+
 class _Held:
-    """A connection that the watch can end, whatever is made of its socket."""
+    """A connection that is checked, and that the watch can end, whatever is made of its socket."""
 
-    _held: socket.socket | None = None
+    def __init__(self, *given: Any, check: _Check, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._check = check
+        self._held: socket.socket | None = None
 
-    def _hold(self, made: socket.socket) -> socket.socket:
+    def _new_conn(self) -> socket.socket:
+        made = self._check(self, super()._new_conn())  # type: ignore[misc]
         self._held = made.dup()
         _watched().hold(self._held)
         return made
@@ -433,3 +426,16 @@ class _Held:
         if self._held is not None:
             self._held.close()
             self._held = None
+
+
+class _Plain(_Held, HTTPConnection): ...
+
+
+class _Encrypted(_Held, HTTPSConnection): ...
+
+
+def _pool(kind: Any, connection: Any, *given: Any, **options: Any) -> Any:
+    """A pool of connections of a kind of ours."""
+    made = kind(*given, **options)
+    made.ConnectionCls = connection
+    return made

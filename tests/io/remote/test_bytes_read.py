@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from ckptconv import convert_checkpoint, diff_checkpoints, load_portable
 from ckptconv.io.remote import source as sources
+from ckptconv.io.remote.patience import Budget
 from ckptconv.io.remote.traffic import traffic
 from helpers.folder_store import place_in
 
@@ -82,11 +83,11 @@ def test_a_checkpoint_is_read_once(name, made):
     before = traffic()
     READERS[name](place, folder)
     assert traffic().since(before).bytes_read <= 1.1 * size
-    assert sources._BUDGET.has(sources._MERGED), "what was kept is let go of"
+    assert sources._BUDGET.left == sources._MERGED, "what was kept is let go of"
 
 
 def test_without_room_to_keep_it_all_is_right_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_BUDGET", sources._Budget(1 << 20))
+    monkeypatch.setattr(sources, "_BUDGET", Budget(1 << 20))
     _torch(400, 16384, tmp_path)
     place, _ = place_in(tmp_path, "in")
     assert diff_checkpoints(place, tmp_path / "in").same

@@ -184,16 +184,16 @@ def test_what_a_killed_process_left_is_listed_and_removed(azure, home, tmp_path)
 
 SLOW = """
 import sys, time
-from ckptconv.io.remote import written_objects
+from ckptconv.io.remote import uploads
 from ckptconv.cli.main import main
-written, count = written_objects.WrittenObject._written, [0]
+written, count = uploads.PartsUpload.write, [0]
 def slow(self, view):
     written(self, view)
     count[0] += 1
     if count[0] == 40:  # parts are on their way
         print("stuck", file=sys.stderr, flush=True)
         time.sleep(0.2)
-written_objects.WrittenObject._written = slow
+uploads.PartsUpload.write = slow
 sys.argv[0] = "ckptconv"
 main()
 """

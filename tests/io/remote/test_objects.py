@@ -14,7 +14,7 @@ import pytest
 
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
-from ckptconv.io.remote import causes, objects, patience, uploads, written_objects
+from ckptconv.io.remote import causes, objects, patience, uploads
 from ckptconv.io.remote.causes import Forbidden, meant, told_by_obstore
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
 from ckptconv.io.remote.output import remote_output
@@ -44,8 +44,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
-    for module in (uploads, written_objects):
-        monkeypatch.setattr(module, "PART", 1 << 20)
+    monkeypatch.setattr(uploads, "PART", 1 << 20)
     monkeypatch.setattr(patience, "FIRST", 0.001)
     with limits(remote_seconds=2):
         yield

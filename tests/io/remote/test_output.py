@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from ckptconv.io.outputs import check_place_free, file_output, folder_output, set_output
+from ckptconv.io.outputs import check_place_free, file_output, folder_output
 from ckptconv.io.remote import patience, uploads
 from ckptconv.io.remote.causes import Forbidden
 from ckptconv.io.remote.output import remote_output
@@ -215,14 +215,14 @@ def test_parts_are_sent_by_several_threads_and_few_at_a_time(tmp_path):
 
 
 def test_what_waits_in_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(uploads, "HELD", uploads._Held(2000))
+    monkeypatch.setattr(uploads, "HELD", patience.Budget(2000))
     kind = TestSet()
     content = kind.content(1, 900)
     kind.put(tmp_path, content)
     asked = store_of(tmp_path).asked
     assert (asked.count("put"), asked.count("begin")) == (2, 2)
     assert kind.found(tmp_path) == content
-    assert uploads.HELD._left == 2000
+    assert uploads.HELD.left == 2000
 
 
 def test_the_index_comes_last(tmp_path):
@@ -378,7 +378,7 @@ def test_a_store_that_is_only_read_is_refused():
     with pytest.raises(OutputRefused, match="is a place that is only read"):
         files = shard_names(store, 2)
         place = memory_place(store, "m.bin")
-        set_output(place, files, in_folder=False, force=False, fsync=False, size=0)
+        file_output(place, files, in_folder=False, force=False, fsync=False, size=0)
 
 
 def test_hidden_keys_say_what_they_were_to_become():

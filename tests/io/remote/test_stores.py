@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptconv.io.location import Location
-from ckptconv.io.outputs import file_output, set_output
+from ckptconv.io.outputs import file_output
 from ckptconv.io.remote.place import RemotePlace, remote_place
 from ckptconv.io.source import Source
 from ckptconv.io.staging import ShardNames
@@ -153,7 +153,7 @@ class _Set(Written):
             moved_index=lambda moved: moved.encode(),
             claimed=[INDEX],
         )
-        return set_output(
+        return file_output(
             remote_place(self.url(room, "m.bin")), files, in_folder=False, force=force,
             fsync=True, size=size, read_back=self.READ_BACK,
         )  # fmt: skip

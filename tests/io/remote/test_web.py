@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from ckptconv.io.remote.answers import wait_of
+from ckptconv.io.remote.causes import wait_of
 from ckptconv.io.remote.place import remote_place
 from ckptconv.io.remote.schemes import store_of
 from ckptconv.io.remote.source import HEAD
