@@ -13,7 +13,7 @@ from pathlib import PurePath, PurePosixPath
 from ckptconv.batch.identity import real_name
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
-from ckptconv.formats.containers import SUFFIXES, is_packed, kind_of_head, open_file
+from ckptconv.formats.containers import SUFFIXES, kind_of_head, open_file, packer_of
 from ckptconv.formats.folders.alone import MODULES, module_folders
 from ckptconv.formats.folders.steps import is_training_state
 from ckptconv.formats.hf_names import is_weights_name, named_like
@@ -171,7 +171,7 @@ def _why_not(file: Location) -> str | None:
                 return None
             head = source.read(0, min(HEAD, source.size))
         endings = {file.suffix.lower(), PurePath(file.stem).suffix.lower()}
-        if is_packed(head) and endings.isdisjoint({*_ENDINGS} - {".tar", ".zip"}):
+        if packer_of(head) and endings.isdisjoint({*_ENDINGS} - {".tar", ".zip"}):
             return "is compressed, and not called as a checkpoint"  # it may be large, and anything
         if is_empty_loss(file):
             return "is the state of a loss, without tensors"

@@ -110,7 +110,6 @@ def _check_order(set_to: str, env: str, indices: Sequence[int], listed: Sequence
 
 
 def _unfit(gpu: Gpu, min_free: int | None) -> str | None:
-    """Why a GPU is not among those to choose from."""
     if gpu.partitioned:
         return f"GPU {gpu.physical} is in MIG mode; name its instances yourself (nvidia-smi -L)"
     if gpu.trouble is not None:

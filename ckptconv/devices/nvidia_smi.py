@@ -74,7 +74,9 @@ def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answe
     except (OSError, subprocess.SubprocessError) as error:
         return Answer(problem=f"nvidia-smi did not answer: {error}")
     finally:
-        _kill(running)
+        for process in running:  # without waiting: one that hangs in the driver does not even die
+            if process.poll() is None:
+                process.kill()
     enabled = frozenset(
         int(index) for ended, text in others if ended == 0 for index in _PARTITIONED(text)
     )
@@ -99,13 +101,6 @@ def _ends(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[tupl
         process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for process in running
     ]
     return [(process.returncode, out) for process, out in zip(running, printed, strict=True)]
-
-
-def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
-    """End those that still run, without waiting: one that hangs in the driver does not even die."""
-    for process in running:
-        if process.poll() is None:
-            process.kill()
 
 
 def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:

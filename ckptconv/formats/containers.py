@@ -88,11 +88,6 @@ def is_raw_pickle(head: bytes) -> bool:
     return _PICKLE(head) is not None
 
 
-def is_packed(head: bytes) -> bool:
-    """Whether a file that begins so is compressed, in a way that this Python unpacks."""
-    return packer_of(head) is not None
-
-
 def packer_of(head: bytes) -> Any:
     """The module that unpacks a file which begins so; None where there is none: a Python may be
     built without the one or the other.
@@ -154,7 +149,7 @@ FORMATS: tuple[Format, ...] = (
         first_reads=_header_of_safetensors,
     ),
     Format(is_raw_pickle, "raw_pickle.open_raw_pickle", (".pkl", ".pickle")),
-    Format(is_packed, "packed.open_packed"),
+    Format(lambda head: packer_of(head) is not None, "packed.open_packed"),
 )
 """The containers that are read, in the order in which they are tried."""
 

@@ -66,7 +66,8 @@ def open_old_torchscript(source: Source, records: Records) -> Checkpoint:
         model = read_object(read_limited(source, records[where], "text_bytes"), path, where)
         if "mainModule" not in model:
             raise MalformedCheckpoint(f"is {what} without a main module")
-        tensors = _tensors(model, storages, root)
+        found: dict[str, Storage] = {}
+        tensors = [_tensor(one, storages, root, found) for one in _messages(model, "tensors")]
         attributes = _attributes(source, records, root)
         made = ordered_dict([*_state_dict(_message(model, "mainModule"), tensors, attributes)])
     notes = (f"{what}, read as its state dict; its code is left out", *checksum_notes(records))
@@ -103,11 +104,6 @@ def _number(value: Any) -> int:
 
 
 # ------------------------------------------------------------------------------------------ tensors
-
-
-def _tensors(model: Any, storages: ArchiveStorages, root: str) -> list[TensorRef]:
-    found: dict[str, Storage] = {}
-    return [_tensor(given, storages, root, found) for given in _messages(model, "tensors")]
 
 
 def _tensor(

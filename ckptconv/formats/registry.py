@@ -301,11 +301,10 @@ def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Locati
     """
     refuse_no_paths("path", paths)
     named = [place_of(path) for path in paths]
-    if len(named) > 1 and (
+    are_ranks = len(named) > 1 and (
         are_parts([place.name for place in named]) or all(map(_holds_shards, named))
-    ):
-        return [tuple(named)]
-    return [(path,) for path in named]
+    )
+    return [tuple(named)] if are_ranks else [(path,) for path in named]
 
 
 def _holds_shards(place: Location) -> bool:
@@ -348,9 +347,10 @@ def _open_alone(path: Location) -> Checkpoint:
         raise UnsupportedCheckpoint("is one file of a DCP checkpoint", path=path, hint=hint)
     with contextlib.ExitStack() as opened:
         checkpoint = opened.enter_context(open_file(path))
-        for is_suspected, refused_by in _RANK_FILES:
-            if is_suspected(checkpoint):
-                _in_folders(refused_by)(checkpoint, path)
+        if path.name in ("model_optim_rng.pt", "model_rng.pt"):
+            _in_folders("megatron.refuse_one_rank")(checkpoint, path)
+        if "DCP_SHARDING_INFO" in checkpoint.metadata:
+            _in_folders("dcp_shards.refuse_one_rank")(checkpoint, path)
         found = checkpoint.as_part(part_of(path, checkpoint))
         opened.pop_all()
     return found
@@ -365,16 +365,6 @@ def is_empty_loss(file: Location) -> bool:
     with _open_alone(file) as checkpoint:
         pairs = mapping_pairs(checkpoint.root)
         return pairs is not None and not pairs
-
-
-_RANK_FILES: tuple[tuple[Callable[[Checkpoint], bool], str], ...] = (
-    (
-        lambda one: one.path.name in ("model_optim_rng.pt", "model_rng.pt"),
-        "megatron.refuse_one_rank",
-    ),
-    (lambda one: "DCP_SHARDING_INFO" in one.metadata, "dcp_shards.refuse_one_rank"),
-)
-"""Files that may be one rank's, and what refuses those that are."""
 
 
 _FOREIGN_FOLDERS = (

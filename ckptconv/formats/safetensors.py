@@ -113,19 +113,13 @@ def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str,
         if kept in names or kept in found:
             found[alias] = found.get(kept, kept)
     has_texts = len(found) < len(others)
-    return {
-        alias: kept
-        for alias, kept in found.items()
-        if _look_tied(alias, kept) or not (has_texts or _describes(alias))
-    }
 
+    def is_alias(alias: str, kept: str) -> bool:
+        if alias.rpartition(".")[2] == kept.rpartition(".")[2] or ("." in alias and "." in kept):
+            return True
+        return not has_texts and _DESCRIBING.isdisjoint(re.split(r"[\W_]+", alias.lower()))
 
-def _look_tied(alias: str, kept: str) -> bool:
-    return alias.rpartition(".")[2] == kept.rpartition(".")[2] or ("." in alias and "." in kept)
-
-
-def _describes(name: str) -> bool:
-    return not _DESCRIBING.isdisjoint(re.split(r"[\W_]+", name.lower()))
+    return {alias: kept for alias, kept in found.items() if is_alias(alias, kept)}
 
 
 _DESCRIBING_WORDS = """

@@ -209,7 +209,6 @@ def _add_views(views: Node, found: _Storages) -> None:
 
 
 def _read_tensors(member: Source, storages: _Storages) -> dict[int, TensorRef]:
-    """The tensors by key."""
     found: dict[int, TensorRef] = {}
     count, at = _read_count(member)
     for _ in range(count):

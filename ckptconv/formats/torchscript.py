@@ -128,14 +128,14 @@ def _classes(text: str) -> dict[str, _Class]:
 def _class(base: str | None, body: str) -> _Class:
     method = _METHOD.search(body)
     attributes = body[: method.start()] if method else body
-    lists = {match[1]: frozenset(_names(match[2])) for match in _LIST.finditer(attributes)}
+    lists = {
+        match[1]: frozenset(
+            _unquoted(one[1]) for one in _STRING.finditer(match[2]) if one[2] == '"'
+        )
+        for match in _LIST.finditer(attributes)
+    }
     parameters, buffers = lists.get("__parameters__", frozenset()), lists.get("__buffers__")
     return _Class(base == "Module", parameters, buffers, frozenset(_TENSOR.findall(attributes)))
-
-
-def _names(listed: str) -> Iterator[str]:
-    """The names in a list of quoted ones."""
-    return (_unquoted(found[1]) for found in _STRING.finditer(listed) if found[2] == '"')
 
 
 _ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)

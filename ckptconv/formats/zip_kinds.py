@@ -40,18 +40,16 @@ class ArchiveStranger(NamedTuple):
 
 
 ARCHIVE_STRANGERS: tuple[ArchiveStranger, ...] = (
-    ArchiveStranger((".data/extern_modules",), "is a torch.package archive (code with its "
-                                               "objects), not a checkpoint",
-                    "save its weights: "
-                    "torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, "
-                    "NAME).state_dict(), "
-                    "OUT), which runs code of the archive"),
-    ArchiveStranger(("archive_format", "models/model.json"), "is a pt2 archive (torch.export): a "
-                                                             "program, not a checkpoint",
-                    "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
-    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"), "is a Keras model, not "
-                                                                          "a PyTorch checkpoint",
-                    "export its weights with Keras, under the keys of the PyTorch model"),
+    ArchiveStranger((".data/extern_modules",),
+        "is a torch.package archive (code with its objects), not a checkpoint",
+        "save its weights: torch.save(torch.package.PackageImporter(PATH).load_pickle(PACKAGE, "
+        "NAME).state_dict(), OUT), which runs code of the archive"),
+    ArchiveStranger(("archive_format", "models/model.json"),
+        "is a pt2 archive (torch.export): a program, not a checkpoint",
+        "save its weights: torch.save(torch.export.load(PATH).state_dict, OUT)"),
+    ArchiveStranger(("metadata.json", "config.json", "model.weights.h5"),
+        "is a Keras model, not a PyTorch checkpoint",
+        "export its weights with Keras, under the keys of the PyTorch model"),
 )  # fmt: skip
 """Zip archives of other programs.
 

@@ -123,7 +123,6 @@ def _descriptor(slot: _Slot, crc: int) -> bytes:
 
 
 def _ending_size(slots: Sequence[_Slot]) -> int:
-    """The length of `_ending`."""
     names = sum(len(name) for name, _, _ in slots)
     wide = sum(map(len, map(_wide, slots))) if sum(slots[-1][1:]) >= MAX32 else 0
     return len(slots) * CENTRAL.size + names + wide + END64.size + LOCATOR.size + END.size

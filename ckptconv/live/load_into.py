@@ -283,7 +283,6 @@ def _mismatch(
 
 
 def _hint(fit: Fit, model: torch.nn.Module) -> str:
-    """What to do about keys that are not the model's."""
     if fit.preset:
         rules = f"keys=KeyRules.of([('preset', '{fit.preset}')]) of load_portable"
         return f"{rules} leaves out what that framework adds, and load_state_dict takes the rest"

@@ -137,7 +137,6 @@ def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _label(found: re.Match[str] | None) -> str:
-    """The label of a file in the tree."""
     told = found.groupdict() if found else {}
     index = told.get("index")
     return told.get("label") or (f"model_{index}" if index else "model")

@@ -138,7 +138,6 @@ def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:
 
 
 def _tensor(kind: _Kind, source: Source, item: Item, tail: bytes) -> TensorRef:
-    """The tensor of an item of a kind."""
     dtype, shape, stride, pieces, requires_grad, conj, neg = kind.ref
     storage, offset, inner_shape, inner_stride, start = pieces[0]
     _, _, nbytes, location, name, typed, _, big_endian, _ = storage

@@ -81,11 +81,6 @@ def _megatron_paths(metadata: Metadata) -> dict[str, Path]:
     return paths
 
 
-def _flat_fragments(metadata: Metadata) -> set[str]:
-    """The optimizer's tensors that were stored in another shape; their own is not restored here."""
-    return {key for key in metadata.reshaped if _OPTIMIZER(key)}
-
-
 def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]:
     """The parts of `common.pt` hung into the tree, dicts that both have entered."""
     work = [(root, common.root, "")]
@@ -107,7 +102,14 @@ def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]
     return root, ()
 
 
-MEGATRON = Flavour(OF_MEGATRON, "common.pt", _with_common, _megatron_paths, _flat_fragments)
+MEGATRON = Flavour(
+    OF_MEGATRON,
+    "common.pt",
+    _with_common,
+    _megatron_paths,
+    # tensors that were stored in another shape; their own is not restored here
+    lambda metadata: {key for key in metadata.reshaped if _OPTIMIZER(key)},
+)
 
 
 # ---------------------------------------------------------------------------------------- Lightning

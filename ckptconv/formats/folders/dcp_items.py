@@ -351,7 +351,6 @@ class ForetoldSource(WrappedSource):
         return offset
 
     def _place(self, offset: int) -> tuple[Source, int]:
-        """Where the byte is that is expected at `offset`."""
         if not self._is_sorted:
             self._told.sort(key=_PLACE)
             self._is_sorted = True

@@ -82,7 +82,6 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
 
 
 def _names(folder: Location) -> Sequence[str]:
-    """The names of what is in a folder."""
     try:
         return folder.names()
     except OSError as error:

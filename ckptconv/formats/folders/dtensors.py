@@ -182,7 +182,6 @@ _UNKNOWN_SHARDED = "is a ShardedTensor of an unknown kind"
 
 
 def _place(metadata: dict[str, Node]) -> tuple[Shape, Shape, int]:
-    """Start, shape and rank of a shard."""
     rank = _attributes(metadata.get("placement")).get("_rank")
     if type(rank) is not int:
         raise UnsupportedCheckpoint(_UNKNOWN_SHARDED)
@@ -315,7 +314,6 @@ def _ranks(ranks: Sequence[Node]) -> tuple[int, ...]:
 
 
 def _values(ref: Node) -> tuple[int, ...]:
-    """The numbers in a small tensor of ranks."""
     if type(ref) is not TensorRef or ref.dtype.name not in ("int32", "int64"):
         raise UnsupportedCheckpoint("is a DTensor of an unknown mesh")
     _refuse_many(ref.numel, _ON_MESH)

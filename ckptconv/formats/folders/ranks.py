@@ -176,7 +176,6 @@ def _strange(what: str, rank: _Rank, labels: Labels) -> MalformedCheckpoint:
 
 
 def _joined(shards: Sequence[Shard]) -> TensorRef:
-    """The tensor whose shards all ranks hold."""
     first = shards[0]
     by_rank = {shard.mesh.rank: shard for shard in shards}
     parts: dict[tuple[Shape, Shape], TensorRef] = {}

@@ -121,7 +121,8 @@ def open_sharded(path: Location, _: Location, variant: str | None) -> Checkpoint
         variant = _only_variant(path, others)
     found = within(others[variant] if variant is not None else _plain(path), path)
     checkpoint = _open_index(found) if found.suffix == ".json" else open_file(found)
-    twin = found.beside(_twin(found.name))
+    is_index = found.name.endswith(_INDEX)
+    twin = found.beside(found.name.removesuffix(_INDEX) if is_index else f"{found.name}{_INDEX}")
     usual = f", as {_library(found.name)} does" if found.name in _ORDER else ""
     told = f"{twin.name} is here too; {found.name} is read{usual}"
     beside = [told] if twin.is_file() else []
@@ -143,13 +144,7 @@ def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterat
 _ANOTHER_FORM = re.compile(rf"{_STEMS}(?:\..+)?(?:{_OF_A_SET})?\.[^.]*").fullmatch
 
 
-def _twin(name: str) -> str:
-    """The name of the index for a file, or of the file for an index."""
-    return name.removesuffix(_INDEX) if name.endswith(_INDEX) else f"{name}{_INDEX}"
-
-
 def _library(name: str) -> str:
-    """The library that opens weights of that name."""
     return next((library for stem, library in _OF_INDEXES if name.startswith(stem)), "transformers")
 
 
