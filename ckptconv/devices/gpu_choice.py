@@ -67,7 +67,9 @@ def choose_gpus(*, min_free: int | None = None, count: int | None = None) -> Gpu
     seen, notes = _visible(listed)
     notes += [f"nvidia-smi says: {printable(remark)}" for remark in answer.remarks]
     passed = {gpu.physical: why for gpu in seen if (why := _unfit(gpu, min_free))}
-    fit = sorted((gpu for gpu in seen if gpu.physical not in passed), key=_rank)
+    # `seen` is in the order of the indices
+    fit = [gpu for gpu in seen if gpu.physical not in passed]
+    fit.sort(key=lambda gpu: 1 if gpu.free is None else -gpu.free)
     if (count or min_free or passed) and len(fit) < (count or 1):
         raise _too_few(len(fit), len(seen), min_free, count, [*passed.values(), *notes])
     chosen = tuple(fit[:count])
@@ -119,10 +121,6 @@ def _unfit(gpu: Gpu, min_free: int | None) -> str | None:
     if min_free and gpu.free is not None and gpu.free < min_free:
         return f"GPU {gpu.physical} has {gpu.free >> 20} MiB free"
     return None
-
-
-def _rank(gpu: Gpu) -> tuple[int, int]:
-    return (1 if gpu.free is None else -gpu.free, gpu.physical or 0)
 
 
 def _too_few(

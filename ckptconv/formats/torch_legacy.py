@@ -66,18 +66,16 @@ def _listed(keys: Node) -> list[str]:
     return keys
 
 
+_Named = dict[str, tuple[int, "DType | None"]]
+"""The bytes and the type of each storage, by its key."""
+
+
 class _Storages:
     """The storages of one file, by key: `named` is what the tree says of them, `keys` their order,
     `start` their first byte.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        named: dict[str, tuple[int, DType | None]],
-        keys: list[str],
-        start: int,
-    ) -> None:
+    def __init__(self, source: Source, named: _Named, keys: list[str], start: int) -> None:
         self._source = source
         self._named = named
         self._keys = keys

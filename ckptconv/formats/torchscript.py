@@ -128,12 +128,10 @@ def _classes(text: str) -> dict[str, _Class]:
 def _class(base: str | None, body: str) -> _Class:
     method = _METHOD.search(body)
     attributes = body[: method.start()] if method else body
-    lists = {
-        match[1]: frozenset(
-            _unquoted(one[1]) for one in _STRING.finditer(match[2]) if one[2] == '"'
-        )
-        for match in _LIST.finditer(attributes)
-    }
+    lists = {}
+    for name, listed in _LIST.findall(attributes):
+        names = (_unquoted(one) for one, end in _STRING.findall(listed) if end == '"')
+        lists[name] = frozenset(names)
     parameters, buffers = lists.get("__parameters__", frozenset()), lists.get("__buffers__")
     return _Class(base == "Module", parameters, buffers, frozenset(_TENSOR.findall(attributes)))
 

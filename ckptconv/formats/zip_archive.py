@@ -182,7 +182,8 @@ class _LocalHeaders:
         (signature, _, flags, method, _, _, local_crc, local_stored, local_plain, name_size,
             extra_size) = LOCAL.unpack_from(lead, at)  # fmt: skip
         name_at = at + LOCAL.size
-        if signature != b"PK\3\4" or lead[name_at : name_at + name_size] != name:
+        is_named = name_size == len(name) and lead[name_at : name_at + name_size] == name
+        if signature != b"PK\3\4" or not is_named:
             what = "its local header has another name than the directory"
             raise malformed(self._source, what, record.name)
         # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's

@@ -76,10 +76,6 @@ def _is_npz(records: Records) -> bool:
     return bool(records) and all(name.endswith(".npy") for name in records)
 
 
-def _may_hold_checkpoints(records: Records) -> bool:
-    return not any(name.endswith(("/data.pkl", "model.json")) for name in records)
-
-
 ARCHIVES: tuple[Archive, ...] = (
     Archive(_is_torchscript, "torchscript.open_torchscript"),
     Archive(
@@ -87,7 +83,10 @@ ARCHIVES: tuple[Archive, ...] = (
         "old_torchscript.open_old_torchscript",
     ),
     Archive(_is_npz, "npz.open_npz"),
-    Archive(_may_hold_checkpoints, "zip_kinds.open_zip_members"),
+    Archive(
+        lambda records: not any(name.endswith(("/data.pkl", "model.json")) for name in records),
+        "zip_kinds.open_zip_members",
+    ),
     Archive(lambda _: True, "torch_zip.open_torch_zip"),
 )
 """What a zip archive may be, in the order of trying; the last one says what else it is."""
@@ -127,7 +126,8 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
     Raises `UnsupportedCheckpoint` when none is one, `LimitExceeded` when there are too many, those
     of archives that are members themselves counted in.
     """
-    met = [*(_MET.get() or ()), len(records)]
+    met = _MET.get() or []  # one list for the outermost archive and all that is in it
+    met.append(len(records))
     told = f"is a zip archive of {sum(met)} members without a data.pkl"
     what, advice = f"{told}, {_NOT_TORCH}", "unpack it and name the file that you mean"
     refuse_beyond("zip_members", sum(met), what, path=source.path, advice=advice)

@@ -133,9 +133,8 @@ def load_portable(
                 storages = Storages(Restorer(map_location), mmap, verify, meter)
                 wanted = [*_first_used(settled)]
                 large = [item for item in wanted if isinstance(item, Storage)]
-                small = [
-                    item for item in wanted if not isinstance(item, Storage) or item.nbytes < CHUNK
-                ]
+                kept = {id(item) for item in large if item.nbytes >= CHUNK}
+                small = [item for item in wanted if id(item) not in kept]
                 with storages.begun(large), read_soon(small):
                     loaded = _Live(storages).tree(root, overlay)
                 meter.finish()

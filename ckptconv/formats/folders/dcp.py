@@ -108,7 +108,8 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         nbytes += sum(source.size for source in items.files.values())
         notes: tuple[str, ...] = ()
         if fragments:
-            notes = (f"{len(fragments)} {_IN_FRAGMENTS}",)
+            left = f"{len(fragments)} tensors of the optimizer are left out"
+            notes = (f"{left}: an older Megatron stored them in flat fragments",)
         if (place := folder.child(flavour.beside)).is_file():
             beside = open_file(within(place, folder))
             items.sources += beside.sources
@@ -119,11 +120,6 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         raise
     sources = (*items.files.values(), *items.sources)
     return Checkpoint(folder.path, flavour.container, root, nbytes, notes=notes, sources=sources)
-
-
-_IN_FRAGMENTS = (
-    "tensors of the optimizer are left out: an older Megatron stored them in flat fragments"
-)
 
 
 def _read_index(folder: Location) -> tuple[Metadata, int]:

@@ -13,6 +13,7 @@ are looked through when values of the item are first read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -101,12 +102,9 @@ class Kinds:
             return
         self._count += 1
         item, chunk = wanted
-        try:
-            kind = _kind_of(RangeSource(file, item.offset, item.length), node)
-        except CheckpointError:
-            return
-        if kind is not None:
-            self._kinds.setdefault((item.length, chunk.dtype, chunk.shape), []).append(kind)
+        with contextlib.suppress(CheckpointError):
+            if kind := _kind_of(RangeSource(file, item.offset, item.length), node):
+                self._kinds.setdefault((item.length, chunk.dtype, chunk.shape), []).append(kind)
 
 
 def with_ends_checked(file: Source, wanted: Sequence[Wanted]) -> GuardedSource:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from math import prod
 from operator import attrgetter
 from pathlib import PurePosixPath
@@ -147,7 +148,8 @@ class Items:
         """Hold the ends of an item and of some that come next, in files that are open already."""
         wanted: dict[str, list[tuple[Item, Range]]] = {}
         total, most = 0, _AHEAD_FAR if self._folder.is_far() else CHUNK
-        for item, chunk in _with_those_behind(one, self._coming):
+        behind = (other for other in self._coming if other[0] is not one[0])
+        for item, chunk in chain([one], behind):
             file = self._read.get(item.relative_path)
             if file is not None and 0 < item.length <= file.size - item.offset:
                 for end in _ends(item, SMALL if self._kinds.has(item, chunk) else MOST_BEHIND):
@@ -176,13 +178,6 @@ class Items:
         """Close all that was opened."""
         for source in (*self._read.values(), *self.sources):
             source.close()
-
-
-def _with_those_behind(one: Coming, coming: Iterator[Coming]) -> Iterator[Coming]:
-    yield one
-    for other in coming:
-        if other[0] is not one[0]:
-            yield other
 
 
 def _ends(item: Item, behind: int) -> list[Range]:
