@@ -35,8 +35,10 @@ from ckptconv import (
     open_checkpoint,
     plan_conversion,
 )
+from ckptconv.formats.zip_archive import read_directory
 from ckptconv.formats.zip_layout import NewRecord, lay_out_records
 from ckptconv.io.crc import crc32
+from ckptconv.io.source import MemorySource
 from ckptconv.objects.known_names import WEIGHTS_ONLY
 from ckptconv.support.errors import (
     CheckpointError,
@@ -511,6 +513,18 @@ def test_an_archive_of_many_records_is_one_for_everybody(tmp_path):
         )
     reader = torch._C.PyTorchFileReader(str(path))
     assert len(reader.get_all_records()) == 66_000 and reader.get_record("data/65999") == b"65999"
+
+
+def test_the_name_in_the_last_local_header_is_compared_in_its_whole_length(tmp_path):
+    """Behind it lies nothing that was read with it, so a longer name must not be cut to fit."""
+    path = tmp_path / "in.pt"
+    torch.save({"w": torch.ones(2)}, path)
+    with zipfile.ZipFile(path) as archive:
+        last = max(archive.infolist(), key=lambda one: one.header_offset)
+    raw = bytearray(path.read_bytes())
+    struct.pack_into("<H", raw, last.header_offset + 26, len(last.filename) + 1)
+    with pytest.raises(MalformedCheckpoint, match="another name than the directory"):
+        read_directory(MemorySource(bytes(raw), path))
 
 
 def test_containers_that_hold_themselves_survive(tmp_path):
