@@ -91,7 +91,7 @@ class FileSource(Source):
 
     def foresee(self, ranges: Sequence[Range]) -> None:
         """Have the disk work on all of them, not on one after the other."""
-        if len(ranges) > 1:
+        if len(ranges) > 1 and self._fd >= 0:  # it only asks, so also of what is closed
             platforms.will_need(self._descriptor(), ranges)
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
