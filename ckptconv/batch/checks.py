@@ -27,13 +27,8 @@ def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
     """
     called = names or [f"job {number}" for number in range(1, len(jobs) + 1)]
     checked = [_checked(job, name) for job, name in zip(jobs, called, strict=True)]
-    problems = [
-        *_taken_twice(checked),
-        *_in_folders(checked),
-        *_in_the_way(checked),
-        *_missing(checked),
-    ]
-    if problems:
+    looks = (_taken_twice, _in_folders, _in_the_way, _missing)
+    if problems := [problem for look in looks for problem in look(checked)]:
         raise BatchRefused(problems)
 
 

@@ -102,14 +102,8 @@ def job_of(words: Mapping[str, Any], common: Job) -> Job:
     fsync = not own.pop("no_fsync") if "no_fsync" in own else common.fsync
     options = common.options
     assert isinstance(options, Options)
-    return replace(
-        common,
-        source=source,
-        output=output,
-        fsync=fsync,
-        options=replace(options, **given) if given else options,
-        **own,
-    )
+    options = replace(options, **given) if given else options
+    return replace(common, source=source, output=output, fsync=fsync, options=options, **own)
 
 
 def _refuse_no_names(source: Any, output: Any) -> None:

@@ -81,10 +81,8 @@ def edit(source: Path, keys: str, **given: Any) -> None:
             given["remove_metadata"],
         )
     silent = given["quiet"] or as_json
-    with (
-        terminal.errors_shown(as_json),
-        progress_shown(COPYING, silent=silent) as on_progress,
-    ):
+    shown = progress_shown(COPYING, silent=silent)
+    with terminal.errors_shown(as_json), shown as on_progress:
         result = edit_header(
             source,
             asked,

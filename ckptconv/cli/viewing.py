@@ -130,16 +130,8 @@ def show(
     read; the checksums are looked at where all of it is. Quantized values are decoded.
     """
     from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.values import picking, report
     from ckptconv.values.named import named_values
-    from ckptconv.values.picking import (
-        box_of,
-        check_whole,
-        picked,
-        shown_text,
-        write_npy,
-        write_npz,
-    )
-    from ckptconv.values.report import picked_document, picked_headline
 
     wanted = _with_indices(names, several=npz is not None)
     if npy is not None and npz is not None:
@@ -148,24 +140,24 @@ def show(
     with terminal.errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
-            item = picked(found, name, checkpoint.path)
+            item = picking.picked(found, name, checkpoint.path)
             with terminal.errors_shown(as_json, usage=True):
-                chosen.append((item, box_of(indices, item.shape)))
+                chosen.append((item, picking.box_of(indices, item.shape)))
         for item, box in chosen:
-            check_whole(item, box)
+            picking.check_whole(item, box)
         if npz is not None:
-            write_npz(chosen, npz, force=force)
+            picking.write_npz(chosen, npz, force=force)
         elif npy is not None:
-            write_npy(*chosen[0], npy, force=force)
+            picking.write_npy(*chosen[0], npy, force=force)
         if as_json:
-            terminal.print_json(picked_document(checkpoint.path, chosen, output))
+            terminal.print_json(report.picked_document(checkpoint.path, chosen, output))
         elif output is not None:
             told = [printable(item.name) or "the root" for item, _ in chosen]
             what = told[0] if len(told) == 1 else count_text(len(told), "tensor")
             click.echo(f"{what} → {printable(output)}", err=True)
         else:
-            click.secho(picked_headline(*chosen[0]), bold=True)
-            click.echo(shown_text(*chosen[0]))
+            click.secho(report.picked_headline(*chosen[0]), bold=True)
+            click.echo(picking.shown_text(*chosen[0]))
 
 
 def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, str]]:

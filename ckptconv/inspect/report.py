@@ -49,11 +49,8 @@ def _key_lines(found: Inspection) -> Iterator[Row]:
             text = f"carry the wrapper '{printable('.'.join(wrappers))}.'"
         yield Row("keys", f"those of {part_text(path)} {text}" if path else text)
         if prefix := found.offered.get(path):
-            yield Row(
-                "prefix",
-                f"all of them start with {printable(prefix)}; --strip-prefix {quoted(prefix)} "
-                "removes it",
-            )
+            removed = f"--strip-prefix {quoted(prefix)} removes it"
+            yield Row("prefix", f"all of them start with {printable(prefix)}; {removed}")
     if len(found.state_dicts) > LISTED:
         yield Row("keys", f"and those of {len(found.state_dicts) - LISTED:,} more")
 
@@ -182,16 +179,9 @@ def _cells_of(item: Surveyed | Unread) -> tuple[str, ...]:
     name = ", ".join(printable(path) for path in item.paths)
     if isinstance(item, Unread):
         return (name, *("-" for _ in _HEAD[1:]))
-    found = item.found
-    return (
-        name,
-        found.format,
-        size_text(found.nbytes),
-        f"{found.tensors:,}",
-        _some(found.dtypes),
-        _some(found.locations),
-        "yes" if is_portable(item) else "no",
-    )
+    found, portable = item.found, "yes" if is_portable(item) else "no"
+    facts = (found.format, size_text(found.nbytes), f"{found.tensors:,}")
+    return (name, *facts, _some(found.dtypes), _some(found.locations), portable)
 
 
 def _some(counted: Mapping[str, int]) -> str:

@@ -125,19 +125,10 @@ def page_tensors(
     firsts: dict[Hashable, int] = {}
     made = []
     for at, (item, counted) in enumerate(zip(values, known, strict=True)):
-        first = firsts.setdefault(view_identity(item.ref), at)
-        made.append(
-            PageTensor(
-                item.name,
-                item.dtype.name,
-                item.shape,
-                item.numel,
-                item.ref.nbytes,
-                item.ref.location,
-                None if first == at else first,
-                counted,
-            )
-        )
+        ref = item.ref
+        told = (item.name, item.dtype.name, item.shape, item.numel, ref.nbytes, ref.location)
+        first = firsts.setdefault(view_identity(ref), at)
+        made.append(PageTensor(*told, None if first == at else first, counted))
     return tuple(made)
 
 
@@ -149,20 +140,14 @@ def shared_storages(refs: Sequence[TensorRef]) -> tuple[Shared, ...]:
             members.setdefault(id(ref.storage), []).append(at)
     found = []
     for places in members.values():
+        used = reached = 0
+        for start, stop in sorted(refs[at].byte_span() for at in places):
+            used += max(0, stop - max(start, reached))
+            reached = max(reached, stop)
         nbytes = refs[places[0]].storage.nbytes
-        used = _covered([refs[at].byte_span() for at in places])
         if len(places) > 1 or used < nbytes:
             found.append(Shared(tuple(places), nbytes, used))
     return tuple(sorted(found, key=lambda item: (-item.nbytes, item.tensors)))
-
-
-def _covered(spans: list[tuple[int, int]]) -> int:
-    """How many bytes lie in at least one of some spans."""
-    covered = reached = 0
-    for start, stop in sorted(spans):
-        covered += max(0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return covered
 
 
 def pairs_of(
@@ -228,25 +213,15 @@ def file_facts(
     check_places(checkpoint.sources)
     paths = [place.path for place in places_of(source)]
     inspection = inspect_checkpoint(checkpoint)
-    text, no_fix, lost = _fix(checkpoint, inspection, paths, tag)
+    fix = _fix(checkpoint, inspection, paths, tag)
     statistics = None
     if values:
         statistics = [item.statistics for item in statistics_of(found.values, on_progress)]
     tensors = page_tensors(found.values, statistics)
     of, count = _parameters(checkpoint, found, tensors)
-    return FileFacts(
-        ", ".join(map(str, paths)),
-        inspection,
-        _scanned(paths),
-        text,
-        no_fix,
-        lost,
-        count,
-        of,
-        tensors,
-        shared_storages([item.ref for item in found.values]),
-        found.unread,
-    )
+    shared = shared_storages([item.ref for item in found.values])
+    name, scan = ", ".join(map(str, paths)), _scanned(paths)
+    return FileFacts(name, inspection, scan, *fix, count, of, tensors, shared, found.unread)
 
 
 def _parameters(

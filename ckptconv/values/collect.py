@@ -45,12 +45,8 @@ def stats(
         check_places(checkpoint.sources)
         numbers = [item for item in found.values if item.has_numbers]
         others = [item.name for item in found.values if not item.has_numbers]
-        return CheckpointStatistics(
-            str(checkpoint.path),
-            checkpoint.format,
-            statistics_of(numbers, on_progress),
-            (*found.unread, *others),
-        )
+        known, unread = statistics_of(numbers, on_progress), (*found.unread, *others)
+        return CheckpointStatistics(str(checkpoint.path), checkpoint.format, known, unread)
 
 
 def statistics_of(
@@ -65,17 +61,11 @@ def statistics_of(
         for items in groups
         for item, folder in zip(items, _folded(items, on_progress), strict=True)
     }
-    return tuple(
-        TensorStatistics(
-            item.name,
-            item.dtype.name,
-            item.shape,
-            item.ref.nbytes,
-            item.ref.location,
-            folders[id(item)].statistics(),
-        )
-        for item in values
-    )
+    made = []
+    for item in values:
+        told = (item.name, item.dtype.name, item.shape, item.ref.nbytes, item.ref.location)
+        made.append(TensorStatistics(*told, folders[id(item)].statistics()))
+    return tuple(made)
 
 
 def _folded(items: Sequence[NamedValue], on_progress: OnProgress | None) -> list[StatisticsFolder]:
