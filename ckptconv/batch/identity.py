@@ -15,6 +15,7 @@ from ckptconv.convert.options import Options, Request
 from ckptconv.io import places
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
+from ckptconv.support.records import given_fields
 
 RULES = 1
 """The version of what conversions make of a source: a higher one has all of them made again."""
@@ -109,11 +110,7 @@ def fingerprint(job: Job) -> str:
 
 
 def _options_told(options: Options | Request) -> dict[str, Any]:
-    return {
-        item.name: _plain(value)
-        for item in fields(options)
-        if (value := getattr(options, item.name)) != item.default
-    }
+    return {name: _plain(value) for name, value in given_fields(options).items()}
 
 
 def _plain(value: Any) -> Any:

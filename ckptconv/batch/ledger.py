@@ -80,12 +80,13 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 def _take(known: Known, line: dict[str, Any]) -> None:
-    if isinstance(at := line.get("time"), (int, float)) and isfinite(at):
+    at, jobs = line.get("time"), line.get("jobs")
+    if isinstance(at, (int, float)) and isfinite(at):
         known.last = float(at)
         known.begun = known.last if known.begun is None else known.begun
     if "batch" in line:
         known.runs += 1
-        known.jobs = jobs if type(jobs := line.get("jobs")) is int and jobs >= 0 else None
+        known.jobs = jobs if type(jobs) is int and jobs >= 0 else None
         other = line.get("other")
         known.other = frozenset(map(str, other)) if isinstance(other, list) else frozenset()
         return

@@ -14,6 +14,7 @@ from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
 from ckptconv.io.appended import lines_of
 from ckptconv.support.errors import BatchRefused, CheckpointError, MissingFile, printable
+from ckptconv.support.records import given_fields
 
 _OWN = ("source", "output", "tag", "force", "verify", "no_fsync")
 _OPTIONS = tuple(item.name for item in fields(Options))
@@ -125,10 +126,7 @@ def manifest_line(job: Job) -> dict[str, Any]:
     told |= {name: True for name in ("force", "verify") if getattr(job, name)}
     if job.tag is not None:
         told["tag"] = job.tag
-    for item in fields(Options):
-        if (value := getattr(options, item.name)) != item.default:
-            told[item.name] = _word(value)
-    return told
+    return told | {name: _word(value) for name, value in given_fields(options).items()}
 
 
 def _word(value: Any) -> Any:

@@ -15,6 +15,7 @@ from ckptconv.support.errors import (
     printable,
     worded,
 )
+from ckptconv.support.records import given_fields
 from ckptconv.support.report import short_repr
 from ckptconv.support.text import size_text
 
@@ -80,11 +81,8 @@ class Receipt:
 
     def line(self) -> dict[str, Any]:
         """The receipt as JSON values, without what is as usual."""
-        found = {
-            item.name: value
-            for item in fields(self)
-            if (value := getattr(self, item.name)) != item.default and item.name not in _UNTOLD
-        }
+        given = given_fields(self)
+        found = {name: value for name, value in given.items() if name not in _UNTOLD}
         found["source"] = list(self.source)
         found["seconds"] = round(self.seconds, 6)
         if self.error is not None:

@@ -161,13 +161,12 @@ def _read_outside(plan: ConversionPlan, job: Job) -> Stamps:
         (place_of(source.path), source.fingerprint()) for source in plan.inputs
     ]
     told += [(item.place, item.stamp) for item in plan.beside.copied]
-    return {
-        name: [["", *stamp_of(place, found)]]
-        for place, found in told
-        if not any(
-            (name := str(place.absolute)) == one or name.startswith(f"{one}/") for one in named
-        )
-    }
+    read = {}
+    for place, found in told:
+        name = str(place.absolute)
+        if not any(name == one or name.startswith(f"{one}/") for one in named):
+            read[name] = [["", *stamp_of(place, found)]]
+    return read
 
 
 def made_of(paths: Sequence[PurePath]) -> Stamps:

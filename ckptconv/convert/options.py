@@ -32,6 +32,7 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.support.records import given_fields
 from ckptconv.support.report import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tree.edits import Edit
@@ -162,10 +163,7 @@ class Options(OptionWords):
         return [item.name for item in fields(self) if item.type == written]
 
     def __repr__(self) -> str:
-        given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
-        listed = ", ".join(
-            f"{name}={value!r}" for name, value, default in given if value != default
-        )
+        listed = ", ".join(f"{name}={value!r}" for name, value in given_fields(self).items())
         told = printable(f"Options({listed})")
         return told if len(told) <= WIDTH else f"{told[: WIDTH - 2]}…)"
 

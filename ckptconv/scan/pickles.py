@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
@@ -46,8 +47,7 @@ class Room:
     """
 
     size: int
-    inflated: int = 0
-    inflated_pickles: int = 0
+    inflated: Counter[bool] = field(default_factory=Counter)  # of pickles, and of what is none
     followed: int = 0
     is_used_up: bool = False
 
@@ -57,15 +57,10 @@ class Room:
         """What a deflated run inflates to, as far as there is room; and whether there is more."""
         most = in_force()
         free = most.pickle_free if pickle else most.inflated_free
-        left = max(free, most.pickle_ratio * self.size) - (
-            self.inflated_pickles if pickle else self.inflated
-        )
+        left = max(free, most.pickle_ratio * self.size) - self.inflated[pickle]
         limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
         inflated = inflated_head(source, offset, stored, limit) if limit > 0 else b""
-        if pickle:
-            self.inflated_pickles += len(inflated)
-        else:
-            self.inflated += len(inflated)
+        self.inflated[pickle] += len(inflated)
         return inflated, len(inflated) >= limit
 
     @property
@@ -171,9 +166,10 @@ class PickleScanner:
         ]
         is_bad = bool(alarms) or any(finding.level == "dangerous" for finding in named)
         is_begun = has_proto and bool(trace.names or trace.cut) and not is_chance
-        is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
-        is_likely = has_proto or bool(trace.names) or trace.end - start > _SHORT
-        if is_told if trace.broken is not None else (is_likely or is_bad):
+        is_told = is_bad or has_proto or bool(trace.names) or trace.end - start > _SHORT
+        if trace.broken is not None:
+            is_told = is_bad or (certain and not is_chance and (is_begun or trace.stopped))
+        if is_told:
             if (where, start) not in self._counted:  # once, however often it is come upon
                 self._counted.add((where, start))
                 self.pickles += 1

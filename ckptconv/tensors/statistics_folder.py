@@ -167,10 +167,8 @@ class _Counted:
     ) -> None:
         import numpy as np
 
-        self._dtype = dtype
-        self._numel = numel
-        self._bits = bits
-        self._numbers = numbers
+        self._dtype, self._numel = dtype, numel
+        self._bits, self._numbers = bits, numbers
         self._last = 0  # byte
         self._codes: Array = np.zeros(0, np.int64)
         self._few: list[Array] = []
@@ -198,30 +196,22 @@ class _Counted:
 
         numbers = _numbers(self._dtype) if self._numbers is None else self._numbers
         is_float = self._dtype.kind == "float" or self._numbers is not None
+        every = self._codes
         if self._numel <= _FEW:
             words = np.concatenate(self._few) if self._few else np.zeros(0, np.uint8)
-            if self._bits < 8:
-                every = self._unpacked(np.bincount(words, minlength=256))
-                codes = np.flatnonzero(every)
-                counts = every[codes]
-            else:
+            if self._bits >= 8:
                 codes, counts = np.unique(words, return_counts=True)
-        else:
-            every = self._codes
-            if self._dtype.itemsize == 1:
-                pairs = every.reshape(256, 256) if len(every) else np.zeros((256, 256), np.int64)
-                every = pairs.sum(0) + pairs.sum(1)
-                every += np.bincount(np.frombuffer(self._byte, np.uint8), minlength=256)
-            if self._bits < 8:
-                every = self._unpacked(every)
-            codes = np.flatnonzero(every)
-            counts = every[codes]
-        return _of_values(numbers[codes], counts, is_float=is_float)
-
-    def _unpacked(self, every: Array) -> Array:
-        """How often each element occurs, of how often each byte does."""
-        padding = -self._numel % (8 // self._bits)
-        return codes_in(every, self._bits, self._last, padding)
+                return _of_values(numbers[codes], counts, is_float=is_float)
+            every = np.bincount(words, minlength=256)
+        elif self._dtype.itemsize == 1:
+            pairs = every.reshape(256, 256) if len(every) else np.zeros((256, 256), np.int64)
+            every = pairs.sum(0) + pairs.sum(1)
+            every += np.bincount(np.frombuffer(self._byte, np.uint8), minlength=256)
+        if self._bits < 8:  # how often each element occurs, of how often each byte does
+            padding = -self._numel % (8 // self._bits)
+            every = codes_in(every, self._bits, self._last, padding)
+        codes = np.flatnonzero(every)
+        return _of_values(numbers[codes], every[codes], is_float=is_float)
 
 
 def _of_values(numbers: Array, counts: Array, *, is_float: bool) -> Statistics:
