@@ -23,9 +23,8 @@ from ckptconv.cli.options import (
     LIMIT,
     NEW_FILE,
     TAG,
-    FileCommand,
-    RuleCommand,
     choice_options,
+    command,
     comparison,
     key_options,
     option,
@@ -41,11 +40,9 @@ if TYPE_CHECKING:
     from ckptconv.scan.files import Scan
 
 
-@click.command(
-    cls=FileCommand,
-    short_help="Show what is in a checkpoint.",
-    epilog="""\b
-Examples:
+@command(
+    "Show what is in a checkpoint.",
+    """
   ckptconv inspect in.pt
   ckptconv inspect in.safetensors --depth 4
   ckptconv inspect in.pt --json | jq .portable
@@ -101,11 +98,9 @@ def _show_inspection(item: Surveyed, as_json: bool) -> None:
     click.secho(text, fg="green" if portable else "yellow")
 
 
-@click.command(
-    cls=FileCommand,
-    short_help="Say why a file does not load, and how to fix it.",
-    epilog="""\b
-Examples:
+@command(
+    "Say why a file does not load, and how to fix it.",
+    """
   ckptconv doctor in.pt
   ckptconv doctor in.pt --values --strict
   ckptconv doctor in.pt --like other.safetensors
@@ -179,11 +174,9 @@ def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool, values
     click.secho(report.diagnosis_headline(diagnosis, strict=strict, values=values), fg=color)
 
 
-@click.command(
-    cls=RuleCommand,
-    short_help="Compare two checkpoints of any formats, to the bit.",
-    epilog="""\b
-Examples:
+@command(
+    "Compare two checkpoints of any formats, to the bit.",
+    """
   ckptconv diff model.pt model.safetensors
   ckptconv diff ddp_cuda3.pt model.pt --keys strip
   ckptconv diff epoch1.pt epoch2.pt --atol 1e-6 --rtol 1e-5
@@ -265,10 +258,9 @@ def _difference(a: Path, b: Path, html: Path | None, force: bool, **given: Any) 
     return report_difference(a, b, html, force=force, **given)[1]
 
 
-@click.command(
-    short_help="Say whether a file is safe to load.",
-    epilog="""\b
-Examples:
+@command(
+    "Say whether a file is safe to load.",
+    """
   ckptconv scan downloaded.pt
   ckptconv scan models/ --strict
   ckptconv scan a.pkl b.zip --json

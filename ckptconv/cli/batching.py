@@ -15,7 +15,7 @@ from ckptconv.cli import terminal
 from ckptconv.cli.options import (
     FILE,
     NEW_FILE,
-    RuleCommand,
+    command,
     conversion_options,
     engine_of_words,
     engine_options,
@@ -45,11 +45,9 @@ if TYPE_CHECKING:
 _REPORT = "ckptconv-batch"
 
 
-@click.command(
-    cls=RuleCommand,
-    short_help="Convert many checkpoints, and go on where that was stopped.",
-    epilog="""\b
-Examples:
+@command(
+    "Convert many checkpoints, and go on where that was stopped.",
+    """
   ckptconv batch runs/ --out-dir portable/ --to safetensors --dtype bf16
   ckptconv batch manifest.jsonl --jobs 8 --report report.jsonl
   ckptconv batch manifest.jsonl --shard 3/16

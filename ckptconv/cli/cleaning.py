@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli import terminal
-from ckptconv.cli.options import FILE, JSON, LIMIT, option
+from ckptconv.cli.options import FILE, JSON, LIMIT, command, option
 from ckptconv.io.places import place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from ckptconv.io.remote.store import Store, Unfinished
 
 
-@click.command(
-    short_help="List and abort uploads that a killed process left.",
-    epilog="""\b
-Examples:
+@command(
+    "List and abort uploads that a killed process left.",
+    """
   ckptconv cleanup s3://bucket/models/
   ckptconv cleanup s3://bucket/models/ --older-than 24 --abort
 

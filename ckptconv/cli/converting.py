@@ -15,7 +15,7 @@ import click
 
 from ckptconv.cli import terminal
 from ckptconv.cli.options import (
-    RuleCommand,
+    command,
     engine_of_words,
     engine_options,
     fitting_options,
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
     from ckptconv.convert.plan import ConversionPlan
 
 
-@click.command(
-    cls=RuleCommand,
-    short_help="Convert a checkpoint to a torch or safetensors file.",
-    epilog="""\b
-Examples:
+@command(
+    "Convert a checkpoint to a torch or safetensors file.",
+    """
   ckptconv convert in.pt out.safetensors
   ckptconv convert in.pt out.pt --device cuda:1
   ckptconv convert in.safetensors out.pt --add-prefix module.
@@ -85,17 +83,15 @@ def convert(keys: str, **given: Any) -> None:
     _convert(given, keys, is_shared=is_shared)
 
 
-@click.command(
-    "strip-module",
-    cls=RuleCommand,
-    short_help="Strip `module.` (DataParallel, DDP) from the keys.",
-    epilog="""\b
-Examples:
+@command(
+    "Strip `module.` (DataParallel, DDP) from the keys.",
+    """
   ckptconv strip-module in.pt out.pt
   ckptconv strip-module in.pt out.safetensors --dtype f16
   ckptconv strip-module in.pt in.pt --force
 
 Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+    name="strip-module",
 )
 @output_options
 def strip_module(**given: Any) -> None:
@@ -105,16 +101,14 @@ def strip_module(**given: Any) -> None:
     _convert(given, "module")
 
 
-@click.command(
-    "add-module",
-    cls=RuleCommand,
-    short_help="Add `module.` (DataParallel, DDP) to the keys.",
-    epilog="""\b
-Examples:
+@command(
+    "Add `module.` (DataParallel, DDP) to the keys.",
+    """
   ckptconv add-module in.pt out.pt
   ckptconv add-module in.safetensors out.pt --device cuda:0
 
 Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+    name="add-module",
 )
 @output_options
 def add_module(**given: Any) -> None:
@@ -142,11 +136,9 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
     _make(given, wrappers, planned, is_shared=is_shared)
 
 
-@click.command(
-    cls=RuleCommand,
-    short_help="Put the state dicts of several checkpoints into one.",
-    epilog="""\b
-Examples:
+@command(
+    "Put the state dicts of several checkpoints into one.",
+    """
   ckptconv merge backbone.pt head.pt model.safetensors
   ckptconv merge backbone.pt head.pt model.safetensors --prefix head.pt=head.
   ckptconv merge encoder.pt decoder.pt both.pt --prefix encoder.pt=encoder. \
@@ -172,11 +164,9 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
     _combine(given, merged_plan, prefix=named)
 
 
-@click.command(
-    cls=RuleCommand,
-    short_help="Write the mean of several checkpoints of one model.",
-    epilog="""\b
-Examples:
+@command(
+    "Write the mean of several checkpoints of one model.",
+    """
   ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt
   ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt --weights 1,1,2
   ckptconv average a.pt b.pt mean.safetensors --integers last

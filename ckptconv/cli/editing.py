@@ -14,7 +14,7 @@ from ckptconv.cli.options import (
     JSON,
     LIMIT,
     NEW_FILE,
-    RuleCommand,
+    command,
     key_options,
     key_rules,
     option,
@@ -22,11 +22,9 @@ from ckptconv.cli.options import (
 from ckptconv.cli.progress_display import COPYING, progress_shown
 
 
-@click.command(
-    cls=RuleCommand,
-    short_help="Change names and metadata of a safetensors file in its place.",
-    epilog="""\b
-Examples:
+@command(
+    "Change names and metadata of a safetensors file in its place.",
+    """
   ckptconv edit model.safetensors --metadata license=mit
   ckptconv edit model.safetensors --metadata format=pt --rename old.=new.
   ckptconv edit model.safetensors --remove-metadata author --dry-run

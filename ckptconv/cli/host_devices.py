@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli import terminal
-from ckptconv.cli.options import JSON, option
+from ckptconv.cli.options import JSON, command, option
 from ckptconv.support.errors import printable
 from ckptconv.support.report import Row
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from ckptconv.devices.gpu_choice import Shell
 
 
-@click.command(
-    short_help="Show the devices of this host, or choose GPUs.",
-    epilog="""\b
-Examples:
+@command(
+    "Show the devices of this host, or choose GPUs.",
+    """
   ckptconv devices
   CUDA_VISIBLE_DEVICES=1 ckptconv devices --json
   eval "$(ckptconv devices --export)"

@@ -101,21 +101,16 @@ OUTPUT = _OutputName(_standard_output)
 NEW_FILE = _FileName(_no_dash)
 
 
-class FileCommand(click.Command):
-    """A command whose files are known while a shell completes the value of an option."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing and args and args[-1].startswith("-"):
-            # it lacks its value, which would be an error that keeps the files from being seen
-            args = args[:-1]
-        return super().parse_args(ctx, args)
-
-
-class RuleCommand(FileCommand):
-    """A command that knows the order in which its key rules were given, of whichever options."""
+class _Command(click.Command):
+    """A command whose files are known while a shell completes the value of an option, and which
+    knows the order in which its key rules were given, of whichever options.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
+            if args and args[-1].startswith("-"):
+                # it lacks its value, which would be an error that keeps the files from being seen
+                args = args[:-1]
             return super().parse_args(ctx, args)
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
         ruling = {*RULES, *CHOICES} - {"reverse"}
@@ -123,6 +118,16 @@ class RuleCommand(FileCommand):
         names = [str(param.name) for param in order if param.name in values]
         ctx.meta[_GIVEN] = [(_word(name), next(values[name])) for name in names]
         return super().parse_args(ctx, args)
+
+
+def command(
+    short_help: str, examples: str, *, name: str | None = None
+) -> Callable[[Callable[..., None]], click.Command]:
+    """What makes a function a command; `examples` are told below its options, and what follows
+    them.
+    """
+    epilog = f"\b\nExamples:{examples}"
+    return click.command(name, cls=_Command, short_help=short_help, epilog=epilog)
 
 
 _GIVEN = "ckptconv.rules"
@@ -202,9 +207,7 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 def key_options(default: str) -> Callable[[F], F]:
-    """The options of key rules, which apply in the order in which they are given (the command must
-    be a `RuleCommand`).
-    """
+    """The options of key rules, which apply in the order in which they are given."""
     return _together(*_words(["keys"], default=default), *_words(RULES))
 
 

@@ -10,7 +10,7 @@ import click
 
 from ckptconv.cli import terminal
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, FileCommand, option
+from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, command, option
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text
@@ -20,11 +20,9 @@ _BINS = 64
 _WIDE = 1000  # columns where no terminal cuts names
 
 
-@click.command(
-    cls=FileCommand,
-    short_help="Show statistics of the tensors of a checkpoint.",
-    epilog="""\b
-Examples:
+@command(
+    "Show statistics of the tensors of a checkpoint.",
+    """
   ckptconv stats model.safetensors
   ckptconv stats model.pt --sort abs-max --top 10
   ckptconv stats model.pt --match 'layers.*.weight'
@@ -90,11 +88,9 @@ def stats(
         terminal.print_table(report.statistics_lines(found, shown, width, sort))
 
 
-@click.command(
-    cls=FileCommand,
-    short_help="Show the values of a tensor, or write them to a file of numpy.",
-    epilog="""\b
-Examples:
+@command(
+    "Show the values of a tensor, or write them to a file of numpy.",
+    """
   ckptconv show model.pt layers.0.weight
   ckptconv show model.pt layers.0.weight '[0:3, :5]'
   ckptconv show model.safetensors lm_head.weight '[-1]' --npy row.npy
@@ -179,11 +175,9 @@ def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, s
     return found
 
 
-@click.command(
-    cls=FileCommand,
-    short_help="Write a page about a checkpoint, to look at in a browser.",
-    epilog="""\b
-Examples:
+@command(
+    "Write a page about a checkpoint, to look at in a browser.",
+    """
   ckptconv report model.pt -o model.html
   ckptconv report model.safetensors -o model.html --values
   ckptconv report epoch1.pt -o epochs.html --against epoch2.pt --force
