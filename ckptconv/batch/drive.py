@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ckptconv.batch.checks import check_jobs
 from ckptconv.batch.choosing import EngineNamed, engine_of
-from ckptconv.batch.engines import Ended, Engine, wait_for
+from ckptconv.batch.engines import Ended, Engine
 from ckptconv.batch.identity import fingerprint, key_of, names_of, stamps
 from ckptconv.batch.ledger import Known, Ledger
 from ckptconv.batch.own_code import code_version
@@ -153,7 +153,7 @@ class _Run:
                 ended = map(self._ended, self._engine.ended(wait))
                 yield from (receipt for receipt in ended if receipt is not None)
             elif wait is not None:
-                wait_for(wait)
+                time.sleep(wait)
             elif self._is_over or not self._ready:
                 return
 

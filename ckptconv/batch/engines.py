@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
@@ -142,8 +141,3 @@ class OnExecutor(Engine):
             future.cancel()
         wait(self._running)
         self._running.clear()
-
-
-def wait_for(seconds: float) -> None:
-    """Wait where nothing runs that could end."""
-    time.sleep(seconds)

@@ -87,19 +87,9 @@ def report(
     refuse_no_path(output=output)
     refuse_no_flag(values=values, force=force)
     if against is not None:
-        page, _ = report_difference(
-            source,
-            against,
-            output,
-            values=values,
-            force=force,
-            only=only,
-            only_b=only_against,
-            tag=tag,
-            tag_b=tag_against,
-            on_progress=on_progress,
-        )
-        return page
+        alike: dict[str, Any] = {"values": values, "force": force, "on_progress": on_progress}
+        alike |= {"only": only, "only_b": only_against, "tag": tag, "tag_b": tag_against}
+        return report_difference(source, against, output, **alike)[0]
     place = _free_place(output, force)
     with collector_paused(), open_certain(source, tag=tag) as checkpoint:
         refuse_inputs([place.path])  # now, not when all values have been read
