@@ -49,11 +49,11 @@ def _body(facts: PageFacts) -> Iterator[str]:
     if facts.difference is not None:
         yield "</div>\n"
     yield "</header>\n<main>\n"
-    yield from _map(facts)
-    yield from profile_section(facts)
+    yield _map(facts)
+    yield profile_section(facts)
     yield filled("table.html", noun="Tensors" if facts.difference is None else "Keys")
     for side, file in zip(sides, facts.files, strict=True):
-        yield from _sharing(file, side)
+        yield _sharing(file, side)
     yield "</main>\n"
     yield f"<footer>Made by ckptconv {__version__}. Nothing in the checkpoint was run.</footer>\n"
     yield asset("floating.html")
@@ -191,43 +191,34 @@ _OF_VALUES = (
 _OF_PAIRS = (("state", "difference"), ("relL2", "relative L2"))
 
 
-def _map(facts: PageFacts) -> Iterator[str]:
+def _map(facts: PageFacts) -> str:
     is_pair = facts.difference is not None
     offered = [*_OF_PAIRS, *_COLORINGS] if is_pair else [*_COLORINGS]
     if facts.has_values:
         offered += _OF_VALUES
     options = "".join(f'<option value="{key}">{label}</option>' for key, label in offered)
-    yield '<section aria-labelledby="map-title">\n<div class="bar">'
-    yield '<h2 id="map-title">Map by bytes</h2>'
-    yield f'<label>Colour by <select id="coloring">{options}</select></label></div>\n'
-    yield '<nav class="crumbs" id="crumbs" aria-label="Where the map is"></nav>\n'
-    yield f'<div class="maps{" two" if is_pair else ""}">\n'
-    for place, side in enumerate("AB"[: len(facts.files)]):
-        title = f"<h3>{side}</h3>" if is_pair else ""
-        tensors = facts.files[place].tensors
-        drawn = map_svg([shown_name(item.name) for item in tensors], tensors)
-        yield f'<div>{title}<div class="mapbox" id="map-{place}">{drawn}</div></div>\n'
-    yield '</div>\n<div class="legend" id="legend" aria-label="Colours"></div>\n</section>\n'
+    maps = ""
+    for place, file in enumerate(facts.files):
+        title = f"<h3>{'AB'[place]}</h3>" if is_pair else ""
+        drawn = map_svg([shown_name(item.name) for item in file.tensors], file.tensors)
+        maps += f'<div>{title}<div class="mapbox" id="map-{place}">{drawn}</div></div>\n'
+    return filled("map.html", options=options, kind=" two" if is_pair else "", maps=maps)
 
 
-def _sharing(file: FileFacts, side: str | None) -> Iterator[str]:
+def _sharing(file: FileFacts, side: str | None) -> str:
     if not file.shared:
-        return
-    of = f" of {side}" if side else ""
-    unused = sum(item.nbytes - item.used for item in file.shared)
-    yield f'<section><div class="bar"><h2>Shared and partly used storages{of}</h2></div>\n'
+        return ""
+    unused, more = sum(item.nbytes - item.used for item in file.shared), ""
     told = f"{size_text(unused)} of them belong to no tensor" if unused else "all bytes are used"
-    yield (
-        f'<p class="note">{count_text(len(file.shared), "storage")}; {told}.</p>\n'
-        '<div class="wide"><table class="list" aria-label="Storages"><thead><tr><th>Tensors</th>'
-        '<th class="amount">Storage</th><th class="amount">Unused</th></tr></thead><tbody>\n'
-    )
-    for item in file.shared[:_LISTED]:
-        yield _storage(file, item)
-    yield "</tbody></table></div>\n"
     if len(file.shared) > _LISTED:
-        yield f'<p class="note">and {len(file.shared) - _LISTED:,} more</p>\n'
-    yield "</section>\n"
+        more = f'<p class="note">and {len(file.shared) - _LISTED:,} more</p>\n'
+    return filled(
+        "sharing.html",
+        of=f" of {side}" if side else "",
+        told=f"{count_text(len(file.shared), 'storage')}; {told}",
+        rows="".join(_storage(file, item) for item in file.shared[:_LISTED]),
+        more=more,
+    )
 
 
 _MEMBERS = 8  # names in a row

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
+from ckptconv.pages.html import filled
 from ckptconv.support.text import count_text
 from ckptconv.values.report import number_text
 
@@ -88,37 +89,23 @@ def _point(depth: int, items: list[PageTensor]) -> Point:
     return Point(depth, median(std) if std else None, max(largest, default=None))
 
 
-def profile_section(facts: PageFacts) -> Iterator[str]:
+def profile_section(facts: PageFacts) -> str:
     """The section of the page; nothing where there are no statistics or no layers."""
     sides = [folded(file.tensors) for file in facts.files]
     named = [{one.name: one for one in side} for side in sides]
     names = list(dict.fromkeys(one.name for side in sides for one in side))
     if not names:
-        return
-    yield (
-        '<section><div class="bar"><h2>Profile over depth</h2><span class="note">'
-        f"{_key('std')}std &nbsp; {_key('max')}abs-max, log scale, from the first layer to the last"
-        f"{'; A thin, B wide' if len(sides) > 1 else ''}</span></div>\n"
-        '<div class="profiles">\n'
-    )
+        return ""
     drawn = [_figure(name, [side.get(name) for side in named]) for name in names[:_SERIES]]
-    yield from drawn[:_SHOWN]
-    yield "</div>\n"
-    if len(drawn) > _SHOWN:
-        more = count_text(len(drawn) - _SHOWN, "smaller one")
-        yield f'<details class="more"><summary>{more}</summary>\n<div class="profiles">\n'
-        yield from drawn[_SHOWN:]
-        yield "</div></details>\n"
+    more = ""
+    if hidden := "".join(drawn[_SHOWN:]):
+        smaller = count_text(len(drawn) - _SHOWN, "smaller one")
+        more = f'<details class="more"><summary>{smaller}</summary>\n<div class="profiles">\n'
+        more += f"{hidden}</div></details>\n"
     if len(names) > _SERIES:
-        yield f'<p class="note">and {len(names) - _SERIES:,} that are not drawn</p>\n'
-    yield "</section>\n"
-
-
-def _key(kind: str) -> str:
-    return (
-        f'<svg class="key" viewBox="0 0 26 8" aria-hidden="true"><line class="line-{kind}" x1="0" '
-        'x2="26" y1="4" y2="4" stroke-width="2"/></svg>'
-    )
+        more += f'<p class="note">and {len(names) - _SERIES:,} that are not drawn</p>\n'
+    kind = "; A thin, B wide" if len(sides) > 1 else ""
+    return filled("profile.html", sides=kind, figures="".join(drawn[:_SHOWN]), more=more)
 
 
 def _figure(name: str, sides: Sequence[Series | None]) -> str:
@@ -141,14 +128,17 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
     told = f"abs-max {largest[0]}" if first == (None, None) else f"std {std[0]}"
     stds = "; ".join(f"std {ends}" for ends in std)
     about = f"{escape(shown_name(name))}: {stds}, abs-max {'; '.join(largest)}"
-    return (
-        f"<figure><figcaption><bdi>{shown}</bdi></figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}">'
-        f'<line class="base" x1="0" x2="{_WIDTH}" y1="60" y2="60"/>{lines}'
-        f'<text class="axis" x="0" y="72">{frame.first}</text>'
-        f'<text class="axis" x="{_WIDTH}" y="72" text-anchor="end">{frame.last}</text>'
-        f'<text class="axis" x="{_WIDTH / 2:g}" y="72" text-anchor="middle">'
-        f"{told}</text></svg></figure>\n"
+    return filled(
+        "figure.html",
+        shown=shown,
+        about=about,
+        lines=lines,
+        told=told,
+        first=str(frame.first),
+        last=str(frame.last),
+        width=str(_WIDTH),
+        height=str(_HEIGHT),
+        middle=f"{_WIDTH / 2:g}",
     )
 
 
