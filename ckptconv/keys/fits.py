@@ -82,10 +82,6 @@ class Fit:
         """What became of each key, as JSON values."""
         return _FIT.of(self)
 
-    def _counts(self) -> list[tuple[str, int]]:
-        named = ("renames", "filled", "missing", "unexpected", "mismatched", "ambiguous")
-        return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
-
     @property
     def _verdict(self) -> str:
         if self.fits:
@@ -93,16 +89,15 @@ class Fit:
         return "covers" if self.covers else "does not fit"
 
     def __repr__(self) -> str:
-        counts = (f"{count:,} {name}" for name, count in self._counts())
+        named = ("renames", "filled", "missing", "unexpected", "mismatched", "ambiguous")
+        counts = (f"{len(found):,} {name}" for name in named if (found := getattr(self, name)))
         return short_repr("Fit", self._verdict, self.how, *counts)
 
     def _repr_html_(self) -> str:
         pairs = ((key, "→", new) for key, new in self.renames.items())
-        lists = (
-            (("missing", "", key) for key in self.missing),
-            (("unexpected", "", key) for key in self.unexpected),
-        )
-        return html_table(f"{self._verdict}: {self.how}", chain(*lists, pairs))
+        named = {"missing": self.missing, "unexpected": self.unexpected}
+        left = [(name, "", key) for name, keys in named.items() for key in keys]
+        return html_table(f"{self._verdict}: {self.how}", chain(left, pairs))
 
 
 def _choices(items: Sequence[Candidates]) -> dict[str, list[str]]:

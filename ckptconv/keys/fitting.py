@@ -86,11 +86,9 @@ def _absent_names(fit: Fit, source: Shapes, target: Shapes, ties: Ties) -> dict[
     """Missing names of tied tensors, with all names of each, that nothing in the source fits."""
     met = set(fit.renames.values())
     doubtful = {item.key for item in fit.ambiguous}
-    doubtful |= {
-        item.key
-        for item in fit.nearest
-        if any(_alike(source[old], target[item.key]) for old in item.source_keys)
-    }
+    for item in fit.nearest:
+        if any(_alike(source[old], target[item.key]) for old in item.source_keys):
+            doubtful.add(item.key)
     missing = set(fit.missing) - doubtful
     return {
         key: names for names in ties if not met.isdisjoint(names) for key in names if key in missing
@@ -236,11 +234,8 @@ def _fit(
     how: str, pairs: _Pairs, source: Shapes, target: Shapes, contested: Graph | None = None
 ) -> Fit:
     """The result for target keys and the source keys that have their names."""
-    wrong = tuple(
-        Misshapen(key, pairs[key], source[pairs[key]], target[key])
-        for key in target
-        if key in pairs and not _alike(source[pairs[key]], target[key])
-    )
+    met = [(key, pairs[key], source[pairs[key]], target[key]) for key in target if key in pairs]
+    wrong = tuple(Misshapen(*item) for item in met if not _alike(*item[2:]))
     used = set(pairs.values())
     refused = {item.key for item in wrong}
     unexpected = tuple(key for key in source if key not in used)

@@ -14,15 +14,7 @@ from ckptconv.keys.mappings import Mapped
 from ckptconv.keys.module_paths import Followed, PathStep, path_step, path_step_by_name, reordered
 from ckptconv.keys.presets import Preset
 from ckptconv.keys.rules import AddPrefix, Patience, Regex, Rename, Rule, Select, Step, StripPrefix
-from ckptconv.keys.wrappers import (
-    LEAD,
-    MODULE,
-    all_start,
-    bare_key,
-    drop_unmistakable,
-    find_wrappers,
-    stripping,
-)
+from ckptconv.keys.wrappers import wrapper_steps
 from ckptconv.support.choices import (
     WRAPPERS,
     refuse_no_keys,
@@ -238,7 +230,8 @@ def map_keys(
     That every rule met a key is for `refuse_idle` to say, of all state dicts together.
     """
     telling = keys if telling is None else telling
-    found, steps = _wrapper_steps(keys, rules, telling, frozenset(beside))
+    # a mapping says everything
+    found, steps = wrapper_steps("keep" if rules.mapped else rules.wrappers, telling, {*beside})
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
@@ -304,23 +297,6 @@ def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
     return hint
 
 
-def _wrapper_steps(
-    keys: Sequence[str], rules: KeyRules, telling: Sequence[str], beside: frozenset[str]
-) -> tuple[tuple[str, ...], list[Step]]:
-    """The wrappers that stand in the keys, and the steps that `rules.wrappers` asks for."""
-    found = find_wrappers(telling)
-    if rules.mapped:
-        return found, []
-    if rules.wrappers == "strip":
-        depth = found.count(MODULE)
-        return found, [drop_unmistakable, *[stripping(depth)] * (depth > 0)] if found else []
-    if rules.wrappers == "module":
-        return found, [bare_key]
-    if rules.wrappers == "add-module" and not all_start(telling, LEAD):
-        return found, [lambda key: key if key in beside else LEAD + key]
-    return found, []
-
-
 _TWO_TYPES = (
     "rename one of them in Python (--rename takes both), or write a torch file with --keys keep"
 )
@@ -346,9 +322,7 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
         if after in owner and owner[after] == before:
             raise KeyConflict(f"two keys read as '{printable(before)}'", hint=_TWO_TYPES)
         if after in owner:
-            raise KeyConflict(
-                f"the keys '{printable(owner[after])}' and '{printable(before)}' both become "
-                f"'{printable(after)}'",
-                hint="use --keys keep or other rules; nothing was written",
-            )
+            both = f"the keys '{printable(owner[after])}' and '{printable(before)}'"
+            hint = "use --keys keep or other rules; nothing was written"
+            raise KeyConflict(f"{both} both become '{printable(after)}'", hint=hint)
         owner[after] = before

@@ -56,23 +56,19 @@ class Mapped(Rule):
         """The mapping of one state dict: that at `path`, or the only one."""
         found = [item for item in self.state_dicts if item.path == path] or self.state_dicts
         if len(found) != 1:
-            known = (
-                ", ".join(printable(item.path) or "the root" for item in self.state_dicts) or "none"
-            )
+            known = [printable(item.path) or "the root" for item in self.state_dicts]
             what = "the mapping is for other state dicts than this one"
-            raise KeyConflict(what, hint=f"those at: {known}")
+            raise KeyConflict(what, hint=f"those at: {', '.join(known) or 'none'}")
         return Mapped((found[0],))
 
     def step(self, keys: Sequence[str]) -> Step:
         (found,) = self.state_dicts
         unknown = [key for key in keys if key not in found.keys]
         if unknown:
-            raise KeyConflict(
-                f"{len(unknown)} of {len(keys)} keys are not in the mapping, e.g. "
-                f"'{printable(unknown[0])}'",
-                where=unknown[0],
-                hint="--reverse undoes a mapping; it fits the checkpoints that it came from",
-            )
+            what = f"{len(unknown)} of {len(keys)} keys are not in the mapping"
+            hint = "--reverse undoes a mapping; it fits the checkpoints that it came from"
+            first = unknown[0]
+            raise KeyConflict(f"{what}, e.g. '{printable(first)}'", where=first, hint=hint)
         return lambda key: found.keys.get(key, key)
 
     def filled(self, keys: Collection[str | None]) -> list[tuple[str, str]]:

@@ -83,11 +83,8 @@ class Followed:
     def _inside(self, prefix: str) -> Iterator[_Moved]:
         """The keys that start with `prefix`, sorted."""
         if self._sorted is None:
-            pairs = sorted(
-                (old, new)
-                for old, new in zip(*self._pairs, strict=True)
-                if old is not None and new is not None
-            )
+            both = zip(*self._pairs, strict=True)
+            pairs = sorted((old, new) for old, new in both if old is not None and new is not None)
             nexts = [*(new for _, new in pairs[1:]), ""]
             self._old = [old for old, _ in pairs]
             self._sorted = [

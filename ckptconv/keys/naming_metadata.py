@@ -133,14 +133,14 @@ def _new_prefix(name: str, prefix: str, parts: list[str], names: NewNames) -> st
         return prefix
     if all(key is None for key in new.values()):
         return None
-    found = {_before(key, part.removeprefix(prefix)) for part, key in new.items()}
+    found = set()
+    for part, key in new.items():
+        ending = part.removeprefix(prefix)
+        is_of_form = key is not None and key.endswith(ending)
+        found.add(str(key).removesuffix(ending) if is_of_form else None)
     if len(found) > 1 or None in found:
         raise _refusal(name, [key if key is not None else "none" for key in new.values()])
     return found.pop()
-
-
-def _before(key: str | None, ending: str) -> str | None:
-    return key.removesuffix(ending) if key is not None and key.endswith(ending) else None
 
 
 def _refusal(name: str, new: list[str]) -> RefusedObject:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ckptconv.io.location import read_small
 from ckptconv.io.places import place_of
@@ -36,11 +36,8 @@ _MAPPING = "mapping"
 _VERSION = 1
 
 
-class _Entry(NamedTuple):
-    """What a file holds in place of one rule, and the line where it begins (None: not known)."""
-
-    value: Any
-    line: int | None
+_Entries = list[tuple[Any, "int | None"]]
+"""What a file holds in place of rules, each with the line where it begins (None: not known)."""
 
 
 @spelling_checked
@@ -85,7 +82,7 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     if reverse:
         what = "holds rules, but only a mapping can be undone"
         raise KeyConflict(what, path=path, hint="--save-mapping writes one")
-    return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(entry, path)]
+    return [rule for entry in _ENTRIES[kind](text, path) for rule in _rules(*entry, path)]
 
 
 def _text(raw: bytes, path: PurePath) -> str:
@@ -98,12 +95,16 @@ def _text(raw: bytes, path: PurePath) -> str:
 # -------------------------------------------------------------------------------------------- rules
 
 
-def _rules(entry: _Entry, path: PurePath) -> Iterator[Rule]:
+def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
-    rule = entry.value if isinstance(entry.value, dict) else {}
-    if len(rule) != 1 or not all(map(_says_something, rule.values())):
+    rule = entry if isinstance(entry, dict) else {}
+    says_nothing = [
+        values in ([], {}, None) or (isinstance(values, dict) and "" in values)
+        for values in rule.values()
+    ]
+    if says_nothing != [False]:
         hint = f"the names are {', '.join(RULE_WORDS)}"
-        _refuse(path, entry.line, "a rule is one name with its value", hint)
+        _refuse(path, line, "a rule is one name with its value", hint)
     ((word, values),) = rule.items()
     try:
         if word in _PAIRS and isinstance(values, dict):
@@ -112,12 +113,8 @@ def _rules(entry: _Entry, path: PurePath) -> Iterator[Rule]:
         for text in values if isinstance(values, list) else [values]:
             yield parse_rule(str(word), _text_of(text))
     except CheckpointError as error:
-        where = str(word) if entry.line is None else f"line {entry.line}: {word}"
+        where = str(word) if line is None else f"line {line}: {word}"
         raise error.at(path=path, where=where) from None
-
-
-def _says_something(values: Any) -> bool:
-    return values not in ([], {}, None) and not (isinstance(values, dict) and "" in values)
 
 
 _PAIRS: dict[Any, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
@@ -135,18 +132,13 @@ def _refuse(path: PurePath, line: int | None, what: str, hint: str | None = None
 
 
 def _listed(found: Any, path: PurePath) -> list[Any]:
-    """The list of rules in a document."""
     listed = found.get("rules") if isinstance(found, dict) else found
     if not isinstance(listed, list) or not listed:
         _refuse(path, None, "has no list of rules", 'write {"rules": [...]}, or [[rules]] in TOML')
     return listed
 
 
-def _entries(listed: Sequence[Any], lines: Iterable[int | None]) -> list[_Entry]:
-    return [_Entry(value, line) for value, line in zip(listed, lines, strict=True)]
-
-
-def _json_entries(text: str, path: PurePath) -> list[_Entry]:
+def _json_entries(text: str, path: PurePath) -> _Entries:
     try:
         listed = _listed(json.loads(text, object_pairs_hook=_unique), path)
     except json.JSONDecodeError as error:
@@ -155,7 +147,7 @@ def _json_entries(text: str, path: PurePath) -> list[_Entry]:
         raise error.at(path=path) from None
     except (RecursionError, ValueError):
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
-    return _entries(listed, _json_lines(text))
+    return list(zip(listed, _json_lines(text), strict=True))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -194,7 +186,7 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def _toml_entries(text: str, path: PurePath) -> list[_Entry]:
+def _toml_entries(text: str, path: PurePath) -> _Entries:
     try:
         import tomllib
     except ImportError:  # before python 3.11
@@ -213,7 +205,8 @@ def _toml_entries(text: str, path: PurePath) -> list[_Entry]:
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
     plain = [line.partition("#")[0].strip() for line in text.splitlines()]
     heads = [number for number, line in enumerate(plain, 1) if line == "[[rules]]"]
-    return _entries(listed, heads if len(heads) == len(listed) else [None] * len(listed))
+    lines = heads if len(heads) == len(listed) else [None] * len(listed)
+    return list(zip(listed, lines, strict=True))
 
 
 _MOST_DOTS = 100
@@ -232,7 +225,7 @@ def _refuse_dots(text: str, path: PurePath) -> None:
 _NAME_ENDS = re.compile(r"[=,\[\]{}]").split
 
 
-def _yaml_entries(text: str, path: PurePath) -> list[_Entry]:
+def _yaml_entries(text: str, path: PurePath) -> _Entries:
     try:
         import yaml
     except ImportError:
@@ -248,7 +241,7 @@ def _yaml_entries(text: str, path: PurePath) -> list[_Entry]:
         _refuse(path, None, "is not valid YAML")
     if isinstance(root.value[0], tuple):
         root = next(value for name, value in root.value if name.value == "rules")
-    return _entries(listed, (node.start_mark.line + 1 for node in root.value))
+    return list(zip(listed, (node.start_mark.line + 1 for node in root.value), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

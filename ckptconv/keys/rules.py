@@ -181,7 +181,8 @@ class Select(Rule):
         return True
 
     def step(self, keys: Sequence[str]) -> Step:
-        return lambda key: key if self._keeps(key) else None
+        exclude = self.exclude
+        return lambda key: key if self._is_wanted(key) and _met(key, exclude) is None else None
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
         return tuple(
@@ -193,9 +194,6 @@ class Select(Rule):
         if met is not None and self._is_wanted(key):
             return f"matched {_option('exclude', met)}"
         return f"did not match {' or '.join(_option('include', glob) for glob in self.include)}"
-
-    def _keeps(self, key: str) -> bool:
-        return self._is_wanted(key) and _met(key, self.exclude) is None
 
     def _is_wanted(self, key: str) -> bool:
         return not self.include or _met(key, self.include) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ckptconv.keys.rules import Step, without_segments
 
@@ -77,3 +77,20 @@ def stripping(times: int) -> Step:
     """Takes ``module.`` off the start of a key, so many times at most."""
     lead = LEAD * times
     return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
+
+
+def wrapper_steps(
+    word: str, telling: Sequence[str], beside: Collection[str]
+) -> tuple[tuple[str, ...], list[Step]]:
+    """The wrappers that stand in the keys `telling`, and the steps that `word` asks for; see
+    `KeyRules`.
+    """
+    found = find_wrappers(telling)
+    if word == "strip":
+        depth = found.count(MODULE)
+        return found, [drop_unmistakable, *[stripping(depth)] * (depth > 0)] if found else []
+    if word == "module":
+        return found, [bare_key]
+    if word == "add-module" and not all_start(telling, LEAD):
+        return found, [lambda key: key if key in beside else LEAD + key]
+    return found, []

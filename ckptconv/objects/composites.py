@@ -124,26 +124,20 @@ def _sparse(args: tuple[Node, ...]) -> Check:
     if size is None or any(type(part) is not TensorRef for part in given[:count]):
         raise _wrong("a sparse tensor is not made of tensors and a size")
     refuse_dimensions(len(size))
-    _require(
-        min(size, default=0) >= 0 and prod(number for number in size if number) < 1 << 63,
-        f"its size {size} cannot be that of a tensor",
-    )
+    fits = min(size, default=0) >= 0 and prod(number for number in size if number) < 1 << 63
+    _require(fits, f"its size {size} cannot be that of a tensor")
     if layout == _COO:
         return _coo(given[0], given[1], size, coalesced=given[-1] is True)
     return _compressed(layout, given[0], given[1], given[2], size)
 
 
 def _coo(indices: TensorRef, values: TensorRef, size: Shape, *, coalesced: bool) -> Check:
-    _require(
-        indices.dtype is _INT64 and not indices.neg and len(indices.shape) == 2,
-        "the indices of a sparse tensor are not an int64 matrix",
-    )
+    fits = indices.dtype is _INT64 and not indices.neg and len(indices.shape) == 2
+    _require(fits, "the indices of a sparse tensor are not an int64 matrix")
     dimensions, count = indices.shape
-    _require(
-        dimensions <= len(size) and values.shape == (count, *size[dimensions:]),
-        f"the parts of a sparse tensor do not fit: indices of {indices.shape}, values of "
-        f"{values.shape}, size {size}",
-    )
+    fits = dimensions <= len(size) and values.shape == (count, *size[dimensions:])
+    parts = f"indices of {indices.shape}, values of {values.shape}, size {size}"
+    _require(fits, f"the parts of a sparse tensor do not fit: {parts}")
     return partial(_check_coo, indices, size[:dimensions], coalesced)
 
 
@@ -168,9 +162,8 @@ def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
 
     beyond = (numbers < 0) | (numbers >= limits)
     if beyond.any():
-        index, limit = (
-            array[beyond][0] for array in (numbers, np.broadcast_to(limits, numbers.shape))
-        )
+        arrays = (numbers, np.broadcast_to(limits, numbers.shape))
+        index, limit = (array[beyond][0] for array in arrays)
         raise _wrong(f"an index of a sparse tensor is {index}, where its size is {limit}")
 
 
@@ -204,18 +197,13 @@ def _compressed(
         outer, inner = outer // block[0], inner // block[1]
     if layout not in _BY_ROW:
         outer, inner = inner, outer
-    _require(
-        compressed.shape == (*size[:batch], outer + 1)
-        and plain.shape == (*size[:batch], count)
-        and values.shape == (*size[:batch], count, *block, *size[batch + 2 :]),
-        misfit,
-    )
-    _require(
-        compressed.dtype in _INDEX_TYPES
-        and plain.dtype is compressed.dtype
-        and not (compressed.neg or plain.neg),
-        "the indices of a sparse tensor are not both int32 or both int64",
-    )
+    around, behind = size[:batch], size[batch + 2 :]
+    _require(compressed.shape == (*around, outer + 1), misfit)
+    _require(plain.shape == (*around, count), misfit)
+    _require(values.shape == (*around, count, *block, *behind), misfit)
+    fits = compressed.dtype in _INDEX_TYPES and plain.dtype is compressed.dtype
+    fits = fits and not (compressed.neg or plain.neg)
+    _require(fits, "the indices of a sparse tensor are not both int32 or both int64")
     return partial(_check_compressed, compressed, plain, outer, inner)
 
 
@@ -230,10 +218,8 @@ def _check_compressed(compressed: TensorRef, plain: TensorRef, outer: int, inner
     for first, numbers in _read_integers(compressed):
         at = np.arange(first, first + numbers.size) % (outer + 1)
         before = np.concatenate(([last], numbers[:-1]))
-        wrong = np.where(at == 0, numbers != 0, numbers < before) | (
-            (at == outer) & (numbers != count)
-        )
-        if wrong.any():
+        wrong = np.where(at == 0, numbers != 0, numbers < before)
+        if (wrong | ((at == outer) & (numbers != count))).any():
             raise _wrong(f"the compressed indices of a sparse tensor do not rise from 0 to {count}")
         last = int(numbers[-1])
     for _, numbers in _read_integers(plain):
@@ -272,21 +258,16 @@ def _quantized(args: tuple[Node, ...]) -> Check:
         view_of(storage._replace(nbytes=storage.nbytes * packed), dtype, offset, shape, stride)
     low, high = _RANGES[dtype.name]
     if scheme == "torch.per_tensor_affine":
-        _require(
-            len(params) == 2 and _is_float(params[0]) and _is_within(params[1], low, high),
-            f"its scale is not a number, or its zero point is not a value of {dtype.name} ({low} "
-            f"to {high})",
-        )
+        fits = len(params) == 2 and _is_float(params[0]) and _is_within(params[1], low, high)
+        values = f"a value of {dtype.name} ({low} to {high})"
+        _require(fits, f"its scale is not a number, or its zero point is not {values}")
         return _nothing
-    _require(
-        scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 3,
-        "is quantized by a scheme that torch does not rebuild",
-    )
+    fits = scheme in (_CHANNELS, _FLOAT_CHANNELS) and len(params) == 3
+    _require(fits, "is quantized by a scheme that torch does not rebuild")
     return _by_channel(params, shape, low, high)
 
 
 def _is_float(value: Node) -> bool:
-    """Whether a value is a number that a float can hold."""
     return type(value) is float or (type(value) is int and value.bit_length() < 1000)
 
 
@@ -297,25 +278,19 @@ def _is_within(value: Node, low: int, high: int) -> bool:
 def _by_channel(params: Sequence[Node], shape: Shape, low: int, high: int) -> Check:
     """Zero points may be floats under either scheme: torch saves the plain one for both."""
     scales, zero_points, axis = params
-    _require(
-        _is_within(axis, 0, len(shape) - 1),
-        f"its axis {axis!r} is not one of the {len(shape)} of its shape",
-    )
-    _require(
-        all(_length(part) == shape[axis] for part in (scales, zero_points)),
-        f"does not have one scale and one zero point for each of its {shape[axis]} channels",
-    )
-    _require(
-        type(scales) is list or scales.dtype.is_floating, "its scales are not floating numbers"
-    )
+    fits = _is_within(axis, 0, len(shape) - 1)
+    _require(fits, f"its axis {axis!r} is not one of the {len(shape)} of its shape")
+    fits = all(_length(part) == shape[axis] for part in (scales, zero_points))
+    what = f"does not have one scale and one zero point for each of its {shape[axis]} channels"
+    _require(fits, what)
+    fits = type(scales) is list or scales.dtype.is_floating
+    _require(fits, "its scales are not floating numbers")
     if type(zero_points) is list:
         fits = all(type(zero) is float or _is_within(zero, low, high) for zero in zero_points)
         _require(fits, f"a zero point is not a number from {low} to {high}")
         return _nothing
-    _require(
-        zero_points.dtype.kind in ("int", "float") and not zero_points.neg,
-        "its zero points are not numbers",
-    )
+    fits = zero_points.dtype.kind in ("int", "float") and not zero_points.neg
+    _require(fits, "its zero points are not numbers")
     if zero_points.dtype.kind == "float":
         return _nothing
     return partial(_check_zero_points, zero_points, low, high)
@@ -338,32 +313,22 @@ def _check_zero_points(zero_points: TensorRef, low: int, high: int) -> None:
 
 
 def _nested(args: tuple[Node, ...]) -> Check:
-    _require(
-        len(args) == 4 and all(type(part) is TensorRef for part in args),
-        "a nested tensor is not made of tensors",
-    )
+    fits = len(args) == 4 and all(type(part) is TensorRef for part in args)
+    _require(fits, "a nested tensor is not made of tensors")
     buffer, sizes, strides, offsets = args
-    _require(
-        buffer.is_view
-        and buffer.storage_offset == 0
-        and buffer.stride == (1,)
-        and not (buffer.conj or buffer.neg),
-        "the buffer of a nested tensor is not one run from the beginning of its storage",
-    )
+    is_run = buffer.is_view and buffer.storage_offset == 0 and buffer.stride == (1,)
+    what = "the buffer of a nested tensor is not one run from the beginning of its storage"
+    _require(is_run and not (buffer.conj or buffer.neg), what)
     # one of no tensors has a scalar of any type here
     if sizes.shape == strides.shape == () and offsets.shape == (0,):
         return _nothing
     # torch prints such a one beyond its end
     _require(sizes.shape[:1] != (0,), "a nested tensor without tensors has sizes")
-    _require(
-        all(part.dtype is _INT64 and not part.neg for part in (sizes, strides, offsets)),
-        "the sizes, strides and offsets of a nested tensor are not int64",
-    )
-    _require(
-        len(sizes.shape) == 2 and strides.shape == sizes.shape and offsets.shape == sizes.shape[:1],
-        f"a nested tensor has sizes of {sizes.shape}, strides of {strides.shape}, offsets of "
-        f"{offsets.shape}",
-    )
+    fits = all(part.dtype is _INT64 and not part.neg for part in (sizes, strides, offsets))
+    _require(fits, "the sizes, strides and offsets of a nested tensor are not int64")
+    fits = len(sizes.shape) == 2 and strides.shape == sizes.shape
+    parts = f"sizes of {sizes.shape}, strides of {strides.shape}, offsets of {offsets.shape}"
+    _require(fits and offsets.shape == sizes.shape[:1], f"a nested tensor has {parts}")
     refuse_dimensions(sizes.shape[1] + 1)
     return partial(_check_nested, buffer.numel, sizes, strides, offsets)
 
@@ -375,13 +340,11 @@ def _check_nested(there: int, sizes: TensorRef, strides: TensorRef, offsets: Ten
     claimed = 0
     for first in range(0, count, step):
         rows = min(step, count - first)
-        size, stride = (
-            _read_integer_box(part, (first, 0), (rows, dimensions)) for part in (sizes, strides)
-        )
+        box = (first, 0), (rows, dimensions)
+        size, stride = (_read_integer_box(part, *box) for part in (sizes, strides))
         claimed += _claimed(size, stride, _read_integer_box(offsets, (first,), (rows,)), there)
-    _require(
-        claimed <= there, f"a nested tensor claims {claimed} elements of a buffer that has {there}"
-    )
+    fits = claimed <= there
+    _require(fits, f"a nested tensor claims {claimed} elements of a buffer that has {there}")
 
 
 def _claimed(size: Numbers, stride: Numbers, offset: Numbers, there: int) -> int:
@@ -393,24 +356,16 @@ def _claimed(size: Numbers, stride: Numbers, offset: Numbers, there: int) -> int
     """
     import numpy as np
 
-    _require(
-        all(int(part.min(initial=0)) >= 0 for part in (size, stride, offset)),
-        "a size of a nested tensor is negative",
-    )
+    fits = all(int(part.min(initial=0)) >= 0 for part in (size, stride, offset))
+    _require(fits, "a size of a nested tensor is negative")
     spread = (size.clip(1).astype(float) - 1) * stride
-    _require(
-        bool(
-            (np.prod(size.clip(1).astype(float), axis=1) < 2.0**62).all()
-            and (spread.sum(axis=1) + offset < 2.0**62).all()
-        ),
-        "a nested tensor has sizes or strides that are too large",
-    )
+    numbers = np.prod(size.clip(1).astype(float), axis=1)
+    fits = (numbers < 2.0**62).all() and (spread.sum(axis=1) + offset < 2.0**62).all()
+    _require(bool(fits), "a nested tensor has sizes or strides that are too large")
     numel = np.prod(size, axis=1)
     last = offset + ((size.clip(1) - 1) * stride).sum(axis=1)
-    _require(
-        not ((numel > 0) & (last >= there)).any(),
-        f"a nested tensor reaches beyond its buffer of {there} elements",
-    )
+    fits = not ((numel > 0) & (last >= there)).any()
+    _require(fits, f"a nested tensor reaches beyond its buffer of {there} elements")
     return sum(map(int, numel))
 
 

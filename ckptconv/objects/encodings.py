@@ -240,10 +240,8 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
         if not there:
             continue
         if len(there) < len(names) or key in values:
-            raise MalformedCheckpoint(
-                "the components of its encoding are incomplete, or the tensor itself is there too",
-                where=key,
-            )
+            what = "the components of its encoding are incomplete"
+            raise MalformedCheckpoint(f"{what}, or the tensor itself is there too", where=key)
         try:
             value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -316,7 +314,10 @@ def _quantized_again(recipe: Recipe, parts: list[Any]) -> Node:
         raise ValueError
     params: tuple[Node, ...] = (Global("torch", recipe["scheme"]),)
     if len(parts) > 1:
-        params += (parts[1], parts[2], _axis(recipe["axis"], integers))
+        axis = recipe["axis"]
+        if type(axis) is not int or not 0 <= axis < len(integers.shape):
+            raise ValueError
+        params += (parts[1], parts[2], axis)
     else:
         if recipe["scheme"] != "per_tensor_affine" or type(recipe["zero_point"]) is not int:
             raise ValueError
@@ -326,19 +327,9 @@ def _quantized_again(recipe: Recipe, parts: list[Any]) -> Node:
     return Call(Global(_UTILS, "_rebuild_qtensor"), args)
 
 
-def _axis(axis: Any, integers: TensorRef) -> int:
-    if type(axis) is not int or not 0 <= axis < len(integers.shape):
-        raise ValueError
-    return axis
-
-
-def _nested_again(_: Recipe, parts: list[Any]) -> Node:
-    return Call(Global(_UTILS, "_rebuild_nested_tensor"), tuple(parts))
-
-
 _DECODERS: dict[str, Callable[[Recipe, list[Any]], Node]] = {
     "complex": _complex,
     "sparse": _sparse_again,
     "quantized": _quantized_again,
-    "nested": _nested_again,
+    "nested": lambda _, parts: Call(Global(_UTILS, "_rebuild_nested_tensor"), tuple(parts)),
 }

@@ -39,17 +39,12 @@ MAKERS = WEIGHTS_ONLY.union(_NAMES["makers"], _NAMES["classes of torch"]) - SING
     ("_codecs.encode", "torch.serialization._get_layout")
 )
 """Classes, and functions that make an object: what they give is there for the first time."""
-_HOLDERS = (
-    "torch.nn.functional",
-    "torch._C._nn",
-    "torch._C._VariableFunctions",
-    "torch._C._VariableFunctionsClass",
-)
+_HOLDERS = ("nn.functional", "_C._nn", "_C._VariableFunctions", "_C._VariableFunctionsClass")
 """Where the functions stand that modules keep as their activation, as `pickle` names them."""
 PLAIN = MAKERS.union(
     SINGLE,
     WEIGHTS_ONLY,
     _NAMES["finders"],
-    (f"{holder}.{name}" for holder in _HOLDERS for name in _NAMES["activations"]),
+    (f"torch.{holder}.{name}" for holder in _HOLDERS for name in _NAMES["activations"]),
 )
 """The names of ordinary checkpoints, in the words of Python 3 (or of python 2, if only there)."""

@@ -104,11 +104,8 @@ def saved_tensors(module: Call) -> NamedNodes:
     """
     beside = saved_by_class(module)
     own = [(name, value) for _, name, value, is_saved in own_tensors(module) if is_saved]
-    odd = [
-        (f"{name}.", child)
-        for name, child in _children(module)
-        if not is_module(child) and holds_tensors(child)
-    ]
+    others = [(name, child) for name, child in _children(module) if not is_module(child)]
+    odd = [(f"{name}.", child) for name, child in others if holds_tensors(child)]
     return own + odd if beside is None else own + beside.tensors + odd
 
 

@@ -18,19 +18,9 @@ from ckptconv.io.source import MemorySource
 from ckptconv.objects import training
 from ckptconv.objects.known_names import COPIES
 from ckptconv.objects.training import Form
-from ckptconv.pickles.nodes import (
-    ABSENT,
-    DEFAULT_DICT,
-    DICT,
-    ORDERED_DICT,
-    SET,
-    Call,
-    Dict,
-    Global,
-    Node,
-)
+from ckptconv.pickles.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.support.limits import in_force
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 from ckptconv.tensors.stream import iter_cast_chunks
 
@@ -40,7 +30,7 @@ _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
 
 def plain_form(call: Call) -> Node:
     """The plain value that `call` stands for, or the call itself when it has none."""
-    name, state = _class_and_state(call)
+    name, state = _class_of(call), call.state
     form = _FORMS.get(name)
     if form is None:
         return _as_dict(call, name, state)
@@ -66,12 +56,10 @@ def _names(nodes: Sequence[Node]) -> list[str]:
     return [node.path for node in nodes if type(node) is Global]
 
 
-def _class_and_state(call: Call) -> tuple[str, Node]:
+def _class_of(call: Call) -> str:
     """The class of the object that the call makes, behind protocol 1's `copyreg._reconstructor`."""
-    name = call.name
-    if name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global:
-        name = call.args[0].path
-    return name, call.state
+    is_behind = call.name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global
+    return call.args[0].path if is_behind else call.name
 
 
 def _as_dict(call: Call, name: str, state: Node) -> Node:
@@ -128,7 +116,7 @@ def _pairs_of_state(state: Node) -> list[tuple[Node, Node]] | None:
 
 
 def _plain_dict(call: Call, _: Node) -> Node:
-    known = call.name == DEFAULT_DICT.path  # its factory
+    known = call.name == "collections.defaultdict"  # its factory
     return call if len(call.args) > known else Dict([*call.pairs])
 
 
@@ -289,7 +277,11 @@ def _copied(call: Call, _: Node) -> Node:
         case _:
             return call
     ref = values if type(values) is TensorRef else tensor_form(values)
-    if ref is None or dtype is None or not (dtype is ref.dtype or _is_castable(ref, dtype)):
+    if ref is None or dtype is None:
+        return call
+    # a cast tells what the values were: numpy has no bfloat16, which is pickled as float32
+    is_castable = ref.dtype.is_floating and dtype.is_floating
+    if dtype is not ref.dtype and not (is_castable and ref.storage.source.is_in_memory()):
         return call
     storage, offset, stride = ref.storage._replace(location=device), ref.storage_offset, ref.stride
     if dtype is not ref.dtype:
@@ -297,13 +289,6 @@ def _copied(call: Call, _: Node) -> Node:
         storage = Storage(MemorySource(data, _NOWHERE), 0, len(data), device, storage.name, dtype)
         offset, stride = 0, contiguous_stride(ref.shape)
     return view_of(storage, dtype, offset, ref.shape, stride, requires_grad=call.args[3] is True)
-
-
-def _is_castable(ref: TensorRef, dtype: DType) -> bool:
-    """Whether the values are in memory and a cast tells what they were (numpy has no bfloat16: it
-    is pickled as float32).
-    """
-    return ref.storage.source.is_in_memory() and ref.dtype.is_floating and dtype.is_floating
 
 
 def _raw_bytes(node: Node) -> bytes | None:

@@ -140,10 +140,7 @@ def _judge(module: str, name: str) -> Verdict:
         return Verdict("plain", "part of ordinary checkpoints")
     # whole quantized modules hold some; of which class tells nobody
     if path == "torch.ScriptObject":
-        return Verdict(
-            "unknown",
-            "an object of a class that is written in C++; its code would run where it is installed",
-        )
+        return Verdict("unknown", f"an object of {_IN_CPP}")
     top = module.partition(".")[0]
     if top == "__torch__":
         return judge_script_class(path)
@@ -157,9 +154,8 @@ def _judge(module: str, name: str) -> Verdict:
         return Verdict("dangerous", reason)
     if top in ALWAYS_THERE:
         return _NEITHER
-    return Verdict(
-        "unknown", "not part of ordinary checkpoints; its code would run where it is installed"
-    )
+    why = "not part of ordinary checkpoints; its code would run where it is installed"
+    return Verdict("unknown", why)
 
 
 def _reached(module: str, name: str, is_always_there: bool) -> str | None:
@@ -171,10 +167,10 @@ def _reached(module: str, name: str, is_always_there: bool) -> str | None:
     return next((part for part in (*ways, last) if part in _REACHED or part in through), None)
 
 
+_IN_CPP = "a class that is written in C++; its code would run where it is installed"
 _SCRIPT_CLASSES = "__torch__.torch.classes."
-_PLAIN_SCRIPT_CLASSES = frozenset(
-    ("quantized", "rnn", "sparse", "mkldnn", "xnnpack", "cuda", "metal", "vulkan", "profiler")
-)
+_PLAIN_NAMESPACES = "quantized rnn sparse mkldnn xnnpack cuda metal vulkan profiler"
+_PLAIN_SCRIPT_CLASSES = frozenset(_PLAIN_NAMESPACES.split())
 """The namespaces of torch's own C++ classes that hold packed weights, or the like."""
 
 
@@ -185,8 +181,7 @@ def judge_script_class(path: str) -> Verdict:
     namespace = path[len(_SCRIPT_CLASSES) :].partition(".")[0]
     if namespace in _PLAIN_SCRIPT_CLASSES:
         return Verdict("plain", "a class of torch that holds packed weights")
-    why = "a class that is written in C++; its code would run where it is installed"
-    return Verdict("unknown", why)
+    return Verdict("unknown", _IN_CPP)
 
 
 def _reason(path: str) -> str | None:

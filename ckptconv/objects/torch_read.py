@@ -9,6 +9,7 @@ read from torch/_utils.py, torch/storage.py and torch/_tensor.py (torch 2.13); w
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,9 +94,10 @@ class StorageIds:
             return self._storage(*pid)  # what torch writes today
         if type(pid) is not tuple or len(pid) < 4:
             raise MalformedCheckpoint("a persistent id is not that of a storage")
-        if pid[0] != "storage" and _text(pid[0]) != "storage":
-            return _module_class(pid)
-        if len(pid) < 5:
+        kind = _text(pid[0])
+        if kind == "module" and type(pid[1]) is Global:  # of legacy: class, file, source text
+            return pid[1]
+        if kind != "storage" or len(pid) < 5:
             raise MalformedCheckpoint("a persistent id is not that of a storage")
         whole = self._storage(*pid[:5])
         if len(pid) < 6 or pid[5] is None:
@@ -161,13 +163,6 @@ def part_of(whole: Window, start: Node, size: Node) -> Window:
 def window(storage: Storage) -> Window:
     """All of a storage."""
     return Window(storage, storage.dtype, 0, storage.nbytes // (storage.dtype or UINT8).itemsize)
-
-
-def _module_class(pid: tuple[Node, ...]) -> Global:
-    """The class of a legacy id `('module', class, file, source text)`."""
-    if _text(pid[0]) != "module" or type(pid[1]) is not Global:
-        raise MalformedCheckpoint("a persistent id is not that of a storage")
-    return pid[1]
 
 
 def tensor_of_storage(
@@ -263,16 +258,11 @@ def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
 _TRUTHS = (bool, int, float, type(None))  # what torch takes for a bool
 
 
-def _parameter(args: tuple[Node, ...]) -> Node:
-    if len(args) == 3 and type(args[0]) is TensorRef:
-        return TensorObject(requiring_grad(args[0], args[1] is True))
-    return Call(REBUILD_PARAMETER, args)
-
-
-def _parameter_with_state(args: tuple[Node, ...]) -> Node:
-    if len(args) == 4 and type(args[0]) is TensorRef:
-        return TensorObject(requiring_grad(args[0], args[1] is True), state=args[3])
-    return Call(REBUILD_PARAMETER_WITH_STATE, args)
+def _parameter(func: Global, count: int, args: tuple[Node, ...]) -> Node:
+    if len(args) != count or type(args[0]) is not TensorRef:
+        return Call(func, args)
+    state = args[3] if count > 3 else None
+    return TensorObject(requiring_grad(args[0], args[1] is True), state=state)
 
 
 def _from_type(args: tuple[Node, ...]) -> Node:
@@ -290,8 +280,8 @@ _PLAIN_REBUILDS: dict[str, Reducer] = {
 }
 REDUCERS: dict[str, Reducer] = {
     **_PLAIN_REBUILDS,
-    f"{UTILS}._rebuild_parameter": _parameter,
-    f"{UTILS}._rebuild_parameter_with_state": _parameter_with_state,
+    REBUILD_PARAMETER.path: partial(_parameter, REBUILD_PARAMETER, 3),
+    REBUILD_PARAMETER_WITH_STATE.path: partial(_parameter, REBUILD_PARAMETER_WITH_STATE, 4),
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.tensor._rebuild_from_type_v2": _from_type,
 }

@@ -70,9 +70,7 @@ def _history(call: Call, state: Node) -> Node:
     if found is None or methods is None:
         return call
     named = Dict([(name, _code_name(method) or method) for name, method in methods.items()])
-    return Dict(
-        [(name, named if name == "statistics_methods" else value) for name, value in found.items()]
-    )
+    return Dict(list({**found, "statistics_methods": named}.items()))
 
 
 def _code_name(node: Node) -> str | None:
@@ -93,12 +91,10 @@ def is_class(node: Global) -> bool:
     return node.name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
-_TYPES = frozenset(
-    [
-        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int"),
-        *("list", "object", "set", "str", "tuple", "type"),
-    ]
-)
+_TYPE_NAMES = """
+    bool bytearray bytes complex dict float frozenset int list object set str tuple type
+"""
+_TYPES = frozenset(_TYPE_NAMES.split())
 
 
 def _list(call: Call, state: Node) -> Node:
@@ -139,13 +135,12 @@ _LONGEST = 1000  # characters of one
 
 
 def _written(value: Node) -> str | None:
-    if type(value) in (str, bytes):
-        return repr(value) if len(value) <= _LONGEST else None
-    if type(value) is int:
-        return repr(value) if value.bit_length() <= _LONGEST else None
-    if type(value) in (float, bool, type(None)):
-        return repr(value)
-    return value.path if type(value) is Global else None
+    if type(value) is Global:
+        return value.path
+    is_short = type(value) in (float, bool, type(None))
+    is_short |= type(value) in (str, bytes) and len(value) <= _LONGEST
+    is_short |= type(value) is int and value.bit_length() <= _LONGEST
+    return repr(value) if is_short else None
 
 
 def functions_of(call: Call) -> Iterator[Global]:
@@ -195,15 +190,13 @@ def _moment(cls: Any, size: int) -> Callable[[Call], str]:
 def _timezone_of(node: Node) -> datetime.timezone:
     if type(node) is not Call or node.name != "datetime.timezone" or not 1 <= len(node.args) <= 2:
         raise ValueError
-    name = node.args[1] if len(node.args) > 1 else None
-    offset = _delta_of(node.args[0])
-    return datetime.timezone(offset) if type(name) is not str else datetime.timezone(offset, name)
+    names = [name for name in node.args[1:] if type(name) is str]
+    return datetime.timezone(_delta_of(node.args[0]), *names)
 
 
 def _delta_of(node: Node) -> datetime.timedelta:
-    if type(node) is not Call or node.name != "datetime.timedelta" or len(node.args) != 3:
-        raise ValueError
-    if any(type(part) is not int for part in node.args):
+    is_delta = type(node) is Call and node.name == "datetime.timedelta"
+    if not is_delta or [type(part) for part in node.args] != [int, int, int]:
         raise ValueError
     return datetime.timedelta(*node.args)
 

@@ -41,6 +41,7 @@ class Broken(Exception):
     """An opcode that no unpickler knows."""
 
 
+ELSEWHERE = "after which unpicklers continue at different places"
 _FIRST_WINDOW = 512
 """How many bytes are read first; most of what is looked at is not a pickle and breaks in them."""
 LONGEST_NAME = 4096
@@ -107,10 +108,7 @@ class ByteWindow:
         Some unpicklers go on behind the argument, others behind the FRAME (cpython gh-154848).
         """
         if start < self._frame_end < self._at:
-            self.alarm(
-                "an argument crosses the end of its frame, after which unpicklers continue at "
-                "different places"
-            )
+            self.alarm(f"an argument crosses the end of its frame, {ELSEWHERE}")
             self._frame_end = 0
 
     def frame(self) -> None:
@@ -121,9 +119,7 @@ class ByteWindow:
         """
         end = self.number(8) + self._at
         if self._at < self._frame_end:
-            self.alarm(
-                "a frame begins within another, after which unpicklers continue at different places"
-            )
+            self.alarm(f"a frame begins within another, {ELSEWHERE}")
         self._frame_end = end if end <= self._source.size else 0
 
     def number(self, width: int) -> int:
@@ -136,9 +132,8 @@ class ByteWindow:
         if index < 0 and start != self._base:
             self._fetch(start)
             index = self._window.find(b"\n")
-        end = (
-            self._base + index if index >= 0 else self._next_newline(self._base + len(self._window))
-        )
+        behind = self._base + len(self._window)
+        end = self._base + index if index >= 0 else self._next_newline(behind)
         self._at = end + 1
         self._refuse_crossing(start)
         return Held(start, end - start, form)

@@ -17,9 +17,11 @@ from typing import TypeAlias
 
 from ckptconv.pickles.nodes import (
     ABSENT,
+    BYTES,
     COUNTER,
     DEFAULT_DICT,
     DICT,
+    ENCODE,
     FROZENSET,
     MAPPINGS,
     ORDERED_DICT,
@@ -38,12 +40,8 @@ Reducer: TypeAlias = Callable[[tuple[Node, ...]], Node]
 _Pairs: TypeAlias = list[tuple[Node, Node]]
 _Reading: TypeAlias = Callable[[Node, Global], _Pairs | None]
 
-_IGNORE_NEW_ARGUMENTS = MAPPINGS | {
-    "builtins.set",
-    "builtins.list",
-    "builtins.bytearray",
-    "collections.deque",
-}
+_OTHERS = "builtins.set builtins.list builtins.bytearray collections.deque"
+_IGNORE_NEW_ARGUMENTS = MAPPINGS.union(_OTHERS.split())
 """Classes whose `__new__` does nothing with its arguments: `__init__` does, which NEWOBJ does not
 call.
 """
@@ -106,11 +104,11 @@ class NodeMaker:
             raise self._malformed("sets an item on something that is not a dict")
         if len(flat) % 2:
             raise self._malformed("sets a key without a value")
+        pairs = zip(flat[::2], flat[1::2])  # noqa: B905 (the length is even)
         if type(target.pairs) is list:
-            target.pairs.extend(zip(flat[::2], flat[1::2]))  # noqa: B905 (the length is even)
+            target.pairs.extend(pairs)
         else:  # it has none yet, or those of an argument
-            set_now = list(zip(flat[::2], flat[1::2]))  # noqa: B905
-            target.pairs = _merged([*target.pairs, *set_now]) if target.pairs else set_now
+            target.pairs = _merged([*target.pairs, *pairs]) if target.pairs else list(pairs)
 
     def _extend(self, target: Node, flat: list[Node]) -> None:
         if type(target) is list:
@@ -159,7 +157,24 @@ class NodeMaker:
             raise self._malformed("adds to something that is not a set")
 
 
-# ---------------------------------------------------------------------------- dicts of arguments
+# ------------------------------------------------------------------------ bytes, dicts of arguments
+
+
+def _encoded(args: tuple[Node, ...]) -> Node:
+    """Bytes, which protocol 2 has no opcode for: pickle writes `_codecs.encode(text, "latin1")`."""
+    if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1"):
+        try:
+            return args[0].encode("latin1")
+        except UnicodeEncodeError:
+            pass
+    return Call(ENCODE, args)
+
+
+BYTES_REDUCERS: dict[str, Reducer] = {
+    "_codecs.encode": _encoded,
+    "builtins.bytes": lambda args: Call(BYTES, args) if args else b"",
+}
+"""The calls that every stream uses for plain bytes."""
 
 
 class MappingCalls:
@@ -272,11 +287,9 @@ def _counts(given: Node, cls: Global) -> _Pairs | None:
 
 def _is_plain(key: Node) -> bool:
     """Whether a key may be hashed: not ints that may all have one hash."""
-    return (
-        -_LARGE_INT < key < _LARGE_INT
-        if type(key) is int
-        else type(key) in (str, bytes, bool, type(None))
-    )
+    if type(key) is int:
+        return -_LARGE_INT < key < _LARGE_INT
+    return type(key) in (str, bytes, bool, type(None))
 
 
 # nodes that a copied item counts for: a stream of a few bytes may ask for millions of them

@@ -10,6 +10,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from ckptconv.pickles.making import Reducer
 from ckptconv.pickles.nodes import Call, Global, Node
@@ -27,9 +28,12 @@ _PUTS = (5, 9, 12, 14, 17, 18)
 """The groups of a run that are the indexes of what it puts."""
 
 
+def _forged(what: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(what, hint="no program writes that; the file is damaged or forged")
+
+
 def _put_twice() -> MalformedCheckpoint:
-    hint = "no program writes that; the file is damaged or forged"
-    return MalformedCheckpoint("the pickle puts two values into one memo entry", hint=hint)
+    return _forged("the pickle puts two values into one memo entry")
 
 
 class FetchedUnmade(Exception):
@@ -101,8 +105,7 @@ class Memo(dict[bytes, Node]):
     def memoize(self, value: Node) -> None:
         """MEMOIZE where other opcodes put entries too: they all go to the dict from now on."""
         if self.base:
-            hint = "no program writes that; the file is damaged or forged"
-            raise MalformedCheckpoint("the pickle numbers its memo entries in two ways", hint=hint)
+            raise _forged("the pickle numbers its memo entries in two ways")
         for index, earlier in enumerate(self.memoized):
             self.setdefault(index.to_bytes(4, "little"), earlier)
         self.memoized.clear()
@@ -125,12 +128,8 @@ class Memo(dict[bytes, Node]):
         """The entry of that number, of those that MEMOIZE put."""
         if index >= self.base:
             value = self.memoized[index - self.base]
-        elif index < len(self._first):
-            value = self._first[index]
         else:
-            value = self._kept.get(index, _FORGOTTEN)
-        if value is _FORGOTTEN:
-            raise KeyError(key)
+            value = self._first[index] if index < len(self._first) else self._kept[index]
         if value is UNMADE:
             raise FetchedUnmade
         if index < _REMEMBERED:
@@ -148,13 +147,9 @@ class Memo(dict[bytes, Node]):
 
         Which of them a fetch gives is a matter of order, and what a run puts is made too late.
         """
-        puts = [
-            put
-            for start in self.runs
-            if (run := TENSOR_RUN(self._stream, start)) is not None
-            for put in run.group(*_PUTS)
-            if put is not None
-        ]
+        found = (TENSOR_RUN(self._stream, start) for start in self.runs)
+        runs = (run.group(*_PUTS) for run in found if run is not None)
+        puts = [put for put in chain.from_iterable(runs) if put is not None]
         if not puts:
             return
         numbered_apart = bool(self.base or self.memoized) or self.fetched < 0
@@ -176,7 +171,6 @@ class Memo(dict[bytes, Node]):
         kind, cls, raw_key, location, count, view, offset, shape, stride, flag, hooks = run.group(
             1, 2, 4, 6, 7, 8, 10, 11, 13, 15, 16
         )
-        key_put, pid_put, shape_put, stride_put, hooks_put, args_put = run.group(*_PUTS)
         names = [self[MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
         made = Call(names[3], ())
         dims, steps = int_run(shape), int_run(stride)
@@ -184,16 +178,8 @@ class Memo(dict[bytes, Node]):
         if view:
             pid = (*pid, None)
         args = (self._persistent(pid), integer_of(offset), dims, steps, flag == b"\x88", made)
-        puts = {
-            key_put: pid[2],
-            pid_put: pid,
-            shape_put: dims,
-            stride_put: steps,
-            hooks_put: made,
-            args_put: args,
-        }
-        # ckptconv itself puts none of them
-        return {put: value for put, value in puts.items() if put is not None}
+        puts = zip(run.group(*_PUTS), (pid[2], pid, dims, steps, made, args), strict=True)
+        return {put: value for put, value in puts if put is not None}  # ckptconv puts none of them
 
 
 def _fetchable(stream: bytes) -> array[int]:

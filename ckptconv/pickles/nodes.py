@@ -153,16 +153,10 @@ def _called_with(node: Call) -> Iterator[tuple[Node, Node]]:
 def _pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
     if _PLAIN_KEYS.issuperset(map(type, map(itemgetter(0), pairs))):
         return iter(pairs)
-    return _odd_pair_children(pairs)
-
-
-def _odd_pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
-    for key, value in pairs:
-        if type(key) in _PLAIN_KEYS:
-            yield key, value
-        else:
-            yield "<key>", key
-            yield "<value>", value
+    return chain.from_iterable(
+        [(key, value)] if type(key) in _PLAIN_KEYS else [("<key>", key), ("<value>", value)]
+        for key, value in pairs
+    )
 
 
 def spoken(node: Node) -> str:

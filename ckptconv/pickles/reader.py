@@ -13,19 +13,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeAlias
 
-from ckptconv.pickles.making import MappingCalls, NodeMaker, Reducer
+from ckptconv.pickles.making import BYTES_REDUCERS, MappingCalls, NodeMaker, Reducer
 from ckptconv.pickles.memo import MEMO_KEYS, TENSOR_RUN, FetchedUnmade, Memo, RunReader
-from ckptconv.pickles.nodes import (
-    BYTEARRAY,
-    BYTES,
-    ENCODE,
-    SET,
-    Call,
-    Dict,
-    Global,
-    Node,
-    PersistentId,
-)
+from ckptconv.pickles.nodes import BYTEARRAY, SET, Call, Dict, Global, Node, PersistentId
 from ckptconv.pickles.opcodes import LINES, SIZED
 from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.support.gc_pause import collector_paused
@@ -323,14 +313,9 @@ class PickleReader(NodeMaker):
                     push(_decode(data[pos:stop], intern))
                     pos = stop
                 elif op == 0x63:  # GLOBAL
-                    module_end = data.index(b"\n", pos, end)
-                    name_end = data.index(b"\n", module_end + 1, end)
-                    push(
-                        self._global(
-                            data[pos:module_end].decode(), data[module_end + 1 : name_end].decode()
-                        )
-                    )
-                    pos = name_end + 1
+                    stop = data.index(b"\n", data.index(b"\n", pos, end) + 1, end)
+                    push(self._global(*data[pos:stop].decode().split("\n")))
+                    pos = stop + 1
                 elif op == 0x93:  # STACK_GLOBAL
                     name = stack.pop()
                     module = stack.pop()
@@ -344,12 +329,10 @@ class PickleReader(NodeMaker):
                     self.position = pos
                     if type(args) is not tuple:
                         raise self._malformed("makes an object with arguments that are not a tuple")
-                    is_bare = not args and type(stack[-1]) is Global
-                    stack[-1] = (
-                        Call(stack[-1], (), new=True)
-                        if is_bare
-                        else self._new(stack[-1], args, None)
-                    )
+                    if args or type(stack[-1]) is not Global:
+                        stack[-1] = self._new(stack[-1], args, None)
+                    else:
+                        stack[-1] = Call(stack[-1], (), new=True)
                     nodes += 1
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
@@ -383,13 +366,11 @@ class PickleReader(NodeMaker):
             look = min(end, pos + _LOOK)
             if pos < end:
                 continue
-            if pos != end or end == size:
-                self.position = pos
-                raise self._malformed(
-                    "has no end"
-                    if end == size
-                    else "has an opcode that crosses the end of its frame"
-                )
+            self.position = pos
+            if end == size:
+                raise self._malformed("has no end")
+            if pos != end:
+                raise self._malformed(_CROSSING)
             end = size
             look = min(end, pos + _LOOK)
 
@@ -397,15 +378,12 @@ class PickleReader(NodeMaker):
         self.position = pos
         if stop > size:
             raise self._malformed(f"declares {stop - pos} bytes where {size - pos} are left")
-        raise self._malformed("has an opcode that crosses the end of its frame")
+        raise self._malformed(_CROSSING)
 
     def _rare(
         self, op: int, stack: list[Node], marks: list[list[Node]], memo: Memo, pos: int, end: int
     ) -> tuple[list[Node], int]:
-        """The opcodes that are rare today.
-
-        Returns the stack and the position behind the opcode.
-        """
+        """The opcodes that are rare today; gives the stack, and the position behind the opcode."""
         data = self._stream
         if op == 0x80:  # PROTO
             if data[pos] > 5:
@@ -423,14 +401,11 @@ class PickleReader(NodeMaker):
             stack.append(_OF_BYTES[op](data[start:stop]))
             return stack, stop
         if op == 0x69:  # INST
-            module_end = data.index(b"\n", pos, end)
-            pos = data.index(b"\n", module_end + 1, end) + 1
-            cls = self._global(
-                data[self.position : module_end].decode(), data[module_end + 1 : pos - 1].decode()
-            )
+            stop = data.index(b"\n", data.index(b"\n", pos, end) + 1, end)
+            cls = self._global(*data[pos:stop].decode().split("\n"))
             args, stack = tuple(stack), marks.pop()
             stack.append(self._called(cls, args))
-            return stack, pos
+            return stack, stop + 1
         return self._stack_only(op, stack, marks), pos
 
     def _text(self, op: int, text: bytes, stack: list[Node], memo: Memo) -> None:
@@ -456,26 +431,19 @@ class PickleReader(NodeMaker):
                 raise self._malformed("has a number that begins with 0")
             stack.append(int(text.rstrip(b"L")))
         else:  # PERSID
-            what = (
-                "its pickle is of protocol 0, which turns what refers to a storage into text; "
-                "torch does not read it either"
-            )
-            what = f"{what} (near byte {self.position})"
+            what = "its pickle is of protocol 0, which turns what refers to a storage into text"
+            what = f"{what}; torch does not read it either (near byte {self.position})"
             raise MalformedCheckpoint(what, hint="save it again with another pickle protocol")
 
     def _stack_only(self, op: int, stack: list[Node], marks: list[list[Node]]) -> list[Node]:
         if op == 0x92:  # NEWOBJ_EX
-            kwargs = stack.pop()
-            args = stack.pop()
+            kwargs, args = stack.pop(), stack.pop()
             if type(args) is not tuple:
                 raise self._malformed("makes an object with arguments that are not a tuple")
             stack[-1] = self._new(stack[-1], args, kwargs)
-        elif op == 0x30:  # POP
-            if stack:
-                stack.pop()
-            else:
-                stack = marks.pop()
-        elif op == 0x31:  # POP_MARK
+        elif op == 0x30 and stack:  # POP
+            stack.pop()
+        elif op in b"01":  # POP of a mark, POP_MARK
             stack = marks.pop()
         elif op == 0x32:  # DUP
             stack.append(stack[-1])
@@ -483,15 +451,15 @@ class PickleReader(NodeMaker):
             stack.append(Call(SET, ([],)))
             if len(stack) > (widest := in_force().stack):
                 raise _too_wide(widest)
-        elif op in (0x6C, 0x64, 0x6F, 0x90, 0x91):  # LIST, DICT, OBJ, ADDITEMS, FROZENSET
-            made = stack
-            stack = marks.pop()
+        elif op in b"ldo\x90\x91":  # LIST, DICT, OBJ, ADDITEMS, FROZENSET
+            made, stack = stack, marks.pop()
             self._from_mark(op, made, stack)
         else:
             raise self._malformed(f"holds the opcode 0x{op:02x}, which is refused or unknown")
         return stack
 
 
+_CROSSING = "has an opcode that crosses the end of its frame"
 _LOOK = 1 << 18
 """Bytes of a stream between two looks at what was made of it: at most some 60 MB of nodes."""
 _NODE_IN_RUN = 7  # a run counts as a node for each 128 bytes of it
@@ -515,23 +483,6 @@ def _too_wide(widest: int) -> LimitExceeded:
 _NEW_WITH_STATE = b"\x81\x94}\x94"
 _CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
 """What follows EMPTY_TUPLE where an object has attributes, and TUPLE1 in a torch.Size of one."""
-
-
-def _encoded(args: tuple[Node, ...]) -> Node:
-    """Bytes, which protocol 2 has no opcode for: pickle writes `_codecs.encode(text, "latin1")`."""
-    if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1"):
-        try:
-            return args[0].encode("latin1")
-        except UnicodeEncodeError:
-            pass
-    return Call(ENCODE, args)
-
-
-BYTES_REDUCERS: dict[str, Reducer] = {
-    "_codecs.encode": _encoded,
-    "builtins.bytes": lambda args: Call(BYTES, args) if args else b"",
-}
-"""The calls that every stream uses for plain bytes."""
 
 
 def _decode(text: bytes, intern: dict[str, str]) -> str:

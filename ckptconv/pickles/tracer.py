@@ -15,6 +15,7 @@ from collections.abc import Callable, Sized
 from typing import Any
 
 from ckptconv.io.source import Source
+from ckptconv.pickles import byte_window
 from ckptconv.pickles.byte_window import LONGEST_NAME, Broken, ByteWindow, Cut, Form, Held, text_of
 from ckptconv.pickles.opcodes import FIXED, LINES, SIZED, STOP
 from ckptconv.pickles.traces import (
@@ -113,19 +114,15 @@ class _Tracer(ByteWindow):
             if opcode == STOP:
                 self._stack.pop()
                 if self._at < self._frame_end:
-                    self.alarm(
-                        "ends within its frame, after which unpicklers continue at different places"
-                    )
+                    self.alarm(f"ends within its frame, {byte_window.ELSEWHERE}")
                 self.trace.end = self._at
                 return
             if (step := steps.get(opcode)) is None:
                 raise Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
             if len(self._stack) + self._under > most or len(self._memo) > most:
-                raise _TooMany(
-                    f"has more than {most} values side by side (--limit scanned_values={2 * most} "
-                    "looks further)"
-                )
+                advice = f"(--limit scanned_values={2 * most} looks further)"
+                raise _TooMany(f"has more than {most} values side by side {advice}")
         raise Cut
 
     # Steps, in the words of pickletools.
@@ -169,25 +166,20 @@ class _Tracer(ByteWindow):
         else:
             self.to_mark()
 
-    def replace(self, count: int, value: Any) -> None:
-        """The last `count` values replaced by one."""
+    def taken(self, count: int) -> list[Any]:
+        """The last `count` values, which leave the stack."""
         if count > len(self._stack):
             raise Broken("takes more from its stack than there is")
-        if count:
-            del self._stack[-count:]
-        self.push(value)
+        values = self._stack[-count:]
+        del self._stack[-count:]
+        return values
 
     def tuple_of(self, count: int) -> None:
-        if count > len(self._stack):
-            raise Broken("takes more from its stack than there is")
-        self.replace(count, tuple(self.passed_on(self._stack[-count:])))
+        self.push(tuple(self.passed_on(self.taken(count))))
 
     def container(self) -> None:
         self.passed_on(self.to_mark())
         self.push(_OTHER)
-
-    def mark_tuple(self) -> None:
-        self.push(tuple(self.passed_on(self.to_mark())))
 
     def add_marked(self) -> None:
         self.passed_on(self.to_mark())
@@ -197,8 +189,7 @@ class _Tracer(ByteWindow):
         """The last `count` values put into what is below them."""
         if count >= len(self._stack):
             raise Broken("takes more from its stack than there is")
-        self.passed_on(self._stack[-count:])
-        del self._stack[-count:]
+        self.passed_on(self.taken(count))
         self._refuse_growing(self._stack[-1])
 
     def passed_on(self, values: list[Any]) -> list[Any]:
@@ -254,19 +245,17 @@ class _Tracer(ByteWindow):
         if {type(module), type(name)} <= {str, Held}:
             self.alarm(f"a global is named in more than {LONGEST_NAME} bytes")
         else:
-            self.alarm(
-                "the name of a global is computed while the pickle runs, so it is unknown",
-                by_chance=True,
-            )
+            what = "the name of a global is computed while the pickle runs, so it is unknown"
+            self.alarm(what, by_chance=True)
         return _OTHER
 
     def alarm(self, reason: str, *, by_chance: bool = False) -> None:
         if len(self.trace.alarms) < _MOST_ALARMS:
             self.trace.alarms.append(Alarm(reason, self._at, by_chance))
 
-    def global_of_lines(self) -> None:
+    def name_of_lines(self) -> Any:
         module = self.short(self.line("utf-8"))
-        self.push(self.name(module, self.short(self.line("utf-8"))))
+        return self.name(module, self.short(self.line("utf-8")))
 
     def global_of_stack(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
@@ -277,8 +266,7 @@ class _Tracer(ByteWindow):
         self.push(self.called(func, args if type(args) is tuple else (_OTHER,)))
 
     def instance(self) -> None:
-        module = self.short(self.line("utf-8"))
-        func = self.name(module, self.short(self.line("utf-8")))
+        func = self.name_of_lines()
         self.push(self.called(func, tuple(self.passed_on(self.to_mark()))))
 
     def object(self) -> None:
@@ -288,9 +276,9 @@ class _Tracer(ByteWindow):
     def new_object(self, count: int) -> None:
         """NEWOBJ, or NEWOBJ_EX (3), with keywords that are not known here."""
         func, args = self._stack[-count], self._stack[-count + 1]
-        self.replace(
-            count, self.called(func, args if type(args) is tuple and count == 2 else (_OTHER,))
-        )
+        is_known = type(args) is tuple and count == 2
+        self.taken(count)
+        self.push(self.called(func, args if is_known else (_OTHER,)))
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a call gives: bytes if it gives them, a global if its name is known, or `Made`."""
@@ -306,20 +294,15 @@ class _Tracer(ByteWindow):
     def _watched(self, func: NamedGlobal, path: str, args: tuple[Any, ...]) -> Any:
         """What a function gives whose arguments matter."""
         first = args[0] if args else b""
-        if (
-            path == ENCODE
-            and type(first) in (str, Held)
-            and args[1:] in (("latin1",), ("latin-1",))
-        ):
+        is_text = type(first) in (str, Held)
+        if path == ENCODE and is_text and args[1:] in (("latin1",), ("latin-1",)):
             return self.encoded(first)
         is_bytes = type(first) is bytes or (type(first) is Held and first.form == "bytes")
         if path in BYTES_CLASSES and len(args) < 2 and is_bytes:
             return first
         if path in NESTED_LOADERS and type(first) not in (bytes, str, Held):
-            self.alarm(
-                f"{path} is given bytes that are computed while the pickle runs, so they are "
-                "unknown"
-            )
+            what = "is given bytes that are computed while the pickle runs, so they are unknown"
+            self.alarm(f"{path} {what}")
         if func in ATTRIBUTES:
             return self._attribute(func, args)
         if path in CHANGERS and not rebuilds(first):
@@ -379,17 +362,12 @@ class _Tracer(ByteWindow):
         (pid,) = self.passed_on(self._stack[-1:])
         kind = pid[0] if type(pid) is tuple and pid else None
         is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is NamedGlobal
-        if is_class:
-            self._stack[-1] = pid[1]
-        else:
-            self._stack[-1] = _OTHER if kind == "storage" else _STRANGE
+        other = _OTHER if kind == "storage" else _STRANGE
+        self._stack[-1] = pid[1] if is_class else other
 
     def extension(self, code: int) -> None:
-        what = (
-            f"a global is named by its number, {code}, in a registry of the process, so it is "
-            "unknown"
-        )
-        self.alarm(what, by_chance=True)
+        what = f"a global is named by its number, {code}, in a registry of the process"
+        self.alarm(f"{what}, so it is unknown", by_chance=True)
         self.push(_OTHER)
 
     def other(self, *_: Any) -> None:
@@ -432,10 +410,10 @@ _ACTS: dict[int, Callable[..., Any]] = {
     ord("a"): lambda tracer: tracer.drop(1),
     ord("s"): lambda tracer: tracer.drop(2),
     ord("b"): _Tracer.build,
-    ord("c"): _Tracer.global_of_lines,
+    ord("c"): lambda tracer: tracer.push(tracer.name_of_lines()),
     ord("i"): _Tracer.instance,
     ord("o"): _Tracer.object,
-    ord("t"): _Tracer.mark_tuple,
+    ord("t"): lambda tracer: tracer.push(tuple(tracer.passed_on(tracer.to_mark()))),
     0x85: lambda tracer: tracer.tuple_of(1),
     0x86: lambda tracer: tracer.tuple_of(2),
     0x87: lambda tracer: tracer.tuple_of(3),

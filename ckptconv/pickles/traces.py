@@ -81,21 +81,17 @@ NESTED_LOADERS = frozenset(("torch.storage._load_from_bytes",))
 """Functions of checkpoints that load a stream within the stream."""
 ATTRIBUTES = frozenset(NamedGlobal(module, "getattr") for module in ("builtins", "__builtin__"))
 """What protocols up to 3 name methods by: a call with a global and a text is another name."""
-CHANGERS = frozenset(
-    f"{module}.{name}"
-    for module in ("torch._tensor", "torch.tensor")
-    for name in ("_rebuild_from_type", "_rebuild_from_type_v2")
-)
+
+
+def _named(modules: str, names: str) -> frozenset[str]:
+    return frozenset(f"{module}.{name}" for module in modules.split() for name in names.split())
+
+
+CHANGERS = _named("torch._tensor torch.tensor", "_rebuild_from_type _rebuild_from_type_v2")
 """Functions of checkpoints that call their first argument and set attributes of what it gives."""
-CALLERS = CHANGERS | frozenset(
-    f"{module}.{name}"
-    for module in ("copyreg", "copy_reg")
-    for name in ("_reconstructor", "__newobj__", "__newobj_ex__")
-)
+CALLERS = CHANGERS | _named("copyreg copy_reg", "_reconstructor __newobj__ __newobj_ex__")
 """Functions of checkpoints whose first argument is called, or is the class of what they make."""
-BYTES_CLASSES = frozenset(
-    f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytes", "bytearray")
-)
+BYTES_CLASSES = _named("builtins __builtin__", "bytes bytearray")
 ENCODE = "_codecs.encode"
 WATCHED = CALLERS | BYTES_CLASSES | NESTED_LOADERS | {ENCODE}
 """Functions of which it matters what they are given."""

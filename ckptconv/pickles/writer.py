@@ -7,7 +7,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptconv.pickles.nodes import ABSENT, ENCODE, Call, Dict, Global, Node
 from ckptconv.support.errors import RefusedObject
@@ -20,13 +20,19 @@ class _Raw(bytes):
     """Opcode bytes among the nodes still to be written."""
 
 
-class _Put:
+class _Put(NamedTuple):
     """The place in the work where a node has been written and gets its memo index."""
 
-    __slots__ = ("node",)
+    node: Node
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+
+class _Alias(NamedTuple):
+    """A replacement: the node that stands for another, so that both are fetched from the same memo
+    entry.
+    """
+
+    node: Node
+    made: Node
 
 
 def write_pickle(root: Node, leaf: Leaf, overlay: Mapping[int, Node] | None = None) -> bytes:
@@ -123,14 +129,14 @@ class PickleWriter:
         made = self._leaf(node, self)
         if type(made) is bytes:
             index = self._memo[id(node)] = self.count
-            self.count = index + 1
+            self.count = index + 1  # `put`, without a call for each of very many
             self._out += made + (_PUTS[index] if index < 256 else b"r" + _UINT32(index))
             return None
+        return self._write_instead(node, made)
+
+    def _write_instead(self, node: Node, made: Node) -> Iterator[Node]:
         self._kept.append(made)
         return iter((made, _Alias(node, made)))
-
-    def _write_raw(self, node: _Raw) -> None:
-        self._out += node
 
     def _write_put(self, node: _Put) -> None:
         self._open.discard(id(node.node))
@@ -139,9 +145,6 @@ class PickleWriter:
 
     def _write_alias(self, node: _Alias) -> None:
         self._memo[id(node.node)] = self._memo[id(node.made)]
-
-    def _write_global(self, node: Global) -> None:
-        self._out += self.named(node.module, node.name)
 
     def _write_dict(self, node: Dict) -> Iterator[Node]:
         self._out += b"}"
@@ -164,27 +167,10 @@ class PickleWriter:
         self._enter(node)
         return _call_work(node)
 
-    def _write_bytes(self, node: bytes) -> Iterator[Node]:
-        made = Call(ENCODE, (node.decode("latin1"), "latin1"))
-        self._kept.append(made)
-        return iter((made, _Alias(node, made)))
-
     def _enter(self, node: Node) -> None:
         if id(node) in self._open:
             raise RefusedObject("a tuple or object that contains itself cannot be written")
         self._open.add(id(node))
-
-
-class _Alias:
-    """A replacement: the node that stands for another, so that both are fetched from the same memo
-    entry.
-    """
-
-    __slots__ = ("made", "node")
-
-    def __init__(self, node: Node, made: Node) -> None:
-        self.node = node
-        self.made = made
 
 
 _UINT32 = struct.Struct("<I").pack
@@ -205,11 +191,9 @@ def integer(value: int) -> bytes:
         return b"J" + value.to_bytes(4, "little", signed=True)
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if len(raw) > 255:
-        raise RefusedObject(
-            f"an integer of {value.bit_length()} bits is longer than "
-            "torch.load(weights_only=True) reads",
-            hint="--only PATH takes one part",
-        )
+        longer = "is longer than torch.load(weights_only=True) reads"
+        what = f"an integer of {value.bit_length()} bits {longer}"
+        raise RefusedObject(what, hint="--only PATH takes one part")
     return b"\x8a%c" % len(raw) + raw
 
 
@@ -268,15 +252,17 @@ def _batches_of_pairs(pairs: Sequence[tuple[Node, Node]]) -> Iterator[Node]:
 
 
 _WORK: dict[type, Callable[[PickleWriter, Any], Iterator[Node] | None]] = {
-    _Raw: PickleWriter._write_raw,
+    _Raw: lambda writer, node: writer._out.extend(node),
     _Put: PickleWriter._write_put,
     _Alias: PickleWriter._write_alias,
-    Global: PickleWriter._write_global,
+    Global: lambda writer, node: writer._out.extend(writer.named(node.module, node.name)),
     Dict: PickleWriter._write_dict,
     list: PickleWriter._write_list,
     tuple: PickleWriter._write_tuple,
     Call: PickleWriter._write_call,
-    bytes: PickleWriter._write_bytes,
+    bytes: lambda writer, node: writer._write_instead(
+        node, Call(ENCODE, (node.decode("latin1"), "latin1"))
+    ),
 }
 """How each kind of node is written; every other one is a leaf."""
 _NOT_LEAVES = frozenset((*_SCALARS, str, *_WORK))

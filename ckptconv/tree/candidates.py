@@ -23,17 +23,7 @@ from ckptconv.tree.labels import (
     names_training_state,
     words,
 )
-from ckptconv.tree.walk import (
-    CONTAINERS,
-    PLAIN,
-    Place,
-    chain_of,
-    is_tensor,
-    labels_of,
-    place_text,
-    tensor_of,
-    walk,
-)
+from ckptconv.tree.walk import CONTAINERS, PLAIN, Place, chain_of, place_text, tensor_of, walk
 
 Pairs = Sequence[tuple[Node, Node]]
 Tensors = Sequence[tuple[Node, Node]]
@@ -96,11 +86,6 @@ class Holder(NamedTuple):
     place: Place
     node: Node
     tensors: Tensors
-
-    @property
-    def labels(self) -> list[Node]:
-        """Theirs."""
-        return [label for label, _ in self.tensors]
 
 
 class Survey(NamedTuple):
@@ -214,7 +199,7 @@ class _Look:
     def finish(self) -> None:
         """Take note of which training states hold tensors, when all other nodes were seen."""
         for place, node in self._states:
-            if any(is_tensor(inner) for _, inner in walk(node)):
+            if any(_stands_for_tensor(inner) for _, inner in walk(node)):
                 self._fill((place, None, node))
 
     def found(self) -> list[Candidate]:
@@ -254,14 +239,12 @@ class _Look:
             is_module=is_module,
             weak=weak,
         )
-        return replace(made, weak=False) if weak and self._has_parts(made) else made
-
-    def _has_parts(self, item: Candidate) -> bool:
-        """Whether tensors belong to a candidate that stand deeper, in packed values."""
-        return any(
-            holder.node is not item.node and item.holds(holder.place, holder.node)
-            for holder in self.holders
-        )
+        if not weak:
+            return made
+        # tensors may belong to it that stand deeper, in packed values
+        deeper = (holder for holder in self.holders if holder.node is not node)
+        is_weak = not any(made.holds(holder.place, holder.node) for holder in deeper)
+        return replace(made, weak=is_weak)
 
     def _wanted(self, place: Place, node: Node, tensors: Tensors) -> Tensors:
         """Those of the tensors of a container that somebody may want."""
@@ -321,7 +304,8 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
     """
     if not is_of_no_module(key):
         return True
-    numbered = any(type(label) is str and names_number(label) for label in labels_of(place))
+    labels = (label for _, label, _ in chain_of(place))
+    numbered = any(type(label) is str and names_number(label) for label in labels)
     return _stands_for_tensor(value) and _is_wanted(key, value, numbered=numbered)
 
 
@@ -344,10 +328,9 @@ def _tensors_in(pairs: Pairs) -> Tensors:
 
 
 def _stands_for_tensor(value: Node) -> bool:
-    return type(value) is TensorRef or (
-        type(value) not in PLAIN
-        and (type(value) is TensorObject or is_tensor_call(value) or is_array(value))
-    )
+    if type(value) is Call:
+        return is_tensor_call(value) or is_array(value)
+    return type(value) is TensorRef or type(value) is TensorObject
 
 
 def _is_own(key: Node, value: Node) -> bool:

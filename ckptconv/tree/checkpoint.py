@@ -124,13 +124,8 @@ class Checkpoint:
         return self
 
     def __repr__(self) -> str:
-        return short_repr(
-            "Checkpoint",
-            self.path.name,
-            self.format,
-            size_text(self.nbytes),
-            count_text(len(self.sources), "file"),
-        )
+        size, files = size_text(self.nbytes), count_text(len(self.sources), "file")
+        return short_repr("Checkpoint", self.path.name, self.format, size, files)
 
     def _repr_html_(self) -> str:
         facts = [("format", self.format), ("size", size_text(self.nbytes)), *self.metadata.items()]

@@ -134,10 +134,8 @@ def _framework_notes(
     is_average = names_average(taken) or averages_weights(root)
     what = "the averaged weights" if is_average else "the model"
     if others:
-        yield (
-            f"{printable(taken)} is taken, where {producer.name} has {what}, not "
-            f"{listed_parts(others)} (--only PATH takes another)"
-        )
+        instead = f"not {listed_parts(others)} (--only PATH takes another)"
+        yield f"{printable(taken)} is taken, where {producer.name} has {what}, {instead}"
     elif is_average:
         yield f"{printable(taken)} holds {what}, as {producer.name} saves them"
 
@@ -158,11 +156,9 @@ def _refuse_loss(
         return
     others = [item for item in surveyed.candidates if item is not chosen]
     names = [joined(part.path, item.path) for item in (chosen, *others)]
-    count = sum(len(holder.labels) for holder in left)
-    what = (
-        f"taking its state dict at {part_text(names[0])} would leave out "
-        f"{count_text(count, 'other tensor')}: {_examples(left, part.path)}"
-    )
+    count = sum(len(holder.tensors) for holder in left)
+    lost_tensors = f"{count_text(count, 'other tensor')}: {_examples(left, part.path)}"
+    what = f"taking its state dict at {part_text(names[0])} would leave out {lost_tensors}"
     raise AmbiguousStateDict(what, path=path, hint=choice_of_parts(_with_nested(names, part)))
 
 
@@ -175,6 +171,6 @@ def _examples(left: Sequence[Holder], base: str) -> str:
     places = [
         place_text((holder.place, label, holder.node))
         for holder in left
-        for label in holder.labels[:_LISTED]
+        for label, _ in holder.tensors[:_LISTED]
     ]
     return first_few([f"{base}.{name}" if base else name for name in places], 3)

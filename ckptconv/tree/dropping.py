@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, printable
@@ -49,10 +49,8 @@ class Drop:
             stand_ins = {id(holder): _without(holder, gone) for holder, gone, _ in found.values()}
             for holder, gone, shared in found.values():
                 values = [(mapping_pairs(holder) or ())[at][1] for at, _ in gone]
-                notes += [
-                    _note(path, value, shared)
-                    for (_, path), value in zip(gone, values, strict=True)
-                ]
+                for (_, path), value in zip(gone, values, strict=True):
+                    notes.append(_note(path, value, shared))
                 dropped += values
             root = substituted(root, containers(root), stand_ins)
         if idle := [glob for glob in self.globs if glob not in met]:
@@ -81,9 +79,11 @@ class Drop:
             gone = []
             for at, (key, _) in enumerate(pairs):
                 path = base + label_text(key)
-                if glob := next((glob for glob in self.globs if _matches(path, glob)), None):
-                    met.add(glob)
-                    gone.append((at, path))
+                for glob in self.globs:
+                    if fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*"):
+                        met.add(glob)
+                        gone.append((at, path))
+                        break
             if gone:
                 around = (id(node), *(id(step[2]) for step in chain_of(place)))
                 found[id(node)] = node, gone, any(places[one] > 1 for one in around)
@@ -100,10 +100,6 @@ class Drop:
                 raise KeyConflict(what, where=f"{base}.{at}", hint=hint)
 
 
-def _matches(path: str, glob: str) -> bool:
-    return fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*")
-
-
 def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:
     """A dict of the same class without some of its items."""
     numbers = {at for at, _ in gone}
@@ -111,9 +107,7 @@ def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:
     if type(node) is Dict:
         return Dict(pairs)
     made = Call(node.func, node.args, new=node.new)
-    made.pairs = pairs
-    if node.state is not ABSENT:
-        made.state = node.state
+    made.pairs, made.state = pairs, node.state
     return made
 
 

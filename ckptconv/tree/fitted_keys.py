@@ -67,11 +67,8 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
     Unexpected keys are left out where the target says so; names of tied tensors that are absent are
     filled. Raises `KeyMismatch`, with the whole `Fit`, when the target is not met exactly.
     """
-    shapes = {
-        new: _shape(value)
-        for new, value in zip(keys.new, found.values, strict=True)
-        if new is not None
-    }
+    pairs = zip(keys.new, found.values, strict=True)
+    shapes = {new: _shape(value) for new, value in pairs if new is not None}
     fit = fit_keys(shapes, target.shapes, target.ties)
     if not (fit.fits or (fit.covers and fit.renames and target.drop_unexpected)):
         raise refusal(fit, target.name, len(target.shapes))
@@ -86,47 +83,42 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
 
 def module_paths(renames: Mapping[str, str]) -> Callable[[str], str]:
     """The new path of a module: as the keys in it went; without keys, as the module around it."""
-    modules = cache(lambda: _Modules(renames))  # made when it is first asked
-    return lambda path: modules().renamed(path)
+    followed = cache(lambda: _followed(renames))  # made when it is first asked
+    return lambda path: followed()(path)
 
 
-class _Modules:
-    """The modules that keys are in, as a tree of their names, each with where the first of its keys
-    went.
+def _followed(renames: Mapping[str, str]) -> Callable[[str], str]:
+    """What gives a module its new path: as the first of the keys in it went.
 
-    A module is a number, found by that of the module around it and its own name: a path may be of a
-    million names, and is never put together.
+    The modules are a tree of their names. A module is a number, found by that of the module around
+    it and its own name: a path may be of a million names, and is never put together.
     """
+    numbers: dict[tuple[int, str], int] = {}
+    # a key's new name, and how much of it is the module's path
+    known: dict[int, tuple[str, int]] = {}
+    for old, new in renames.items():
+        names, way = old.split("."), [0]
+        for name in names:
+            way.append(numbers.setdefault((way[-1], name), len(numbers) + 1))
+        for count, length in _modules(names, new):
+            known.setdefault(way[count], (new, length))
 
-    def __init__(self, renames: Mapping[str, str]) -> None:
-        self._numbers: dict[tuple[int, str], int] = {}
-        # a key's new name, and how much of it is the module's path
-        self._new: dict[int, tuple[str, int]] = {}
-        numbers, known = self._numbers, self._new
-        for old, new in renames.items():
-            names = old.split(".")
-            at, way = 0, [0]
-            for name in names:
-                at = numbers.setdefault((at, name), len(numbers) + 1)
-                way.append(at)
-            for count, length in _modules(names, new):
-                if way[count] not in known:
-                    known[way[count]] = (new, length)
-
-    def renamed(self, path: str) -> str:
-        """The new path of a module: the innermost known one around it, and what is inside that."""
+    def renamed(path: str) -> str:
+        """The innermost known module around it, and what is inside that."""
         names = path.split(".") if path else []
         number = 0
-        known, inside = (None if names else self._new.get(0)), 0
+        found, inside = (None if names else known.get(0)), 0
         for count, name in enumerate(names, 1):
-            if (number := self._numbers.get((number, name), -1)) < 0:
+            if (number := numbers.get((number, name), -1)) < 0:
                 break
-            if number in self._new:
-                known, inside = self._new[number], count
-        if known is None:
+            if number in known:
+                found, inside = known[number], count
+        if found is None:
             return path
-        new, length = known
+        new, length = found
         return ".".join([*filter(None, [new[:length]]), *names[inside:]])
+
+    return renamed
 
 
 def _modules(before: list[str], new: str) -> Iterator[tuple[int, int]]:

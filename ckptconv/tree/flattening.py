@@ -54,17 +54,15 @@ def flatten(
     for key, value in zip(keys, values, strict=True):
         if key is None:
             continue
-        if (
-            type(value) is TensorRef
-            and value.dtype.safetensors is not None
-            and key not in tensors
-            and key not in recipes
-        ):
+        is_new = key not in tensors and key not in recipes
+        if type(value) is TensorRef and value.dtype.safetensors is not None and is_new:
             tensors[key] = value  # nearly all are of this kind
             continue
         made = flat(key, known.get(id(value), value), encode=encode)
         holds_more = (made is None or type(value) is TensorObject) and holds_tensors(value)
-        if holds_more and (is_tensor_call(value) or not _is_extra_state(key)):
+        # what `get_extra_state` gives: recipes and histories, for training
+        is_extra = key.rpartition(".")[2] == "_extra_state"
+        if holds_more and (is_tensor_call(value) or not is_extra):
             raise _refused_value(key, value, output)
         if made is None:
             more = ", an extra state that holds tensors" if holds_more else ""
@@ -98,10 +96,8 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
     """Tell of the tensors that are encoded."""
     if flattened.recipes:
         names = first_few_in_short([*flattened.recipes], 3)
-        yield (
-            "stored in parts, because safetensors does not have such tensors; ckptconv restores "
-            f"them: {names}"
-        )
+        why = "because safetensors does not have such tensors"
+        yield f"stored in parts, {why}; ckptconv restores them: {names}"
 
 
 def refuse_split(flattened: Flattened) -> None:
@@ -122,13 +118,6 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
 
 _TORCH = "write a torch file (--to torch)"
 _OR_OUT = f"{_TORCH}, or leave it out (--exclude)"
-
-
-def _is_extra_state(key: str) -> bool:
-    """Whether a value is what a module keeps beside its weights (`get_extra_state`): recipes and
-    histories, for training.
-    """
-    return key.rpartition(".")[2] == "_extra_state"
 
 
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:

@@ -13,41 +13,40 @@ from functools import lru_cache
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+").findall
 _LONGEST = 300  # characters of a label that is a name; a longer one names nothing
 
-_STATE_WORDS = """
+
+def _set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_STATES = _set("""
     optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs
-"""
-_GENERATOR_WORDS = "generator generators random rng seed cpu cuda gpu mps xpu torch"
-_TRAILING_WORDS = """
+""")
+_GENERATORS = _set("generator generators random rng seed cpu cuda gpu mps xpu torch")
+_TRAILING = _set("""
     state states dict dicts all list cpu cuda gpu mps xpu npu hpu xla torch numpy np python
-"""
-_NUMBER_WORDS = """
+""")
+_NUMBERS = _set("""
     loss losses nll elbo acc accuracy best metric metrics fitness score scores reward rewards err
     error errors mse rmse mae wer cer bleu dice iou miou map ap f1 auc prec precision recall top
     psnr ssim fid lpips perplexity ppl val epoch epochs step steps iter iters iteration iterations
     update updates n_averaged count decay lr time elapsed seed token tokens ntokens samples progress
     history hist grad amp
-"""
-_WHOLE_NAMES = """
+""")
+_OF_RANKS = _set("loader loaders dataloader dataloaders sampler samplers")
+_STATE = _set("state states")
+_SCALERS = _set("scaler scalers")
+_OF_MODULES = _set("weight bias running")
+
+WHOLE = _set("""
     state_dict model_state_dict model model_state net network module weights params params_ema ema
     ema_state_dict model_ema ema_model state_dict_ema
-"""
-_NETWORK_NAMES = """
-    generator discriminator netG netD G D encoder decoder backbone head teacher student actor critic
-    policy
-"""
-_STATES = frozenset(_STATE_WORDS.split())
-_OF_RANKS = frozenset(("loader", "loaders", "dataloader", "dataloaders", "sampler", "samplers"))
-_TRAILING = frozenset(_TRAILING_WORDS.split())
-_GENERATORS = frozenset(_GENERATOR_WORDS.split())
-_NUMBERS = frozenset(_NUMBER_WORDS.split())
-_STATE = frozenset(("state", "states"))
-_SCALERS = frozenset(("scaler", "scalers"))
-_OF_MODULES = frozenset(("weight", "bias", "running"))
-
-WHOLE = frozenset(_WHOLE_NAMES.split())
+""")
 """Labels under which training scripts keep the state dict of a whole model."""
 
-USUAL = WHOLE.union(_NETWORK_NAMES.split())
+USUAL = WHOLE | _set("""
+    generator discriminator netG netD G D encoder decoder backbone head teacher student actor critic
+    policy
+""")
 """Labels under which training scripts keep a state dict."""
 
 
@@ -108,10 +107,9 @@ def names_average(label: str) -> bool:
     return "ema" in words(label)
 
 
-_BOUND_WORDS = """
+_BOUNDS = _set("""
     mask masks masked causal alibi min max minimum maximum bound bounds limit limits
-"""
-_BOUNDS = frozenset(_BOUND_WORDS.split())
+""")
 
 
 def may_be_infinite(key: str) -> bool:

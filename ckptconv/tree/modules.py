@@ -50,7 +50,7 @@ def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None)
     parts: list[Node] = []
     for place, node in walk(checkpoint.root, stand_ins):
         if type(node) is Call and is_module(node):
-            made = state_dict_of(node, _parts)
+            made = state_dict_of(node, lambda one: Parts(saved_tensors(one), child_modules(one)))
             if made.pairs:
                 stand_ins[id(node)] = made
                 classes.append(node.name)
@@ -86,7 +86,3 @@ def _notes(names: Sequence[str], strays: Sequence[Stray]) -> Iterator[str]:
     if paths := [stray.path or "the root" for stray in strays if stray.is_refused]:
         listed = first_few_in_short(paths, _LISTED)
         yield f"its state dict may lack tensors outside parameters and buffers: {listed}"
-
-
-def _parts(module: Call) -> Parts:
-    return Parts(saved_tensors(module), child_modules(module))

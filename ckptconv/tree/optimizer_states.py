@@ -24,10 +24,8 @@ from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import PLAIN, Place, labels_of, place_text, tensor_of, walk
 
-_SHAPED = frozenset((
-    "exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum", "prev",
-    "ax",
-))  # fmt: skip
+_IN_SHAPE = "exp_avg exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum prev ax"
+_SHAPED = frozenset(_IN_SHAPE.split())
 """What torch's optimizers keep in the shape of the parameter (torch/optim/*.py)."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _FLAT = ("state.", "param_groups.")
@@ -127,11 +125,9 @@ def _listed(node: Node) -> list[Node]:
 
 def _shape(state: Node) -> Shape | None:
     """The shape of the parameter that a state belongs to, where it tells."""
-    shapes = {
-        ref.shape
-        for key, value in mapping_pairs(state) or ()
-        if type(key) is str and key in _SHAPED and (ref := tensor_of(value)) is not None
-    }
+    pairs = [pair for pair in mapping_pairs(state) or () if type(pair[0]) is str]
+    refs = [tensor_of(value) for key, value in pairs if key in _SHAPED]
+    shapes = {ref.shape for ref in refs if ref is not None}
     return shapes.pop() if len(shapes) == 1 else None
 
 
@@ -163,11 +159,8 @@ class _Fate:
 
     def parameters(self, *, left: bool) -> list[TensorRef]:
         """The tensors that may be parameters, those of one view once; only what is `left`."""
-        refs = [
-            ref
-            for key, ref in self.tensors.items()
-            if not key.endswith(_BUFFERS) and not (left and self.keys[key] is None)
-        ]
+        there = [key for key in self.tensors if not (left and self.keys[key] is None)]
+        refs = [self.tensors[key] for key in there if not key.endswith(_BUFFERS)]
         return list({view_identity(ref): ref for ref in refs}.values())
 
 

@@ -43,9 +43,9 @@ def _has(names: str) -> Callable[[Labels], bool]:
 
 
 def _is_ultralytics(labels: Labels) -> bool:
-    return {"model", "ema", "updates", "train_args"} <= labels.keys() or any(
-        type(value) is Call and value.name.startswith("ultralytics.") for value in labels.values()
-    )
+    classes = [value.name for value in labels.values() if type(value) is Call]
+    is_theirs = any(name.startswith("ultralytics.") for name in classes)
+    return is_theirs or _names("model ema updates train_args") <= labels.keys()
 
 
 def _is_mm(labels: Labels) -> bool:

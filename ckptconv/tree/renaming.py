@@ -47,7 +47,8 @@ class RenameKeys:
         for item, done in zip(found, renamed, strict=True):
             kept = done.kept(item.keys)
             refuse_codes_apart(item, kept)
-            names |= {item.prefix + key: _under(item.prefix, kept.get(key)) for key in item.keys}
+            names |= dict.fromkeys(item.prefix + key for key in item.keys)
+            names |= {item.prefix + key: item.prefix + new for key, new in kept.items()}
         return replace(
             checkpoint,
             root=substituted(checkpoint.root, containers(checkpoint.root), overlay),
@@ -66,10 +67,6 @@ def refuse_codes_apart(item: StateDict, names: Mapping[str, str | None]) -> None
     before = {item.prefix + key: ref for key, ref in tensors.items()}
     named = ((names.get(key), ref) for key, ref in tensors.items())
     refuse_apart(before, {item.prefix + new: ref for new, ref in named if new is not None})
-
-
-def _under(prefix: str, key: str | None) -> str | None:
-    return None if key is None else prefix + key
 
 
 def rename_state_dicts(
@@ -136,13 +133,8 @@ def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -
     Where wrappers are all that the rules are about, fitting finds them itself.
     """
     try:
-        keys = map_keys(
-            item.keys,
-            KEEP if fit_to and rules == STRIP else rules,
-            item.path,
-            item.telling_keys,
-            item.keys_beside,
-        )
+        given = KEEP if fit_to and rules == STRIP else rules
+        keys = map_keys(item.keys, given, item.path, item.telling_keys, item.keys_beside)
         return fitted(item, keys, fit_to) if fit_to else keys
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
@@ -188,9 +180,8 @@ def renamed_keys(
     `modules`: what became of its module paths, where that is recorded.
     """
     recorded = modules or _recorded(item, keys)
-    pairs = [
-        (old, None if new in unheld else new) for old, new in zip(keys.old, keys.new, strict=True)
-    ]
+    held = [None if new in unheld else new for new in keys.new]
+    pairs = list(zip(keys.old, held, strict=True))
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
     left_out = tuple([old for old, new in pairs if new is None])
     filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])

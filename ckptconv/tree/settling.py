@@ -136,13 +136,10 @@ def refuse_keys(node: Node, place: Place) -> None:
         what = "a dict or set has keys that are not plain values"
         raise RefusedObject(what, where=where_text(place), hint=_HANG)
     if len(odd) > (most := in_force().large_int_keys):
+        what = f"a dict or set has {len(odd)} keys that are ints beyond 61 bits"
+        where, needed = where_text(place), len(odd)
         raise LimitExceeded(
-            f"a dict or set has {len(odd)} keys that are ints beyond 61 bits",
-            limit="large_int_keys",
-            allowed=most,
-            needed=len(odd),
-            where=where_text(place),
-            advice=_HANG,
+            what, limit="large_int_keys", allowed=most, needed=needed, where=where, advice=_HANG
         )
 
 

@@ -31,16 +31,7 @@ from ckptconv.tree.candidates import (
 )
 from ckptconv.tree.labels import WHOLE, names_average, names_training_state
 from ckptconv.tree.producers import averages_weights, is_bare
-from ckptconv.tree.walk import (
-    PLAIN,
-    Place,
-    chain_of,
-    is_tensor,
-    label_text,
-    labels_of,
-    place_text,
-    tensor_of,
-)
+from ckptconv.tree.walk import PLAIN, Place, chain_of, is_tensor, label_text, place_text, tensor_of
 
 _LISTED = 8
 _IN_TABLE = 20  # keys in a notebook
@@ -231,10 +222,8 @@ def bare_tensors(node: Node) -> StateDict | None:
     if type(node) not in (list, tuple) or not node:
         return None
     if all(map(is_tensor, node)):
-        note = (
-            f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict: their "
-            "keys are their numbers"
-        )
+        what = f"it holds a {type(node).__name__} of {len(node)} tensors and no state dict"
+        note = f"{what}: their keys are their numbers"
         return _of_pairs("", [(str(index), item) for index, item in enumerate(node)], note)
     listed = [tuple(item) for item in node if type(item) in (list, tuple) and len(item) == 2]
     pairs = [(name, value) for name, value in listed if type(name) is str and is_tensor(value)]
@@ -320,13 +309,14 @@ def _average(root: Node, file: PurePath) -> tuple[str, Node] | None:
     """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
     if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
-    averages = [(len(labels_of(place)), place_text(place), node) for place, node in _averages(root)]
-    nearest = [item for item in averages if item[0] == min(depth for depth, _, _ in averages)]
+    averages = [(len([*chain_of(place)]), place, node) for place, node in _averages(root)]
+    least = min((depth for depth, _, _ in averages), default=0)
+    nearest = [(place_text(place), node) for depth, place, node in averages if depth == least]
     if len(nearest) > 1:
-        names = [name for _, name, _ in nearest]
+        names = [name for name, _ in nearest]
         what = f"holds {len(nearest)} averages: {first_few(names, _LISTED)}"
         raise AmbiguousStateDict(what, path=file, hint=choice_of_parts(names))
-    return nearest[0][1:] if nearest else None
+    return nearest[0] if nearest else None
 
 
 def _averages(root: Node) -> list[tuple[Place, Node]]:

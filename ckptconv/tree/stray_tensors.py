@@ -94,18 +94,14 @@ def _registered(root: Call) -> Iterator[_Registered]:
     work = [("", root, True)]
     while work:
         path, module, above = work.pop()
-        is_ordinary = above and _is_ordinary(module)
+        is_known = module.name in _PLAIN_ATTRIBUTES
+        is_known |= _ORDINARY(module.name) is not None and not _QUANTIZED(module.name)
+        is_ordinary = above and is_known
         yield _Registered(path, module, is_ordinary, saved_by_class(module))
         for name, child in reversed(child_modules(module)):
             if id(child) not in seen:
                 seen.add(id(child))
                 work.append((f"{path}.{name}".strip("."), child, is_ordinary))
-
-
-def _is_ordinary(module: Call) -> bool:
-    return module.name in _PLAIN_ATTRIBUTES or (
-        _ORDINARY(module.name) is not None and not _QUANTIZED(module.name)
-    )
 
 
 def _saving_code(item: _Registered, made: Call) -> Iterator[Stray]:
@@ -224,11 +220,8 @@ def _judged(item: _Registered, name: str) -> tuple[str, bool]:
         return f"an attribute that {cls} does not save", False
     if item.is_ordinary and name in _PLAIN_ATTRIBUTES.get(cls, {name}):
         return "an attribute of a module, which its state dict does not hold", False
-    return (
-        f"a tensor outside the parameters and buffers of {cls}, and only its code knows whether "
-        "it is saved",
-        True,
-    )
+    what = f"a tensor outside the parameters and buffers of {cls}"
+    return f"{what}, and only its code knows whether it is saved", True
 
 
 # ------------------------------------------------------------------------ refused, or left out

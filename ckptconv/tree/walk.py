@@ -157,12 +157,11 @@ def walk(
 def holds_only_tensors(node: Node) -> bool:
     """Whether a node is a dict of plain tensors under texts, with nothing else about it."""
     pairs = mapping_pairs(node)
-    return (
-        bool(pairs)
-        and (type(node) is Dict or node.state is ABSENT)
-        and {type(value) for _, value in pairs or ()} == {TensorRef}
-        and {type(key) for key, _ in pairs or ()} == {str}
-    )
+    if not pairs or (type(node) is Call and node.state is not ABSENT):
+        return False
+    if {type(value) for _, value in pairs} != {TensorRef}:
+        return False
+    return {type(key) for key, _ in pairs} == {str}
 
 
 CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))
