@@ -114,7 +114,8 @@ def put_set(made: Path, files: ShardNames, path: Path, *, force: bool, fsync: bo
     with output_errors(path), folder_held(path), held_back():
         earlier = files.earlier()
         replaced = [name for name in files.companions if os.path.lexists(home / name)]
-        if not force and (there := [*earlier, *replaced]):
+        there = [*earlier, *replaced]
+        if there and not force:
             raise _exists_by_now(home / there[0])
         left = made
         with _taken_back(path, home / (files.index or path.name)) as placed:
@@ -149,7 +150,8 @@ def _taken_back(path: Path, last: Path) -> Iterator[list[Path]]:
     try:
         yield placed
     except BaseException as error:
-        if (now := _identity(last)) is not None and now != before:
+        now = _identity(last)
+        if now is not None and now != before:
             raise
         left = [item for item in reversed(placed) if not _is_removed(item)]
         if left:

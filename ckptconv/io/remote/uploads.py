@@ -62,6 +62,12 @@ def key_of_hidden(key: str) -> str | None:
     return f"{folder}{slash}{stem[1:]}" if is_ours else None
 
 
+def is_left(key: str, prefix: str) -> bool:
+    """Whether a hidden key was to become one that begins with `prefix`."""
+    meant = key_of_hidden(key)
+    return meant is not None and (meant.startswith(prefix) or key.startswith(prefix))
+
+
 class Cancelled(StoreError):
     """Nobody wants the object any more."""
 
