@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
@@ -111,11 +112,9 @@ def _refuse_lost(plan: ConversionPlan) -> None:
 
 def refuse_unwritten(file: PlannedFile, written: Location) -> None:
     """Refuse a written torch file whose pickle, counted, does not name all that was planned."""
-    source, named = written.open(), NamedStorages()
-    try:
+    named = NamedStorages()
+    with closing(written.open()) as source:
         _count(source, named)
-    finally:
-        source.close()
     records = {
         f"{torch_output.ROOT}/{item.name}"
         for item in file.layout.items

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import PurePath, PurePosixPath
 
@@ -23,12 +23,11 @@ from ckptconv.io.source import CHUNK, Source
 from ckptconv.io.stream import OutputStream
 from ckptconv.support.errors import (
     CheckpointError,
-    LimitExceeded,
     MalformedCheckpoint,
     VerificationFailed,
 )
 from ckptconv.support.json_text import read_object
-from ckptconv.support.limits import in_force
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.dtypes import DType
 
 NAMES = frozenset({
@@ -170,20 +169,10 @@ _UNNAMED = "not a name of a model's companion files"
 
 
 def _companion(name: str, place: Location) -> Companion:
-    source = place.open()
-    try:
-        most = in_force().companion_bytes
-        if source.size > most:
-            raise LimitExceeded(
-                f"has {source.size} bytes, too many for a file beside a model",
-                limit="companion_bytes",
-                allowed=most,
-                needed=source.size,
-                path=place.path,
-            )
+    with closing(place.open()) as source:
+        what = f"has {source.size} bytes, too many for a file beside a model"
+        refuse_beyond("companion_bytes", source.size, what, path=place.path)
         return Companion(place, name, source.size, source.fingerprint())
-    finally:
-        source.close()
 
 
 def copy_companion(
@@ -193,8 +182,7 @@ def copy_companion(
 
     Raises `MalformedCheckpoint` where it is not the file any more that was planned.
     """
-    source = item.place.open()
-    try:
+    with closing(item.place.open()) as source:
         if source.fingerprint() != item.stamp:
             raise MalformedCheckpoint(
                 "was changed while the checkpoint was read", path=source.path,
@@ -208,8 +196,6 @@ def copy_companion(
         if verify:
             _compare(item, draft.place)
         source.check_unchanged()
-    finally:
-        source.close()
 
 
 def write_companion(item: Companion, source: Source, stream: OutputStream) -> None:
@@ -221,17 +207,13 @@ def write_companion(item: Companion, source: Source, stream: OutputStream) -> No
 
 
 def _compare(item: Companion, made: Location) -> None:
-    theirs, ours = item.place.open(), made.open()
-    try:
+    with closing(item.place.open()) as theirs, closing(made.open()) as ours:
         is_same = ours.size == item.nbytes and all(
             (theirs.read(at, count) if item.raw is None else item.raw[at : at + count])
             == ours.read(at, count)
             for at in range(0, ours.size, CHUNK)
             if (count := min(CHUNK, ours.size - at))
         )
-    finally:
-        theirs.close()
-        ours.close()
     if not is_same:
         raise VerificationFailed("its copy differs from it", path=item.place.path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -308,11 +309,8 @@ def _write(
 
 
 def _begins_with(path: Path, head: bytes) -> bool:
-    source = place_of(path).open()
-    try:
+    with closing(place_of(path).open()) as source:
         return source.size >= len(head) and source.read(0, len(head)) == head
-    finally:
-        source.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +407,7 @@ def _check_header(made: Path, header: Mapping[str, Any], path: Path) -> None:
 def _compare(source: Source, start: int, made: Path, made_start: int, path: Path) -> None:
     """Hold the data that were written against those of the source."""
     size = source.size - start
-    written = place_of(made).open()
-    try:
+    with closing(place_of(made).open()) as written:
         if written.size != made_start + size:
             raise VerificationFailed(f"has {size_text(written.size)}", path=path)
         pairs = zip(
@@ -423,5 +420,3 @@ def _compare(source: Source, start: int, made: Path, made_start: int, path: Path
                     path=path,
                     hint="the disk or the memory fails; the file is as it was",
                 )
-    finally:
-        written.close()

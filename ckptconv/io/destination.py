@@ -154,11 +154,12 @@ def refuse_dangling(path: Path) -> None:
     does not help.
     """
     for link in (path, *path.parents):
-        if (
-            link.is_symlink()
-            and not (meant := link.resolve() if link != path else link.resolve().parent).exists()
-        ):
-            own = "is a link" if link == path else f"its folder is the link {printable(link)}"
+        if not link.is_symlink():
+            continue
+        meant, own = link.resolve(), f"its folder is the link {printable(link)}"
+        if link == path:
+            meant, own = meant.parent, "is a link"
+        if not meant.exists():
             what = f"{own} to {printable(link.readlink())}, and {printable(meant)} does not exist"
             raise OutputRefused(what, path=path, hint="correct the link, or name a file to write")
 

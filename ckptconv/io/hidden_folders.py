@@ -34,7 +34,8 @@ def staging_folder(target: Path, path: Path) -> Iterator[Path]:
 
     `OSError`s of the block are raised as `OutputRefused` of `path`, which is how the user calls it.
     """
-    if (kept := _KEPT.get()) is not None and not kept.is_used:
+    kept = _KEPT.get()
+    if kept is not None and not kept.is_used:
         with output_errors(path), kept.folder_in(target.parent) as folder:
             yield folder
         return

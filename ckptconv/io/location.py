@@ -14,8 +14,8 @@ from typing import Literal
 
 from ckptconv.io.files import FilePool
 from ckptconv.io.source import Fingerprint, Range, Source
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.support.platforms import is_plain_path as is_plain_path
 
 Needs = Callable[[bytes, int], Sequence[Range]]
@@ -179,12 +179,9 @@ def read_small(location: Location, limit: str) -> bytes:
     `limit` is the name of the limit of its size, and `LimitExceeded` is raised when it is
     larger.
     """
-    most = getattr(in_force(), limit)
     with closing(location.open()) as source:
-        if (size := source.size) > most:
-            what = f"has {size} bytes"
-            raise LimitExceeded(what, limit=limit, allowed=most, needed=size, path=location.path)
-        return source.read(0, size)
+        refuse_beyond(limit, source.size, f"has {source.size} bytes", path=location.path)
+        return source.read(0, source.size)
 
 
 def read_start(location: Location, limit: str) -> bytes:

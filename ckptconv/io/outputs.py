@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptconv.io.destination import (
     Destination,
@@ -90,6 +90,9 @@ class LocalDraft(Draft):
             self._made.unlink(missing_ok=True)
 
 
+S = TypeVar("S", bound="_Staged")
+
+
 class _Staged(Destination):
     """An output that is made in a hidden folder; `size` is what all its files will have, `replaces`
     are the sources whose place it may take.
@@ -112,7 +115,7 @@ class _Staged(Destination):
         self._made: Path | None = None
         self._leaving = ExitStack()
 
-    def __enter__(self) -> _Staged:
+    def __enter__(self: S) -> S:
         with self._leaving:
             refuse_inputs(self._taken(), self._replaces)
             self._made = self._prepared(self._leaving)
@@ -243,10 +246,6 @@ class SetOutput(_Staged):
 
 class FolderOutput(_Staged):
     """A folder of files, which takes the place of a DCP folder only."""
-
-    def __enter__(self) -> FolderOutput:
-        super().__enter__()
-        return self
 
     def folder(self) -> Path:
         """The folder that will be put in place, empty at first, for others to write into."""

@@ -114,7 +114,8 @@ def put_set(made: Path, files: ShardNames, path: Path, *, force: bool, fsync: bo
     with output_errors(path), folder_held(path), held_back():
         earlier = files.earlier()
         replaced = [name for name in files.companions if os.path.lexists(home / name)]
-        if not force and (there := [*earlier, *replaced]):
+        there = [*earlier, *replaced]
+        if there and not force:
             raise _exists_by_now(home / there[0])
         left = made
         with _taken_back(path, home / (files.index or path.name)) as placed:
@@ -149,7 +150,8 @@ def _taken_back(path: Path, last: Path) -> Iterator[list[Path]]:
     try:
         yield placed
     except BaseException as error:
-        if (now := _identity(last)) is not None and now != before:
+        now = _identity(last)
+        if now is not None and now != before:
             raise
         left = [item for item in reversed(placed) if not _is_removed(item)]
         if left:
@@ -341,19 +343,11 @@ def _put_over(
         _take_over(made / name, index.stat())
     # who may read the shards by their own names may do so meanwhile
     shutil.copymode(path.parent, made)
-    platforms.rename(made, passing)
-    try:
+    with _renamed(made, passing, path, "the folder {} is left behind; remove it"):
         if fsync:
             fsync_folder(passing)
             fsync_folder(path.parent)
         platforms.replace(passing / _PASSING_INDEX, index)
-    except BaseException as error:
-        try:
-            platforms.rename(passing, made)
-        except OSError:
-            left = f"the folder {printable(passing.name)} is left behind; remove it"
-            raise _not_undone(error, path, left) from error
-        raise
     try:
         _rename_behind_index(passing, files.shards, index, fsync=fsync)
     except OSError as error:
@@ -415,17 +409,25 @@ def _swap(made: Path, target: Path) -> Path | None:
     if platforms.exchange(made, target):
         return None
     aside = hidden_name(target, OLD)
-    platforms.rename(target, aside)
-    try:
+    with _renamed(target, aside, target, "the earlier folder is {} now; rename it"):
         platforms.rename(made, target)
-    except OSError as error:
-        try:
-            platforms.rename(aside, target)
-        except OSError:
-            left = f"the earlier folder is {printable(aside.name)} now; rename it"
-            raise _not_undone(error, target, left) from error
-        raise
     return aside
+
+
+@contextlib.contextmanager
+def _renamed(one: Path, other: Path, path: Path, left: str) -> Iterator[None]:
+    """A folder has another name, and its own again where the block fails; `left` is what to do
+    where it cannot have it.
+    """
+    platforms.rename(one, other)
+    try:
+        yield
+    except BaseException as error:
+        try:
+            platforms.rename(other, one)
+        except OSError:
+            raise _not_undone(error, path, left.format(printable(other.name))) from error
+        raise
 
 
 # --------------------------------------------------------------------------------------------- disk

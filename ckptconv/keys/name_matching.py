@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from ckptconv.keys.fits import SAME_KEYS, WRAPPERS, Shapes
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.keys.rules import without_segments
-from ckptconv.support.errors import KeyConflict, LimitExceeded
-from ckptconv.support.limits import in_force
+from ckptconv.support.errors import KeyConflict
+from ckptconv.support.limits import refuse_beyond
 
 Names = Mapping[str, str]  # a key without its wrappers or its prefix → the key
 Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may be meant for it
@@ -90,9 +90,8 @@ def _endings(names: Collection[str]) -> Mapping[str, list[str]]:
 def refuse_endless(names: Collection[str]) -> None:
     """Raise `LimitExceeded` if the suffixes of all names take more memory than any model's."""
     length = sum(len(name) * name.count(".") for name in names) // 2
-    if length > (most := in_force().names):
-        what = f"its keys are too long to be fitted: their suffixes have {length} characters"
-        raise LimitExceeded(what, limit="names", allowed=most, needed=length)
+    what = f"its keys are too long to be fitted: their suffixes have {length} characters"
+    refuse_beyond("names", length, what)
 
 
 def by_suffix(sources: Names, targets: Names) -> Graph:

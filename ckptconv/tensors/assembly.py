@@ -10,11 +10,10 @@ from math import prod
 
 from ckptconv.support.errors import (
     CheckpointError,
-    LimitExceeded,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
 )
-from ckptconv.support.limits import in_force
+from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, contiguous_stride
 
@@ -89,9 +88,7 @@ def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
     axes = [
         axis for axis in range(len(shape)) if any(size[axis] != shape[axis] for _, size in filled)
     ]
-    if (count := len(axes)) > (most := in_force().sharded_dimensions):
-        what = f"is split along {count} dimensions"
-        raise LimitExceeded(what, limit="sharded_dimensions", allowed=most, needed=count)
+    refuse_beyond("sharded_dimensions", len(axes), f"is split along {len(axes)} dimensions")
     corners: dict[Shape, int] = {}
     whole = [] if 0 in shape else [((0,) * len(shape), shape, -1)]
     for start, size, weight in [*((start, size, 1) for start, size in filled), *whole]:

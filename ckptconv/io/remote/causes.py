@@ -355,7 +355,8 @@ def wait_of(headers: Headers, status: int) -> float | None:
     (55.0, 7.0)
     """
     limit = headers.get("RateLimit", "")
-    if status == 429 and (reset := _RESET(limit)):
+    reset = _RESET(limit)
+    if status == 429 and reset:
         left = _LEFT(limit)
         if left is None or not int(left[1]):
             return float(reset[1])

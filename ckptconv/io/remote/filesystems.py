@@ -23,7 +23,7 @@ from ckptconv.io.remote.store import (
     StoreError,
     Unfinished,
 )
-from ckptconv.io.remote.uploads import HidingStore, key_of_hidden
+from ckptconv.io.remote.uploads import HidingStore, is_left
 from ckptconv.support.addresses import shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
@@ -177,7 +177,7 @@ class FileSystemStore(HidingStore):
         return [
             Unfinished(key, "", _begun(about), about.get("size"))
             for key, about in sorted(keys.items())
-            if (meant := key_of_hidden(key)) is not None and meant.startswith(prefix)
+            if is_left(key, prefix)
         ]
 
 

@@ -30,7 +30,7 @@ from ckptconv.io.remote.uploads import (
     IN_FLIGHT,
     Cancelled,
     HidingStore,
-    key_of_hidden,
+    is_left,
 )
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 
@@ -99,7 +99,8 @@ class ObjectStoreOf(HidingStore):
         except Exception as error:  # whose text may hold what is secret
             what = f"cannot be opened with these settings ({type(error).__name__})"
         hint = "see: ckptconv help remote (credentials)"
-        if self.service == "gs" and (file := os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")):
+        file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        if self.service == "gs" and file:
             what = f"cannot be opened with the credentials in {printable(file)}"
             hint = "check that file, which GOOGLE_APPLICATION_CREDENTIALS names"
         raise UnsupportedCheckpoint(what, path=self.root, hint=hint)
@@ -258,7 +259,7 @@ class ObjectStoreOf(HidingStore):
         folder = prefix.rpartition("/")[0]
         with self.asking():
             pages = list(self._obstore.list(self._store, folder or None))
-        found = [meta for page in pages for meta in page if _is_left(meta["path"], prefix)]
+        found = [meta for page in pages for meta in page if is_left(meta["path"], prefix)]
         return [
             Unfinished(meta["path"], "", meta["last_modified"].isoformat(), meta["size"])
             for meta in found
@@ -279,12 +280,6 @@ class ObjectStoreOf(HidingStore):
 
 
 COPYING = 3600.0  # seconds for which a copy may go on
-
-
-def _is_left(key: str, prefix: str) -> bool:
-    """Whether a hidden key was to become one that begins with `prefix`."""
-    meant = key_of_hidden(key)
-    return meant is not None and (meant.startswith(prefix) or key.startswith(prefix))
 
 
 def _may_be_empty(error: BaseException) -> bool:

@@ -8,7 +8,6 @@ and moved by the store.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -183,11 +182,7 @@ class RemoteDraft(Draft):
                 hidden = self._hidden
                 asked(lambda: self._store.move(hidden, self.target.key, create=create))
                 self._is_staged = False
-                if self._store.keeps_moved:
-                    try:
-                        asked(lambda: self._store.remove(hidden))
-                    except StoreError:
-                        self.is_still_hidden = True
+                self.is_still_hidden = self._store.keeps_moved and not self._is_unhidden()
             elif self._upload is not None:
                 self._upload.finish(create=create)
                 self.is_still_hidden = self._upload.is_left
@@ -199,11 +194,12 @@ class RemoteDraft(Draft):
         with held_back():
             if upload is not None:
                 upload.abort()
-            if self._is_staged and self._hidden is not None:
+            if self._is_staged:
                 self._is_staged = False
-                with contextlib.suppress(StoreError):
-                    hidden = self._hidden
-                    asked(lambda: self._store.remove(hidden))
+                self._is_unhidden()
+
+    def _is_unhidden(self) -> bool:
+        return _is_removed(RemotePlace(self.target.site, self._hidden or ""))
 
 
 class RemoteOutput(Destination):

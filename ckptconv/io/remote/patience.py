@@ -55,10 +55,9 @@ def patiently(request: Callable[[], T], seconds: float) -> T:
         delay = min(2 * delay, LONGEST)
 
 
-def asked(request: Callable[[], T], seconds: float | None = None) -> T:
-    """The same, by a thread that does not hold up Ctrl-C."""
-    most = in_force().remote_seconds if seconds is None else seconds
-    return fetched(partial(patiently, request, most)).result()
+def asked(request: Callable[[], T]) -> T:
+    """The same, by a thread that does not hold up Ctrl-C, for as long as the limits allow."""
+    return fetched(partial(patiently, request, in_force().remote_seconds)).result()
 
 
 class Budget:

@@ -105,7 +105,8 @@ class Site:
     def _is_known_absent(self, key: str) -> bool:
         """Whether a listing of the folder around it lacks an object."""
         folder, name = split(key)
-        if (around := self._heads.get(folder.removesuffix("/"))) and around.part.seen.size:
+        around = self._heads.get(folder.removesuffix("/"))
+        if around is not None and around.part.seen.size:
             return True  # what lies around it is a file
         listing = self._listings.get(folder)
         return listing is not None and name not in listing.files

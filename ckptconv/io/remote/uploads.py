@@ -62,6 +62,12 @@ def key_of_hidden(key: str) -> str | None:
     return f"{folder}{slash}{stem[1:]}" if is_ours else None
 
 
+def is_left(key: str, prefix: str) -> bool:
+    """Whether a hidden key was to become one that begins with `prefix`."""
+    meant = key_of_hidden(key)
+    return meant is not None and (meant.startswith(prefix) or key.startswith(prefix))
+
+
 class Cancelled(StoreError):
     """Nobody wants the object any more."""
 
@@ -253,15 +259,15 @@ class HiddenUpload(PartsUpload):
     """What a `HidingStore` makes of an object; the parts are written in order."""
 
     def __init__(self, store: HidingStore, key: str, size: int) -> None:
-        super().__init__(size)
-        self._store, self._key = store, key
+        super().__init__(0)  # the file cuts what it is given into parts, however large they are
+        self._store, self._key, self._part_sent = store, key, part_size(size)
         self._hidden = key if key_of_hidden(key) else hidden_key(key)
         self._in_flight, self._is_held = 1, store.puts_small
         self._writer: Any = None
 
     def _begin(self) -> None:
         with self._store.asking():
-            self._writer = self._store.opened(self._hidden, self._mark, self._part)
+            self._writer = self._store.opened(self._hidden, self._mark, self._part_sent)
 
     def _send(self, number: int, data: bytearray) -> None:
         with self._once():

@@ -13,11 +13,12 @@ from ckptconv import load_portable
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
 from ckptconv.io.places import place_of
+from ckptconv.io.remote import uploads
 from ckptconv.io.remote.filesystems import FileSystemStore
 from ckptconv.io.remote.place import RemotePlace, remote_place
 from ckptconv.io.remote.store import StoreError
 from ckptconv.io.source import Source
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.support.errors import CheckpointError, OutputRefused, UnsupportedCheckpoint
 from helpers.conformance import (
     BYTES,
     DestinationConformance,
@@ -28,7 +29,9 @@ from helpers.paths import SAMPLES
 from helpers.program import run
 
 fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("fsspec.implementations.memory")
 _numbers = itertools.count()
+MIB = 1 << 20
 
 
 def files() -> dict[str, bytes]:
@@ -200,6 +203,31 @@ def test_names_that_look_like_patterns_are_names():
             draft.commit()
         output.commit()
     assert files()["/patterns/a[1]*.pt"] == b"abc"
+
+
+def test_what_is_half_written_is_not_written_again(monkeypatch):
+    monkeypatch.setattr(uploads, "PART", MIB)
+    memory_file = fsspec.implementations.memory.MemoryFile
+    written, write = [], memory_file.write
+
+    def breaking(file, data):
+        written.append(len(data))
+        if len(written) == 2:
+            write(file, data[:500])
+            raise OSError("the connection is lost")
+        return write(file, data)
+
+    monkeypatch.setattr(memory_file, "write", breaking)
+    place = remote_place("memory://half/a.pt")
+    with (
+        pytest.raises(OutputRefused, match="cannot be written"),
+        file_output(place, force=False, fsync=True, size=3 * MIB) as output,
+        output.draft(place.name, 3 * MIB) as draft,
+    ):
+        draft.stream.write(bytes(3 * MIB))
+        draft.commit()
+    assert written == [MIB, MIB]
+    assert [path for path in files() if path.startswith("/half/")] == []
 
 
 def test_what_a_killed_process_left_is_found_and_removed():

@@ -14,7 +14,7 @@ import pytest
 
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
-from ckptconv.io.remote import causes, objects, patience, uploads
+from ckptconv.io.remote import causes, patience, uploads
 from ckptconv.io.remote.causes import Forbidden, meant, told_by_obstore
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
 from ckptconv.io.remote.output import remote_output
@@ -508,4 +508,4 @@ def test_addresses(monkeypatch):
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     store, key = s3_store("s3a://bucket/a b.pt")
     assert store.locate(key) == "s3a://bucket/a b.pt" and key == "a b.pt"
-    assert key_of_hidden(key) is None and objects._is_left("x/.y.01234567.ckptconv-part", "x/y")
+    assert key_of_hidden(key) is None and uploads.is_left("x/.y.01234567.ckptconv-part", "x/y")
