@@ -26,6 +26,7 @@ from ckptconv.convert import flat_planner as flat_plans
 from ckptconv.formats import safetensors, torch_output
 from ckptconv.io.source import MemorySource
 from ckptconv.pickles.census import held_stream, take_census
+from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import PickleReader
 from ckptconv.support.errors import VerificationFailed
@@ -203,8 +204,7 @@ def test_a_tensor_of_a_safetensors_file_that_is_lost_fails_verify(tmp_path, monk
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.pt", verify=True).named == 2
     )
     (tmp_path / "out.pt").unlink()
-    sound = safetensors.ordered_dict
-    monkeypatch.setattr(safetensors, "ordered_dict", lambda pairs: sound(pairs[:1]))
+    monkeypatch.setattr(safetensors, "ordered_dict", lambda pairs: ordered_dict(pairs[:1]))
     with pytest.raises(VerificationFailed, match="b: is named"):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.pt", verify=True)
 
