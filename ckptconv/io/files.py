@@ -62,8 +62,8 @@ class FileSource(Source):
     def read_into(self, offset: int, view: memoryview) -> None:
         if offset < 0:  # preadv(2) takes -1 for the place that the descriptor has
             raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
-        fd = self._descriptor()
         while view:
+            fd = self._descriptor()  # each time: meanwhile another thread may close it
             with self._read_errors():
                 count = platforms.read_into_at(fd, view, offset)
             if not count:
@@ -91,8 +91,9 @@ class FileSource(Source):
 
     def foresee(self, ranges: Sequence[Range]) -> None:
         """Have the disk work on all of them, not on one after the other."""
-        if len(ranges) > 1 and self._fd >= 0:  # it only asks, so also of what is closed
-            platforms.will_need(self._descriptor(), ranges)
+        if len(ranges) > 1:
+            with contextlib.suppress(CheckpointError):  # it only asks; reading says what is wrong
+                platforms.will_need(self._descriptor(), ranges)
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         """Bytes without what follows them."""

@@ -132,8 +132,9 @@ def put_set(made: Path, files: ShardNames, path: Path, *, force: bool, fsync: bo
         finally:
             if left != made:
                 remove_hidden(left)
+        own = {*files.files}
         for name in earlier:
-            if name not in files.files:
+            if name not in own:
                 with _after_it(
                     path, name, "removed", "remove it: a program may take it for the checkpoint"
                 ):
@@ -302,6 +303,7 @@ def _put_new(
         fsync_folder(path.parent)
     assert files.index is not None
     put(made / files.index, path.with_name(files.index))
+    placed.clear()  # they belong to it now, whatever is not known of the disk
     if fsync:
         _confirm(path.parent, path)
 

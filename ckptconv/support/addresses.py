@@ -98,9 +98,9 @@ def how_to_get(address: str) -> str:
         return f"get it first: curl -LO {quote(address)}"
     owner, _, more = rest.removeprefix("models/").partition("/")
     name, _, file = more.partition("/")
-    name, at, revision = name.partition("@")
+    name, _, revision = name.partition("@")
     wanted = [quote(word) for word in (f"{owner}/{name}", file) if word]
-    if at:
+    if revision:
         wanted += ["--revision", quote(revision)]
     return (
         f"get it first: huggingface-cli download {' '.join(wanted)} (newer: hf download), "

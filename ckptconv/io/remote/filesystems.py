@@ -151,18 +151,25 @@ class FileSystemStore(HidingStore):
         self.remove(key)
 
     def move(self, old: str, new: str, *, create: bool) -> None:
-        source, target = self.path(old), self.path(new)
-        with self.asking() as system:
-            is_there = system.exists(target)
-            if create and is_there:
-                raise StoreError("exists", "exists")
-            try:
-                _rename(system, source, target)
-            except (OSError, NotImplementedError) as error:  # it may be one that does not replace
-                if not is_there or isinstance(error, (ConnectionError, TimeoutError)):
-                    raise
-                system.rm_file(target)
-                _rename(system, source, target)
+        try:
+            with self.asking() as system:
+                self._move(system, self.path(old), self.path(new), create=create)
+        except StoreError as error:
+            # where the answer was lost, another try would take the new file for the old one
+            error.tries = 1
+            raise
+
+    def _move(self, system: Any, source: str, target: str, *, create: bool) -> None:
+        is_there = system.exists(target)
+        if create and is_there:
+            raise StoreError("exists", "exists")
+        try:
+            _rename(system, source, target)
+        except (OSError, NotImplementedError) as error:  # it may be one that does not replace
+            if not is_there or isinstance(error, (ConnectionError, TimeoutError)):
+                raise
+            system.rm_file(target)
+            _rename(system, source, target)
 
     def remove(self, key: str) -> None:
         with self.asking() as system, contextlib.suppress(FileNotFoundError):

@@ -258,8 +258,8 @@ class ObjectStoreOf(HidingStore):
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:
         folder = prefix.rpartition("/")[0]
         with self.asking():
-            pages = list(self._obstore.list(self._store, folder or None))
-        found = [meta for page in pages for meta in page if is_left(meta["path"], prefix)]
+            pages = self._obstore.list(self._store, folder or None)
+            found = [meta for page in pages for meta in page if is_left(meta["path"], prefix)]
         return [
             Unfinished(meta["path"], "", meta["last_modified"].isoformat(), meta["size"])
             for meta in found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from operator import add, attrgetter, sub
+from operator import attrgetter, sub
 
 from ckptconv.support.text import count_text, size_text
 
@@ -46,9 +46,15 @@ def traffic() -> Traffic:
     return _counted
 
 
-def count(**more: int) -> None:
-    """Add to what is counted, by the names of `Traffic`; any thread may."""
+def count(
+    *, requests: int = 0, retries: int = 0, bytes_read: int = 0, bytes_written: int = 0
+) -> None:
+    """Add to what is counted; any thread may."""
     global _counted
-    added = _COUNTS(Traffic(**more))
     with _LOCK:
-        _counted = Traffic(*map(add, _COUNTS(_counted), added))
+        _counted = Traffic(
+            _counted.requests + requests,
+            _counted.retries + retries,
+            _counted.bytes_read + bytes_read,
+            _counted.bytes_written + bytes_written,
+        )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ckptconv.io.remote.patience import Budget, fetched, patiently
 from ckptconv.io.remote.store import Store, StoreError, Unfinished, Upload
 from ckptconv.io.remote.traffic import count
+from ckptconv.io.source import CHUNK
 from ckptconv.support.limits import in_force
 
 T = TypeVar("T")
@@ -263,6 +264,9 @@ class HiddenUpload(PartsUpload):
         self._store, self._key, self._part_sent = store, key, part_size(size)
         self._hidden = key if key_of_hidden(key) else hidden_key(key)
         self._in_flight, self._is_held = 1, store.puts_small
+        self._dropping = threading.Lock()
+        if not store.puts_small:  # what is being written when it is stopped is waited for
+            self._part = CHUNK
         self._writer: Any = None
 
     def _begin(self) -> None:
@@ -303,5 +307,6 @@ class HiddenUpload(PartsUpload):
         self._store.put(self._key, data, mark=self._mark, create=create)
 
     def _drop(self) -> None:
-        writer, self._writer = self._writer, None
-        self._store.drop(self._hidden, writer)
+        with self._dropping:  # who comes second waits for what the first one closes
+            writer, self._writer = self._writer, None
+            self._store.drop(self._hidden, writer)

@@ -230,6 +230,31 @@ def test_what_is_half_written_is_not_written_again(monkeypatch):
     assert [path for path in files() if path.startswith("/half/")] == []
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("read_back", [False, True])
+def test_a_new_name_whose_answer_is_lost_is_not_given_again(is_there, read_back, monkeypatch):
+    """Another try would take the new file for the old one, and remove it."""
+    if is_there:
+        put("/lost/a.pt", b"old")
+    memory = fsspec.implementations.memory.MemoryFileSystem
+
+    def lost(self, source, target):
+        self.store[target] = self.store.pop(source)
+        raise ConnectionError("the answer is lost")
+
+    monkeypatch.setattr(memory, "mv", lost)
+    place = remote_place("memory://lost/a.pt")
+    with (
+        pytest.raises(OutputRefused, match="cannot be written"),
+        file_output(place, force=True, fsync=True, size=3, read_back=read_back) as output,
+    ):
+        with output.draft(place.name, 3) as draft:
+            draft.stream.write(b"new")
+            draft.commit()
+        output.commit()
+    assert files()["/lost/a.pt"] == b"new"
+
+
 def test_what_a_killed_process_left_is_found_and_removed():
     put("/left/.a.pt.0badcafe.ckptconv-part", b"half")
     put("/left/in/.b.pt.0badcafe.ckptconv-part", b"half")
