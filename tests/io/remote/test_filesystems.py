@@ -238,11 +238,16 @@ def test_a_new_name_whose_answer_is_lost_is_not_given_again(is_there, read_back,
         put("/lost/a.pt", b"old")
     memory = fsspec.implementations.memory.MemoryFileSystem
 
-    def lost(self, source, target):
-        self.store[target] = self.store.pop(source)
-        raise ConnectionError("the answer is lost")
+    lost = [ConnectionError("the answer is lost")]
 
-    monkeypatch.setattr(memory, "mv", lost)
+    def moved(self, source, target):
+        if source not in self.store:
+            raise FileNotFoundError(source)
+        self.store[target] = self.store.pop(source)
+        if lost:
+            raise lost.pop()
+
+    monkeypatch.setattr(memory, "mv", moved)
     place = remote_place("memory://lost/a.pt")
     with (
         pytest.raises(OutputRefused, match="cannot be written"),
