@@ -184,8 +184,9 @@ class _Symbolic:
         torch = self._torch
         buffer = getattr(torch.nn, "Buffer", torch.Tensor)
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, buffer)
-        has_values = not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
-        if not plain or not has_values or tensor.layout != torch.strided:
+        # of a class that is not known nothing is asked: its code would answer
+        is_odd = not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+        if is_odd or tensor.layout != torch.strided:
             kind = f"({tensor.layout}, {tensor.dtype}, {tensor.device})"
             self._refuse(tensor, place, f"{kind} has no plain values here")
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]

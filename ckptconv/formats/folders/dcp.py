@@ -221,38 +221,32 @@ def _item(metadata: Metadata, key: str, start: Shape | None) -> Item | None:
 
 class _Nested:
     """The nested state dict, put together from paths: a text label is a key of a dict, an int the
-    index in a list. `_holders` are these by their own paths, `_values` the paths of what is put.
+    index in a list. `_holders` are these, `_values` all else, by what they are in and their label.
     """
 
     def __init__(self) -> None:
         self.root = Dict()
-        self._holders: dict[dcp_metadata.Path, Node] = {(): self.root}
-        self._values: set[dcp_metadata.Path] = set()
+        self._holders: dict[tuple[int, str | int], Node] = {}
+        self._values: set[tuple[int, str | int]] = set()
         self._gaps = 0
 
     def put(self, path: dcp_metadata.Path, value: Node) -> None:
         """Hang `value` at `path`; `MalformedCheckpoint` if something else is in the way."""
-        holder = self._holders.get(path[:-1])
-        if holder is None:
-            holder = self._made_around(path)
-        if path in self._values or path in self._holders:
-            raise MalformedCheckpoint("two keys have one place in the state dict")
-        self._hang(holder, path[-1], value)
-        self._values.add(path)
-
-    def _made_around(self, path: dcp_metadata.Path) -> Node:
-        """What holds the last label of `path`, made with all around it that is not there yet."""
         holder: Node = self.root
-        for end in range(1, len(path)):
-            around, label = path[:end], path[end - 1]
-            if around in self._values:
+        for label, following in pairwise(path):
+            place = id(holder), label
+            if place in self._values:
                 what = f"goes through '{printable(label)}', which is a value of another kind"
                 raise MalformedCheckpoint(f"its path {what}")
-            if around not in self._holders:
-                self._holders[around] = [] if type(path[end]) is int else Dict()
-                self._hang(holder, label, self._holders[around])
-            holder = self._holders[around]
-        return holder
+            if (inner := self._holders.get(place)) is None:
+                inner = self._holders[place] = [] if type(following) is int else Dict()
+                self._hang(holder, label, inner)
+            holder = inner
+        place = id(holder), path[-1]
+        if place in self._values or place in self._holders:
+            raise MalformedCheckpoint("two keys have one place in the state dict")
+        self._hang(holder, path[-1], value)
+        self._values.add(place)
 
     def _hang(self, holder: Node, label: str | int, value: Node) -> None:
         if (type(holder) is list) is not (type(label) is int):

@@ -354,12 +354,12 @@ class ForetoldSource(WrappedSource):
         return source, at + offset - told.place
 
     def _values(self, told: _Foretold) -> tuple[Source, int]:
-        if told.place not in self._found:
+        if (found := self._found.get(told.place)) is None:
             found = self._found[told.place] = self._items.values_of(told)
             if found[0].is_in_memory():
                 self._found.pop(self._gathered, None)
                 self._gathered = told.place
-        return self._found[told.place]
+        return found
 
     def close(self) -> None:
         self._items.close()

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import sys
+import tracemalloc
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -379,6 +380,26 @@ def scalars(folder: Path, count: int, length: int = 700) -> Path:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     torch.save(torch.zeros(1), folder / "__0_0.distcp")
     return folder
+
+
+def test_deep_paths_cost_what_they_are_long(tmp_path):
+    """A folder may nest each key a thousand levels deep, at a kilobyte of its index."""
+    folder = tmp_path / "deep"
+    dcp.save({f"k{at}": torch.ones(1) for at in range(30)}, checkpoint_id=folder, no_dist=True)
+
+    def deep(metadata: Metadata) -> None:
+        for key in metadata.state_dict_metadata:
+            metadata.planner_data[key] = (key, *["a"] * 900)
+
+    changed(folder, deep)
+    tracemalloc.start()
+    try:
+        with open_checkpoint(folder) as checkpoint:
+            assert sum(1 for _ in checkpoint.tensors()) == 30
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 << 20, "each level is kept once, not once for all above it"
 
 
 def test_the_size_that_is_told_is_that_of_the_folder(tmp_path):
