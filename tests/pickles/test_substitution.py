@@ -78,9 +78,9 @@ def test_tuples_within_tuples_take_one_step_each(order):
     for _ in range(20_000):
         chain.append((chain[-1],))
     root = chain[::order]
-    begin = time.perf_counter()
+    begin = time.process_time()
     root = replaced(root, old, "new")
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     node = root[0] if order < 0 else root[-1]
     for _ in range(20_000):
         (node,) = node
