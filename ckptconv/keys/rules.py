@@ -34,7 +34,7 @@ class Rule:
 
     @property
     def words(self) -> str:
-        texts = [getattr(self, name) for name in self.__slots__]
+        texts = [str(getattr(self, name)) for name in self.__slots__]
         return _option(self.option, self.between.join(texts))
 
     @property

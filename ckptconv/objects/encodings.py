@@ -155,7 +155,14 @@ _SPARSE = {
 
 def _quantized(args: tuple[Node, ...]) -> _Encoded:
     match args:
-        case (Storage(dtype=DType() as dtype) as storage, offset, shape, stride, params, *_):
+        case (
+            Storage(dtype=DType() as dtype) as storage,
+            offset,
+            shape,
+            stride,
+            tuple([Global(), *_]) as params,
+            *_,
+        ):
             if integer := _INTEGERS.get(dtype.name):
                 integers = view_of(storage, BY_NAME[integer], offset, shape, stride)
                 return _by_scheme(integers, dtype, params)
@@ -193,7 +200,14 @@ def packed_codes(
     if type(value) is not Call or value.name != f"{_UTILS}._rebuild_qtensor":
         return None
     match value.args:
-        case (Storage(dtype=DType() as dtype) as storage, 0, shape, stride, params, *_):
+        case (
+            Storage(dtype=DType() as dtype) as storage,
+            0,
+            shape,
+            stride,
+            tuple([Global(), *_]) as params,
+            *_,
+        ):
             sizes = plain_sizes(shape)
         case _:
             return None

@@ -155,6 +155,6 @@ def saved_by_class(module: Call) -> Saved | None:
 
 def _names_in(node: Node) -> set[str]:
     match node:
-        case Call(name="builtins.set", args=(list() | tuple() as given, *_)):
+        case Call(name="builtins.set", args=(given, *_)) if type(given) in (list, tuple):
             return {name for name in given if type(name) is str}
     return set()

@@ -260,10 +260,8 @@ def _element(dtype: Node) -> tuple[str, bool] | None:
     and the like.
     """
     match dtype:
-        case Call(name="numpy.dtype", args=(str() as code, *_), state=(_, ">", *_)):
-            return code, True
-        case Call(name="numpy.dtype", args=(str() as code, *_)):
-            return code, False
+        case Call(name="numpy.dtype", args=(str() as code, *_), state=state):
+            return code, type(state) is tuple and state[1:2] == (">",)
     return None
 
 

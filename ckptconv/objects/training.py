@@ -106,14 +106,14 @@ def _list(call: Call, state: Node) -> Node:
 def _buffer(call: Call, state: Node) -> Node:
     """`BytesIO` with the state (bytes, position, attributes)."""
     match state:
-        case (bytes() as content, _, None) if not call.args:
+        case (bytes() as content, _, None) if type(state) is tuple and not call.args:
             return content
     return call
 
 
 def _partial(call: Call, state: Node) -> Node:
     """`partial` as written, with the state (function, arguments, keyword arguments, attributes)."""
-    match state:
+    match state if type(state) is tuple else None:
         case (Global() as function, tuple() as args, Dict(pairs=pairs), None):
             given = [*(("", value) for value in args), *pairs]
         case _:

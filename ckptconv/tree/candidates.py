@@ -304,9 +304,11 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
     """
     if not is_of_no_module(key):
         return True
+    if not _stands_for_tensor(value):
+        return False
     labels = (label for _, label, _ in chain_of(place))
     numbered = any(type(label) is str and names_number(label) for label in labels)
-    return _stands_for_tensor(value) and _is_wanted(key, value, numbered=numbered)
+    return _is_wanted(key, value, numbered=numbered)
 
 
 def is_of_no_module(key: str) -> bool:

@@ -136,10 +136,10 @@ def _named_flat(place: Place, node: Node) -> OptimizerState | None:
     it.
     """
     pairs = mapping_pairs(node)
-    is_of_training = any(
-        type(label) is str and names_training_state(label) for label in labels_of(place)
-    )
-    if not pairs or not is_of_training:
+    if not pairs:  # nearly all nodes: their places are not looked at
+        return None
+    labels = labels_of(place)
+    if not any(type(label) is str and names_training_state(label) for label in labels):
         return None
     if not all(type(key) is str and key.startswith(_FLAT) for key, _ in pairs):
         return None

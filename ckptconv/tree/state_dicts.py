@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ckptconv.objects.encodings import holds_tensors
 from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
+from ckptconv.support.limits import in_force
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few, look_hint, part_text, quoted
 from ckptconv.tensors.refs import TensorRef
@@ -168,13 +169,17 @@ def nested_state_dict(part: FoundPart) -> StateDict | None:
     like, and where two keys would be equal.
     """
     found: list[tuple[str, Node]] = []
-    work: list[tuple[str, Node]] = [("", part.node)]
-    is_nested = False
+    work: list[tuple[str, Node, int]] = [("", part.node, 0)]
+    is_nested, count, most = False, 0, in_force()
     while work:
-        name, value = work.pop()
+        name, value, depth = work.pop()
         if is_tensor(value):
             found.append((name, value))
             continue
+        count += 1
+        # a dict may hold itself, or the same one twice at each level
+        if depth > most.depth or count > most.modules:
+            return None
         pairs = dict_pairs(value)
         is_plain = PLAIN.issuperset({type(key) for key, _ in pairs or ()})
         if pairs is None or not is_plain or is_training_state(value):
@@ -187,7 +192,7 @@ def nested_state_dict(part: FoundPart) -> StateDict | None:
         if part.own_only and value is part.node and any(is_tensor(inner) for _, inner in named):
             return None
         lead = f"{name}." if name else ""
-        work += [(lead + label, inner) for label, inner in reversed(named)]
+        work += [(lead + label, inner, depth + 1) for label, inner in reversed(named)]
     wanted = sum(len(holder.tensors) for holder in survey(part.node).holders) if is_nested else 0
     if not wanted or len({key for key, _ in found}) < len(found) or wanted < len(found):
         return None

@@ -5,6 +5,7 @@ bit.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,3 +364,19 @@ def test_bare_tensors_get_names_in_safetensors_and_stay_bare_in_torch(only, numb
     assert type(again) is type(bare) and all(
         map(torch.equal, again if number else [again], tensors)
     )
+
+
+def test_a_quantized_tensor_that_is_not_one_is_refused_by_its_key(tmp_path):
+    """Its parameters are looked at before its bytes: the error names the key, and a way out."""
+    tree = {"w": torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.quint8)}
+    torch.save(tree, tmp_path / "in.pt")
+    with zipfile.ZipFile(tmp_path / "in.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    name = next(name for name in records if name.endswith("data.pkl"))
+    assert records[name].count(b"ctorch\nper_tensor_affine\n") == 1
+    records[name] = records[name].replace(b"ctorch\nper_tensor_affine\n", b"X\1\0\0\0x")
+    with zipfile.ZipFile(tmp_path / "bad.pt", "w") as archive:
+        for record, content in records.items():
+            archive.writestr(record, content)
+    with pytest.raises(RefusedObject, match=r"bad\.pt: w: .*--exclude"):
+        convert_checkpoint(tmp_path / "bad.pt", tmp_path / "out.safetensors")

@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -26,6 +27,7 @@ from ckptconv import (
     convert_checkpoint,
     diagnose,
     diff_checkpoints,
+    limits,
     load_into,
     load_portable,
     merge,
@@ -822,3 +824,19 @@ def test_keys_beside_an_optimizer_without_groups_are_renamed(tmp_path):
     assert done.exit == 0
     made = torch.load(tmp_path / "x.pt", weights_only=True)
     assert list(made["model"]) == ["head.weight"] and made["opt"]["hypers"] == [{"lr": 0.1}]
+
+
+@pytest.mark.parametrize("way", ["a circle", "doubled at each level"])
+def test_dicts_within_dicts_end(way, tmp_path):
+    """To offer a choice, nested dicts are looked into: one that holds itself has no end."""
+    inner: dict[str, Any] = {"w": torch.ones(1)}
+    for _ in range(40 if way == "doubled at each level" else 0):
+        inner = {"a": inner, "b": inner}
+    if way == "a circle":
+        inner["again"] = inner
+    two = {name: {f"{name}.weight": torch.ones(2)} for name in ("one", "two")}
+    torch.save({**two, "config": inner}, tmp_path / "in.pt")
+    begin = time.process_time()
+    with limits(modules=10_000), pytest.raises(AmbiguousStateDict, match="one, two"):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors")
+    assert time.process_time() - begin < 20
