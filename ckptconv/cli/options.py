@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import Field, fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -152,7 +152,8 @@ def option(
         *names,
         metavar=metavar,
         help=told,
-        is_flag=metavar is None and kind is None,
+        # not False: click makes an option of that whose value may be left out
+        is_flag=True if metavar is None and kind is None else None,
         show_default="default" in settings,
         **settings,
     )
@@ -356,15 +357,15 @@ def refuse_missing(given: dict[str, Any]) -> None:
         raise click.UsageError(
             "IN and OUT are missing: name a checkpoint, and the file that it is to become"
         )
-    command, name = click.get_current_context().info_name, printable(output)
-    example = quote(str(_plausible(output, str(command))))
-    offer = f", e.g. ckptconv {command} {quote(name)} {example}"
-    if not (name.isprintable() and output.suffix):
-        offer = ""
+    path = output.path if isinstance(output, Location) else output
+    command, name, offer = click.get_current_context().info_name, printable(path), ""
+    if path.suffix:
+        example = quote(str(_plausible(path, str(command))))
+        offer = f", e.g. ckptconv {command} {quote(name)} {example}"
     raise click.UsageError(f"OUT is missing: name the file that {name} is to become{offer}")
 
 
-def _plausible(source: Path, command: str) -> Path:
+def _plausible(source: PurePath, command: str) -> PurePath:
     """A name for what becomes of `source`: in the other format, or in the same one where the keys
     are all that changes.
     """

@@ -309,6 +309,8 @@ class Scanner(ArchiveScanner):
             self._odd(where, f"{what} (--limit scanned_depth={2 * most} looks further)")
             return "unknown"
         head = source.read(0, min(512, source.size))
+        array = stream.array or holds_numbers(head)
+        stream = stream._replace(array=False)  # what lies in an archive, or behind one, is no array
         if is_zip(head):
             return self._zip(stream)
         if is_tar(head) or _is_tar_header(head):
@@ -316,8 +318,7 @@ class Scanner(ArchiveScanner):
             return "tar"
         if head[4:8] == FLATBUFFER:
             self._flatbuffer(stream)
-        stream = stream._replace(array=stream.array or holds_numbers(head))
-        count = self._pickles(stream, _numpy_end(head))
+        count = self._pickles(stream._replace(array=array), _numpy_end(head))
         tail = min(_TAIL, source.size)
         if not stream.depth and b"PK\5\6" in source.read(source.size - tail, tail):
             self._sweep(stream)
