@@ -21,8 +21,10 @@ import zipfile
 from collections import ChainMap
 from pathlib import Path
 
+import click
 import pytest
 
+from ckptconv.cli.main import cli
 from helpers.program import (
     PROGRAM,
     ROOT,
@@ -1469,3 +1471,26 @@ def test_a_folder_or_a_slash_at_the_end_means_a_folder(named, tmp_path):
     (tmp_path / named / ".metadata").write_bytes(b"")
     refused = run("convert", DDP, named, "--force", cwd=tmp_path)
     assert refused.exit == 1 and "is a DCP folder" in refused.err
+
+
+def test_an_option_without_its_value_is_a_wrong_usage():
+    """The value of none may be left out: of a filter that would be all there is."""
+    count, context = 0, click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        valued = [one for one in command.params if isinstance(one, click.Option) and one.nargs]
+        for option in (one.opts[-1] for one in valued if not (one.is_flag or one.count)):
+            count += 1
+            with pytest.raises(click.BadOptionUsage, match="requires an argument"):
+                click.Command.make_parser(command, context).parse_args([option])
+            given, _, _ = click.Command.make_parser(command, context).parse_args([option, "-1"])
+            assert "-1" in str(given), (name, option)
+    assert count > 150
+
+
+@pytest.mark.parametrize("command", ["convert", "strip-module", "add-module"])
+@pytest.mark.parametrize("address", ["s3://bucket/x.pt", "gs://"])
+def test_one_address_alone_lacks_an_output(command, address, tmp_path):
+    done = run(command, address, cwd=tmp_path)
+    assert done.exit == 2 and "OUT is missing" in done.err and "Traceback" not in done.err

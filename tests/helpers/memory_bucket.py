@@ -196,17 +196,17 @@ class Client:
         return self._bucket.answer("abort", Key, work)
 
     def get_paginator(self, operation: str) -> Any:
-        bucket = self._bucket
+        bucket, upload_of = self._bucket, self._upload
 
         class Pages:
             def paginate(self, **options: Any) -> Iterator[Any]:
                 if operation == "list_parts":
-                    begun = bucket.begun[options["UploadId"]]
+                    begun = upload_of(options["UploadId"])
                     parts = [{"Size": len(data)} for data in begun.parts.values()]
                     yield {"Parts": parts}
                     return
                 begun_at = datetime(2026, 1, 1, tzinfo=timezone.utc)
-                for name, item in bucket.begun.items():
+                for name, item in [*bucket.begun.items()]:
                     if item.key.startswith(options["Prefix"]):
                         found = {"Key": item.key, "UploadId": name, "Initiated": begun_at}
                         yield {"Uploads": [found]}

@@ -286,6 +286,27 @@ def test_what_hides_a_call_is_dangerous(trick, tmp_path):
     assert level(tmp_path, HIDDEN[trick]) == "dangerous"
 
 
+def archived(content: bytes) -> bytes:
+    """A tar file of one member."""
+    file, member = io.BytesIO(), tarfile.TarInfo("pickle")
+    member.size = len(content)
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("place", ["bytes of a pickle", "a record of numbers"])
+def test_what_lies_in_an_archive_within_numbers_is_no_number(place, tmp_path):
+    """An extension code, called: it has no name, by which what lies in arrays is told."""
+    inner = archived(b"\x80\2\x82\1(K\1tR.")
+    if place == "bytes of a pickle":
+        assert level(tmp_path, pickle.dumps({"x": inner}, protocol=4)) == "dangerous"
+        return
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        archive.writestr("a/data/0", inner)
+    assert scan_checkpoint(tmp_path / "in.zip").level == "dangerous"
+
+
 def test_what_stops_the_scan_is_told_whatever_it_begins_with(tmp_path):
     with limits(scanned_values=50):
         assert level(tmp_path, b"(" + b"N" * 51 + b"1" + CALL + b".") == "unknown"
