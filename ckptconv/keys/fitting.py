@@ -78,6 +78,8 @@ def _fit_ties(source: Shapes, target: Shapes, ties: Ties) -> Fit:
         for key, names in absent.items()
         if (name := next((one for one in names if one in olds), None))
     }
+    if not filled:  # without the absent names, the others met none of their tensors
+        return fit
     unmet = {*again.missing, *absent} - filled.keys()
     return replace(again, missing=tuple(key for key in target if key in unmet), filled=filled)
 

@@ -417,6 +417,12 @@ def test_a_tied_name_is_filled_under_any_wrapping(family, wrapping):
         assert fit_keys(source, bare).missing == (absent,)
 
 
+def test_ties_that_fill_nothing_take_nothing_away():
+    source, target = {"a": (2,), "b.c.b": (2,)}, {"a.b": (2,), "a.b.b": (2,)}
+    plain = fit_keys(source, target)
+    assert fit_keys(source, target, [["a.b", "a.b.b"]]).missing == plain.missing == ("a.b",)
+
+
 @given(sides(), st.randoms())
 @thorough
 def test_what_is_filled_is_a_missing_name_of_a_tensor_that_is_met(both, chance):
