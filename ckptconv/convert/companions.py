@@ -56,7 +56,7 @@ _PEOPLE = re.compile(
 _TIKTOKEN = re.compile(r"[\w.-]+\.tiktoken", re.A).fullmatch
 TEMPLATES = "additional_chat_templates"
 """A folder that is looked into, for the ``.jinja`` files that transformers puts there. The others
-are those of modules, of which every file is copied that is no code.
+are those of modules, of which every file is copied that is not code.
 """
 _TEMPLATE = re.compile(r"[\w.-]+\.jinja", re.A).fullmatch
 

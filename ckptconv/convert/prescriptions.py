@@ -125,9 +125,11 @@ def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]
     for item in plan.skipped:
         if item.is_dropped or id(item.node) in unsaved:
             count = sum(1 for _ in tensors_of(item.node))
-            name = [item.node.name] if type(item.node) is Call else []
-            about = ", ".join(name + [count_text(count, "tensor")] * bool(count))
-            found.append((f"{item.path or 'the root'}" + f" ({about})" * bool(about), count))
+            what = [item.node.name] if type(item.node) is Call else []
+            if count:
+                what.append(count_text(count, "tensor"))
+            about = f" ({', '.join(what)})" if what else ""
+            found.append((f"{item.path or 'the root'}{about}", count))
     return found
 
 

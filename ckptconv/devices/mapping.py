@@ -50,8 +50,8 @@ def tag_map(device: str | None, pairs: Iterable[tuple[str, str]] = ()) -> TagMap
 
 
 def read_tag_pairs(words: Iterable[str]) -> dict[str, str]:
-    """The pairs that ``--map-location OLD=NEW`` says; `DeviceUnavailable` for what is no pair, and
-    for an OLD that is sent to two places.
+    """The pairs that ``--map-location OLD=NEW`` says; `DeviceUnavailable` for what is not a pair,
+    and for an OLD that is sent to two places.
     """
     targets: dict[str, str] = {}
     for word in words:

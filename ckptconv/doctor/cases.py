@@ -132,6 +132,7 @@ class Case:
 
 
 def is_average(path: str) -> bool:
+    """Whether a part is an average of weights (EMA, SWA), by the words of its path."""
     return any(map(names_average, path.split(".")))
 
 

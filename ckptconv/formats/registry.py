@@ -63,7 +63,7 @@ class Gathering(NamedTuple):
     foretold_by: str = ""
 
     def matches(self, path: Location, names: Iterable[str], *, is_folder: bool) -> bool:
-        """Whether a place is one; `names` are those in it, or its own where it is no folder."""
+        """Whether a place is one; `names` are those in it, or its own where it is not a folder."""
         pattern = re.compile(self.inside if is_folder else self.file, re.DOTALL)
         has_name = any(map(pattern.fullmatch, names))
         return has_name and bool(_in_folders(self.matched_by)(path))

@@ -30,8 +30,8 @@ from ckptconv.tree.containers import Container
 
 
 class ArchiveStranger(NamedTuple):
-    """A zip archive that has the records `names` (or such endings), in whatever folder, and is no
-    checkpoint: what it is, what to do.
+    """A zip archive that has the records `names` (or such endings), in whatever folder, and is not
+    a checkpoint: what it is, what to do.
     """
 
     names: tuple[str, ...]

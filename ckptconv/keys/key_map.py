@@ -286,9 +286,7 @@ def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
 
 def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:
     """How the keys start before the rules, and what was stripped of them."""
-    heads = dict.fromkeys(
-        key.partition(".")[0] + "." * ("." in key) for item in maps for key in item.old
-    )
+    heads = dict.fromkeys("".join(key.partition(".")[:2]) for item in maps for key in item.old)
     some = first_few(list(heads), 5, lambda head: printable(head, 40))
     hint = f"before the rules the keys start with {some}"
     wrappers = dict.fromkeys(name for item in maps for name in item.wrappers)

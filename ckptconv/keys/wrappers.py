@@ -69,6 +69,7 @@ def all_start(keys: Sequence[str], prefix: str) -> bool:
 
 
 def drop_unmistakable(key: str) -> str:
+    """A key without the segments of torch.compile, FSDP and activation checkpointing."""
     is_wrapped = any(name in key for name in UNMISTAKABLE)
     return without_segments(key, UNMISTAKABLE) if is_wrapped else key
 
@@ -88,7 +89,8 @@ def wrapper_steps(
     found = find_wrappers(telling)
     if word == "strip":
         depth = found.count(MODULE)
-        return found, [drop_unmistakable, *[stripping(depth)] * (depth > 0)] if found else []
+        steps: list[Step] = [drop_unmistakable] if found else []
+        return found, [*steps, stripping(depth)] if depth else steps
     if word == "module":
         return found, [bare_key]
     if word == "add-module" and not all_start(telling, LEAD):

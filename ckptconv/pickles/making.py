@@ -53,7 +53,7 @@ _NAMED: ContextVar[set[tuple[str, str]] | None] = ContextVar("globals that are n
 
 
 CALLED_RESULT = ("", "what a call gives")
-"""Noted in place of a name where a stream calls what is no global."""
+"""Noted in place of a name where a stream calls what is not a global."""
 
 
 @contextlib.contextmanager

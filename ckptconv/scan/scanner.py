@@ -310,7 +310,8 @@ class Scanner(ArchiveScanner):
             return "unknown"
         head = source.read(0, min(512, source.size))
         array = stream.array or holds_numbers(head)
-        stream = stream._replace(array=False)  # what lies in an archive, or behind one, is no array
+        # what lies in an archive, or behind one, is not an array: all alarms count there
+        stream = stream._replace(array=False)
         if is_zip(head):
             return self._zip(stream)
         if is_tar(head) or _is_tar_header(head):

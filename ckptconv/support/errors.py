@@ -80,7 +80,7 @@ _NOT_OPTIONS = {
 
 
 def _in_python(found: re.Match[str]) -> str:
-    """An option as Python has it; what is no option of ours stays as it is."""
+    """An option as Python has it; what is not an option of ours stays as it is."""
     name, value = found["name"], found["value"]
     if name in _NOT_OPTIONS:
         return _NOT_OPTIONS[name].format(value)

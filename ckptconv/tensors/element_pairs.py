@@ -147,6 +147,7 @@ class Run:
 
 
 def of_one_kind(first: Array, second: Array) -> tuple[Array, Array]:
+    """Both as they are where their types are the same, else both in float64 or complex128."""
     import numpy as np
 
     if first.dtype == second.dtype:

@@ -60,7 +60,8 @@ class Candidate:
         """The path of the dict, with a dot behind it where only the tensors are meant that stand in
         it.
         """
-        return place_text(self.place) + "." * (self.beside is not None)
+        path = place_text(self.place)
+        return path if self.beside is None else f"{path}."
 
     @property
     def own(self) -> tuple[int, ...] | None:

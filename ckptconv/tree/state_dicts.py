@@ -150,6 +150,7 @@ def find_state_dicts(
 
 
 def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
+    """The state dict that a candidate is, with the notes that go with it."""
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
     keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
@@ -242,6 +243,7 @@ def bare_tensors(node: Node) -> StateDict | None:
 
 
 def joined(base: str, path: str) -> str:
+    """The path of a part within another one; a dot at the end: the tensors in that dict itself."""
     if not base or not path:
         return base or path or "."
     return f"{base}." if path == "." else f"{base}.{path}"
@@ -253,7 +255,8 @@ def listed_parts(names: Sequence[str]) -> str:
 
 
 def choice_of_parts(names: Sequence[str]) -> str:
-    more = ", …" * (len(names) > _LISTED)
+    """The hint of an error that leaves the choice: an option for each of the first parts."""
+    more = ", …" if len(names) > _LISTED else ""
     return f"choose one: {' or '.join(f'--only {quoted(name)}' for name in names[:_LISTED])}{more}"
 
 

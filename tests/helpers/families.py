@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import library as operators
 from torch import nn
 
-_KEPT: list[torch.library.Library] = []  # what a library defines goes with the object
+_KEPT: list[operators.Library] = []  # what a library defines goes with the object
 
 
 def stand_in_for_torchvision() -> None:
@@ -32,7 +33,7 @@ def stand_in_for_torchvision() -> None:
     try:
         import torchvision
     except RuntimeError:  # operator torchvision::nms does not exist
-        library = torch.library.Library("torchvision", "DEF")
+        library = operators.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _KEPT.append(library)
