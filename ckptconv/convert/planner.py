@@ -29,7 +29,7 @@ from ckptconv.convert.notes import (
 )
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.convert.targets import edits_for, for_folder, target
+from ckptconv.convert.targets import for_folder, keeps_modules, target
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import place_of, resolved
@@ -52,6 +52,7 @@ from ckptconv.tensors.dtypes import DType
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import edited
 from ckptconv.tree.fitted_keys import KeyTarget
+from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
@@ -116,7 +117,9 @@ def _planned(
             if not (is_trial and checkpoint.is_far):
                 checkpoint = checkpoint.certain()
                 check_places(checkpoint.sources)
-            whole = edited(checkpoint, edits_for(to, options))
+            whole = checkpoint
+            if not keeps_modules(to, options):
+                whole = flatten_modules(checkpoint)
             checkpoint = edited(whole, options.edits)
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)

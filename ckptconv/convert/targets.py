@@ -22,8 +22,6 @@ from ckptconv.io.location import Location
 from ckptconv.io.outputs import check_place_free
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
-from ckptconv.tree.edits import Edit
-from ckptconv.tree.modules import flatten_modules
 
 
 def target(named: Location, options: Request, read: str) -> tuple[PurePath, TargetFormat]:
@@ -119,13 +117,9 @@ def _refuse_misnamed(output: PurePath, asked: TargetFormat) -> None:
     raise CheckpointError(what, path=output, hint=hint)
 
 
-def edits_for(to: TargetFormat, options: Request) -> tuple[Edit, ...]:
-    """The edits that the format needs, before those that were asked for.
-
-    A whole module becomes its state dict, unless it is to be kept and the format can keep it.
-    """
-    keeps = options.unknown == "keep" and options.shard_bytes is None and to.keeps_modules
-    return () if keeps else (flatten_modules,)
+def keeps_modules(to: TargetFormat, options: Request) -> bool:
+    """Whether whole modules stay as they are, where they are to be kept and the format can."""
+    return options.unknown == "keep" and options.shard_bytes is None and to.keeps_modules
 
 
 def check_place(output: str | os.PathLike[str], request: Request, *, force: bool) -> None:

@@ -16,25 +16,32 @@ Edit: TypeAlias = Callable[[Checkpoint], Checkpoint]
 def edited(checkpoint: Checkpoint, edits: Iterable[Edit]) -> Checkpoint:
     """The checkpoint after all edits, one after another.
 
-    Metadata that name tensors follow what is left out. Raises `RefusedObject` where an edit parts
-    codes from their scales.
+    Metadata that name tensors follow these, where an edit does not see to that itself. Raises
+    `RefusedObject` where an edit, whoever wrote it, parts codes from their scales.
     """
-    before = checkpoint
     for edit in edits:
-        checkpoint = edit(checkpoint)
-    if checkpoint.dropped == before.dropped:
-        return checkpoint
+        checkpoint = _checked(checkpoint, edit(checkpoint))
+    return checkpoint
+
+
+def _checked(before: Checkpoint, after: Checkpoint) -> Checkpoint:
+    if after.root is before.root:
+        return after
     from ckptconv.keys.naming_metadata import followed, naming_entries  # seldom needed
+    from ckptconv.tensors.refs import view_identity
     from ckptconv.tensors.scaled_weights import refuse_apart
 
-    left = dict(checkpoint.tensors())
+    left = dict(after.tensors())
     # whoever reads codes without their scale takes them for values: that holds for every reader
     for found in before.state_dicts():
         refuse_apart({found.prefix + key: ref for key, ref in found.tensors()}, left)
-    if not naming_entries(checkpoint.metadata):
-        return checkpoint
-    names = {key: key if key in left else None for key, _ in before.tensors()}
-    return replace(checkpoint, metadata=followed(checkpoint.metadata, names))
+    if after.metadata is not before.metadata or not naming_entries(before.metadata):
+        return after
+    now = {view_identity(ref): key for key, ref in left.items()}
+    names = {
+        key: key if key in left else now.get(view_identity(ref)) for key, ref in before.tensors()
+    }
+    return replace(after, metadata=followed(before.metadata, names))
 
 
 def refuse_no_edits(edits: object) -> None:

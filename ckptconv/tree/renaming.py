@@ -46,7 +46,6 @@ class RenameKeys:
         names: dict[str, str | None] = {}
         for item, done in zip(found, renamed, strict=True):
             kept = done.kept(item.keys)
-            refuse_codes_apart(item, kept)
             names |= dict.fromkeys(item.prefix + key for key in item.keys)
             names |= {item.prefix + key: item.prefix + new for key, new in kept.items()}
         return replace(

@@ -13,13 +13,18 @@ from safetensors.torch import load_file, save_file
 
 from ckptconv import (
     CheckpointWarning,
+    Drop,
     KeyConflict,
     KeyRules,
     RefusedObject,
+    RenameKeys,
     convert_checkpoint,
     edit,
+    execute_plan,
     load_portable,
     merge,
+    open_checkpoint,
+    plan_conversion,
 )
 from helpers.program import run
 
@@ -148,6 +153,15 @@ def test_a_tensor_that_is_left_out_is_not_named(torchao, tmp_path):
     assert by_torchao(out).keys() == {"0.weight", "0.bias"}
     convert_checkpoint(torchao, tmp_path / "bias.pt", include="*.bias")  # no codes, no metadata
     assert torch.load(tmp_path / "bias.pt").keys() == {"0.bias"}
+
+
+def test_they_follow_edits(torchao, tmp_path):
+    edits = [Drop("attn"), RenameKeys(KeyRules(add_prefix="net."))]
+    with open_checkpoint(torchao, edits=edits) as checkpoint:
+        execute_plan(plan_conversion(checkpoint, tmp_path / "out.safetensors"), verify=True)
+    before, after = by_torchao(torchao), by_torchao(tmp_path / "out.safetensors")
+    assert after.keys() == {"net.0.weight", "net.0.bias"}
+    assert all(torch.equal(value, before[key.removeprefix("net.")]) for key, value in after.items())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptconv import (
+    Checkpoint,
     Drop,
     KeyConflict,
     KeyRules,
@@ -29,6 +31,7 @@ from ckptconv import (
     plan_conversion,
     stats,
 )
+from ckptconv.pickles.nodes import Dict, mapping_pairs
 
 NO_OPTIMIZER = [Drop("optimizer")]
 BARE = [Drop("optimizer"), RenameKeys(KeyRules())]
@@ -121,7 +124,17 @@ CODES = {
     "l.weight_scale_inv": torch.ones(1, 1),
     "n.weight": torch.ones(4),
 }
+
+
+def without_scales(checkpoint: Checkpoint) -> Checkpoint:
+    """An edit as anybody may write it: it says nothing of what it leaves out."""
+    pairs = mapping_pairs(checkpoint.root) or ()
+    kept = [(key, value) for key, value in pairs if not str(key).endswith("_scale_inv")]
+    return replace(checkpoint, root=Dict(kept))
+
+
 APART = {
+    "by a function": [without_scales],
     "dropped": [Drop("l.weight_scale_inv")],
     "renamed": [RenameKeys(KeyRules(renames=[("l.weight_scale_inv", "other.scale")]))],
     "left out": [RenameKeys(KeyRules(exclude=["*_scale_inv"]))],
