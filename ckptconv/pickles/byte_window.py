@@ -154,7 +154,7 @@ class ByteWindow:
         if held.nbytes > LONGEST_NAME:
             return held
         index = held.offset - self._base
-        is_near = index <= len(self._window) - held.nbytes
+        is_near = 0 <= index <= len(self._window) - held.nbytes
         raw = self._window[index : index + held.nbytes] if is_near else self._source.read(*held[:2])
         return text_of(raw, held.form)
 

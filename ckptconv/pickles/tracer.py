@@ -33,9 +33,11 @@ from ckptconv.pickles.traces import (
     Use,
     rebuilds,
 )
+from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import in_force
 
 
+@collector_paused()
 def trace_pickle(source: Source, start: int = 0) -> Trace:
     """Follow the pickle at byte `start` of `source` to its end, or to where it breaks."""
     tracer = _Tracer(source, start)
@@ -96,6 +98,7 @@ class _Tracer(ByteWindow):
         self._marks: list[list[Any]] = []
         self._under = 0  # values below the last mark, a mark being worth eight
         self._memo: dict[int, Any] = {}
+        self._lines: dict[bytes, NamedGlobal] = {}  # globals by their two lines
         self._most_found = in_force().scanned_pickles
         # one for each global, for a stream may call one very often
         self._made: dict[NamedGlobal, Made] = {}
@@ -254,8 +257,14 @@ class _Tracer(ByteWindow):
             self.trace.alarms.append(Alarm(reason, self._at, by_chance))
 
     def name_of_lines(self) -> Any:
-        module = self.short(self.line("utf-8"))
-        return self.name(module, self.short(self.line("utf-8")))
+        held, held_name = self.line("utf-8"), self.line("utf-8")
+        first = held.offset - self._base
+        lines = self._window[first : self._at - self._base] if first >= 0 else b""
+        if (named := self._lines.get(lines)) is None:
+            named = self.name(self.short(held), self.short(held_name))
+            if lines and type(named) is NamedGlobal:
+                self._lines[lines] = named
+        return named
 
     def global_of_stack(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.formats.containers import named, open_file, scanned_first
@@ -106,7 +106,7 @@ def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | N
     listed = list(_listed(root, note))
     root.foresee(listed, scanned_first)
     read = Meter("read", sum(map(_size, listed)) if on_progress else 0, on_progress)
-    files = [_with_items(_scan_listed(item, read), item) for item in listed]
+    files = [_scan_listed(item, read) for item in listed]
     return Scan(str(root), (*files, *closed))
 
 
@@ -183,12 +183,12 @@ def _scan_listed(place: Location, read: Meter) -> ScannedFile:
         what = "is a link to a folder, which was not followed; name it to scan it"
         return _unread(str(place), what)
     try:
-        return _scan_file(place, read)
+        return _scan_file(place, read, in_folder=True)
     except CheckpointError as error:
         return _unread(str(place), error.what)
 
 
-def _scan_file(place: Location, read: Meter) -> ScannedFile:
+def _scan_file(place: Location, read: Meter, *, in_folder: bool = False) -> ScannedFile:
     try:
         source = _CountedSource(place.open(), read)
     except ValueError as error:
@@ -198,9 +198,12 @@ def _scan_file(place: Location, read: Meter) -> ScannedFile:
         kind = scanner.scan(Stream(source))
     source.count_rest()
     found = dict.fromkeys(scanner.findings)
+    classes = {finding.name.rpartition(".")[2] for finding in found}
     # items of a DCP folder, one pickle after another: not a checkpoint
     is_joined = kind.endswith((" zips", " pickles"))
-    if scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
+    if in_folder and place.name.endswith(".metadata") and classes & _METADATA:
+        found = dict.fromkeys(_items(place)) | found
+    elif scanner.pickles and not is_joined and all(finding.level == "plain" for finding in found):
         found |= dict.fromkeys(_malformed(place))
     findings = sorted(found, key=lambda finding: -LEVELS.index(finding.level))
     return ScannedFile(str(place), kind, scanner.pickles, tuple(findings))
@@ -231,22 +234,18 @@ _OPENED = Limits(nodes=1_000_000, pickle_bytes=1 << 26)
 _METADATA = frozenset(("Metadata", "MCoreMetadata"))
 
 
-def _with_items(file: ScannedFile, path: Location) -> ScannedFile:
-    """The metadata of a DCP folder with what was found in the items that it places where no file or
-    archive begins.
+def _items(path: Location) -> tuple[Sighting, ...]:
+    """What was found in the items that the metadata of a DCP folder place where no file or archive
+    begins.
 
     An item that is not a tensor is unpickled, wherever the metadata says that it lies. Source:
     `DefaultLoadPlanner.load_bytes`.
     """
-    classes = {finding.name.rpartition(".")[2] for finding in file.findings}
-    if not path.name.endswith(".metadata") or not classes & _METADATA:
-        return file
     try:
-        found = tuple(_item_findings(path))
+        return tuple(_item_findings(path))
     except (CheckpointError, ValueError) as error:
         what = error.what if isinstance(error, CheckpointError) else "has an impossible file name"
-        found = (Sighting("", "", "unknown", f"{what}, so its items were not looked at", 0),)
-    return replace(file, findings=(*found, *file.findings))
+        return (Sighting("", "", "unknown", f"{what}, so its items were not looked at", 0),)
 
 
 def _item_findings(place: Location) -> Iterator[Sighting]:

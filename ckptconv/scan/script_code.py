@@ -121,6 +121,8 @@ _TOKEN = re.compile(
     |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?j?)|(?P<string>\"{3}|'{3}|["'])|(?P<other>\S)""",
     re.VERBOSE,
 )
+_OF_USE = re.compile(rb"[.'\"\\#]|torch|ops|rpc_")
+"""What a line holds that reaches an operator, or that its end depends on."""
 _ENDS = {
     quote: re.compile(rb"\\|" + quote + (rb"" if len(quote) == 3 else rb"|\n"))
     for quote in (b'"""', b"'''", b'"', b"'")
@@ -188,15 +190,20 @@ def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
 
 def _tokens(text: bytes) -> Iterator[tuple[str, bytes, int]]:
     """The tokens of a text as torch's lexer has them: kind, word (of a string only how it begins)
-    and byte.
+    and byte. Of lines that hold nothing of use, behind one that does not end in a dot, there are
+    none.
     """
-    at = 0
+    at, behind_dot = 0, False
     while (match := _TOKEN.search(text, at)) is not None:
         kind, at = str(match.lastgroup), match.end()
         if kind == "string":
             at = _string_end(text, at, _ENDS[match[0]])
+        if kind == "line" and not behind_dot:
+            of_use = _OF_USE.search(text, at)
+            at = text.rfind(b"\n", at, of_use.start() if of_use else None) + 1 or at
         if kind != "blank":
             yield kind, match[0], match.start()
+            behind_dot = kind == "dot" or (behind_dot and kind == "line")
 
 
 def _string_end(text: bytes, at: int, end: re.Pattern[bytes]) -> int:

@@ -13,6 +13,7 @@ import json
 import pickle
 import random
 import re
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,13 +29,29 @@ from hostile.table import listed
 
 pytestmark = pytest.mark.badcases
 
-SECONDS = 10.0  # the promise is 2; a slow or busy machine may take longer without being hung
+SECONDS = 10.0
+"""The promise is 2; a machine that is slow, or whose other cores are busy, takes longer."""
+QUICK = 0.02
+"""What `yardstick` gives on a fast machine of 2024 that does nothing else."""
 MEMORY = 200_000_000  # above a program that does nothing
 TORCH = 300_000_000  # torch itself, which doctor imports to ask for a device that it does not know
 TELLING = ("note", "warning")
 
 
 # ------------------------------------------------------------------------------------------ running
+
+
+def yardstick() -> float:
+    """Seconds of the processor for a million steps of Python."""
+    begun = time.process_time()
+    for _ in range(1_000_000):
+        pass
+    return time.process_time() - begun
+
+
+def assert_in_time(done: Finished) -> None:
+    """In as many seconds as allowed, or in more as far as this machine is slow at this moment."""
+    assert done.seconds < SECONDS or done.seconds < SECONDS * yardstick() / QUICK
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +143,7 @@ def judge(
             check(cwd / f"out{suffix}")
     assert answer in right or (answer == "warn" and "accept" in right), f"{case.what}: {done.err}"
     if right != ["accept"]:
-        assert done.seconds < SECONDS
+        assert_in_time(done)
         assert done.rss - idle < MEMORY
 
 
@@ -317,7 +334,7 @@ def test_an_index_of_shards_ends_as_it_should(case, hostile, forked, tmp_path, r
 @pytest.mark.parametrize("case", quick(INDEX))
 def test_a_folder_of_shards_is_answered_as_its_index(case, hostile, forked, tmp_path):
     done = forked.run("convert", (hostile / case.file).parent, "out.pt", cwd=tmp_path)
-    assert done.seconds < SECONDS
+    assert_in_time(done)
     index = forked.run("convert", hostile / case.file, "out.pt", cwd=tmp_path)
     assert assert_one_error(done) == assert_one_error(index)
     assert list(tmp_path.iterdir()) == []
@@ -349,7 +366,7 @@ def test_parts_that_are_shared_are_inspected_in_bounded_time(shape, depth, forke
     (tmp_path / "in.pt").write_bytes(bad.ckpt(SHARED[shape]))
     done = forked.run("inspect", "in.pt", "--depth", depth, cwd=tmp_path)
     assert done.exit in (0, 1), done.err
-    assert done.seconds < SECONDS
+    assert_in_time(done)
     assert done.rss - forked.idle_rss < MEMORY
 
 
@@ -438,7 +455,7 @@ def assert_only_looked(
     lines = [line for line in done.lines if not PROGRESS(line)]
     assert len(lines) <= 1, done.err[:3000]
     assert (done.out + done.err).replace("\n", "").isprintable()
-    assert done.seconds < SECONDS
+    assert_in_time(done)
     assert done.rss - idle < (TORCH if command[0] == "doctor" else 0) + MEMORY
 
 
