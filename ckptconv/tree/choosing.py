@@ -36,17 +36,19 @@ def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict
     Raises `AmbiguousStateDict` if that is not clear.
     """
     part = part_at(root, only, path)
+    surveyed = survey(part.node)
     if only is None:
         refuse_bytes(root, path)
-        if type(root) is Call and only_training_state(root) is not None:
-            raise _no_state_dict(part, survey(root), only, path)
+        if type(root) is Call and only_training_state(root, surveyed) is not None:
+            raise _no_state_dict(part, surveyed, only, path)
     nested = None if only is None else nested_state_dict(part)
-    found = nested or _chosen(root, part, only, path)
+    found = nested or _chosen(root, part, surveyed, only, path)
     return replace(found, is_bare=is_bare(root, joined(part.path, found.path)))
 
 
-def _chosen(root: Node, part: FoundPart, only: str | None, path: PurePath) -> StateDict:
-    surveyed = survey(part.node)
+def _chosen(
+    root: Node, part: FoundPart, surveyed: Survey, only: str | None, path: PurePath
+) -> StateDict:
     if part.own_only:
         return own_of(part, surveyed, path)
     if only is None and (loaded := _loaded_by_framework(root, surveyed, path)) is not None:
@@ -73,7 +75,7 @@ def _no_state_dict(
     what, hint = "no state dict (a dict of named tensors) was found in it", look_hint(path)
     if type(part.node) in PLAIN:
         what = f"is {spoken(part.node)}, and holds no tensors"
-    elif (whose := only_training_state(part.node)) is not None:
+    elif (whose := only_training_state(part.node, surveyed)) is not None:
         what = f"holds only {whose} state: no weights"
     elif lists := _paths_of(_is_list_of_tensors, part):  # averages may be such
         hint = choice_of_parts(lists)
@@ -93,8 +95,9 @@ def _paths_of(kind: Callable[[Node], bool], part: FoundPart) -> list[str]:
     return [joined(part.path, place_text(place)) for place, node in inside if kind(node)]
 
 
-def only_training_state(root: Node) -> str | None:
+def only_training_state(root: Node, surveyed: Survey | None = None) -> str | None:
     """Whose state all tensors of a tree are (``an optimizer's``); None if some are weights.
+    `surveyed` is the survey of the tree, where there is one already.
 
     A tensor by itself is nobody's, but for a random state.
     """
@@ -102,7 +105,7 @@ def only_training_state(root: Node) -> str | None:
         return "a training's" if is_random_state(root) else None
     if type(root) is Call and root.name.endswith("Buffer"):  # Stable Baselines 3's, and others'
         return "a replay buffer's"
-    if survey(root).holders or not any(is_tensor(node) for _, node in walk(root)):
+    if (surveyed or survey(root)).holders or not any(is_tensor(node) for _, node in walk(root)):
         return None
     labels = {
         key for _, node in walk(root) for key, _ in mapping_pairs(node) or () if type(key) is str
