@@ -294,7 +294,7 @@ def _told(error: BaseException, service: str) -> StoreError:
     if cause is None:
         return StoreError("passing", f"{who} does not answer")
     told = unreached(cause, who)
-    if cause == "cut" and "GET http:" not in str(error):
+    if cause == "cut" and "https:" in str(error):
         told.hint = None
     return told
 
