@@ -72,11 +72,12 @@ def refuse_unaccounted(plan: ConversionPlan) -> int | None:
     Raises `VerificationFailed` for one that is neither in the output of `plan` nor listed as left
     out.
     """
-    with held(plan.limits):
-        tree = found_in([plan.root, *plan.dropped])
+    reads = plan.made_of
+    with held(reads.limits):
+        tree = found_in([reads.checkpoint.root, *reads.checkpoint.dropped])
         named = named_by(plan)
         if named is not None:
-            if plan.modules:
+            if reads.checkpoint.modules:
                 tree = _with_modules(plan, tree)
             _refuse_unread(plan, named, tree)
         _refuse_lost(plan)
@@ -97,9 +98,9 @@ def _refuse_unread(plan: ConversionPlan, named: NamedStorages, tree: Found) -> N
 
 def _refuse_lost(plan: ConversionPlan) -> None:
     """Refuse what is in the converted part of the tree, and neither in the output nor listed."""
-    kept = found_in([ref for _, ref in plan.tensors()]).storages
+    kept = found_in([ref for _, ref in plan.made_of.tensors()]).storages
     kept |= found_in([item.values for file in plan.files for item in file.layout.items]).storages
-    needed = found_in([plan.part], but=COPIES).storages - kept
+    needed = found_in([plan.made_of.part], but=COPIES).storages - kept
     if needed:
         needed -= found_in([item.node for item in plan.skipped]).storages
     if needed:
@@ -198,7 +199,9 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
     """
     before = open_source(unguarded(plan.inputs[0]))
     before = complete_tensors(before, list(calls_of(before.root)))
-    allowed = found_in(plan.accounted)
+    checkpoint = plan.made_of.checkpoint
+    strays = (stray.node for stray in checkpoint.module_strays)
+    allowed = found_in([*strays, *checkpoint.module_parts])
     whole = found_in([before.root])
     for source in before.sources[1:]:  # records that were inflated once more
         source.close()
@@ -217,7 +220,9 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
 
 def named_by(plan: ConversionPlan) -> NamedStorages | None:
     """What the files of a source name; None for one of a kind that is not counted."""
-    if not plan.names_storages or (plan.modules and len(_files(plan)) > 1):
+    checkpoint = plan.made_of.checkpoint
+    names_storages = checkpoint.container.names_storages
+    if not names_storages or (checkpoint.modules and len(_files(plan)) > 1):
         return None
     named = NamedStorages()
     for source in _files(plan):

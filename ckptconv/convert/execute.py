@@ -156,7 +156,7 @@ def _run_checks(plan: ConversionPlan) -> None:
     format.
     """
     try:
-        for check in plan.checks:
+        for check in plan.made_of.checks:
             check()
     except CheckpointError as error:
         raise error.at(path=plan.source) from None

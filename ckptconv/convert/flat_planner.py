@@ -20,7 +20,7 @@ from ckptconv.convert.notes import (
     text_notes,
 )
 from ckptconv.convert.options import Request
-from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile
+from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile, PlannedFrom
 from ckptconv.convert.words import Tied
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.safetensors import aliases_in
@@ -50,7 +50,7 @@ from ckptconv.tree.renaming import (
     with_filled,
 )
 from ckptconv.tree.settling import Skipped
-from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.state_dicts import StateDict, find
 from ckptconv.tree.stray_tensors import settle_strays
 
 
@@ -60,6 +60,7 @@ def plan_flat(
     """An output that holds just the tensors of one state dict: safetensors, or shards of either
     format.
     """
+    part = find(checkpoint.root, options.only, checkpoint.path)
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     warn(found.notes)
     left_out = settle_strays(checkpoint, found.node, options.unknown)
@@ -120,10 +121,8 @@ def plan_flat(
             *parted_notes([shared], [renamed]),
             *to.tensor_notes(kept, options.tags),
         ),
-        tensors=lambda: iter(named),
-        cast=cast,
-        checks=flattened.checks,
         is_sharded=options.shard_bytes is not None,
+        reads=PlannedFrom(checkpoint, part, lambda: iter(named), cast, flattened.checks),
     )
 
 

@@ -26,8 +26,9 @@ from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import Limits, in_force
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, size_text
-from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.settling import Rewritten, Skipped
 
@@ -54,6 +55,24 @@ class PlannedFile:
     part: FilePart | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedFrom:
+    """What a plan reads, while its files are open: the checkpoint as it is after the edits, and the
+    `part` of its tree that is converted.
+
+    `tensors` gives the tensors by the paths that they will have, `cast` their dtypes in the output;
+    `checks` read the indices of tensors made of parts, before anything is written. `limits` are
+    those under which the plan was made; the output is read back under them.
+    """
+
+    checkpoint: Checkpoint
+    part: Node
+    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
+    cast: CastRule
+    checks: Sequence[Check]
+    limits: Limits = field(default_factory=in_force)
+
+
 def _gone(*_: object) -> Any:
     """Stands in a pickled plan for what only a plan with its files open can do."""
     hint = "make it again with plan_conversion in the program that executes it"
@@ -72,22 +91,7 @@ def _plan_again(facts: dict[str, Any]) -> ConversionPlan:
     """The plan that a pickle tells of; it cannot be executed."""
     facts["files"] = tuple(map(_file_again, facts["files"]))
     facts |= {name: _file_again(facts[name]) for name in ("index", "mapping")}
-    return ConversionPlan(tensors=_gone, cast=_gone, checks=(_gone,), **facts)
-
-
-_OF_OPEN_FILES = {
-    "files",
-    "index",
-    "mapping",
-    "tensors",
-    "cast",
-    "checks",
-    "inputs",
-    "root",
-    "part",
-    "accounted",
-    "dropped",
-}
+    return ConversionPlan(**facts)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -99,18 +103,9 @@ class ConversionPlan:
     key. `in_folder`: a folder was asked for, which is made if it is missing. `is_sharded`: shards
     were asked for, though all may fit one file.
 
-    `mapping` is the file that will tell which key became which, if one was asked for. `inputs` are
-    the files that are read. `checks` read the indices of tensors made of parts, before anything is
-    written.
-
-    `root` is the source's tree, `part` what of it is converted, `modules` how many state dicts in
-    it stand for whole modules; `accounted` is what these modules hold that their state dicts need
-    not; `dropped` are the parts that an edit left out; `names_storages`: what the source's files
-    name can be counted without the reader.
-
-    `beside` are the files beside the source: those that are copied, and those that are not.
-
-    `limits` are those under which it was made; the output is read back under them.
+    `mapping` is the file that will tell which key became which, if one was asked for. `beside` are
+    the files beside the source: those that are copied, and those that are not. `reads` is what it
+    is made of, and None in a plan that was pickled.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before,
     after); `tied` maps dropped names to the kept one (safetensors).
@@ -131,20 +126,20 @@ class ConversionPlan:
     skipped: tuple[Skipped, ...]
     rewritten: tuple[Rewritten, ...]
     notes: tuple[str, ...]
-    tensors: Callable[[], Iterator[tuple[str, TensorRef]]]
-    cast: Callable[[TensorRef], DType]
     mapping: PlannedFile | None = None
     is_sharded: bool = False
-    limits: Limits = field(default_factory=in_force)
-    inputs: tuple[Source, ...] = ()
-    checks: tuple[Check, ...] = ()
-    root: Node = None
-    part: Node = None
-    modules: int = 0
-    names_storages: bool = False
-    accounted: tuple[Node, ...] = ()
-    dropped: tuple[Node, ...] = ()
     beside: Beside = Beside()  # noqa: RUF009 (frozen)
+    reads: PlannedFrom | None = None
+
+    @property
+    def made_of(self) -> PlannedFrom:
+        """What it reads; raises `CheckpointError` for a plan that was pickled."""
+        return self.reads or _gone()
+
+    @property
+    def inputs(self) -> Sequence[Source]:
+        """The files that are read."""
+        return self.made_of.checkpoint.sources
 
     @property
     def folder(self) -> PurePath:
@@ -213,11 +208,8 @@ class ConversionPlan:
         """A plan in a pickle tells all that it told; it cannot be executed, for its files are open
         here only.
         """
-        facts = {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name not in _OF_OPEN_FILES
-        }
+        facts = {item.name: getattr(self, item.name) for item in fields(self)}
+        facts["reads"] = None
         facts["state_dicts"] = tuple(replace(item, mapped=None) for item in self.state_dicts)
         facts["skipped"] = tuple(replace(item, node=None) for item in self.skipped)
         facts["files"] = tuple(map(_told_file, self.files))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import PurePath
 
@@ -28,7 +29,7 @@ from ckptconv.convert.notes import (
     tree_notes,
 )
 from ckptconv.convert.options import Options, Request
-from ckptconv.convert.plan import ConversionPlan, PlannedFile
+from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import for_folder, keeps_modules, target
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
@@ -125,57 +126,43 @@ def _planned(
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != named.path)
-            part = (
-                checkpoint.root
-                if options.only is None
-                else find(checkpoint.root, options.only, checkpoint.path)
-            )
-            plan = replace(
-                plan, inputs=checkpoint.sources, notes=(*plan.notes, *beside_notes(plan))
-            )
-            accounted = (
-                *(stray.node for stray in checkpoint.module_strays),
-                *checkpoint.module_parts,
-            )
-            plan = replace(
-                plan,
-                root=checkpoint.root,
-                part=part,
-                modules=checkpoint.modules,
-                accounted=accounted,
-                dropped=checkpoint.dropped,
-                names_storages=checkpoint.container.names_storages,
-            )
-            if checkpoint.part is not None:
-                _refuse_codes_alone(plan)
-            if options.with_files:
-                plan = _with_files(plan, options.dtype)
-            elif plan.in_folder:
-                plan = replace(plan, notes=(*plan.notes, *_files_left(plan)))
+            _refuse_codes_alone(checkpoint, plan)
+            plan = _with_files(plan, options)
             _refuse_lost_inputs(plan)
-            if plan.in_folder and place_of(plan.folder).child(".metadata").is_file():
-                what = "is a DCP folder, whose readers would not take what is put into it"
-                raise OutputRefused(what, path=plan.folder, hint="name another folder")
-            return (
-                plan
-                if options.save_mapping is None
-                else _with_mapping(plan, place_of(options.save_mapping).path)
-            )
+            _refuse_dcp_folder(plan)
+            return _with_mapping(plan, options.save_mapping)
     except CheckpointError as error:
         raise checkpoint.blamed(error) from error.__cause__
 
 
-def _refuse_codes_alone(plan: ConversionPlan) -> None:
+def _refuse_codes_alone(checkpoint: Checkpoint, plan: ConversionPlan) -> None:
     """Refuse casts of what may be codes in one part of a set: their scales may be in another."""
-    for before, after in plan.casts:
+    for before, after in plan.casts if checkpoint.part is not None else ():
         if before.startswith("float8"):
             what = f"{before} of one part is not cast to {after}: a scale may be in another part"
             raise RefusedObject(what, hint="name all parts, or their index; or leave --dtype out")
 
 
-def _with_files(plan: ConversionPlan, dtype: DType | None) -> ConversionPlan:
-    """The plan with the files beside its source that go with a model, whose weights become `dtype`
-    where that is given.
+def _refuse_dcp_folder(plan: ConversionPlan) -> None:
+    if plan.in_folder and place_of(plan.folder).child(".metadata").is_file():
+        what = "is a DCP folder, whose readers would not take what is put into it"
+        raise OutputRefused(what, path=plan.folder, hint="name another folder")
+
+
+def _with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
+    """The plan with what is to be said of the files beside its output, and beside its source those
+    that go with a model, where they were asked for.
+    """
+    notes = [*plan.notes, *beside_notes(plan)]
+    if not options.with_files:
+        return replace(plan, notes=(*notes, *(_files_left(plan) if plan.in_folder else ())))
+    beside, told = _companions(plan, options.dtype)
+    return replace(plan, beside=beside, notes=(*notes, *told))
+
+
+def _companions(plan: ConversionPlan, dtype: DType | None) -> tuple[Beside, list[str]]:
+    """The files that go with a model, whose weights become `dtype` where that is given, and what is
+    to be said of them.
     """
     from ckptconv.convert.companions import (
         companions,
@@ -202,7 +189,7 @@ def _with_files(plan: ConversionPlan, dtype: DType | None) -> ConversionPlan:
         found = Beside()
     elif not found.copied:
         notes.append(f"{home.path} has no config, tokenizer or the like to copy")
-    return replace(plan, beside=found, notes=(*plan.notes, *notes))
+    return found, notes
 
 
 def _files_left(plan: ConversionPlan) -> Iterator[str]:
@@ -217,8 +204,11 @@ def _files_left(plan: ConversionPlan) -> Iterator[str]:
         yield f"{some_text(names)} of {home.name} not copied; --with-files copies such files"
 
 
-def _with_mapping(plan: ConversionPlan, path: PurePath) -> ConversionPlan:
-    """The plan with the file beside its output that tells which key became which."""
+def _with_mapping(plan: ConversionPlan, named: str | os.PathLike[str] | None) -> ConversionPlan:
+    """The plan with the file beside its output that tells which key became which, if any."""
+    if named is None:
+        return plan
+    path = place_of(named).path
     taken = {plan.source, plan.output, *(file.path for file in plan.files), *_files_of(plan.inputs)}
     if plan.index is not None:
         taken.add(plan.index.path)
@@ -261,11 +251,7 @@ def _plan_tree(
     """An output that holds a tree: all of the checkpoint, or one part; `whole` is the tree before
     the edits that were asked for.
     """
-    root = (
-        checkpoint.root
-        if options.only is None
-        else find(checkpoint.root, options.only, checkpoint.path)
-    )
+    root = find(checkpoint.root, options.only, checkpoint.path)
     refuse_unheld(to, options)
     to.refuse_part(root, keeps_objects=options.unknown == "keep", only=options.only)
     overlay: dict[int, Node] = {}
@@ -283,10 +269,9 @@ def _plan_tree(
             "holds no tensors, so there is nothing to convert", where=options.only
         )
     tree = Tree(root, overlay, refs, settled.storages)
-    depth = in_force().depth
+    tensors = partial(tensors_of, root, overlay, depth=in_force().depth)
     if any(ref.dtype.is_packed for ref in refs):
-        named = tensors_of(root, overlay, depth=depth)
-        to.refuse((path, ref, ref.dtype) for path, ref in named)
+        to.refuse((path, ref, ref.dtype) for path, ref in tensors())
     _refuse_scaled(found, renamed, tree, options)
     cast = _cast_rule(found, renamed, tree, options)
     layout = to.lay_out_tree(tree, cast, options.tags)
@@ -299,7 +284,7 @@ def _plan_tree(
         source_nbytes=checkpoint.nbytes,
         output=output,
         to=to.name,
-        files=(PlannedFile(output, layout, lambda: tensors_of(root, overlay, depth=depth)),),
+        files=(PlannedFile(output, layout, tensors),),
         index=None,
         in_folder=False,
         state_dicts=renamed,
@@ -318,9 +303,7 @@ def _plan_tree(
             *parted_notes([done for _, done in after], renamed),
             *to.part_notes(root),
         ),
-        tensors=lambda: tensors_of(root, overlay, depth=depth),
-        cast=cast,
-        checks=tuple(settled.checks),
+        reads=PlannedFrom(checkpoint, root, tensors, cast, settled.checks),
     )
 
 
@@ -330,7 +313,7 @@ def _before(
     """The state dicts before anything was dropped."""
     if whole is checkpoint.root:
         return found
-    part = whole if options.only is None else find(whole, options.only, checkpoint.path)
+    part = find(whole, options.only, checkpoint.path)
     return find_state_dicts(part, whole, options.only)
 
 

@@ -90,7 +90,7 @@ def workable(
     except CheckpointError as error:
         return error
     lost = _lost(plan, checkpoint) if fix.unknown == "drop" else []
-    if sum(count for _, count in lost) >= max(1, sum(1 for _ in plan.tensors())):
+    if sum(count for _, count in lost) >= max(1, sum(1 for _ in plan.made_of.tensors())):
         return AmbiguousStateDict("most of its tensors would be lost", path=checkpoint.path)
     return Prescription(fix, tuple(text for text, _ in lost))
 

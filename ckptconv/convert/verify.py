@@ -32,7 +32,7 @@ def verify_folder(plan: ConversionPlan, made: Location, phases: Phases) -> int:
 
 def refuse_unread(plan: ConversionPlan) -> None:
     """Raise `VerificationFailed` where whoever opens the folder of an output reads other files."""
-    with held(plan.limits), open_certain(plan.folder) as opened:
+    with held(plan.made_of.limits), open_certain(plan.folder) as opened:
         read = {source.path.name for source in opened.sources}
     if other := read - {file.path.name for file in plan.files}:
         what = f"is in place, but who opens its folder reads {', '.join(sorted(other)[:3])}"
@@ -45,16 +45,19 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, mete
     target = plan.target
     if target.is_counted:
         refuse_unwritten(file, written)
-    with held(plan.limits), open_certain(written, whole_modules=target.keeps_modules) as output:
-        beside = list(_beside(plan, file, output))
-        most = sample_size([(ref, plan.cast(ref)) for _, ref, _ in beside])
+    with (
+        held(plan.made_of.limits),
+        open_certain(written, whole_modules=target.keeps_modules) as output,
+    ):
+        cast, beside = plan.made_of.cast, list(_beside(plan, file, output))
+        most = sample_size([(ref, cast(ref)) for _, ref, _ in beside])
         with read_soon([ref for _, ref, _ in beside], [other for _, _, other in beside if other]):
             for path, ref, other in beside:
-                if other is None or not _equal(ref, other, plan.cast(ref), meter):
+                if other is None or not _equal(ref, other, cast(ref), meter):
                     raise VerificationFailed(
                         "the output differs from the source", path=file.path, where=path
                     )
-                _refuse_other_element(ref, plan.cast(ref), other, most, file, path)
+                _refuse_other_element(ref, cast(ref), other, most, file, path)
                 count += 1
     return count
 

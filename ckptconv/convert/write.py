@@ -246,7 +246,7 @@ def by_tensor(
     """
     touched = {id(piece.storage) for ref in written for piece in ref.pieces}
     found = {}
-    for path, ref in plan.tensors() if touched else ():
+    for path, ref in plan.made_of.tensors() if touched else ():
         if any(id(piece.storage) in touched for piece in ref.pieces) and (number := count(ref)):
             found[path] = number
     return found
@@ -255,7 +255,7 @@ def by_tensor(
 def count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
     """How many values of a tensor are beyond the range of the type that its cast makes of them."""
     lost = [0]
-    for _ in iter_cast_chunks(ref, plan.cast(ref), lost):
+    for _ in iter_cast_chunks(ref, plan.made_of.cast(ref), lost):
         pass
     return lost[0]
 

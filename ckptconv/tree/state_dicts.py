@@ -271,8 +271,9 @@ class FoundPart(NamedTuple):
     own_only: bool
 
 
-def find(root: Node, path: str, file: PurePath) -> Node:
-    """The node at a dotted path such as ``optimizer.state``; keys may hold dots themselves.
+def find(root: Node, path: str | None, file: PurePath) -> Node:
+    """The node at a dotted path such as ``optimizer.state``, or the root; keys may hold dots
+    themselves.
 
     With a dot at its end, a dict of just the tensors that stand there; ``ema`` is the average,
     whatever it is called.
