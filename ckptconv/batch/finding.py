@@ -252,7 +252,8 @@ def _output_of(
     assert options.to is not None
     target = target_named(options.to)
     goes_into = target.is_folder or options.max_shard_size is not None or options.with_files
-    if target.shards_named and not keeps_ending and (read := _weights_of_model(place)):
+    read = _weights_of_model(place) if target.shards_named and not keeps_ending else None
+    if read:
         home = below if place.is_folder() else below.parent
         made = out_dir.child(str(home)) if home.parts else out_dir
         return made if goes_into else made.child(named_like(read, target.shards_named))

@@ -208,11 +208,11 @@ def write_companion(item: Companion, source: Source, stream: OutputStream) -> No
 
 def _compare(item: Companion, made: Location) -> None:
     with closing(item.place.open()) as theirs, closing(made.open()) as ours:
+        runs = ((at, min(CHUNK, ours.size - at)) for at in range(0, ours.size, CHUNK))
         is_same = ours.size == item.nbytes and all(
             (theirs.read(at, count) if item.raw is None else item.raw[at : at + count])
             == ours.read(at, count)
-            for at in range(0, ours.size, CHUNK)
-            if (count := min(CHUNK, ours.size - at))
+            for at, count in runs
         )
     if not is_same:
         raise VerificationFailed("its copy differs from it", path=item.place.path)

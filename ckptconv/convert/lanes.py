@@ -89,7 +89,8 @@ class _Lanes(Generic[T]):
             met[heard.number] = heard
             if heard.error is not None:
                 self._wanted = min(self._wanted, heard.number)
-        if self._wanted < len(self._works) and (error := met[self._wanted].error) is not None:
+        error = met[self._wanted].error if self._wanted < len(self._works) else None
+        if error is not None:
             raise error
         return [result for number in sorted(met) for result in met[number].results]
 

@@ -154,8 +154,5 @@ def output_beside(path: PurePath, suffix: str, taken: Collection[PurePath] = ())
     names = (
         f"{stem}-portable{number}{suffix}" for number in ("", *(f"-{n}" for n in range(2, 1000)))
     )
-    return next(
-        found
-        for name in names
-        if not (found := given.parent / name).exists() and found not in taken
-    )
+    places = (given.parent / name for name in names)
+    return next(place for place in places if not place.exists() and place not in taken)

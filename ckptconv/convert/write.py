@@ -247,7 +247,9 @@ def by_tensor(
     touched = {id(piece.storage) for ref in written for piece in ref.pieces}
     found = {}
     for path, ref in plan.made_of.tensors() if touched else ():
-        if any(id(piece.storage) in touched for piece in ref.pieces) and (number := count(ref)):
+        is_touched = any(id(piece.storage) in touched for piece in ref.pieces)
+        number = count(ref) if is_touched else 0
+        if number:
             found[path] = number
     return found
 

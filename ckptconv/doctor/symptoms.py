@@ -67,7 +67,8 @@ def _container(case: Case) -> Iterator[Symptom]:
 
 
 def _protocol(case: Case) -> Iterator[Symptom]:
-    if len(case.paths) == 1 and (number := newer_protocol(case.whole)) is not None:
+    number = newer_protocol(case.whole) if len(case.paths) == 1 else None
+    if number is not None:
         cause = f"its pickle has the protocol {number}, where torch writes 2"
         yield error("pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Fix())
 
@@ -304,9 +305,8 @@ def _shares(case: Case) -> Iterator[Symptom]:
         yield info("optimizer-share", cause, effect, Fix(only=one), chosen=True)
     if averages_weights(case.checkpoint.root):
         return
-    if len(case.state_dicts) > 1 and (
-        averages := [item.path for item in case.state_dicts if is_average(item.path)]
-    ):
+    averages = [item.path for item in case.state_dicts if is_average(item.path)]
+    if averages and len(case.state_dicts) > 1:
         cause = f"holds averaged weights ({some(averages)}) beside {part_text(one)}"
         effect = (
             "which of them is loaded depends on the script; evaluation usually wants the "

@@ -70,7 +70,8 @@ def find_directory(source: Source) -> tuple[int, int, int, bytes]:
 
     end = at
     locator_at = at - LOCATOR.size
-    if locator_at >= 0 and (locator := read(locator_at, LOCATOR.size))[:4] == b"PK\6\7":
+    locator = read(locator_at, LOCATOR.size) if locator_at >= 0 else b""
+    if locator[:4] == b"PK\6\7":
         end = LOCATOR.unpack(locator)[2]
         if end + END64.size != locator_at:
             raise malformed(source, "its zip64 end record is not where its locator says")

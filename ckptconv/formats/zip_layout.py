@@ -95,7 +95,7 @@ def _placed(name: bytes, header: int, size: int) -> tuple[_Slot, bytes, int, int
     padding = -unpadded % ALIGNMENT
     lead = local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
     offset = unpadded + padding
-    trail = 0 if not size else DESCRIPTOR64.size if wide else DESCRIPTOR.size
+    trail = (DESCRIPTOR64 if wide else DESCRIPTOR).size if size else 0
     return slot, lead, offset, offset + size + trail
 
 

@@ -69,7 +69,8 @@ def _preset(source: Shapes, target: Shapes, ties: Ties) -> str:
 def _fit_ties(source: Shapes, target: Shapes, ties: Ties) -> Fit:
     """As `fit_keys`, by the keys and their ties alone."""
     fit = _fit_all(source, target)
-    if fit.covers or not (absent := _absent_names(fit, source, target, ties)):
+    absent = {} if fit.covers else _absent_names(fit, source, target, ties)
+    if not absent:
         return fit
     again = _fit_all(source, {key: shape for key, shape in target.items() if key not in absent})
     olds = {key: old for old, key in again.renames.items()}
@@ -224,7 +225,8 @@ def _closest(
     closest = {}
     for name, shape in names.items():
         deepest = next((end for end in (name, *suffixes(name)) if (end, shape) in holders), None)
-        if deepest is not None and (only := holders[deepest, shape]) is not None:
+        only = None if deepest is None else holders[deepest, shape]
+        if only is not None:
             closest[name] = only
     return closest
 

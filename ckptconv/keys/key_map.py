@@ -105,7 +105,8 @@ class KeyRules:
         made: list[Rule] = []
         for given in rules:
             rule = given if isinstance(given, Rule) else parse_rule(*given)
-            if isinstance(rule, Select) and made and isinstance(last := made[-1], Select):
+            last = made[-1] if made else None
+            if isinstance(rule, Select) and isinstance(last, Select):
                 made[-1] = Select(last.include + rule.include, last.exclude + rule.exclude)
             else:
                 made.append(rule)
@@ -252,11 +253,11 @@ def map_keys(
             gone = {at: key for at, key in enumerate(new) if key is not None and after[at] is None}
             why |= {at: rule.why(key) for at, key in gone.items()}
             seen |= gone
-        if isinstance(rule, Mapped) and (order := rule.module_order()):
-            orders[len(path_steps)] = order
         filled = [(_of_twin(step, key), _of_twin(step, twin)) for key, twin in filled]
         if isinstance(rule, Mapped):
             filled += rule.filled({*after})
+            if order := rule.module_order():
+                orders[len(path_steps)] = order
         path_steps.append(path_step(rule, step, patience, Followed(new, after)))
         new = after
     _refuse_collisions([*keys, *(twin for _, twin in filled)], [*new, *(key for key, _ in filled)])

@@ -176,7 +176,8 @@ class _Symbolic:
             (self.node(key, place), self.node(item, (place, key, None)))
             for key, item in value.items()
         ]
-        if (metadata := getattr(value, "_metadata", None)) is not None and type(made) is Call:
+        metadata = getattr(value, "_metadata", None)
+        if metadata is not None and type(made) is Call:
             made.state = Dict([("_metadata", self.node(metadata, place))])
         return made
 

@@ -60,8 +60,9 @@ def flat(key: str, value: Node, *, encode: bool = True) -> FlatValue | None:
     which stay as they are.
     """
     ref, was = value.tensor if type(value) is TensorObject else value, None
-    if type(ref) is not TensorRef and (ref := tensor_form(value)) is not None:
-        was = spoken_name(value, value.name)
+    if type(ref) is not TensorRef:
+        ref = tensor_form(value)
+        was = None if ref is None else spoken_name(value, value.name)
     if ref is not None and encode and ref.dtype.name in _REALS:
         recipe: Recipe = {"encoding": "complex", "dtype": ref.dtype.name}
         return FlatValue(((f"{key}.real_imag", ref),), {key: recipe}, was)

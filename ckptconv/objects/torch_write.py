@@ -96,7 +96,8 @@ class TorchLeaves:
         tail += writer.named("collections", "OrderedDict") + b")R"
         if stored.storage_dtype is None:
             tail += writer.named("torch", stored.dtype.name)
-        if (ref.conj or ref.neg) and (bits := stored.bits(ref)):
+        bits = stored.bits(ref) if ref.conj or ref.neg else ()
+        if bits:
             tail += b"}(" + b"".join(writer.text(bit) + b"\x88" for bit in bits) + b"u"
         tail += b"tR"
         if writer.count == before:

@@ -62,7 +62,8 @@ def _layers(tensors: Sequence[PageTensor], numbers: int) -> dict[str, dict[int, 
     """The tensors by their names with the first `numbers` numbers folded (0: all), and by depth."""
     found: dict[str, dict[int, list[PageTensor]]] = {}
     for item in tensors:
-        if item.statistics is None or (number := _NUMBER.search(item.name)) is None:
+        number = _NUMBER.search(item.name)
+        if number is None or item.statistics is None:
             continue
         layers = found.setdefault(_NUMBER.sub("#", item.name, count=numbers), {})
         layers.setdefault(int(number[0]), []).append(item)

@@ -290,7 +290,8 @@ class RunReader:
         steps = _INT_RUNS.get(stride) or int_run(stride)
         reducer = self._reducers.get(func)
         hooked = memo[keys[hooks[0]]]
-        if reducer is None or (made := self._hookless.get(id(hooked))) is None:
+        made = None if reducer is None else self._hookless.get(id(hooked))
+        if made is None:
             made = self._hookless[id(hooked)] = Call(hooked, ())
         start = 0 if offset == b"K\0" else integer_of(offset)
         args = (self._persistent(pid), start, dims, steps, flag == b"\x88", made)

@@ -95,11 +95,14 @@ class _Narrowing:
 def overflow_text(targets: Iterable[str]) -> str:
     """What casts to these dtypes make of values that they cannot hold."""
     found = {name: _NARROWINGS[name] for name in targets if name in _NARROWINGS}
-    made = {
-        "448" if item.saturates else "NaN" if item.over == item.nan else "infinite"
-        for item in found.values()
-    }
+    made = {_over_text(item) for item in found.values()}
     return " or ".join(sorted(made)) or "infinite"
+
+
+def _over_text(narrowing: _Narrowing) -> str:
+    if narrowing.saturates:
+        return "448"
+    return "NaN" if narrowing.over == narrowing.nan else "infinite"
 
 
 def cast(values: memoryview, source: DType, target: DType) -> Cast:

@@ -146,8 +146,10 @@ class _Scales:
         yield from below.get("", ())  # weight.scale; bitsandbytes: as if the weight were a module
         if _is_float8(dtype):
             yield from (mark for mark in self._marks if key.startswith(mark.removesuffix(_MARK)))
-        elif name in _PAIRS and (pair := f"{prefix}{dot}{_PAIRS[name]}") in self._tensors:
-            yield pair
+        elif name in _PAIRS:
+            pair = f"{prefix}{dot}{_PAIRS[name]}"
+            if pair in self._tensors:
+                yield pair
 
 
 def _scaled_by(name: str) -> str | None:

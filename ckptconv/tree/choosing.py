@@ -51,7 +51,8 @@ def _chosen(
 ) -> StateDict:
     if part.own_only:
         return own_of(part, surveyed, path)
-    if only is None and (loaded := _loaded_by_framework(root, surveyed, path)) is not None:
+    loaded = _loaded_by_framework(root, surveyed, path) if only is None else None
+    if loaded is not None:
         return loaded
     best, lesser = surveyed.ranked()
     if len(best) == 1:

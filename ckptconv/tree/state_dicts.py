@@ -290,9 +290,10 @@ def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
         return FoundPart("", root, only == ".")
     path = only.removesuffix(".")
     reached = _at(root, path)
-    is_no_part = reached is None or type(reached[0]) in PLAIN
-    if path == "ema" and is_no_part and (average := _average(root, file)) is not None:
-        path, reached = average[0], (average[1],)
+    if path == "ema" and (reached is None or type(reached[0]) in PLAIN):
+        average = _average(root, file)
+        if average is not None:
+            path, reached = average[0], (average[1],)
     if reached is not None:
         return FoundPart(path, reached[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
@@ -316,7 +317,8 @@ def _at(root: Node, path: str) -> tuple[Node] | None:
 
 def _average(root: Node, file: PurePath) -> tuple[str, Node] | None:
     """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
-    if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
+    node = _at(root, "state_dict") if averages_weights(root) else None
+    if node is not None:
         return "state_dict", node[0]
     averages = [(len([*chain_of(place)]), place, node) for place, node in _averages(root)]
     least = min((depth for depth, _, _ in averages), default=0)
@@ -414,7 +416,9 @@ def _like(node: Node, pairs: Pairs) -> Node:
 
 
 def _with_metadata(made: Node, modules: RenamedModules) -> Node:
-    if (metadata := metadata_of(made)) is None or (entries := mapping_pairs(metadata)) is None:
+    metadata = metadata_of(made)
+    entries = mapping_pairs(metadata)
+    if entries is None:
         return made
     versions = {key: value for key, value in entries if type(key) is str}
     renamed: dict[str, Node] = {}

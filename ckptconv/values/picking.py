@@ -365,6 +365,7 @@ def write_npz(chosen: Sequence[tuple[NamedValue, Box]], output: Path, *, force: 
                 draft.stream.write(layout.trail(at, crcs[-1]))
             draft.stream.write(layout.ending(crcs))
             draft.commit()
-        if place.local() is not None and (made := draft.place.local()) is not None:
+        made = draft.place.local() if place.local() is not None else None
+        if made is not None:
             NPZ.check_written(made, output, len(chosen))
         destination.commit()

@@ -317,7 +317,8 @@ def picked_document(
 
     Raises `OptionRefused` for more values than a document should have.
     """
-    if output is None and (count := sum(prod(box.shape) for _, box in chosen)) > _MOST_VALUES:
+    count = sum(prod(box.shape) for _, box in chosen)
+    if output is None and count > _MOST_VALUES:
         raise OptionRefused(
             f"{count:,} values are too many for a document",
             hint="give indices such as '[:100]', or write them with --npy FILE",

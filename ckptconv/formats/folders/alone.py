@@ -93,7 +93,8 @@ def _by_name(name: str, place: Location) -> Part | None:
     own = int(told.number)
     numbers = (number for number in told.numbers if number != own)
     others = [told.other(number) for number in islice(numbers, _NAMED + 1)]
-    if not told.of and place.beside(after := told.other(own + 1)).is_file():
+    after = told.other(own + 1)
+    if not told.of and place.beside(after).is_file():
         others.append(after)
     if not others:
         return None
@@ -168,10 +169,11 @@ def part_of_step(name: str, root: Node) -> Part | None:
     """
     states = {key: value for key, value in mapping_pairs(root) or () if key in _SAID_BY_RANKS}
     width = states.get("mp_world_size")
+    rank = MODEL_STATES(name)
     what = None
     if PIPELINE(name):
         what = "is one layer of a pipeline-parallel checkpoint (layer_*-model_states.pt)"
-    elif (rank := MODEL_STATES(name)) and rank[1] and states.get("param_shapes") is not None:
+    elif rank and rank[1] and states.get("param_shapes") is not None:
         # they look as if they held weights
         return Part("is one rank of ZeRO stage 3, without any weights", "name its folder")
     elif EXPERTS(name):

@@ -69,7 +69,8 @@ def _megatron_paths(metadata: Metadata) -> dict[str, Path]:
     for key, entry in metadata.entries.items():
         name: str = key
         index: tuple[int, ...] = ()
-        if entry is None and (shard := _OBJECT(key)):
+        shard = _OBJECT(key) if entry is None else None
+        if shard is not None:
             name, index = shard[1], (counts[shard[1]],)
             counts[name] += 1
         part: tuple[str, ...] = ()

@@ -279,7 +279,8 @@ class Weights:
         listed = names if type(names) in (list, tuple) else ()
         buffers = {name for name in listed if type(name) is str}
         for name, value in entries(states["module"]).items():
-            if name in buffers and (ref := tensor_of(value)) is not None:
+            ref = tensor_of(value) if name in buffers else None
+            if ref is not None:
                 self._found[name] = self._widened(ref)
 
     def _add_frozen(self, states: Mapping[str, Node]) -> None:

@@ -216,7 +216,8 @@ def not_connected(error: BaseException, who: str, *, is_plain: bool = False) -> 
             return unreached(_BY_CODE.get(cause.verify_code, "issuer"), who)
         if isinstance(cause, ssl.SSLError) and "WRONG_VERSION" in str(cause):
             return unreached("plain", who)
-        if isinstance(cause, OSError) and (refused := _TUNNEL(str(cause))):
+        refused = _TUNNEL(str(cause)) if isinstance(cause, OSError) else None
+        if refused is not None:
             return unreached("password" if refused[1] == "407" else "tunnel", who)
     names = {type(cause).__name__ for cause in causes}
     for name, found in _BY_NAME:

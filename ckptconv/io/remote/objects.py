@@ -143,8 +143,9 @@ class ObjectStoreOf(HidingStore):
             self._has_answered = True
             return Part(_arrived(got), self._seen(got.meta))
         except Exception as error:
-            if first == 0 and _may_be_empty(error) and (found := self._empty(key)) is not None:
-                return found
+            empty = self._empty(key) if first == 0 and _may_be_empty(error) else None
+            if empty is not None:
+                return empty
             told = self._told(error)
             if told.kind == "missing" and "version" in options:  # the version is gone
                 told = StoreError("changed", "was changed while it was read")

@@ -224,8 +224,10 @@ class RemoteOutput(Destination):
         with _told(self._place, is_begun=False):
             if self._files is None:
                 check_remote(self._place, is_folder=False, force=self._force)
-            elif not self._force and (found := self._found(self._files)):
-                raise _exists(self._beside(found[0]))
+            elif not self._force:
+                found = self._found(self._files)
+                if found:
+                    raise _exists(self._beside(found[0]))
             names = self._files.taken() if self._files is not None and self._force else ()
             beside = (self._beside(name).path for name in names)
             refuse_inputs(chain([self.path], beside), self._replaces)

@@ -210,7 +210,8 @@ class RemoteSource(FarSource):
             return held
         begun = self._begun(offset)
         first, last = offset + len(begun), offset + nbytes
-        if begun and (rest := self._held(first, last - first)) is not None:
+        rest = self._held(first, last - first) if begun else None
+        if rest is not None:
             return b"".join((begun, rest))
         if nbytes <= SMALL:
             if offset >= self.size - _WINDOW:
