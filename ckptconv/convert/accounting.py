@@ -231,7 +231,9 @@ def named_by(plan: ConversionPlan) -> NamedStorages | None:
 
 
 def _files(plan: ConversionPlan) -> list[Source]:
-    return [unguarded(source) for source in plan.inputs if source.is_file()]
+    # a file that is read as two checkpoints is one, as its storages are
+    files = {str(source.path): source for source in plan.inputs if source.is_file()}
+    return [*map(unguarded, files.values())]
 
 
 def _count(source: Source, named: NamedStorages) -> None:

@@ -255,7 +255,9 @@ def _named_text(result: ConversionResult) -> str:
         return (
             f"whether the reader saw everything in the source is not checked a second way ({kind})"
         )
-    return f"nothing {'else ' if result.plan.skipped else ''}that the source names is missing"
+    reads = result.plan.reads
+    has_all = not result.plan.skipped and reads is not None and not reads.checkpoint.dropped
+    return f"nothing {'' if has_all else 'else '}that the source names is missing"
 
 
 # ------------------------------------------------------------------------------------------- JSON

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Dict, Node, children, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, printable
-from ckptconv.support.text import count_text, look_hint, size_text
+from ckptconv.support.text import count_text, first_few, look_hint, size_text
 from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import Place, chain_of, inner, label_text, place_text, tensors_of, walk
@@ -55,7 +55,7 @@ class Drop:
             root = substituted(root, containers(root), stand_ins)
         if idle := [glob for glob in self.globs if glob not in met]:
             what = f"--drop {printable(idle[0])} matches nothing in it"
-            raise KeyConflict(what, path=checkpoint.path, hint=look_hint(checkpoint.path))
+            raise KeyConflict(what, path=checkpoint.path, hint=_look(checkpoint))
         return replace(
             checkpoint,
             root=root,
@@ -98,6 +98,14 @@ class Drop:
                 what = "is an item of a list, and the others would get other numbers without it"
                 hint = f"drop all of it: --drop {printable(base)}"
                 raise KeyConflict(what, where=f"{base}.{at}", hint=hint)
+
+
+def _look(checkpoint: Checkpoint) -> str:
+    """How to see the paths; those of a checkpoint that several make together stand in no file."""
+    if len(checkpoint.sources) == 1:
+        return look_hint(checkpoint.path)
+    labels = [label_text(label) for label, _ in children(checkpoint.root)]
+    return f"it has {count_text(len(labels), 'part')}: {first_few(labels, 5)}"
 
 
 def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:

@@ -20,7 +20,11 @@ def edited(checkpoint: Checkpoint, edits: Iterable[Edit]) -> Checkpoint:
     `RefusedObject` where an edit, whoever wrote it, parts codes from their scales.
     """
     for edit in edits:
-        checkpoint = _checked(checkpoint, edit(checkpoint))
+        made: object = edit(checkpoint)
+        if not isinstance(made, Checkpoint):
+            what = f"the edit {edit!r:.100} gave {made!r:.100}, and no checkpoint"
+            raise OptionRefused(what, hint="it returns the checkpoint that it makes")
+        checkpoint = _checked(checkpoint, made)
     return checkpoint
 
 

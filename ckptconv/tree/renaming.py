@@ -32,7 +32,9 @@ from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 
 @dataclass(frozen=True, slots=True)
 class RenameKeys:
-    """An edit: gives the keys of all state dicts their names by `rules`.
+    """An edit: gives the keys of all state dicts (`Checkpoint.state_dicts`) their names by `rules`.
+    A dict of dicts of tensors has a state dict in each of them; rules over the keys of a part that
+    `only` names are those of the call, and no edit.
 
     It is the last edit where there are others: they know the names of the file.
     """

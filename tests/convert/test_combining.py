@@ -89,6 +89,13 @@ def test_a_sum_beyond_all_numbers_has_a_mean(tmp_path):
     assert torch.isfinite(made[:3]).all() and torch.isnan(made[4])
 
 
+def test_a_checkpoint_and_itself_are_verified(tmp_path):
+    paths, found = saved(tmp_path, 1, torch.float32)
+    average([*paths, *paths], tmp_path / "mean.pt", verify=True)
+    made = torch.load(tmp_path / "mean.pt", weights_only=True)
+    assert all(torch.equal(made[key], value) for key, value in found[0].items())
+
+
 @pytest.mark.parametrize("weights", [None, [1, 1, 2], [0.1, 0.7, 3]])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_mean_is_that_of_torch_to_the_bit(tmp_path, dtype, weights):

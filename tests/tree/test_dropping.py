@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from ckptconv import KeyConflict, convert_checkpoint
+from ckptconv import KeyConflict, convert_checkpoint, merge
 from helpers.program import run
 
 
@@ -38,6 +38,8 @@ def dropped(folder, *globs, **options):
 def test_a_part_is_left_out_and_the_rest_stays(trained):
     folder, tree = trained
     left = dropped(folder, "optimizer", verify=True)
+    done = run("convert", "train.pt", "o.pt", "--drop", "optimizer", "--verify", cwd=folder)
+    assert "nothing else that the source names is missing" in done.err
     assert left.keys() == tree.keys() - {"optimizer"}
     assert left["epoch"] == 7 and left["losses"] == [1.0, 2.0]
     for key, value in tree["model"].items():
@@ -90,6 +92,17 @@ def test_words_are_whole(trained):
         dropped(folder, "optim")
     with pytest.raises(KeyConflict, match="--drop nothing matches nothing"):
         dropped(folder, "epoch", "nothing")
+
+
+def test_a_glob_over_several_checkpoints_is_one_over_what_they_make(trained):
+    folder, tree = trained
+    torch.save({f"module.{key}": value for key, value in tree["model"].items()}, folder / "a.pt")
+    torch.save({"head": torch.ones(2)}, folder / "b.pt")
+    said = r"matches nothing in it; it has 5 parts: 0\.weight, 0\.bias, 1\.weight, 1\.bias, head"
+    with pytest.raises(KeyConflict, match=said):
+        merge([folder / "a.pt", folder / "b.pt"], folder / "o.pt", drop="module.0")
+    merge([folder / "a.pt", folder / "b.pt"], folder / "o.pt", drop="0")
+    assert torch.load(folder / "o.pt", weights_only=True).keys() == {"1.weight", "1.bias", "head"}
 
 
 def test_an_item_of_a_list_is_not_left_out(trained):

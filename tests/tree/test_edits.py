@@ -185,3 +185,8 @@ def test_a_file_is_closed_where_an_edit_fails(trained):
         open_checkpoint(path, edits=[Drop("nothing")])
     gc.collect()
     assert str(path) not in {os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()}
+
+
+def test_an_edit_that_gives_no_checkpoint_is_named(trained):
+    with pytest.raises(OptionRefused, match="gave None, and no checkpoint"):
+        load_portable(trained[0], edits=[lambda checkpoint: None])

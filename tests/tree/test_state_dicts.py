@@ -35,7 +35,6 @@ from ckptconv import (
 )
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointWarning
 from ckptconv.tree.labels import names_number, names_training_state
-from helpers.oracle import corpus_folder
 from helpers.oracle import optimizer_state as optimizer
 from helpers.program import run, run_process
 
@@ -48,8 +47,6 @@ NETWORK_LABELS = """
     upscaler optimized_model random_encoder resampler upsampler.weight optimus scheduler_net
     target_random strings model_and_optimizer optimizer.weight opt state rngs_net
 """.split()  # noqa: SIM905
-
-PRODUCED = corpus_folder().parent / "produced"
 
 
 def weights(seed: int = 0, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
@@ -524,9 +521,9 @@ def test_a_file_of_random_states_is_no_model(states, tmp_path):
         load_portable(source)
 
 
-def test_mmengine_saves_the_average_as_state_dict(tmp_path):
+def test_mmengine_saves_the_average_as_state_dict(produced, tmp_path):
     """mmengine/hooks/ema_hook.py swaps the two before it saves."""
-    source = PRODUCED / "mmengine.pth"
+    source = produced / "mmengine.pth"
     expected = torch.load(source, weights_only=False, map_location="cpu", pickle_module=_Pickles)[
         "state_dict"
     ]
@@ -618,10 +615,10 @@ def test_two_models_of_accelerate_are_a_choice(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["new", "old"])
-def test_a_checkpoint_of_torchtitan_becomes_the_keys_of_its_model(version, tmp_path):
+def test_a_checkpoint_of_torchtitan_becomes_the_keys_of_its_model(version, produced, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    folder = PRODUCED / "torchtitan" / version
+    folder = produced / "torchtitan" / version
     dcp_to_torch_save(folder, tmp_path / "torch.pt")
     whole = torch.load(tmp_path / "torch.pt", weights_only=False)
     parts = {"optimizer", "lr_scheduler", "dataloader", "train_state"}
