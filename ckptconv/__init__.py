@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ckptconv.doctor.diagnose import diagnose as diagnose
     from ckptconv.doctor.report import Diagnosis as Diagnosis
     from ckptconv.doctor.report import Finding as Finding
-    from ckptconv.formats.registry import open_checkpoint as open_checkpoint
     from ckptconv.inspect.facts import inspect_checkpoint as inspect_checkpoint
     from ckptconv.inspect.inspection import Inspection as Inspection
     from ckptconv.inspect.inspection import TensorFacts as TensorFacts
@@ -42,6 +41,9 @@ if TYPE_CHECKING:
     from ckptconv.live.load import load_portable as load_portable
     from ckptconv.live.load_into import LoadResult as LoadResult
     from ckptconv.live.load_into import load_into as load_into
+    from ckptconv.live.opened import LazyTensor as LazyTensor
+    from ckptconv.live.opened import OpenCheckpoint as OpenCheckpoint
+    from ckptconv.live.opened import open_checkpoint as open_checkpoint
     from ckptconv.live.save import save_portable as save_portable
     from ckptconv.pages.make import Page as Page
     from ckptconv.pages.make import report as report
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from ckptconv.support.errors import MalformedCheckpoint as MalformedCheckpoint
     from ckptconv.support.errors import MissingDependency as MissingDependency
     from ckptconv.support.errors import MissingFile as MissingFile
+    from ckptconv.support.errors import MissingTensor as MissingTensor
     from ckptconv.support.errors import OptionRefused as OptionRefused
     from ckptconv.support.errors import OutputRefused as OutputRefused
     from ckptconv.support.errors import RefusedObject as RefusedObject
@@ -107,12 +110,15 @@ _HOMES = {
     "KeyConflict": "support.errors",
     "KeyMismatch": "support.errors",
     "KeyRules": "keys.key_map",
+    "LazyTensor": "live.opened",
     "LimitExceeded": "support.errors",
     "Limits": "support.limits",
     "LoadResult": "live.load_into",
     "MalformedCheckpoint": "support.errors",
     "MissingDependency": "support.errors",
     "MissingFile": "support.errors",
+    "MissingTensor": "support.errors",
+    "OpenCheckpoint": "live.opened",
     "OptionRefused": "support.errors",
     "Options": "convert.options",
     "OutputRefused": "support.errors",
@@ -147,7 +153,7 @@ _HOMES = {
     "load_into": "live.load_into",
     "load_portable": "live.load",
     "merge": "convert.combining",
-    "open_checkpoint": "formats.registry",
+    "open_checkpoint": "live.opened",
     "plan_conversion": "convert.planner",
     "read_key_rules": "keys.rule_files",
     "report": "pages.make",

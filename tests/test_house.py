@@ -23,6 +23,7 @@ LEVEL = {package: level for level, row in enumerate(LEVELS) for package in row}
 TERMINAL_PACKAGES = {"cli"}
 TORCH_MODULES = {
     "devices.host", "devices.mapping", "live.load", "live.storages", "live.save", "live.load_into",
+    "live.opened",
     "formats.dcp_output", "convert.named_models",
 }  # fmt: skip
 FILE_MODULES = {

@@ -116,17 +116,8 @@ def open_checkpoint(
     whole_modules: bool = False,
     edits: Sequence[Edit] = (),
 ) -> Checkpoint:
-    """Open a checkpoint of one file or of many: read its index, but not the bytes of its tensors.
-
-    `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around
-    the only checkpoint or around the one that a file of it names, or a sequence of the files of all
-    ranks (``torch.save`` of each rank's sharded state dict). `tag` chooses among the steps that a
-    folder holds, by name or number, or among the variants of its weights. A whole module
-    (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module
-    itself. `edits` are made to it in their order, such as ``Drop("optimizer")``. Use the result as
-    a context manager, or close it. Raises `UnsupportedCheckpoint` when it
-    is something else (and says what), or one rank's file alone, `MalformedCheckpoint` or
-    `LimitExceeded` when it contradicts itself.
+    """The checkpoint at `path`, its index read; see `live.opened.open_checkpoint`, whose result is
+    a mapping too.
     """
     return _asked(path, tag, whole_modules=whole_modules, edits=edits).opened_quickly()
 

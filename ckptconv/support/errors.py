@@ -337,6 +337,12 @@ class AmbiguousStateDict(CheckpointError):
     """No state dict was found, or several and the choice is the user's."""
 
 
+class MissingTensor(AmbiguousStateDict, KeyError):
+    """No tensor of a checkpoint has this name, or several have; as with `KeyError`, `in` and `get`
+    answer for it.
+    """
+
+
 class KeyMismatch(CheckpointError):
     """The keys or shapes of the checkpoint do not fit those of the model or of another target.
 

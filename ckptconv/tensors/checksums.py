@@ -34,8 +34,8 @@ class Checksums:
         for origin in origins([storage]):
             whole = origin.part_of or origin
             if id(whole) not in self._settled:
-                self._settled.add(id(whole))
                 check_storage(whole, self._meter)
+                self._settled.add(id(whole))  # not before: who asks again is refused again
 
     def copied(self, storage: Storage, first: int, nbytes: int, crc: int) -> None:
         """Note that `nbytes` bytes of a storage, from its byte `first` on, have this CRC-32; none,

@@ -41,6 +41,20 @@ class DType:
         object.__setattr__(self, "bits", self.bits or 8 * self.itemsize)
         object.__setattr__(self, "word", self.itemsize // (2 if self.kind == "complex" else 1))
 
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the type of this name, or that which numpy, ml_dtypes or torch calls so.
+
+        >>> BY_NAME["float32"] == "float32"
+        True
+        """
+        if isinstance(other, DType):
+            return self is other
+        name = getattr(other, "__name__", None) or getattr(other, "name", None) or str(other)
+        return name.removeprefix("torch.") in (self.name, self.numpy)
+
+    # that of identity, for there is one of each: it is asked for once for each tensor
+    __hash__ = object.__hash__
+
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
         """Element types are told apart by identity, in a copy and behind a pickle too."""
         return _named, (self.name,)

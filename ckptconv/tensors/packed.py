@@ -100,7 +100,7 @@ class PackedTensors:
 
 def _unpacked(ref: _PackedTensor, storages: Sequence[Storage]) -> TensorRef:
     pieces = tuple(Piece(storages[piece.storage], *piece[1:]) for piece in ref.pieces)
-    return TensorRef(ref.dtype, ref.shape, ref.stride, pieces, *ref[4:])
+    return TensorRef(ref.dtype, ref.shape, ref.stride, pieces, ref.requires_grad, ref.conj, ref.neg)
 
 
 def packed(refs: Sequence[TensorRef]) -> PackedTensors:
@@ -137,7 +137,9 @@ class _Packing:
         pieces = tuple(
             _PackedPiece(self.storage(piece.storage), *piece[1:]) for piece in ref.pieces
         )
-        return _PackedTensor(ref.dtype, ref.shape, ref.stride, pieces, *ref[4:])
+        return _PackedTensor(
+            ref.dtype, ref.shape, ref.stride, pieces, ref.requires_grad, ref.conj, ref.neg
+        )
 
     def _place(self, storage: Storage) -> tuple[int | bytes | _PackedComputed, int]:
         """The number of a storage's file, and where it lies in it; its bytes; or what they are

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ckptconv.io.source import Source
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
@@ -69,13 +69,10 @@ class Piece(NamedTuple):
     start: Shape
 
 
-class TensorRef(NamedTuple):
-    """A tensor: `dtype`, `shape`, `stride` (in elements) and the `pieces` that hold its values.
+_VALUES = "its values are those of open_checkpoint(PATH)[NAME]"
 
-    `conj` and `neg` are torch's lazy bits: the values are the conjugate or the negative of what is
-    stored.
-    """
 
+class _Fields(NamedTuple):
     dtype: DType
     shape: Shape
     stride: Shape
@@ -84,8 +81,32 @@ class TensorRef(NamedTuple):
     conj: bool = False
     neg: bool = False
 
+
+class TensorRef(_Fields):
+    """A tensor: `dtype`, `shape`, `stride` (in elements) and the `pieces` that hold its values.
+
+    `conj` and `neg` are torch's lazy bits: the values are the conjugate or the negative of what is
+    stored. It is a tuple for its speed alone: an index would be taken for one of the tensor.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> TensorRef:  # type: ignore[override]  # no subclass
+        """As of any named tuple, which asks for the length of what it made."""
+        return made(cls, tuple(iterable))
+
     def __repr__(self) -> str:
         return short_repr("TensorRef", self.dtype.name, list(self.shape), self.location)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(f"a TensorRef says where a tensor lies; {_VALUES}")
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(f"a TensorRef has no length; {_VALUES}")
+
+    def __bool__(self) -> bool:
+        return True
 
     @property
     def numel(self) -> int:

@@ -125,7 +125,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         size, files = size_text(self.nbytes), count_text(len(self.sources), "file")
-        return short_repr("Checkpoint", self.path.name, self.format, size, files)
+        return short_repr(type(self).__name__, self.path.name, self.format, size, files)
 
     def _repr_html_(self) -> str:
         facts = [("format", self.format), ("size", size_text(self.nbytes)), *self.metadata.items()]

@@ -16,6 +16,7 @@ from ckptconv.keys.key_map import KeyMap
 from ckptconv.objects.plain import tensor_form
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import KeyMismatch, printable
+from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of
 
@@ -48,11 +49,8 @@ def ties_of(found: StateDict) -> list[list[str]]:
     """The groups of keys of a state dict that are names of one and the same view of a storage."""
     names: dict[Hashable, list[str]] = defaultdict(list)
     for key, ref in found.tensors():
-        view: Hashable = id(ref)
-        if ref.is_view:
-            view = (id(ref.storage), ref[:3], ref.storage_offset, ref.conj, ref.neg)
         if ref.numel:
-            names[view].append(key)
+            names[view_identity(ref)].append(key)
     return [group for group in names.values() if len(group) > 1]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
 from math import prod
+from operator import index
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ckptconv.io.crc import crc32
 from ckptconv.io.outputs import file_output, write_file
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import (
-    AmbiguousStateDict,
+    MissingTensor,
     OptionRefused,
     RefusedObject,
     printable,
@@ -41,13 +42,14 @@ _SPACES = re.compile(r"\s*(:)\s*")
 _MOST_DIGITS = 18
 
 
-def picked(found: NamedValues, name: str, path: PurePath) -> NamedValue:
-    """The tensor of this name, or the only one whose name ends in it, by whole words.
+def picked(found: NamedValues, name: str, path: PurePath, *, is_whole: bool = False) -> NamedValue:
+    """The tensor of this name, or the only one whose name ends in it, by whole words; not where the
+    name `is_whole`.
 
-    Raises `AmbiguousStateDict` where there is none, or a choice.
+    Raises `MissingTensor` where there is none, or a choice.
     """
     same = [item for item in found.values if item.name == name]
-    ends = [item for item in found.values if item.name.endswith(f".{name}")]
+    ends = [] if is_whole else [item for item in found.values if item.name.endswith(f".{name}")]
     meant = same or ends
     if len(meant) == 1:
         return meant[0]
@@ -63,7 +65,7 @@ def picked(found: NamedValues, name: str, path: PurePath) -> NamedValue:
         near = get_close_matches(name, [item.name for item in found.values], 3, 0.6)
         what = "no tensor has this name"
         hint = f"did you mean {first_few(near, 3)}" if near else look_hint(path)
-    raise AmbiguousStateDict(what, path=path, where=name, hint=hint)
+    raise MissingTensor(what, path=path, where=name, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,60 @@ class Box:
             len(numbers) for numbers, gone in zip(self.ranges, self.gone, strict=True) if not gone
         )
 
+    def at(self, wanted: Any, said: str) -> Box:
+        """The part of it that numpy's basic indexing gives: integers, slices with steps, one
+        ``...``.
+
+        Raises `OptionRefused` for anything else, and for an index that is not there; `said` is what
+        its message calls the index.
+        """
+        parts = [*wanted] if isinstance(wanted, tuple) else [wanted]
+        kept = [at for at, gone in enumerate(self.gone) if not gone]
+        dots = [at for at, part in enumerate(parts) if part is ...]
+        if len(dots) > 1:
+            raise _refused(said, "has more than one ...")
+        for at in dots:
+            parts[at : at + 1] = [slice(None)] * (len(kept) - len(parts) + 1)
+        if len(parts) > len(kept):
+            raise _refused(said, f"has {len(parts)} indices for {len(kept)} dimensions")
+        ranges, gone = [*self.ranges], [*self.gone]
+        for at, part in zip(kept, parts, strict=False):
+            ranges[at], gone[at] = _numbers_at(ranges[at], part, said)
+        return Box(tuple(ranges), tuple(gone))
+
+
+def whole_box(shape: Shape) -> Box:
+    """All of a tensor of this shape."""
+    return Box(tuple(map(range, shape)), (False,) * len(shape))
+
+
+def _numbers_at(numbers: range, part: Any, said: str) -> tuple[range, bool]:
+    """Those of the numbers of a dimension that an integer or a slice takes, and whether the
+    dimension goes.
+    """
+    if isinstance(part, slice) and part.step == 0:
+        raise _refused(said, "has a step of 0")
+    try:
+        if isinstance(part, slice):
+            return numbers[part], False
+        if isinstance(part, bool):
+            raise TypeError
+        at, size = index(part), len(numbers)
+    except TypeError:
+        what = f"has a {type(part).__name__} where an integer or a slice of integers belongs"
+        raise _refused(said, what) from None
+    if not -size <= at < size:
+        raise OptionRefused(
+            f"{printable(said)} has the index {at}, but the dimension has {size}",
+            hint=f"it goes from {-size} to {size - 1}" if size else "it has none",
+        )
+    at %= size
+    return numbers[at : at + 1], True
+
 
 def box_of(text: str, shape: Shape) -> Box:
-    """The part of a tensor of this shape that numpy's basic indexing gives: integers, slices with
-    steps, one ``...``, with or without brackets.
+    """The part of a tensor of this shape that an index written as text gives, with or without
+    brackets; see `Box.at`.
 
     Raises `OptionRefused` for anything else, and for an index that is not there.
 
@@ -100,35 +152,20 @@ def box_of(text: str, shape: Shape) -> Box:
     parts = [_SPACES.sub(r"\1", part.strip()) for part in inner.split(",")] if inner else []
     if parts and not parts[-1]:
         parts.pop()
-    if parts.count("...") > 1:
-        raise _refused(text, "has more than one ...")
-    if "..." in parts:
-        at = parts.index("...")
-        parts[at : at + 1] = [":"] * (len(shape) - len(parts) + 1)
-    if len(parts) > len(shape):
-        raise _refused(text, f"has {len(parts)} indices for {len(shape)} dimensions")
-    parts += [":"] * (len(shape) - len(parts))
-    ranges, gone = [], []
-    for part, size in zip(parts, shape, strict=True):
-        is_index = _INDEX.fullmatch(part) is not None
-        met = _SLICE.fullmatch(part)
-        if not (is_index or met) or max(map(len, part.split(":"))) > _MOST_DIGITS:
-            raise _refused(text, f"has {printable(part) or 'nothing'} where an index belongs")
-        if met is None:
-            number = int(part) + (size if int(part) < 0 else 0)
-            if not 0 <= number < size:
-                raise OptionRefused(
-                    f"{printable(text)} has the index {part}, but the dimension has {size}",
-                    hint=f"it goes from {-size} to {size - 1}" if size else "it has none",
-                )
-            ranges.append(range(number, number + 1))
-        else:
-            given = [None if value is None else int(value) for value in met.groups()]
-            if given[2] == 0:
-                raise _refused(text, "has a step of 0")
-            ranges.append(range(*slice(*given).indices(size)))
-        gone.append(is_index)
-    return Box(tuple(ranges), tuple(gone))
+    return whole_box(shape).at(tuple(_index_of(part, text) for part in parts), text)
+
+
+def _index_of(part: str, text: str) -> Any:
+    """An integer, a slice or ``...``, of its text."""
+    if part == "...":
+        return ...
+    met = _SLICE.fullmatch(part)
+    is_index = _INDEX.fullmatch(part) is not None
+    if not (is_index or met) or max(map(len, part.split(":"))) > _MOST_DIGITS:
+        raise _refused(text, f"has {printable(part) or 'nothing'} where an index belongs")
+    if met is None:
+        return int(part)
+    return slice(*(None if value is None else int(value) for value in met.groups()))
 
 
 def _refused(text: str, what: str) -> OptionRefused:
