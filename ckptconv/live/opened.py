@@ -196,6 +196,7 @@ class OpenCheckpoint(Checkpoint, Mapping[str, LazyTensor]):
     """
 
     _by_name: list[_ByName] = field(init=False, default_factory=list)  # made when first asked for
+    _read_again: list[OpenCheckpoint] = field(init=False, default_factory=list)
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -207,7 +208,11 @@ class OpenCheckpoint(Checkpoint, Mapping[str, LazyTensor]):
 
     def certain(self) -> OpenCheckpoint:
         """As `Checkpoint.certain`."""
-        return self if self.reread is None else _open(Checkpoint.certain(self))
+        if self.reread is None:
+            return self
+        if not self._read_again:
+            self._read_again.append(_open(Checkpoint.certain(self)))
+        return self._read_again[0]
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self._names().tensor(name)

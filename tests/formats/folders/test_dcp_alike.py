@@ -74,7 +74,14 @@ def described(ref: TensorRef) -> Any:
     pieces = [
         (storage.nbytes, *storage[3:], *rest) for storage, *rest in (piece for piece in ref.pieces)
     ]
-    return ref.dtype.name, ref.shape, ref.stride, ref[4:], pieces, values(ref)
+    return (
+        ref.dtype.name,
+        ref.shape,
+        ref.stride,
+        (ref.requires_grad, ref.conj, ref.neg),
+        pieces,
+        values(ref),
+    )
 
 
 def values(ref: TensorRef) -> bytes:
