@@ -13,6 +13,7 @@ import json
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -219,6 +220,16 @@ def test_what_else_a_training_module_holds_is_unexpected(family):
     }
     fit = fit_keys(training, bare)
     assert fit.covers and fit.unexpected == ("criterion.class_weights", "n_averaged")
+
+
+def test_the_preset_is_named_that_leaves_out_what_stands_in_the_way():
+    """torch's average of a model counts in a key of its own."""
+    model = torch.nn.Linear(2, 3)
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    target = dict.fromkeys(model.state_dict())
+    fit = fit_keys(dict.fromkeys(averaged), target)
+    assert fit.unexpected == ("n_averaged",) and fit.preset == "swa"
+    assert fit_keys(dict.fromkeys([*averaged, "other"]), target).preset == ""
 
 
 @each_family
