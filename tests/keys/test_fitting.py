@@ -279,6 +279,7 @@ def test_is_not_guessed(source, target):
         ("m.a.w b.w", "a.w b.w", "prefix 'm.' → ''"),
         ("m.a.w b.a.w", "a.w b.a.w", "prefixes, key by key"),
         ("net.a.w head.b.w", "a.w b.w", "prefixes, key by key"),
+        ("m.w n.w", "w n.m.w", "prefixes, key by key"),  # n.m.w is m.w, so that w is n.w
         ("layers.0.w layers.1.w", "layers.0.block.w layers.1.block.w", "segments within the keys"),
         ("layers.0.w layers.1.w", "layers.0.0.w layers.1.0.w", None),
         ("0.w:2 2.w:3 3.w", "0.w:2 3.w:3 5.w", "suffix and shape"),
