@@ -27,6 +27,7 @@ from ckptconv.convert.execute import ConversionResult
 from ckptconv.support.errors import RemoteFailure
 from ckptconv.support.progress import OnProgress
 from helpers.engine_conformance import checkpoint
+from helpers.program import run
 
 
 @pytest.fixture(autouse=True)
@@ -216,6 +217,17 @@ def test_what_failed_is_told_again_and_tried_again_only_when_asked(room):
     assert again == [EARLIER, ("failed", False), EARLIER, EARLIER]
     checkpoint(room / "1.pt", 1)  # now it is another one
     assert ran(jobs_in(room), report=report) == [EARLIER, DONE, EARLIER, EARLIER]
+
+
+def test_of_many_failures_the_first_are_told_and_the_others_counted(tmp_path):
+    names = [f"{number}.pt" for number in range(23)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"nothing")
+    asked = ("--out-dir", "out", "--to", "safetensors", "--engine", "serial")
+    told = run("batch", *names, *asked, cwd=tmp_path).lines
+    failed = [line[10:] for line in told if line.startswith("  failed  ")]
+    assert [line.partition(": ")[0] for line in failed[:-1]] == names[:20]
+    assert failed[-1] == "3 more; the report has them"
 
 
 def test_a_batch_stops_at_a_failure_where_that_is_asked(room):

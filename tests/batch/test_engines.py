@@ -92,6 +92,9 @@ def test_tasks_are_done_by_the_workers_that_could_be_started(tmp_path, monkeypat
     with Processes(3) as engine:
         found = drained(engine, [Task(at, job) for at, job in enumerate(jobs)])
     assert [found[at].given.state for at in range(4)] == ["done"] * 4
+    may_start = iter([False])
+    with Processes(3) as engine, pytest.raises(OptionRefused, match="process can be started: no m"):
+        drained(engine, [Task(0, jobs[0])])
 
 
 def test_words_of_an_engine_are_not_before_the_document(tmp_path, monkeypatch, capsys):

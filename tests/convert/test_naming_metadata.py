@@ -166,7 +166,12 @@ def test_they_follow_edits(torchao, tmp_path):
 
 @pytest.mark.parametrize(
     "asked",
-    [{"rename": "0._weight_scale=s"}, {"strip_prefix": "0."}, {"rename": "0._weight_=0.weight."}],
+    [
+        {"rename": "0._weight_scale=s"},
+        {"rename": "0._weight_scale=1._weight_scale"},
+        {"strip_prefix": "0."},
+        {"rename": "0._weight_=0.weight."},
+    ],
 )
 def test_names_of_another_form_are_refused(torchao, asked, tmp_path):
     before = torchao.read_bytes()

@@ -20,6 +20,8 @@ from ckptconv import (
     CheckpointError,
     CheckpointWarning,
     KeyRules,
+    MalformedCheckpoint,
+    OptionRefused,
     Tolerance,
     convert_checkpoint,
     diff_checkpoints,
@@ -307,8 +309,12 @@ def test_files_without_one_state_dict_are_compared_as_a_whole(tmp_path):
     assert diff_checkpoints(a, a).same and diff_checkpoints(a, b, only="model").same
     model = saved(tmp_path, "model.pt", {"w": torch.ones(3)})
     for pair in ((a, model), (model, a)):
-        with pytest.raises(AmbiguousStateDict, match=r"quantizer\.codebook"):
+        with pytest.raises(AmbiguousStateDict, match=r"quantizer\.codebook") as caught:
             diff_checkpoints(*pair)
+        assert "--only-b" not in str(caught.value)
+    assert diff_checkpoints(a, model, only="model", only_b="").same
+    with pytest.raises(OptionRefused, match="only_b=3 is not a name"):
+        diff_checkpoints(a, model, only="model", only_b=3)
     with pytest.raises(AmbiguousStateDict):
         diff_checkpoints(a, b, keys="strip")
 
@@ -605,6 +611,19 @@ def test_what_is_not_compared_is_not_held_against_its_checksum(tmp_path):
     assert diff_checkpoints(good, bad, whole=True).damaged
 
 
+def test_a_record_that_the_index_names_otherwise_is_an_error_though_it_is_not_compared(tmp_path):
+    good = saved(tmp_path, "good.pt", {"w": torch.ones(3)})
+    bad = saved(tmp_path, "bad.pt", {f"{at}": torch.ones(at) for at in range(20)})
+    with zipfile.ZipFile(bad) as archive:
+        [record] = (item for item in archive.infolist() if item.filename.endswith("data/19"))
+    raw = bytearray(bad.read_bytes())
+    raw[record.header_offset + 30] ^= 1  # of the name in its local header
+    bad.write_bytes(raw)
+    for pair in ((good, bad), (bad, good)):
+        with pytest.raises(MalformedCheckpoint, match="data/19"):
+            diff_checkpoints(*pair)
+
+
 # -------------------------------------------------------------------------------------- the program
 
 
@@ -627,6 +646,14 @@ def test_the_program_answers_by_its_exit_code(tmp_path):
     done = run("diff", one, damaged(one, "data/0"), "--json", cwd=tmp_path)
     assert done.exit == 2
     assert "CRC-32" in done.json()["damaged"][0] and done.json()["same"] is False
+
+
+@pytest.mark.parametrize(("away", "told"), [(1e-5, "0.999999999950"), (2e-8, "0.9999999999999998")])
+def test_a_cosine_has_the_digits_that_tell_it_from_1(away, told, tmp_path):
+    """That of (1, 0) and (1, x) is 1 - x²/2, for a small x."""
+    sides = [torch.tensor([1.0, x], dtype=torch.float64) for x in (0.0, away)]
+    paths = [saved(tmp_path, f"{at}.pt", {"w": side}) for at, side in enumerate(sides)]
+    assert f"cosine {told}," in run("diff", *paths, cwd=tmp_path).out
 
 
 @pytest.mark.parametrize("swapped", [False, True])

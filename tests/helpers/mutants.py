@@ -130,7 +130,8 @@ def sample(root: Path, folders: list[str], count: int, seed: int) -> list[Mutant
 
 def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
     """The tests that run each line, out of the data of coverage."""
-    files = {path.stem: str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")}
+    named = [path.relative_to(root) for path in (root / "tests").rglob("test_*.py")]
+    files = {path.with_suffix("").parts: str(path) for path in named}
     found: dict[tuple[str, int], set[str]] = {}
     with sqlite3.connect(data) as base:
         paths = dict(base.execute("select id, path from file"))
@@ -138,17 +139,17 @@ def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
         for file, context, bits in base.execute(
             "select file_id, context_id, numbits from line_bits"
         ):
-            parts = contexts[context].split(".")
-            module = next((part for part in reversed(parts) if part in files), None)
+            parts = tuple(contexts[context].split("."))
+            module = next((at for at in range(len(parts)) if parts[:at] in files), None)
             if module is None:
                 continue
-            name = "::".join(parts[parts.index(module) + 1 :])
+            name = "::".join(parts[module:])
             path = os.path.relpath(paths[file], root)
             for at, byte in enumerate(bits):
                 for bit in range(8):
                     if byte >> bit & 1:
                         found.setdefault((path, at * 8 + bit), set()).add(
-                            f"{files[module]}::{name}"
+                            f"{files[parts[:module]]}::{name}"
                         )
     return found
 

@@ -13,6 +13,7 @@ import json
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -221,6 +222,16 @@ def test_what_else_a_training_module_holds_is_unexpected(family):
     assert fit.covers and fit.unexpected == ("criterion.class_weights", "n_averaged")
 
 
+def test_the_preset_is_named_that_leaves_out_what_stands_in_the_way():
+    """torch's average of a model counts in a key of its own."""
+    model = torch.nn.Linear(2, 3)
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    target = dict.fromkeys(model.state_dict())
+    fit = fit_keys(dict.fromkeys(averaged), target)
+    assert fit.unexpected == ("n_averaged",) and fit.preset == "swa"
+    assert fit_keys(dict.fromkeys([*averaged, "other"]), target).preset == ""
+
+
 @each_family
 def test_two_families_do_not_fit(family):
     for other in LISTS:
@@ -268,6 +279,7 @@ def test_is_not_guessed(source, target):
         ("m.a.w b.w", "a.w b.w", "prefix 'm.' → ''"),
         ("m.a.w b.a.w", "a.w b.a.w", "prefixes, key by key"),
         ("net.a.w head.b.w", "a.w b.w", "prefixes, key by key"),
+        ("m.w n.w", "w n.m.w", "prefixes, key by key"),  # n.m.w is m.w, so that w is n.w
         ("layers.0.w layers.1.w", "layers.0.block.w layers.1.block.w", "segments within the keys"),
         ("layers.0.w layers.1.w", "layers.0.0.w layers.1.0.w", None),
         ("0.w:2 2.w:3 3.w", "0.w:2 3.w:3 5.w", "suffix and shape"),

@@ -23,7 +23,7 @@ from ckptconv.cli import options as cli_options
 from ckptconv.convert import words
 from ckptconv.keys.key_map import RULE_WORDS, map_keys
 from ckptconv.keys.presets import PRESETS
-from ckptconv.support.errors import KeyConflict, LimitExceeded, OutputRefused
+from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, LimitExceeded, OutputRefused
 from helpers import oracle
 from helpers.examples import examples
 from helpers.program import SAMPLES, assert_one_error, run
@@ -231,6 +231,17 @@ def test_a_rule_that_meets_no_key_is_an_error_that_names_it(word, output, tmp_pa
                 [(word, IDLE[word]), *([("include", "*")] if word == "include" else [])]
             ),
         )
+
+
+def test_rules_for_a_file_without_a_state_dict_are_an_error(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    model(torch.ones(2)).sum().backward()
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    source = saved(optimizer.state_dict(), tmp_path)
+    with pytest.raises(AmbiguousStateDict, match="a state dict whose keys could be changed"):
+        convert_checkpoint(source, tmp_path / "out.pt", keys=KeyRules(add_prefix="net."))
+    convert_checkpoint(source, tmp_path / "out.pt")
 
 
 def test_a_rule_may_meet_the_keys_of_one_state_dict_of_several(tmp_path):

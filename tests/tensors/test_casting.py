@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ckptconv.support.errors import CheckpointError
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.dtypes import BY_NAME, DTYPES, DType
+from ckptconv.tensors.plain_numbers import stands_for
 from helpers.examples import examples
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_floating]
@@ -124,6 +125,17 @@ def test_every_pair_gives_the_bits_and_the_overflow_count_of_torch(
     bits = patterns(source)
     assert bits.size % 2
     assert_as_torch(bits, source, target)
+
+
+@pytest.mark.parametrize("target", FLOATS, ids=lambda dtype: dtype.name)
+def test_one_number_is_rounded_as_torch_rounds_it(target: DType) -> None:
+    """What `--verify` holds a cast against."""
+    exponents = np.exp2(np.arange(-149.0, 128))
+    numbers = np.concatenate([part * exponents for part in (1, 1.25, 1.5, 1.75)] + [[0.0, np.inf]])
+    before = torch.from_numpy(np.concatenate([numbers, -numbers, [np.nan]])).float()
+    codes = as_bits(before.to(getattr(torch, target.name)), target)
+    for number, code in zip(before.tolist(), codes, strict=True):
+        assert stands_for(number, target, code.tobytes()), (number, code)
 
 
 @pytest.mark.parametrize("target", SMALL, ids=lambda dtype: dtype.name)

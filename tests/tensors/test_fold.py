@@ -76,6 +76,13 @@ def test_values_that_do_not_lie_in_order_come_in_order():
     assert seen.raw == VALUES.reshape(30, 20).T.tobytes()
 
 
+def test_rows_that_are_longer_than_a_chunk_come_in_order():
+    values = np.arange(2 * 3 * 300_000, dtype="<f4").reshape(300_000, 3, 2)
+    seen = Seen()
+    fold(view(stored(values.tobytes(), crc=None), 0, (2, 3, 300_000), (1, 2, 6)), seen)
+    assert seen.raw == values.transpose(2, 1, 0).tobytes()
+
+
 def test_bools_that_are_neither_0_nor_1_are_counted():
     odd = OddBools()
     fold(view(stored(b"\0\1\2\xff", crc=None), 0, (4,), name="bool"), odd)

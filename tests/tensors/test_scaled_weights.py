@@ -219,6 +219,18 @@ def test_the_rest_is_cast_where_codes_and_scales_are_left_out(tmp_path):
         )
 
 
+def test_the_scale_that_torch_saves_beside_a_zero_point_is_not_cast(tmp_path):
+    quantize = torch.ao.nn.quantized.Quantize(0.3, 7, torch.quint8).state_dict()
+    tensors = {"w": torch.ones(3).half(), **{f"q.{key}": value for key, value in quantize.items()}}
+    torch.save(tensors, tmp_path / "in.pt")
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(RefusedObject, match=r"q\.scale: is the scale .* not cast to bfloat16"):
+        convert_checkpoint(tmp_path / "in.pt", out, dtype="bf16")
+    convert_checkpoint(tmp_path / "in.pt", out, dtype="f32", fsync=False)  # which it is
+    assert torch.equal(load_file(out)["q.scale"], quantize["scale"])
+    convert_checkpoint(tmp_path / "in.pt", out, dtype="bf16", exclude="q.*", force=True)
+
+
 @pytest.mark.parametrize("dtype", [E8M0, torch.float4_e2m1fn_x2])
 def test_types_that_only_scales_and_codes_have_are_not_cast(dtype, tmp_path):
     source = saved(tmp_path, {"odd": codes(dtype, 8), "w": torch.ones(2)})

@@ -279,6 +279,20 @@ def test_a_module_without_tensors_stays_an_object(tmp_path):
     assert oracle.load(Path(tmp_path / "out.pt"))["loss"] is None
 
 
+def test_an_object_that_a_tensor_is_made_with_is_not_dropped(tmp_path):
+    tensor = torch.eye(2).to_sparse()
+    tensor.after = nn.ReLU()
+    torch.save({"t": tensor, "w": torch.ones(1)}, tmp_path / "tree.pt")
+    for unknown, said in (
+        ("refuse", "ReLU is an object"),
+        ("drop", r"t: a tensor of which .*ReLU"),
+    ):
+        with pytest.raises(RefusedObject, match=said):
+            convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.pt", unknown=unknown)
+    convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.pt", unknown="drop", exclude="t")
+    assert list(oracle.load(tmp_path / "out.pt")) == ["w"]
+
+
 def test_inspect_says_that_a_whole_module_does_not_open_everywhere(tmp_path):
     torch.save({"model": nn.Linear(2, 2), "epoch": 1}, tmp_path / "model.pt")
     document = run("inspect", "model.pt", "--json", cwd=tmp_path).json()

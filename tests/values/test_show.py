@@ -141,7 +141,10 @@ def test_of_a_large_tensor_only_what_is_shown_is_read(tmp_path, monkeypatch):
         (item,) = named_values(checkpoint).values
         monkeypatch.setattr(FileSource, "read", counted)
         assert "..." in shown_text(item, box_of("", item.ref.shape))
-    assert 0 < read < 1 << 18
+        assert 0 < read < 1 << 18
+        read = 0
+        assert not values_of(item, box_of("[7]", item.ref.shape)).any()
+        assert read == 4096 * 4
 
 
 def test_a_name_may_be_its_end_by_whole_words(tmp_path):
@@ -233,6 +236,8 @@ def test_quantized_and_complex_tensors_are_numbers_in_an_archive(tmp_path):
     torch.save(tensors, tmp_path / "m.pt")
     assert run("show", "m.pt", *tensors, "--npz", "o.npz", cwd=tmp_path).exit == 0
     assert run("show", "m.pt", "h", "--npy", "h.npy", cwd=tmp_path).exit == 0
+    [told] = run("show", "m.pt", "c", "--json", cwd=tmp_path).json()["tensors"]
+    assert told["values"] == torch.view_as_real(tensors["c"]).tolist()
     with np.load(tmp_path / "o.npz") as found:
         assert np.array_equal(found["q"], tensors["q"].dequantize().double().numpy())
         assert np.array_equal(found["c"], tensors["c"].numpy())

@@ -171,14 +171,18 @@ def test_the_command_sorts_and_cuts(mixed):
     assert [item.name for item in in_order(found, "name", 1)] == ["again"]
 
 
+def plain_lines(out: str) -> list[str]:
+    """What a terminal shows, without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m|\r", "", out).splitlines()
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 def test_a_table_is_as_wide_as_the_terminal_and_says_what_it_lacks(mixed, columns):
     path, _ = mixed
     _, out = run_on_terminal(
         "stats", path.name, "--sort", "abs-max", cwd=path.parent, columns=columns
     )
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
-    head, *lines = plain.replace("\r", "").splitlines()
+    head, *lines = plain_lines(out)
     assert "abs-max" in head and max(map(len, [head, *lines[:3]])) <= columns
     lacks = {"dtype", "mean", "std", "nan", "distinct"} - set(head.split())
     told = [line for line in lines if line.startswith("no room for")]
@@ -197,6 +201,13 @@ def test_names_are_escaped_and_never_cut_where_no_terminal_shows_them(tmp_path):
     torch.save({"a\x1b[31m": torch.ones(1), long: torch.ones(1)}, tmp_path / "m.pt")
     out = run("stats", "m.pt", cwd=tmp_path).out
     assert "\x1b" not in out and long in out
+
+
+def test_a_terminal_shows_the_beginning_and_the_end_of_a_long_name(tmp_path):
+    torch.save({f"model.{'x' * 300}.weight": torch.ones(1)}, tmp_path / "m.pt")
+    _, out = run_on_terminal("stats", "m.pt", cwd=tmp_path, columns=80)
+    _, line, *_ = plain_lines(out)
+    assert re.match(r"model\.x+…x+\.weight  float32 ", line) and len(line) == 80
 
 
 def test_a_histogram_is_drawn(tmp_path):
