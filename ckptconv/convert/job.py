@@ -17,7 +17,7 @@ from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import one_run
 from ckptconv.io.outputs import check_place_free
 from ckptconv.io.places import place_of
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_paths
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.limits import Limits, held, in_force
 from ckptconv.support.progress import OnProgress
@@ -45,6 +45,7 @@ class Job:
     limits: Limits = field(default_factory=in_force)
 
     def __post_init__(self) -> None:
+        refuse_no_paths("source", self.source)
         refuse_no_path(output=self.output)
         refuse_no_flag(force=self.force, fsync=self.fsync, verify=self.verify)
         kinds = (("options", (Options, Request)), ("limits", (Limits,)))
