@@ -141,8 +141,8 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
             ("path", ckptconv.diagnose), ("path", ckptconv.read_key_rules),
             ("path", lambda path: ckptconv.load_into(nn.Linear(1, 1), path)),
             ("path", lambda path: ckptconv.save_portable({"w": torch.zeros(1)}, path)),
-            ("path", lambda path: ckptconv.convert_checkpoint(path, "out.pt")),
-            ("path", lambda path: ckptconv.convert_checkpoint(["in.pt", path], "out.pt")),
+            ("source", lambda path: ckptconv.convert_checkpoint(path, "out.pt")),
+            ("source", lambda path: ckptconv.convert_checkpoint(["in.pt", path], "out.pt")),
             ("output", lambda path: ckptconv.convert_checkpoint("in.pt", path)),
             ("path", lambda path: ckptconv.diff_checkpoints("in.pt", path)),
         ):  # fmt: skip
