@@ -134,9 +134,11 @@ bench-batch: $(VENV)/ready
 # What docs/trust.md promises and `make test` only samples, but for the long fuzz; the figures are
 # printed at the end. Crash safety needs strace, or STRACE= to skip it.
 STRACE ?= 1
+EXAMPLES ?= all
+PROOFS ?= trust or property
 trust: $(VENV)/ready
-	CKPTCONV_REQUIRE_STRACE=$(STRACE) CKPTCONV_EXAMPLES=all \
-	    $(BIN)/python -m pytest -q -n auto --dist worksteal -m "trust or property"
+	CKPTCONV_REQUIRE_STRACE=$(STRACE) CKPTCONV_EXAMPLES=$(EXAMPLES) \
+	    $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(PROOFS)"
 
 SECONDS ?= 600
 

@@ -1,5 +1,5 @@
-"""How many examples a property is tried with: a quarter of them in `make test`, all of them in
-`make trust`.
+"""How many examples a property is tried with: a quarter of them in `make test` and in CI, all of
+them in `make trust`.
 """
 
 from __future__ import annotations

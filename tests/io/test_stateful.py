@@ -29,6 +29,7 @@ from ckptconv.io.source import CHUNK
 from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import FaultyDestination, pattern
+from helpers.examples import examples
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked and killed")
 
@@ -293,7 +294,7 @@ SHORT = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-LONG = settings(SHORT, max_examples=400, stateful_step_count=40)
+LONG = settings(SHORT, max_examples=examples(400), stateful_step_count=40)
 
 
 def case(machine: type[Outputs], how: settings, name: str) -> type:
