@@ -66,8 +66,8 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its values take in the file's type."""
-        return prod(self.shape) * self._item.dtype.bits >> 3
+        """The bytes that its values take in the file; of quantized ones those of their codes."""
+        return self._item.ref.nbytes * prod(self.shape) // max(1, self._item.numel)
 
     @property
     def device(self) -> str:
@@ -94,6 +94,8 @@ class LazyTensor:
         return LazyTensor(self.name, self._item, box, self._all)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError(f"{self.name} is in a file, so its values are always a copy")
         values = self.numpy()
         return values if dtype is None else values.astype(dtype)
 
@@ -115,7 +117,8 @@ class LazyTensor:
         torch = require_torch("making live tensors")
         target, values = require_device(str(device)), self.numpy()
         kind = getattr(torch, self.dtype.name, None)
-        is_decoded = kind is None or values.itemsize * 8 != self.dtype.bits
+        # by what was done, and not by sizes: codes of qint32 are as wide as float32
+        is_decoded = self._item.decode is not None or values.itemsize * 8 != self.dtype.bits
         read = getattr(torch, values.dtype.name) if is_decoded else kind
         raw = np.array(values, order="C").reshape(-1).view(np.uint8)
         made = torch.from_numpy(raw).view(read).reshape(self.shape)
@@ -158,7 +161,7 @@ class _ByName:
     def tensor(self, name: str) -> LazyTensor:
         """The tensor of this name, unread."""
         path = self._checkpoint.path
-        if name in self.names and name not in self._items and name in self._found.unread:
+        if name not in self._items and name in self._found.unread:
             what = "is a tensor whose values cannot be taken one by one"
             raise RefusedObject(what, path=path, where=name, hint="load_portable loads it")
         item = self._items.get(name) or picked(self._found, name, path, is_whole=True)

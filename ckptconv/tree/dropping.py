@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from ckptconv.pickles.nodes import Call, Dict, Node, children, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.text import count_text, first_few, look_hint, size_text
@@ -102,7 +104,7 @@ class Drop:
 
 def _look(checkpoint: Checkpoint) -> str:
     """How to see the paths; those of a checkpoint that several make together stand in no file."""
-    if len(checkpoint.sources) == 1:
+    if isinstance(checkpoint.path, UrlPath) or Path(checkpoint.path).exists():
         return look_hint(checkpoint.path)
     labels = [label_text(label) for label, _ in children(checkpoint.root)]
     return f"it has {count_text(len(labels), 'part')}: {first_few(labels, 5)}"

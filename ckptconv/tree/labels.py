@@ -22,8 +22,8 @@ _STATES = _set("""
     optimizer optimizers optimiser optimisers optim optims scheduler schedulers rng rngs
 """)
 _HAS_STATES = re.compile("optim|schedul|rng|random", re.IGNORECASE).search
-"""Part of each of `_STATES`, and of "random". Nearly no label has one: a tenth of the time of
-splitting it into words, of which checkpoints of 100,000 tensors take one second in six.
+"""What each of `_STATES`, and "random", holds. Hardly any label does, and to look for it takes a
+tenth of the time of splitting the label into words.
 """
 _GENERATORS = _set("generator generators random rng seed cpu cuda gpu mps xpu torch")
 _TRAILING = _set("""

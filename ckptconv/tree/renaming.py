@@ -34,7 +34,7 @@ from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 class RenameKeys:
     """An edit: gives the keys of all state dicts (`Checkpoint.state_dicts`) their names by `rules`.
     A dict of dicts of tensors has a state dict in each of them; rules over the keys of a part that
-    `only` names are those of the call, and no edit.
+    `only` names belong to the call itself.
 
     It is the last edit where there are others: they know the names of the file.
     """
