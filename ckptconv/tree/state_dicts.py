@@ -286,6 +286,7 @@ def find(root: Node, path: str | None, file: PurePath) -> Node:
 
 
 def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
+    """The part of a tree at the path `only`, or all of it; `AmbiguousStateDict` where none is."""
     if not only or only == ".":
         return FoundPart("", root, only == ".")
     path = only.removesuffix(".")

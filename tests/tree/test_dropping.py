@@ -105,6 +105,15 @@ def test_a_glob_over_several_checkpoints_is_one_over_what_they_make(trained):
     assert torch.load(folder / "o.pt", weights_only=True).keys() == {"1.weight", "1.bias", "head"}
 
 
+def test_where_nothing_matches_the_command_names_the_folder(tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    torch.save({f"k{at}": torch.ones(9) for at in range(4)}, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", folder / "m.pt", max_shard_size="50")
+    with pytest.raises(KeyConflict, match=r"ckptconv inspect .*m\.pt\.index\.json"):
+        convert_checkpoint(folder / "m.pt.index.json", tmp_path / "o.pt", drop="nothing")
+
+
 def test_an_item_of_a_list_is_not_left_out(trained):
     folder, _ = trained
     with pytest.raises(KeyConflict, match="the others would get other numbers"):
