@@ -91,14 +91,14 @@ def find_checkpoints(
             elif not item.is_folder():
                 why_not = "" if read is not None and path in read else _why_not(item)
                 if why_not is None and read is not None:
-                    why_not = "lies in the folder of a checkpoint that is not made of it"
+                    why_not = "lies in the folder of a checkpoint, but is not part of it"
                 if why_not is None:
                     found.append((item, below / item.name))
                 reason = why_not or ""
             elif _is_link(item):
                 reason = "is a link to a folder"
             elif is_cache and item.name == "blobs":
-                reason = "holds what the links in snapshots lead to"
+                reason = "holds the files that the links in snapshots point to"
             elif read is None or not any(name.startswith(f"{path}/") for name in read):
                 inner.append((item, below / item.name))
             if reason:
@@ -163,7 +163,7 @@ def _why_not(file: Location) -> str | None:
     if file.suffix.lower() in _NEVER:
         return ""
     if is_training_state(file.name):
-        return "is what training left beside the weights"
+        return "was saved by training beside the weights"
     try:
         with closing(file.open()) as source:
             # a crash leaves a file without bytes under the name of a checkpoint
@@ -172,7 +172,7 @@ def _why_not(file: Location) -> str | None:
             head = source.read(0, min(HEAD, source.size))
         endings = {file.suffix.lower(), PurePath(file.stem).suffix.lower()}
         if packer_of(head) and endings.isdisjoint({*_ENDINGS} - {".tar", ".zip"}):
-            return "is compressed, and not called as a checkpoint"  # it may be large, and anything
+            return "is compressed and not named like a checkpoint"  # it may be large, and anything
         if is_empty_loss(file):
             return "is the state of a loss, without tensors"
         known = kind_of_head(head)
@@ -201,7 +201,7 @@ def jobs_below(
         raise BatchRefused([f"{root}: no such file or folder" for root in missing])
     if options.to is None:
         raise OptionRefused(
-            "--to is missing: the outputs have no names that say their format",
+            "--to is missing: no output has a name that says its format",
             hint="add --to safetensors, or another",
         )
     named: list[tuple[Location, PurePosixPath]] = []

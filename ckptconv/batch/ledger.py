@@ -62,7 +62,7 @@ def read_report(path: Path) -> Known:
         if line is None:
             if first and raw.strip() and not _BEGINNING.startswith(raw[: len(_BEGINNING)]):
                 raise MalformedCheckpoint(
-                    "is not the report of a batch", path=path, hint="name another file"
+                    "is not a batch report", path=path, hint="name another file"
                 )
             known.torn += bool(raw.strip())
             continue

@@ -53,7 +53,7 @@ def read_manifest(path: Path, common: Job) -> Listed:
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
     if not jobs and not problems:
-        problems.append(f"{path}: names no job: it was cut off, or nothing was written into it")
+        problems.append(f"{path}: does not name a job: it is empty or was cut off")
     if problems:
         raise BatchRefused(problems)
     return Listed(tuple(jobs), tuple(names))
@@ -72,7 +72,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a word stands in it twice")
+        raise ValueError("a key occurs twice in it")
     return found
 
 
@@ -90,7 +90,7 @@ def job_of(words: Mapping[str, Any], common: Job) -> Job:
             hint = f"did you mean {near[0]}?" if near else None
             raise CheckpointError(f"there is no option {word!r}", hint=hint)
         if name in given:
-            raise CheckpointError(f"{word!r} stands in it twice")
+            raise CheckpointError(f"{word!r} occurs twice in it")
         if name in _FLAGS and type(value) is not bool:
             raise CheckpointError(f"{word!r} is true or false, not {value!r:.100}")
         given[name] = value

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
   ckptconv inspect in.pt --json | jq .portable
   ckptconv inspect --portable *.safetensors *.pt
 
-Exit code: 0 looked at, 1 one cannot be opened (with --portable: or is not portable), \
+Exit code: 0 shown, 1 one cannot be opened (with --portable: or is not portable), \
 2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)

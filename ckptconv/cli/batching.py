@@ -46,7 +46,7 @@ _REPORT = "ckptconv-batch"
 
 
 @command(
-    "Convert many checkpoints, and go on where that was stopped.",
+    "Convert many checkpoints; resume where an earlier run stopped.",
     """
   ckptconv batch runs/ --out-dir portable/ --to safetensors --dtype bf16
   ckptconv batch manifest.jsonl --jobs 8 --report report.jsonl
@@ -61,25 +61,25 @@ Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each oth
 @click.argument("paths", metavar="PATH...", type=FILE, nargs=-1)
 @option(
     "--out-dir DIR",
-    "Where the outputs go of what is found below folders, each at the same place below DIR.",
+    "The folder for the outputs; each keeps its relative path below DIR.",
     NEW_FILE,
 )
 @engine_options
-@option("--shard I/N", "Only the I-th of N shares of the jobs, from 1 on.")
+@option("--shard I/N", "Run only share I of N of the jobs; I starts at 1.")
 @option(
     "--report FILE",
-    "The file that tells what is done; a batch that is run again goes on by it.",
+    "The file that records what is done; a batch that is run again resumes from it.",
     NEW_FILE,
 )
 @option("--retry-failed", "Try again what failed in an earlier run.")
 @option(
     "--on-error",
-    "After a failure, go on or begin nothing more.",
+    "After a failure, continue with the other jobs or start no more.",
     ["continue", "stop"],
     default="continue",
 )
-@option("--status", "PATHs are reports: say how far they are.")
-@option("--html FILE", "Write a page about what became of each.", NEW_FILE)
+@option("--status", "PATHs are reports: show their progress.")
+@option("--html FILE", "Write an HTML page with the outcome of each job.", NEW_FILE)
 @conversion_options
 @key_options("strip")
 @fitting_options
@@ -170,7 +170,9 @@ def _share(text: str | None) -> tuple[slice, str]:
     number, _, of = text.partition("/")
     if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
         return slice(int(number) - 1, None, int(of)), f".{int(number)}-of-{int(of)}"
-    raise OptionRefused(f"--shard {printable(text)} is not I/N", hint="write it as 3/16, from 1 on")
+    raise OptionRefused(
+        f"--shard {printable(text)} is not I/N", hint="write it as 3/16, counting from 1"
+    )
 
 
 def _listed(
@@ -222,7 +224,7 @@ def _report_of(paths: tuple[Any, ...], given: dict[str, Any], part: str) -> Path
     if given["out_dir"] is None:
         first = Path(paths[0])
         return first.with_name(f"{first.name.removesuffix('.jsonl')}{part}.report.jsonl")
-    what = "the report has no place here: name one with --report"
+    what = "there is no place for the report: name one with --report"
     folder = local_path(place_of(given["out_dir"]), what)
     if not given["dry_run"]:
         try:
@@ -265,7 +267,7 @@ def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
     terminal.print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
     shown = [Row(printable(item.path), item.reason) for item in passed[:_PASSED_SHOWN]]
     if (more := len(passed) - _PASSED_SHOWN) > 0:
-        shown.append(Row("…", f"and {more:,} more; --dry-run --json names all"))
+        shown.append(Row("…", f"and {more:,} more; --dry-run --json lists all"))
     terminal.print_lines(shown, err=True)
 
 

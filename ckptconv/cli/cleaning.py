@@ -26,13 +26,13 @@ if TYPE_CHECKING:
   ckptconv cleanup s3://bucket/models/
   ckptconv cleanup s3://bucket/models/ --older-than 24 --abort
 
-Exit code: 0 done, or there is nothing, 1 it cannot be, 2 wrong usage.""",
+Exit code: 0 done, or nothing found, 1 failed, 2 wrong usage.""",
 )
 @click.argument("url", metavar="URL", type=FILE)
 @option("--abort", "Abort them. Without it they are only listed.")
 @option(
     "--older-than HOURS",
-    "Only uploads that were begun so many hours ago; another process may still be writing.",
+    "Only uploads that are at least this many hours old: younger ones may still be in progress.",
     click.FloatRange(min=0),
 )
 @LIMIT
@@ -76,12 +76,12 @@ def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]
 
     place = place_of(url)
     if not isinstance(place, RemotePlace):
-        hint = "on this machine nothing of a killed conversion stays but a hidden folder, which "
+        hint = "on this machine a killed conversion leaves only a hidden folder, which "
         hint += "the next conversion to the same place removes"
         raise UnsupportedCheckpoint("is not in a store", path=place.path, hint=hint)
     store = place.site.store
     if not store.can_write:
-        raise UnsupportedCheckpoint("is a place that is only read", path=place.path)
+        raise UnsupportedCheckpoint("can be read, but not written", path=place.path)
     try:
         found = list(asked(lambda: store.unfinished(place.key)))
     except StoreError as error:

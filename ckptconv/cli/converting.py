@@ -56,7 +56,7 @@ if TYPE_CHECKING:
   ckptconv convert in.pt - --to safetensors | ssh host 'cat > out.safetensors'
   ckptconv convert in.pt in.pt --force --verify
 
-Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 @key_options("strip")
@@ -90,7 +90,7 @@ def convert(keys: str, **given: Any) -> None:
   ckptconv strip-module in.pt out.safetensors --dtype f16
   ckptconv strip-module in.pt in.pt --force
 
-Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
     name="strip-module",
 )
 @output_options
@@ -107,7 +107,7 @@ def strip_module(**given: Any) -> None:
   ckptconv add-module in.pt out.pt
   ckptconv add-module in.safetensors out.pt --device cuda:0
 
-Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
     name="add-module",
 )
 @output_options
@@ -144,7 +144,7 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
   ckptconv merge encoder.pt decoder.pt both.pt --prefix encoder.pt=encoder. \
 --prefix decoder.pt=decoder.
 
-Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 @option("--prefix IN=PREFIX", "Put PREFIX before the keys of this IN. Repeatable.", multiple=True)
@@ -171,7 +171,7 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
   ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt --weights 1,1,2
   ckptconv average a.pt b.pt mean.safetensors --integers last
 
-Exit code: 0 written, 1 it cannot be, and nothing is left behind, 2 wrong usage.""",
+Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
 @option("--weights NUMBERS", "One positive number for each IN: 1,1,2 (default: equal).")

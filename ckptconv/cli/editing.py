@@ -23,7 +23,7 @@ from ckptconv.cli.progress_display import COPYING, progress_shown
 
 
 @command(
-    "Change names and metadata of a safetensors file in its place.",
+    "Change names and metadata of a safetensors file in place.",
     """
   ckptconv edit model.safetensors --metadata license=mit
   ckptconv edit model.safetensors --metadata format=pt --rename old.=new.
@@ -31,13 +31,13 @@ from ckptconv.cli.progress_display import COPYING, progress_shown
   ckptconv edit model.safetensors --strip-prefix module. --save-mapping map.json
   ckptconv edit model.safetensors
 
-Exit code: 0 edited, or nothing to change, 1 it cannot be, and the file is as it was, \
+Exit code: 0 edited, or nothing to change, 1 failed, and the file is unchanged, \
 2 wrong usage.""",
 )
 @click.argument("source", metavar="FILE", type=FILE)
-@option("--metadata NAME=VALUE", "Set a string beside the tensors. Repeatable.", multiple=True)
-@option("--metadata-from FILE", "Set the strings of a JSON object.", FILE)
-@option("--remove-metadata NAME", "Remove a string. Repeatable.", multiple=True)
+@option("--metadata NAME=VALUE", "Set a metadata entry. Repeatable.", multiple=True)
+@option("--metadata-from FILE", "Set the metadata entries that a JSON file holds.", FILE)
+@option("--remove-metadata NAME", "Remove a metadata entry. Repeatable.", multiple=True)
 @option(
     "--device TAG",
     "Set the device tag of the tensors: cpu, cuda:1, mps, ...",
@@ -49,13 +49,11 @@ Exit code: 0 edited, or nothing to change, 1 it cannot be, and the file is as it
     "Save which name became which, so that --rules FILE --reverse can undo it.",
     NEW_FILE,
 )
-@option(
-    "--rewrite", "Write the whole file again, and put it in the place of the old one in one step."
-)
+@option("--rewrite", "Write a whole new file and replace the old one in one step.")
 @LIMIT
 @option("-n --dry-run", "Write nothing; say what would be changed.")
 @option("--verify", "Have the safetensors library read what was written.")
-@option("--no-fsync", "Do not wait for the disk.")
+@option("--no-fsync", "Do not wait until the disk has it (fsync).")
 @JSON
 @option("-q --quiet", "Print only errors.")
 def edit(source: Path, keys: str, **given: Any) -> None:

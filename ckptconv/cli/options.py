@@ -266,7 +266,7 @@ _LIMIT = _while_it_runs(
 )
 _UNPINNED = _while_it_runs(
     "--unpinned",
-    "Read a file of a server that tells neither tag nor date of it: it must not change.",
+    "Read a file whose server sends neither an ETag nor a date: it must not change meanwhile.",
     lambda _: limits(unpinned=True),
 )
 _ALLOW_HOSTS = _while_it_runs(
@@ -302,7 +302,10 @@ run_options = _together(
         "--verify",
         "Read the output back and compare every tensor with IN before OUT is put in place.",
     ),
-    option("--no-fsync", "Do not wait for the disk. The replacement of OUT stays atomic."),
+    option(
+        "--no-fsync",
+        "Do not wait until the disk has it (fsync). OUT is still replaced in one step.",
+    ),
     JSON,
     option("-q --quiet", "Print only errors."),
 )

@@ -42,7 +42,7 @@ Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
     SORTS,
     default="order",
 )
-@option("--top COUNT", "Only the first so many.", click.IntRange(min=1))
+@option("--top COUNT", "Show only the first N.", click.IntRange(min=1))
 @option(
     "--histogram GLOB",
     "Draw histogram and quantiles of the tensors whose names match. Repeatable.",
@@ -89,7 +89,7 @@ def stats(
 
 
 @command(
-    "Show the values of a tensor, or write them to a file of numpy.",
+    "Show the values of a tensor, or write them to a numpy file.",
     """
   ckptconv show model.pt layers.0.weight
   ckptconv show model.pt layers.0.weight '[0:3, :5]'
@@ -100,10 +100,10 @@ Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage."
 )
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("names", metavar="TENSOR [INDICES] ...", nargs=-1, required=True)
-@option("--npy FILE", "Write the values to a file of numpy instead.", NEW_FILE)
+@option("--npy FILE", "Write the values to a .npy file instead.", NEW_FILE)
 @option(
     "--npz FILE",
-    "Write the values of several tensors to an archive of numpy, under their names.",
+    "Write the values of several tensors to a .npz archive, under their names.",
     NEW_FILE,
 )
 @option("-f --force", "Replace the file of --npy or --npz if it exists.")
@@ -163,7 +163,7 @@ def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, s
     if not several:
         if len(words) > 2:
             raise click.UsageError(
-                "values are shown of one tensor at a time; --npz FILE writes several"
+                "only one tensor can be shown at a time; --npz FILE writes several"
             )
         return [(words[0], words[1] if len(words) > 1 else "")]
     found: list[tuple[str, str]] = []
@@ -190,7 +190,9 @@ Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2
 @option("--against OTHER", "Compare with this checkpoint, as diff does.", FILE)
 @option("-f --force", "Replace a file that exists.")
 @option(
-    "--only PATH", "Tell of one part, such as state_dict or optimizer.", shell_complete=offer_parts
+    "--only PATH",
+    "Report on one part, such as state_dict or optimizer.",
+    shell_complete=offer_parts,
 )
 @option("--only-against PATH", "The same for OTHER, if it is another part.")
 @TAG

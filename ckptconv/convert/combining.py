@@ -282,7 +282,7 @@ def averaged_plan(
 def _refuse_mapping(request: Request) -> None:
     if request.save_mapping is not None:
         raise OptionRefused(
-            "several checkpoints become one, which no mapping undoes",
+            "several checkpoints become one, which a mapping cannot undo",
             hint="leave --save-mapping out",
         )
 

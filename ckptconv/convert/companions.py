@@ -99,7 +99,7 @@ def companions(home: Location, read: Sequence[PurePath]) -> Beside:
         is_named = _is_named(name) or name.partition("/")[0] in modules
         reason = _why_left(name, place, home, is_named=is_named)
         if reason is None and not texts_too and _PEOPLE(name):
-            reason = "a text, and no config of a model is beside it"
+            reason = "a text file without a model config beside it"
         if reason is None:
             copied.append(_companion(name, place))
         else:
@@ -155,11 +155,11 @@ def _why_left(name: str, place: Location, home: Location, *, is_named: bool) -> 
     if suffix in _CODE:
         return "code"
     if name.endswith(".index.json"):
-        return "an index of shards"
+        return "a shard index"
     if not is_named:
         return "weights, or the state of a training" if suffix in _WEIGHTS else _UNNAMED
     if kind == "nothing":
-        return "a link to nothing"
+        return "a broken link"
     if kind == "other":
         return "a pipe, socket or device"
     return None if place.stays_within(home) else "a link that leads out of the folder"

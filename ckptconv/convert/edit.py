@@ -239,7 +239,7 @@ def edit_header(
     return replace(result, seconds=time.perf_counter() - begin)
 
 
-_HERE = "is edited where it lies, which is not a file of this machine"
+_HERE = "is edited in place, so it has to be a file on this machine"
 
 
 def _refuse_link(path: Path) -> None:
@@ -375,7 +375,7 @@ def _write_again(
             draft.stream.finish()
             draft.commit()
         meter.finish()
-        made = local_path(draft.place, "is edited on this machine only")
+        made = local_path(draft.place, "can only be edited on this machine")
         _check_header(made, plan.changed.header, path)
         if verify:
             _compare(source, start, made, len(plan.head), path)
@@ -385,7 +385,7 @@ def _write_again(
                 path, plan.old
             ):
                 raise OutputRefused(
-                    "was changed meanwhile", path=path, hint="run the command again"
+                    "was changed in the meantime", path=path, hint="run the command again"
                 )
             output.commit([source])
 
@@ -418,5 +418,5 @@ def _compare(source: Source, start: int, made: Path, made_start: int, path: Path
                 raise VerificationFailed(
                     f"what was written differs in the {CHUNK} bytes from {number * CHUNK} on",
                     path=path,
-                    hint="the disk or the memory fails; the file is as it was",
+                    hint="the disk or the memory is failing; the file is unchanged",
                 )

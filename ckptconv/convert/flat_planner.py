@@ -161,7 +161,7 @@ def refuse_unheld(to: TargetFormat, options: Request) -> None:
         )
     if options.metadata and not to.holds_metadata:
         raise OptionRefused(
-            f"a {to.name} output has no place for metadata",
+            f"a {to.name} output cannot hold metadata",
             hint="leave --metadata out, or write safetensors",
         )
 

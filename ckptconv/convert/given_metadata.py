@@ -44,7 +44,7 @@ def read_metadata(
             f"{name}{value}".encode()
         except UnicodeEncodeError:
             raise OptionRefused(
-                f"the metadata entry {printable(name)} is not text of UTF-8",
+                f"the metadata entry {printable(name)} is not UTF-8 text",
                 hint="write it as UTF-8",
             ) from None
     return tuple(found.items())
@@ -56,7 +56,7 @@ def _from_file(place: Location) -> dict[str, str]:
     for name, value in found.items():
         if not isinstance(value, str):
             raise CheckpointError(
-                "is not a text, and metadata holds nothing else",
+                "is not a string, and metadata holds only strings",
                 path=path,
                 where=name,
                 hint="put it in quotes",

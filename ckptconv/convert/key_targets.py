@@ -130,6 +130,6 @@ def _distinct(keys: Iterable[str], file: Location) -> Shapes:
     shapes: dict[str, Shape] = {}
     for key in keys:
         if key in shapes:
-            raise MalformedCheckpoint("occurs in it twice", path=file, where=key)
+            raise MalformedCheckpoint("occurs twice in it", path=file, where=key)
         shapes[key] = None
     return shapes

@@ -50,7 +50,7 @@ class OptionWords:
     to: Target | None = _word(
         None,
         "Output format, if OUT's name does not say (OUT may be - for standard output); dcp: a "
-        "folder that FSDP training resumes from; npz: an archive of numpy.",
+        "folder that FSDP training resumes from; npz: a numpy archive.",
         choices=get_args(Target),
     )
     keys: Literal["strip", "keep"] | KeyRules = _word(
@@ -122,10 +122,10 @@ class OptionWords:
         (), "Leave out a part of the checkpoint: optimizer, 'callbacks.*'. Repeatable.", "PATH"
     )
     metadata: Words | Mapping[str, str] = _word(
-        (), "Put a string beside the tensors of a safetensors output. Repeatable.", "NAME=VALUE"
+        (), "Add a metadata entry to a safetensors output. Repeatable.", "NAME=VALUE"
     )
     metadata_from: str | os.PathLike[str] | None = _word(
-        None, "Put the strings of a JSON object beside them.", "FILE"
+        None, "Add the metadata entries that a JSON file holds.", "FILE"
     )
     max_shard_size: int | str | None = _word(
         None,

@@ -322,7 +322,7 @@ def _no_weights(case: Case) -> Iterator[Symptom]:
         advice = "the weights are in another file; load this one into the optimizer"
         yield info("no-weights", f"holds only {whose} state: no weights", nothing, advice=advice)
     elif case.facts.root.sort == "tensor":
-        effect = "torch.load gives the tensor; there are no keys that load_state_dict could use"
+        effect = "torch.load returns the tensor; it has no keys for load_state_dict"
         yield info("bare-tensor", "holds a bare tensor, not a state dict", effect)
     elif not case.facts.tensors:
         cause, advice = "holds no tensors: no weights", look_hint(case.paths[0])

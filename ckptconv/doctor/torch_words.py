@@ -90,7 +90,7 @@ _NO_OPCODES = b"v<7G\x89\x08\x93B\xfd\x28\x1f"
 def on_start(head: bytes) -> str | None:
     """The error about a file that starts with `head` and is not a checkpoint.
 
-    None where there is no one wording.
+    None where the wording varies.
     """
     if head.startswith(b"PK"):
         return None

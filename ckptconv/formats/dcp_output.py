@@ -82,7 +82,7 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
-        what, hint = "needs a torch that writes DCP folders", "pip install 'torch>=2.2'"
+        what, hint = "needs a version of torch that writes DCP folders", "pip install 'torch>=2.2'"
         raise OutputRefused(what, path=name, hint=hint) from error
 
     class Writer(FileSystemWriter):

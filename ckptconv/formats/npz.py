@@ -160,11 +160,11 @@ def _read_header(source: Source, record: Record, head: bytes) -> tuple[bytes, He
     """The bytes before the values of a member stored as `head` and more, and what they say."""
     raw = _plain(record, head, _BEGINNING)
     if not raw.startswith(MAGIC):
-        raise MalformedCheckpoint("does not begin as an array of numpy does", hint=_DAMAGED)
+        raise MalformedCheckpoint("does not begin like a numpy array", hint=_DAMAGED)
     width = _VERSIONS.get((*raw[6:8],))
     if width is None:
         version = ".".join(map(str, raw[6:8]))
-        raise UnsupportedCheckpoint(f"is an array of the unknown version {version}")
+        raise UnsupportedCheckpoint(f"is a numpy array of unknown version {version}")
     end = 8 + width + int.from_bytes(raw[8 : 8 + width], "little")
     if end > _LONGEST_HEADER:
         raise MalformedCheckpoint(f"has a header of {end} bytes", hint=_DAMAGED)
@@ -237,7 +237,7 @@ def _dtype(descr: str) -> tuple[DType, bool]:
     """The element type that a header names, and whether its bytes are in big-endian order."""
     named = _DESCR(descr)
     if named is None:
-        what = f"is an array of the unknown type {printable(descr, 40)!r}"
+        what = f"is an array of unknown type {printable(descr, 40)!r}"
         raise UnsupportedCheckpoint(what, hint=_LEAVE_OUT)
     code = named["code"]
     dtype = TYPES.get(code)

@@ -265,7 +265,7 @@ def _reasons(inspection: Inspection) -> Iterator[Reason]:
     if elsewhere := [name for name in inspection.locations if name != "cpu"]:
         yield Reason("device", f"needs {some_text(elsewhere)}")
     if danger_in(inspection.notes):
-        yield Reason("dangerous", "names what is dangerous to load")
+        yield Reason("dangerous", "names code that is dangerous to load")
     if inspection.odd_objects:
         yield Reason("object", "holds objects that weights_only=True refuses")
     if inspection.modules == 1:

@@ -31,7 +31,9 @@ def write_first_bytes(path: Path, old: bytes, new: bytes, *, fsync: bool) -> Non
     assert len(old) == len(new)
     with output_errors(path), folder_held(path), held_back(), _opened(path) as file:
         if first_bytes(file, len(old)) != old:
-            raise OutputRefused("was changed meanwhile", path=path, hint="run the command again")
+            raise OutputRefused(
+                "was changed in the meantime", path=path, hint="run the command again"
+            )
         journal = Journal(os.fstat(file.fileno()).st_size, old, new)
         try:
             _put_journal(journal, path, fsync=fsync)

@@ -272,7 +272,7 @@ def _plain(node: Any, path: PurePath, seen: set[int]) -> Any:
         pairs = [[_plain(part, path, seen) for part in pair] for pair in node.value]
         names = [name for name, _ in pairs]
         if any(isinstance(name, list | dict) for name in names) or len({*names}) != len(names):
-            _refuse(path, line, "a name occurs in it twice, or is not text")
+            _refuse(path, line, "a name occurs twice in it, or is not text")
         return dict(pairs)
     if kind == "seq":
         return [_plain(value, path, seen) for value in node.value]

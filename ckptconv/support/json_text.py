@@ -48,7 +48,7 @@ _FREE = 100_000  # lists and objects that are never questioned
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name occurs in it twice")
+        raise ValueError("a name occurs twice in it")
     return found
 
 

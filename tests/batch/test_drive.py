@@ -373,7 +373,7 @@ def test_a_driver_that_was_killed_keeps_the_next_from_its_report_only_while_its_
 @pytest.mark.parametrize("text", ["model,size\n", "[1]\n", '{"a": 1}\n{"state": "done"}\n'])
 def test_a_file_that_is_not_a_report_is_not_written_to(text, room):
     (room / "mine.csv").write_text(text)
-    with pytest.raises(Exception, match="is not the report of a batch"):
+    with pytest.raises(Exception, match="is not a batch report"):
         list(convert_many(jobs_in(room), report=room / "mine.csv"))
     assert (room / "mine.csv").read_text() == text
 

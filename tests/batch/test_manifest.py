@@ -47,7 +47,7 @@ def test_a_line_says_what_differs_from_the_command(tmp_path):
 @pytest.mark.parametrize("text", ["", "\n", "# nothing\n"])
 def test_a_manifest_without_a_job_is_refused(text, tmp_path):
     (tmp_path / "m.jsonl").write_text(text)
-    with pytest.raises(BatchRefused, match=r"m\.jsonl: names no job"):
+    with pytest.raises(BatchRefused, match=r"m\.jsonl: does not name a job"):
         read_manifest(tmp_path / "m.jsonl", COMMON)
 
 

@@ -142,7 +142,7 @@ def test_words_that_cannot_be_meant_so_are_refused_by_name(words, said, room):
         (("batch", "s3://b/m.jsonl"), "s3://b/m.jsonl: is a manifest, which is read on this"),
         (("batch", "none", "--out-dir", "o", "--to", "torch"), "no such file"),
         (("batch", "--status", "none"), "no such file"),
-        (("batch", "--status", "runs/a.pt"), "is not the report of a batch"),
+        (("batch", "--status", "runs/a.pt"), "is not a batch report"),
     ],
 )
 def test_wrong_usage_is_told(words, said, room):
@@ -173,7 +173,7 @@ def test_what_is_passed_over_is_said(room):
     torch.save(torch.nn.CrossEntropyLoss().state_dict(), room / "runs/criterion.pt")
     done = run(*WORDS, "--jobs", "1", cwd=room)
     assert done.exit == 0 and "3 files passed over" in done.err
-    assert re.search(r"runs/optimizer.pt +is what training left beside the weights", done.err)
+    assert re.search(r"runs/optimizer.pt +was saved by training beside the weights", done.err)
     assert re.search(r"runs/criterion.pt +is the state of a loss, without tensors", done.err)
 
 

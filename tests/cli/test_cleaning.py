@@ -62,8 +62,8 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
     ("url", "what"),
     [
         ("a.pt", "is not in a store"),
-        ("https://host/a.pt", "is a place that is only read"),
-        ("hf://org/name", "is a place that is only read"),
+        ("https://host/a.pt", "can be read, but not written"),
+        ("hf://org/name", "can be read, but not written"),
     ],
 )
 def test_where_nothing_can_be_left_it_says_so(url, what, tmp_path):

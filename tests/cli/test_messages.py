@@ -185,7 +185,7 @@ def test_nothing_is_written_where_nobody_answers(option, room):
 @pytest.mark.parametrize("output", [f"{NOBODY}/out.pt", "hf://owner/name/out.safetensors"])
 def test_what_is_only_read_is_not_written(output, room):
     done = run("convert", "a.pt", output, *QUICK, cwd=room, env=UNREACHED)
-    assert f"{output}: is a place that is only read; write a file here" in assert_one_error(done)
+    assert f"{output}: can be read, but not written; write a file here" in assert_one_error(done)
 
 
 @pytest.mark.parametrize("make", [str, Path])

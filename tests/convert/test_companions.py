@@ -52,7 +52,7 @@ LEFT = {
     "convert.sh": "code",
     "optimizer.pt": "weights, or the state of a training",
     "tf_model.h5": "weights, or the state of a training",
-    "pytorch_model.bin.index.json": "an index of shards",
+    "pytorch_model.bin.index.json": "a shard index",
     "notes.txt": "not a name of a model's companion files",
     "config.json.bak": "not a name of a model's companion files",
     "additional_chat_templates/evil.py": "code",
@@ -260,7 +260,7 @@ def test_links_that_stay_in_the_folder_are_followed_and_others_are_not(room):
         "onnx": "a folder", "special_tokens_map.json": "a folder",
         "vocab.json": "a link that leads out of the folder",
         "merges.txt": "a link that leads out of the folder",
-        "vocab.txt": "a link to nothing", "added_tokens.json": "a link to nothing",
+        "vocab.txt": "a broken link", "added_tokens.json": "a broken link",
         "preprocessor_config.json": "a pipe, socket or device",
     }  # fmt: skip
     copied = room / "out" / "spiece.model"

@@ -540,7 +540,7 @@ def test_replacing_a_torn_file_removes_its_journal(tmp_path):
 
 def test_only_the_bytes_that_were_read_are_replaced(model):
     before = model.read_bytes()
-    with pytest.raises(OutputRefused, match="changed meanwhile"):
+    with pytest.raises(OutputRefused, match="changed in the meantime"):
         write_first_bytes(model, b"other bytes", b"newer bytes", fsync=True)
     assert model.read_bytes() == before and names_in(model.parent) == [model.name]
 

@@ -208,8 +208,8 @@ HOSTILE = {
     "deep": (with_header("{" + "(" * 5000 + "}\n"), "cannot be read"),
     "a long header": (with_header(GOOD + " " * 20_000, bytes(8)), "has a header of"),
     "cut in its header": (with_header(GOOD)[:20], "ends within its header"),
-    "cut in its magic": (b"\x93NUM", "does not begin as an array"),
-    "another magic": (b"\x93NUMPX" + with_header(GOOD, bytes(8))[6:], "does not begin as"),
+    "cut in its magic": (b"\x93NUM", "does not begin like a numpy array"),
+    "another magic": (b"\x93NUMPX" + with_header(GOOD, bytes(8))[6:], "does not begin like"),
     "an escaped type": (
         with_header(GOOD.replace("<f4", "\\x3cf4"), bytes(8)),
         "cannot be read",

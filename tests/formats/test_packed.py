@@ -144,5 +144,5 @@ def test_below_a_folder_only_what_is_called_a_checkpoint_is_unpacked(tmp_path):
     found = find_checkpoints(place_of(tmp_path))
     assert [place.name for place, _ in found.checkpoints] == ["a.pt.gz"]
     assert {item.reason for item in found.passed} == {
-        "is compressed, and not called as a checkpoint"
+        "is compressed and not named like a checkpoint"
     }

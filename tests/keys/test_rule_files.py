@@ -135,7 +135,7 @@ WRONG = {
     "twice_mapping.json": (
         '{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": "c", "a": "d"}, "left_out": '
         '[], "modules": {}}]}',
-        "a name occurs in it twice",
+        "a name occurs twice in it",
     ),
     "no_rule.yaml": ("rules:\n- add-prefix: x.\n\n- strip-prefx: y.\n", "line 4: strip-prefx: "
                                                                         "there is no rule"),
@@ -144,7 +144,7 @@ WRONG = {
                                                                           "YAML: it has the tag"),
     "empty.yaml": ("", "has no list of rules"),
     "alias.yaml": ("a: &a [x]\nrules:\n- exclude: *a\n", "line 1: is used again through an alias"),
-    "twice.yaml": ("rules:\n- rename: {a: b, a: c}\n", "line 2: a name occurs in it twice"),
+    "twice.yaml": ("rules:\n- rename: {a: b, a: c}\n", "line 2: a name occurs twice in it"),
     "number.yaml": ("rules:\n- add-prefix: 1\n", "line 2: add-prefix: its value is not text"),
     "numbers.yaml": ("rules:\n- 1: 2\n", "line 2: 1: its value is not text"),
 }  # fmt: skip

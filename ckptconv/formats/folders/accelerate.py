@@ -96,7 +96,7 @@ def open_accelerate(path: Location, *_: object) -> Checkpoint:
             except UnsupportedCheckpoint as error:
                 if error.code != "text" or container is CONTAINER:
                     raise
-                notes.append(f"{printable(part.paths[0].name)} is left out: it is a text")
+                notes.append(f"{printable(part.paths[0].name)} is left out: it is a text file")
                 continue
             checkpoints.append(checkpoint)
             pairs.append((part.label, _unwrapped(checkpoint.root, part)))

@@ -22,7 +22,7 @@ CREDENTIALS = "see: ckptconv help remote (credentials)"
 _Meaning = tuple[Failing, str, str | None]
 
 _KEY: _Meaning = ("denied", "does not know the access key", CREDENTIALS)
-_SECRET: _Meaning = ("denied", "does not accept the signature: the secret key is another", CREDENTIALS)  # fmt: skip # noqa: E501
+_SECRET: _Meaning = ("denied", "does not accept the signature: the secret key is wrong", CREDENTIALS)  # fmt: skip # noqa: E501
 _OLD: _Meaning = ("denied", "says that the credentials have expired", "get new ones, and try again")
 _CLOCK: _Meaning = ("denied", "says that the clock of this machine is wrong", "set the clock")
 _BUCKET: _Meaning = ("final", "has no such bucket", "check the address")
@@ -34,7 +34,7 @@ _MEANINGS: dict[str, _Meaning] = {
     "NoSuchBucket": _BUCKET,
     "ContainerNotFound": ("final", "has no such container", "check the address"),
     "ContainerBeingDeleted": ("final", "is deleting the container", None),
-    "InvalidBucketName": ("final", "does not take this as the name of a bucket", "check it"),
+    "InvalidBucketName": ("final", "does not accept this as a bucket name", "check it"),
     "AccountIsDisabled": ("final", "says that the account is disabled", None),
     "NoSuchKey": ("missing", "no such file", "check the address"),
     "BlobNotFound": ("missing", "no such file", "check the address"),
@@ -58,7 +58,7 @@ _MEANINGS: dict[str, _Meaning] = {
     "PermanentRedirect": _REGION,
     "AuthorizationHeaderMalformed": _REGION,
     "IllegalLocationConstraintException": _REGION,
-    "EntityTooLarge": ("final", "does not take an object of this size", None),
+    "EntityTooLarge": ("final", "does not accept an object of this size", None),
     "QuotaExceeded": ("final", "has no room left", None),
     "SlowDown": _BUSY,
     "ServerBusy": _BUSY,
@@ -67,11 +67,11 @@ _MEANINGS: dict[str, _Meaning] = {
     "ThrottlingException": _BUSY,
     "RequestLimitExceeded": _BUSY,
     "BandwidthLimitExceeded": _BUSY,
-    "RequestTimeout": ("passing", "was sent too little for too long", None),
+    "RequestTimeout": ("passing", "received too little data for too long", None),
     "BadDigest": ("passing", "received other bytes than were sent", None),
     "IncompleteBody": ("passing", "received fewer bytes than were sent", None),
-    "ConditionalRequestConflict": ("passing", "has another request for it at the same time", None),
-    "OperationAborted": ("passing", "has another request for it at the same time", None),
+    "ConditionalRequestConflict": ("passing", "is handling another request for it", None),
+    "OperationAborted": ("passing", "is handling another request for it", None),
 }
 """What a code that stands in the body of an answer means."""
 
@@ -127,19 +127,19 @@ _ASKING_WHO = re.compile(r"Generic \w+ error: Error performing token request").m
 # ---------------------------------------------------------------------------- who asks is not known
 
 _WHO = {
-    "SSOTokenLoadError": ("nobody is logged in to SSO", "aws sso login"),
-    "SSOError": ("the login to SSO has expired", "aws sso login"),
-    "EndpointConnectionError": ("the service that gives the role does not answer", "check the network and the region"),  # noqa: E501
-    "ConnectTimeoutError": ("the service that gives the role does not answer", "check the network and the region"),  # noqa: E501
-    "NoRegionError": ("the service that gives the role is asked in a region, and none is set", "set AWS_DEFAULT_REGION, or region in the profile"),  # noqa: E501
-    "ClientError": ("AWS does not give the role", "check role_arn, and who may take it"),
-    "FileNotFoundError": ("the file of the token is not there", "see AWS_WEB_IDENTITY_TOKEN_FILE, or web_identity_token_file of the profile"),  # noqa: E501
+    "SSOTokenLoadError": ("there is no SSO login", "aws sso login"),
+    "SSOError": ("the SSO login has expired", "aws sso login"),
+    "EndpointConnectionError": ("the service that grants the role does not answer", "check the network and the region"),  # noqa: E501
+    "ConnectTimeoutError": ("the service that grants the role does not answer", "check the network and the region"),  # noqa: E501
+    "NoRegionError": ("the service that grants the role is asked in a region, and none is set", "set AWS_DEFAULT_REGION, or region in the profile"),  # noqa: E501
+    "ClientError": ("AWS does not grant the role", "check role_arn, and who may assume it"),
+    "FileNotFoundError": ("the token file is missing", "see AWS_WEB_IDENTITY_TOKEN_FILE, or web_identity_token_file of the profile"),  # noqa: E501
     "RuntimeError": ("the credentials that it is given have expired", "check credential_process, or get new ones"),  # noqa: E501
     "CredentialRetrievalError": ("the program that gives the credentials fails", "try the credential_process of the profile"),  # noqa: E501
-    "MetadataRetrievalError": ("this machine is given no credentials", CREDENTIALS),
+    "MetadataRetrievalError": ("this machine gets no credentials", CREDENTIALS),
     "ProfileNotFound": ("there is no such profile", "see AWS_PROFILE and ~/.aws/config"),
-    "ConfigParseError": ("a file of profiles cannot be parsed", "see AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE"),  # noqa: E501
-    "PartialCredentialsError": ("half of the keys is missing", CREDENTIALS),
+    "ConfigParseError": ("a profile file cannot be parsed", "see AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE"),  # noqa: E501
+    "PartialCredentialsError": ("one of the two keys is missing", CREDENTIALS),
     "Exception": ("the credentials fail", CREDENTIALS),
 }  # fmt: skip
 """What errors of botocore and of the system mean where credentials were asked for."""
@@ -178,7 +178,7 @@ _UNREACHED: dict[str, _Meaning] = {
     "proxy": ("passing", "cannot be reached: the proxy does not answer", "see HTTPS_PROXY and NO_PROXY"),  # noqa: E501
     "nameless": ("passing", "has no address, or there is no network", "check the address"),
     "down": ("passing", "does not answer", "check the address and the network"),
-    "cut": ("passing", "broke the connection off", "if it speaks TLS, write https://"),
+    "cut": ("passing", "closed the connection", "if it speaks TLS, write https://"),
 }  # fmt: skip
 """Why nothing was answered. Of what is passing, few tries are made: the address is likely wrong."""
 

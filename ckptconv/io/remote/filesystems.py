@@ -214,7 +214,7 @@ def _unreached(error: Exception) -> tuple[str, str]:
     if "not found in known_hosts" in str(error):
         return "is a host that ssh does not know yet", "connect to it by ssh once"
     if "Auth" in name or isinstance(error, PermissionError):
-        return "does not accept who asks", "check user, password and key"
+        return "does not accept this user", "check user, password and key"
     return f"cannot be reached ({name})", "check the address and the network"
 
 
@@ -237,7 +237,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "crea
 def _seen(about: Mapping[str, Any]) -> Seen:
     """What a file system tells of a file: of versions by names of its own."""
     if about.get("size") is None:
-        raise StoreError("final", "is a file whose size nobody knows", hint="download it first")
+        raise StoreError("final", "is a file of unknown size", hint="download it first")
     told = [f"{name}={_plain(about[name])}" for name in _TAGS if about.get(name) is not None]
     return Seen(int(about["size"]), " ".join(told))
 
@@ -265,7 +265,7 @@ def _told(error: Exception) -> StoreError:
         return StoreError("denied", "this user may not do that")
     if isinstance(error, FileExistsError):
         return StoreError("exists", "exists")
-    what = f"the file system fails ({type(error).__name__})"
+    what = f"the file system reports an error ({type(error).__name__})"
     if isinstance(error, (OSError, EOFError, TimeoutError)):
         return StoreError("passing", what, tries=TRIES)
     return StoreError("final", what)

@@ -211,7 +211,7 @@ class HubStore(WebStore):
             what = f"{name} has no revision {self.repository.revision}"
             return StoreError("final", what, hint="check the address")
         if code == "GatedRepo":
-            what = f"{name} is open to those only who accept its conditions"
+            what = f"{name} is open only to users who accept its conditions"
             then = "as the user of the token" if self._has_token else "then set HF_TOKEN"
             hint = f"accept them at {page}, {then}"
             return StoreError("denied", what, hint=hint)
@@ -262,7 +262,7 @@ class HubStore(WebStore):
                 told, _ = self._asked(f"{self._api('revision')}/{revision}?expand=sha")
                 commit = told.get("sha") if isinstance(told, dict) else None
                 if not isinstance(commit, str) or not _COMMIT(commit):
-                    raise StoreError("passing", "the Hub does not tell the commit", tries=LIES)
+                    raise StoreError("passing", "the Hub does not report the commit", tries=LIES)
                 self._commit = commit
             return self._commit
 

@@ -28,7 +28,7 @@ from ckptconv.support.errors import CheckpointError, OutputRefused, printable
 from ckptconv.support.signals import held_back
 
 _NOTHING_LEFT = "nothing was left behind"
-_MAY_BE_LEFT = "look whether it is there, and let ckptconv cleanup find what was left behind"
+_MAY_BE_LEFT = "check whether it is there; ckptconv cleanup finds what was left behind"
 """Where the store does not answer: neither whether the last request was done, nor to the removal of
 what was begun.
 """
@@ -54,7 +54,7 @@ def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
 def _writable(place: Location) -> RemotePlace:
     if not isinstance(place, RemotePlace) or not place.site.store.can_write:
         hint = "write a file here, and upload it"
-        raise OutputRefused("is a place that is only read", path=place.path, hint=hint)
+        raise OutputRefused("can be read, but not written", path=place.path, hint=hint)
     return place
 
 

@@ -67,7 +67,7 @@ class RemotePlace(Location):
         if (known := self.site.known(self.key)) is not None:
             return known
         if not self.site.store.can_list and self._folder == self.key:
-            what = "is a folder, and nobody can be asked what is in it"
+            what = "is a folder, and its server cannot list it"
             raise UnsupportedCheckpoint(what, path=self.path, hint="name a file, or an index")
         found = None if self.key.endswith("/") else self.site.head(self.key)
         if found is not None and found.seen.size:

@@ -172,7 +172,7 @@ class Site:
         """A range of an object, of one version; any thread may ask."""
         if not pinned.tag and not self._unpinned:
             raise UnsupportedCheckpoint(
-                "the server tells neither a tag nor a date of it, so two answers may be of two "
+                "the server sends neither an ETag nor a date for it, so two answers may be of two "
                 "versions",
                 path=UrlPath(self.store.locate(key)),
                 hint="download it first; --unpinned takes the risk",

@@ -374,7 +374,7 @@ def test_a_step_of_speechbrain_is_one_checkpoint_without_its_texts(tmp_path):
         (step / name).write_text("step: 4\n")
     assert rows(load_portable(tmp_path / "save")) == rows(WEIGHTS)
     assert load_portable(step, whole=True).keys() == {"model", "optimizer"}
-    assert "counter.ckpt is left out: it is a text" in notes(step)
+    assert "counter.ckpt is left out: it is a text file" in notes(step)
     (step / "model.ckpt").write_bytes(b"")
     with pytest.raises(UnsupportedCheckpoint, match="is empty"):
         open_checkpoint(step)

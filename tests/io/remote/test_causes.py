@@ -117,7 +117,7 @@ def test_a_server_that_does_not_speak_tls(asker, ask):
 def test_a_server_that_speaks_nothing_else(asker, ask, tmp_path):
     with safe(tmp_path) as (_, address):
         said = ask(asker, address.replace("https:", "http:"))
-    assert said == f"{WHO[asker]} broke the connection off; if it speaks TLS, write https://"
+    assert said == f"{WHO[asker]} closed the connection; if it speaks TLS, write https://"
 
 
 @each

@@ -301,7 +301,7 @@ def test_errors_say_what_to_do(hub, monkeypatch):
     assert refused("hf://org/none/a.bin") == nobody.format("none")
     assert refused("hf://org/private/a.bin") == nobody.format("private")
     gated = (
-        "org/gated is open to those only who accept its conditions; accept them at "
+        "org/gated is open only to users who accept its conditions; accept them at "
         f"{hub.web.url}/org/gated, then set HF_TOKEN"
     )
     assert refused("hf://org/gated/a.bin") == gated

@@ -394,7 +394,7 @@ def body(code: str, more: str = "") -> str:
         (body("AccessDenied"), "denied", "S3 does not allow it; see: ckptconv help remote"),
         (body("InvalidObjectState"), "final", "S3 keeps it in an archive; restore it first"),
         (body("SlowDown"), "passing", "S3 asks for fewer requests"),
-        (body("RequestTimeout"), "passing", "S3 was sent too little for too long"),
+        (body("RequestTimeout"), "passing", "S3 received too little data for too long"),
         (
             body("AuthorizationHeaderMalformed", "<Region>eu-west-1</Region>"),
             "final",

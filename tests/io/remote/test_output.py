@@ -373,9 +373,9 @@ def test_a_folder_is_made_on_this_machine_only():
 def test_a_store_that_is_only_read_is_refused():
     store = MemoryStore()
     store.can_write = False
-    with pytest.raises(OutputRefused, match="is a place that is only read"):
+    with pytest.raises(OutputRefused, match="can be read, but not written"):
         file_output(memory_place(store, "a"), force=False, fsync=False, size=0)
-    with pytest.raises(OutputRefused, match="is a place that is only read"):
+    with pytest.raises(OutputRefused, match="can be read, but not written"):
         files = shard_names(store, 2)
         place = memory_place(store, "m.bin")
         file_output(place, files, in_folder=False, force=False, fsync=False, size=0)

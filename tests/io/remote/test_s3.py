@@ -201,7 +201,7 @@ def test_a_bucket_that_is_not_there_is_named_as_it_was(servers, tmp_path):
 
 
 WRONG = {
-    "wrong secret": ({"AWS_SECRET_ACCESS_KEY": "MARKED-secret"}, "the secret key is another"),
+    "wrong secret": ({"AWS_SECRET_ACCESS_KEY": "MARKED-secret"}, "the secret key is wrong"),
     "wrong key": ({"AWS_ACCESS_KEY_ID": "MARKED-key"}, "does not know the access key"),
     "nobody": (
         {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"},

@@ -106,6 +106,6 @@ def test_a_host_with_another_key_gets_no_password(server, tmp_path):
 
 def test_a_wrong_password_is_told_without_it(server):
     url = server.url.replace(PASSWORD, "MARKED-wrong")
-    with pytest.raises(UnsupportedCheckpoint, match="does not accept who asks") as raised:
+    with pytest.raises(UnsupportedCheckpoint, match="does not accept this user") as raised:
         remote_place(f"{url}/a.pt")
     assert "MARKED" not in str(raised.value)

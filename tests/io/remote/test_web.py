@@ -197,7 +197,7 @@ def test_what_passes_in_the_middle_is_tried_again(bad, web):
     assert read(web.at("a.bin")) == CONTENT[200_000:350_000]
 
 
-BROKEN = r"127.0.0.1 broke the connection off \(tried for 0 s\)"
+BROKEN = r"127.0.0.1 closed the connection \(tried for 0 s\)"
 BETTER = "; another server of the file may do better"
 CRUMBS = f"the server sends 150000 bytes in more than 32 pieces{BETTER}"
 LASTING = {
@@ -490,7 +490,7 @@ def test_what_nothing_pins_is_not_read_in_several_requests(form, web, tmp_path):
     asked = ("convert", web.at(f"m.{form}"), "out.safetensors")
     done = run(*asked, cwd=tmp_path)
     assert done.exit == 1 and list(tmp_path.iterdir()) == []
-    assert "tells neither a tag nor a date" in done.err and "--unpinned" in done.err
+    assert "sends neither an ETag nor a date" in done.err and "--unpinned" in done.err
     assert run(*asked, "--unpinned", cwd=tmp_path).exit == 0  # and stays as it is
     assert set(load((tmp_path / "out.safetensors").read_bytes())) == {"a", "b"}
     with limits(unpinned=True):
@@ -552,7 +552,7 @@ def test_headers_without_end_are_left(web):
         asked.break_off()
 
     web.ways["a.bin"] = endless
-    told = "127.0.0.1 broke the connection off; if it speaks TLS, write https://"
+    told = "127.0.0.1 closed the connection; if it speaks TLS, write https://"
     assert refused(web.at("a.bin"), seconds=60) == told
     web.ways["a.bin"] = lambda asked: asked.wfile.write(b"HTTP/1.1 206 " + b"x" * 200_000)
     assert refused(web.at("a.bin"), seconds=60) == told

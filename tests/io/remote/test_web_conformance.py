@@ -144,7 +144,7 @@ class TestWebPlace(KeptPlaces):
         self.write(there.child("inner").child("b.safetensors"), b"two")
         kinds = [there.child(name).kind() for name in ("a.pt", "inner", "c")]
         assert kinds == ["file", "nothing", "nothing"]
-        with pytest.raises(CheckpointError, match="nobody can be asked what is in it"):
+        with pytest.raises(CheckpointError, match="its server cannot list it"):
             there.child("inner/").kind()
         assert there.child("inner/b.safetensors").is_file()
         assert there.child("a.pt").child("of a file").kind() == "nothing"
@@ -154,7 +154,7 @@ class TestWebPlace(KeptPlaces):
         self.write(there.child("inner/a.pt"), b"one")
         for place in (there.child("inner/"), named_with_slash(there.child("inner"))):
             for _ in range(2):
-                with pytest.raises(CheckpointError, match="in it; name a file, or an index"):
+                with pytest.raises(CheckpointError, match="list it; name a file, or an index"):
                     place.kind()
             assert (place.name, place.parent) == ("inner", there)
             with closing(place.child("a.pt").open()) as source:
