@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli import terminal
+from ckptconv.cli.asked import comparison
+from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import (
     offer_devices,
     offer_parts,
@@ -17,18 +19,8 @@ from ckptconv.cli.completion import (
     offer_steps,
     offer_steps_of_b,
 )
-from ckptconv.cli.options import (
-    FILE,
-    JSON,
-    LIMIT,
-    NEW_FILE,
-    TAG,
-    choice_options,
-    command,
-    comparison,
-    key_options,
-    option,
-)
+from ckptconv.cli.options import JSON, LIMIT, TAG, choice_options, key_options
+from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import COMPARING, READING, SCANNING, progress_shown
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.report import Row, error_document
@@ -41,7 +33,6 @@ if TYPE_CHECKING:
 
 
 @command(
-    "Show what is in a checkpoint.",
     """
   ckptconv inspect in.pt
   ckptconv inspect in.safetensors --depth 4
@@ -99,7 +90,6 @@ def _show_inspection(item: Surveyed, as_json: bool) -> None:
 
 
 @command(
-    "Say why a file does not load, and how to fix it.",
     """
   ckptconv doctor in.pt
   ckptconv doctor in.pt --values --strict
@@ -114,15 +104,22 @@ Exit code: 0 all load here, 1 one does not (with --strict: or has a warning), \
 device.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@option("--like OTHER", "Check the keys against this checkpoint, index or list of keys.", FILE)
+@option(
+    "--like OTHER",
+    "Check the keys against this checkpoint, index or list of keys.",
+    FILE,
+    section="Keys",
+)
 @option(
     "--model PACKAGE.MODULE:CALLABLE",
     "Check the keys against the model that this callable builds. Imports code.",
+    section="Keys",
 )
 @option(
     "--device TAG",
     "Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.",
     shell_complete=offer_devices,
+    section="Values",
 )
 @option("--values", "Read the tensors too, to find damage, NaN and infinite values.")
 @option("--strict", "Exit with 1 for warnings too, such as NaN with --values.")
@@ -175,7 +172,6 @@ def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool, values
 
 
 @command(
-    "Compare two checkpoints of any formats, to the bit.",
     """
   ckptconv diff model.pt model.safetensors
   ckptconv diff ddp_cuda3.pt model.pt --keys strip
@@ -189,37 +185,45 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 )
 @click.argument("a", metavar="A", type=FILE)
 @click.argument("b", metavar="B", type=FILE)
-@choice_options
 @key_options("keep")
+@choice_options
 @option(
     "--only PATH",
     "Compare one part of both, such as state_dict or ema.",
     shell_complete=offer_parts,
+    section="Parts",
 )
 @option(
     "--only-b PATH",
     "The part of B, if it has another path there ('' means all of B).",
     shell_complete=offer_parts_of_b,
+    section="Parts",
 )
 @option(
     "--tag TAG",
     "The step or variant to read, if A is a folder of several: step-500, fp16.",
     shell_complete=offer_steps,
+    section="Parts",
 )
-@option("--tag-b TAG", "The same for B.", shell_complete=offer_steps_of_b)
-@option("--whole", "Compare everything in the files: optimizers and numbers too.")
+@option("--tag-b TAG", "The same for B.", shell_complete=offer_steps_of_b, section="Parts")
+@option("--whole", "Compare everything in the files: optimizers and numbers too.", section="Parts")
 @option(
-    "--atol NUMBER", "Absolute tolerance: |a - b| <= atol + rtol * |b|.", click.FloatRange(min=0)
+    "--atol NUMBER",
+    "Absolute tolerance: |a - b| <= atol + rtol * |b|.",
+    click.FloatRange(min=0),
+    section="Values",
 )
-@option("--rtol NUMBER", "Relative tolerance.", click.FloatRange(min=0))
-@option("--equal-nan", "With a tolerance: NaN equals NaN.")
-@option("--ignore-dtype", "Compare tensors of different dtypes by their values.")
-@option("--strict-device", "Count different device tags as a difference.")
-@option("--html FILE", "Also write a page to look at (ckptconv report).", NEW_FILE)
-@option("-f --force", "With --html: replace a file that exists.")
+@option("--rtol NUMBER", "Relative tolerance.", click.FloatRange(min=0), section="Values")
+@option("--equal-nan", "With a tolerance: NaN equals NaN.", section="Values")
+@option("--ignore-dtype", "Compare tensors of different dtypes by their values.", section="Values")
+@option("--strict-device", "Count different device tags as a difference.", section="Values")
+@option(
+    "--html FILE", "Also write a page to look at (ckptconv report).", NEW_FILE, section="Output"
+)
+@option("-f --force", "With --html: replace a file that exists.", section="Safety")
 @LIMIT
 @JSON
-@option("-q --quiet", "Print nothing; only the exit code answers.")
+@option("-q --quiet", "Print nothing; only the exit code answers.", section="General")
 def diff(
     a: Path, b: Path, html: Path | None, force: bool, as_json: bool, quiet: bool, **given: Any
 ) -> None:
@@ -259,7 +263,6 @@ def _difference(a: Path, b: Path, html: Path | None, force: bool, **given: Any) 
 
 
 @command(
-    "Say whether a file is safe to load.",
     """
   ckptconv scan downloaded.pt
   ckptconv scan models/ --strict
@@ -274,7 +277,7 @@ gzip, bzip2, xz, 7z, ...""",
 @option("--strict", "Exit with 1 also if something is unknown.")
 @LIMIT
 @JSON
-@option("-q --quiet", "Print nothing; only the exit code answers.")
+@option("-q --quiet", "Print nothing; only the exit code answers.", section="General")
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
     """Say whether the files and folders at PATH are safe to load.
 

@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckptconv.cli import terminal
+from ckptconv.cli.asked import engine_of_words, options_of
+from ckptconv.cli.commands import command, option
 from ckptconv.cli.options import (
-    FILE,
-    NEW_FILE,
-    command,
     conversion_options,
-    engine_of_words,
     engine_options,
     fitting_options,
     key_options,
-    option,
-    options_of,
     run_options,
 )
+from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.io.places import local_path, place_of
 from ckptconv.support.errors import (
     BatchRefused,
@@ -46,7 +43,6 @@ _REPORT = "ckptconv-batch"
 
 
 @command(
-    "Convert many checkpoints; resume where an earlier run stopped.",
     """
   ckptconv batch runs/ --out-dir portable/ --to safetensors --dtype bf16
   ckptconv batch manifest.jsonl --jobs 8 --report report.jsonl
@@ -63,25 +59,30 @@ Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each oth
     "--out-dir DIR",
     "The folder for the outputs; each keeps its relative path below DIR.",
     NEW_FILE,
+    section="Output",
 )
 @engine_options
-@option("--shard I/N", "Run only share I of N of the jobs; I starts at 1.")
+@option("--shard I/N", "Run only share I of N of the jobs; I starts at 1.", section="Many")
 @option(
     "--report FILE",
     "The file that records what is done; a batch that is run again resumes from it.",
     NEW_FILE,
+    section="Many",
 )
-@option("--retry-failed", "Try again what failed in an earlier run.")
+@option("--retry-failed", "Try again what failed in an earlier run.", section="Many")
 @option(
     "--on-error",
     "After a failure, continue with the other jobs or start no more.",
     ["continue", "stop"],
     default="continue",
+    section="Many",
 )
-@option("--status", "PATHs are reports: show their progress.")
-@option("--html FILE", "Write an HTML page with the outcome of each job.", NEW_FILE)
-@conversion_options
+@option("--status", "PATHs are reports: show their progress.", section="Many")
+@option(
+    "--html FILE", "Write an HTML page with the outcome of each job.", NEW_FILE, section="Output"
+)
 @key_options("strip")
+@conversion_options
 @fitting_options
 @run_options
 def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli import terminal
-from ckptconv.cli.options import FILE, JSON, LIMIT, command, option
+from ckptconv.cli.commands import command, option
+from ckptconv.cli.options import JSON, LIMIT
+from ckptconv.cli.paths import FILE
 from ckptconv.io.places import place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 
 @command(
-    "List and abort uploads that a killed process left.",
     """
   ckptconv cleanup s3://bucket/models/
   ckptconv cleanup s3://bucket/models/ --older-than 24 --abort

@@ -14,18 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli import terminal
-from ckptconv.cli.options import (
-    command,
-    engine_of_words,
-    engine_options,
-    fitting_options,
-    is_for_stdout,
-    key_options,
-    option,
-    options_of,
-    output_options,
-    refuse_missing,
-)
+from ckptconv.cli.asked import engine_of_words, is_for_stdout, options_of, refuse_missing
+from ckptconv.cli.commands import command, option
+from ckptconv.cli.options import engine_options, fitting_options, key_options, output_options
 from ckptconv.cli.progress_display import COPYING, progress_shown
 from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import OutputRefused, printable
@@ -37,7 +28,6 @@ if TYPE_CHECKING:
 
 
 @command(
-    "Convert a checkpoint to a torch or safetensors file.",
     """
   ckptconv convert in.pt out.safetensors
   ckptconv convert in.pt out.pt --device cuda:1
@@ -58,8 +48,8 @@ if TYPE_CHECKING:
 
 Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 )
-@output_options
 @key_options("strip")
+@output_options
 @fitting_options
 @engine_options
 def convert(keys: str, **given: Any) -> None:
@@ -84,14 +74,12 @@ def convert(keys: str, **given: Any) -> None:
 
 
 @command(
-    "Strip `module.` (DataParallel, DDP) from the keys.",
     """
   ckptconv strip-module in.pt out.pt
   ckptconv strip-module in.pt out.safetensors --dtype f16
   ckptconv strip-module in.pt in.pt --force
 
 Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
-    name="strip-module",
 )
 @output_options
 def strip_module(**given: Any) -> None:
@@ -102,13 +90,11 @@ def strip_module(**given: Any) -> None:
 
 
 @command(
-    "Add `module.` (DataParallel, DDP) to the keys.",
     """
   ckptconv add-module in.pt out.pt
   ckptconv add-module in.safetensors out.pt --device cuda:0
 
 Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
-    name="add-module",
 )
 @output_options
 def add_module(**given: Any) -> None:
@@ -137,7 +123,6 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
 
 
 @command(
-    "Put the state dicts of several checkpoints into one.",
     """
   ckptconv merge backbone.pt head.pt model.safetensors
   ckptconv merge backbone.pt head.pt model.safetensors --prefix head.pt=head.
@@ -147,7 +132,12 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
 Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
-@option("--prefix IN=PREFIX", "Put PREFIX before the keys of this IN. Repeatable.", multiple=True)
+@option(
+    "--prefix IN=PREFIX",
+    "Put PREFIX before the keys of this IN. Repeatable.",
+    multiple=True,
+    section="Keys",
+)
 def merge(prefix: tuple[str, ...], **given: Any) -> None:
     """Put the state dicts of several checkpoints IN into one, OUT, in their order.
 
@@ -165,7 +155,6 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
 
 
 @command(
-    "Write the mean of several checkpoints of one model.",
     """
   ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt
   ckptconv average epoch_8.pt epoch_9.pt epoch_10.pt swa.pt --weights 1,1,2
@@ -174,12 +163,17 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
 Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 )
 @output_options
-@option("--weights NUMBERS", "One positive number for each IN: 1,1,2 (default: equal).")
+@option(
+    "--weights NUMBERS",
+    "One positive number for each IN: 1,1,2 (default: equal).",
+    section="Values",
+)
 @option(
     "--integers",
     "Integers and bools have no mean: they must be the same in all, or are those of one.",
     ["same", "first", "last"],
     default="same",
+    section="Values",
 )
 def average(weights: str | None, integers: Any, **given: Any) -> None:
     """Write the weighted mean of the state dicts of several checkpoints IN to OUT.

@@ -8,22 +8,15 @@ from typing import Any
 import click
 
 from ckptconv.cli import terminal
+from ckptconv.cli.asked import key_rules
+from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_devices
-from ckptconv.cli.options import (
-    FILE,
-    JSON,
-    LIMIT,
-    NEW_FILE,
-    command,
-    key_options,
-    key_rules,
-    option,
-)
+from ckptconv.cli.options import JSON, LIMIT, key_options
+from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import COPYING, progress_shown
 
 
 @command(
-    "Change names and metadata of a safetensors file in place.",
     """
   ckptconv edit model.safetensors --metadata license=mit
   ckptconv edit model.safetensors --metadata format=pt --rename old.=new.
@@ -35,27 +28,48 @@ Exit code: 0 edited, or nothing to change, 1 failed, and the file is unchanged, 
 2 wrong usage.""",
 )
 @click.argument("source", metavar="FILE", type=FILE)
-@option("--metadata NAME=VALUE", "Set a metadata entry. Repeatable.", multiple=True)
-@option("--metadata-from FILE", "Set the metadata entries that a JSON file holds.", FILE)
-@option("--remove-metadata NAME", "Remove a metadata entry. Repeatable.", multiple=True)
+@option(
+    "--metadata NAME=VALUE",
+    "Set a metadata entry. Repeatable.",
+    multiple=True,
+    section="Output",
+)
+@option(
+    "--metadata-from FILE",
+    "Set the metadata entries that a JSON file holds.",
+    FILE,
+    section="Output",
+)
+@option(
+    "--remove-metadata NAME",
+    "Remove a metadata entry. Repeatable.",
+    multiple=True,
+    section="Output",
+)
 @option(
     "--device TAG",
     "Set the device tag of the tensors: cpu, cuda:1, mps, ...",
     shell_complete=offer_devices,
+    section="Values",
 )
 @key_options("keep")
 @option(
     "--save-mapping FILE",
     "Save which name became which, so that --rules FILE --reverse can undo it.",
     NEW_FILE,
+    section="Keys",
 )
-@option("--rewrite", "Write a whole new file and replace the old one in one step.")
+@option(
+    "--rewrite",
+    "Write a whole new file and replace the old one in one step.",
+    section="Safety",
+)
 @LIMIT
-@option("-n --dry-run", "Write nothing; say what would be changed.")
-@option("--verify", "Have the safetensors library read what was written.")
-@option("--no-fsync", "Do not wait until the disk has it (fsync).")
+@option("-n --dry-run", "Write nothing; say what would be changed.", section="Safety")
+@option("--verify", "Have the safetensors library read what was written.", section="Safety")
+@option("--no-fsync", "Do not wait until the disk has it (fsync).", section="Safety")
 @JSON
-@option("-q --quiet", "Print only errors.")
+@option("-q --quiet", "Print only errors.", section="General")
 def edit(source: Path, keys: str, **given: Any) -> None:
     """Change the names of tensors in the safetensors file FILE, and the strings beside them, in its
     place.

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli import terminal
-from ckptconv.cli.options import JSON, command, option
+from ckptconv.cli.commands import command, option
+from ckptconv.cli.options import JSON
 from ckptconv.support.errors import printable
 from ckptconv.support.report import Row
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 
 @command(
-    "Show the devices of this host, or choose GPUs.",
     """
   ckptconv devices
   CUDA_VISIBLE_DEVICES=1 ckptconv devices --json

@@ -5,6 +5,7 @@ What it does is in the library; what it says is in the reports.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -15,6 +16,7 @@ import click
 
 from ckptconv import __version__
 from ckptconv.cli import terminal
+from ckptconv.cli.commands import write_sections
 from ckptconv.io.files import one_run
 from ckptconv.support.errors import (
     OUT_OF_MEMORY,
@@ -23,28 +25,64 @@ from ckptconv.support.errors import (
     on_command_line,
     printable,
 )
-from ckptconv.support.report import Row
 from ckptconv.support.signals import missed_stop, stop_in_good_order
 
 COMMANDS = {
-    "convert": "converting",
-    "strip-module": "converting",
-    "add-module": "converting",
-    "inspect": "answering",
-    "doctor": "answering",
-    "devices": "host_devices",
-    "diff": "answering",
-    "scan": "answering",
-    "stats": "viewing",
-    "report": "viewing",
-    "show": "viewing",
-    "merge": "converting",
-    "average": "converting",
-    "edit": "editing",
-    "cleanup": "cleaning",
-    "batch": "batching",
+    "Convert": {
+        "convert": ("converting", "Convert a checkpoint to a torch or safetensors file."),
+        "merge": ("converting", "Put the state dicts of several checkpoints into one."),
+        "average": ("converting", "Write the mean of several checkpoints of one model."),
+    },
+    "Look": {
+        "inspect": ("answering", "Show what is in a checkpoint."),
+        "show": ("viewing", "Show the values of a tensor, or write them to a numpy file."),
+        "stats": ("viewing", "Show statistics of the tensors of a checkpoint."),
+        "report": ("viewing", "Write a page about a checkpoint, to look at in a browser."),
+    },
+    "Check": {
+        "doctor": ("answering", "Say why a file does not load, and how to fix it."),
+        "diff": ("answering", "Compare two checkpoints of any formats, to the bit."),
+        "scan": ("answering", "Say whether a file is safe to load."),
+    },
+    "Fix": {
+        "strip-module": ("converting", "Strip `module.` (DataParallel, DDP) from the keys."),
+        "add-module": ("converting", "Add `module.` (DataParallel, DDP) to the keys."),
+        "edit": ("editing", "Change names and metadata of a safetensors file in place."),
+        "cleanup": ("cleaning", "List and abort uploads that a killed process left."),
+    },
+    "Many": {
+        "batch": ("batching", "Convert many checkpoints; resume where an earlier run stopped."),
+    },
+    "This program": {
+        "devices": ("host_devices", "Show the devices of this host, or choose GPUs."),
+        "help": ("help_pages", "Show a page of the documentation."),
+    },
 }
-"""The commands, and the module of `ckptconv.cli` that has each, under the command's name."""
+"""The commands in the sections of ``--help``: the module of `ckptconv.cli` that has each, under the
+command's name, and the line that is told of it.
+"""
+_ROWS = {name: row for rows in COMMANDS.values() for name, row in rows.items()}
+
+MEANT = {
+    "add-module": "wrap prefix ddp",
+    "average": "mean avg soup swa ema",
+    "batch": "many all",
+    "cleanup": "clean abort gc",
+    "convert": "export save to safetensors torch cast quantize shard split",
+    "devices": "gpu gpus cuda device nvidia-smi",
+    "diff": "compare cmp equal same verify",
+    "doctor": "check diagnose why fix load validate",
+    "edit": "rename metadata set",
+    "help": "man docs doc",
+    "inspect": "info describe summary keys header tree look open view",
+    "merge": "join combine concat cat-shards consolidate",
+    "report": "html page browser",
+    "scan": "safe security audit pickle virus malware",
+    "show": "print cat dump values tensor get read",
+    "stats": "statistics min max nan histogram",
+    "strip-module": "strip unwrap remove-module",
+}
+"""Words that people try for the commands."""
 
 
 class Program(click.Group):
@@ -54,14 +92,31 @@ class Program(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*COMMANDS, *self.commands])
+        return sorted(_ROWS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        module = importlib.import_module(f"ckptconv.cli.{COMMANDS[cmd_name]}")
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        if cmd_name not in _ROWS:
+            return None
+        module, told = _ROWS[cmd_name]
+        found = importlib.import_module(f"ckptconv.cli.{module}")
+        command: click.Command = getattr(found, cmd_name.replace("-", "_"))
+        command.short_help = told
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _ROWS and not (args[0].startswith("-") or ctx.resilient_parsing):
+            ctx.fail(f"there is not a command {printable(args[0])}{_nearest(args[0])}")
+        return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = {
+            section: [(name, told) for name, (_, told) in commands.items()]
+            for section, commands in COMMANDS.items()
+        }
+        own = [param.get_help_record(ctx) for param in self.get_params(ctx)]
+        write_sections(formatter, rows | {"Options": [row for row in own if row is not None]})
 
     def invoke(self, ctx: click.Context) -> Any:
         terminal.begin_traffic()
@@ -77,9 +132,18 @@ class Program(click.Group):
         except (terminal.Unprinted, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            terminal.stop_unprinted(
-                error, 2 if COMMANDS.get(str(ctx.invoked_subcommand)) == "answering" else 1
-            )
+            module, _ = _ROWS.get(str(ctx.invoked_subcommand), ("", ""))
+            terminal.stop_unprinted(error, 2 if module == "answering" else 1)
+
+
+def _nearest(typed: str) -> str:
+    """The command that was meant by another word, or by one that is nearly right."""
+    import difflib
+
+    word = typed.lower().replace("_", "-")
+    meant = [name for name, words in MEANT.items() if word in words.split()]
+    near = meant or difflib.get_close_matches(word, _ROWS, 3, 0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 @click.group(
@@ -99,7 +163,9 @@ ckptconv help lists the pages of the documentation, and shows them.
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"
 (or zsh_source, fish_source)""",
 )
-@click.version_option(__version__, prog_name="ckptconv", message="%(prog)s %(version)s")
+@click.version_option(
+    __version__, "-V", "--version", prog_name="ckptconv", message="%(prog)s %(version)s"
+)
 def cli() -> None:
     """Make a PyTorch checkpoint open anywhere.
 
@@ -109,50 +175,11 @@ def cli() -> None:
     """
 
 
-@cli.command(
-    "help",
-    short_help="Show a page of the documentation.",
-    epilog="""\b\nExamples:\n  ckptconv help\n  ckptconv help pipelines\n  ckptconv help convert""",
-)
-@click.argument(
-    "topic", required=False, shell_complete=lambda ctx, _, start: _help_names(ctx, start)
-)
-@click.pass_context
-def show_help(ctx: click.Context, topic: str | None) -> None:
-    """Show a page of the documentation or the help of a command. Without TOPIC, list the pages."""
-    from ckptconv.cli import help_pages
-
-    if topic is None:
-        click.echo("Pages (ckptconv help TOPIC):")
-        terminal.print_lines(Row(name, text) for name, text in help_pages.topics().items())
-        click.echo(
-            "Commands are listed by ckptconv --help; ckptconv help COMMAND shows the options of "
-            "one."
-        )
-    elif (command := cli.get_command(ctx, topic)) is not None:
-        with click.Context(command, info_name=topic, parent=ctx.parent) as context:
-            click.echo(command.get_help(context))
-    elif (text := help_pages.page_text(topic)) is not None:
-        terminal.show_page(text)
-    else:
-        near = help_pages.near_matches(topic, cli.list_commands(ctx))
-        meant = f"did you mean {' or '.join(near)}" if near else "ckptconv help lists the topics"
-        terminal.fail(f"there is no help on '{printable(topic)}'; {meant}", 2)
-
-
-def _help_names(ctx: click.Context, start: str) -> list[str]:
-    from ckptconv.cli.help_pages import topics
-
-    return [name for name in [*topics(), *cli.list_commands(ctx)] if name.startswith(start)]
-
-
 def main() -> None:
     """The program: one line per error, and exit codes.
 
     They are 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped).
     """
-    import gc
-
     # one command and the process ends: a tree of a million nodes is not garbage, and looking costs
     # a tenth
     gc.disable()
@@ -162,41 +189,12 @@ def main() -> None:
     try:
         with one_run(), warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # notes say the same
-            cli.main(
-                _arguments(), prog_name="ckptconv", standalone_mode=False, color=terminal.colors()
-            )
+            colors = terminal.colors()
+            cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors)
         sys.stdout.flush()
         _stop_if_missed()
-    except click.UsageError as error:
-        program = error.ctx.command_path if error.ctx else "ckptconv"
-        what = printable(error.format_message(), 2000).rstrip(".")
-        terminal.stop("UsageError", what, 2, hint=f"see {program} --help")
-    except click.ClickException as error:
-        terminal.stop(type(error).__name__, printable(error.format_message(), 2000), 1)
-    except (KeyboardInterrupt, click.Abort):
-        terminal.stop("Interrupted", _INTERRUPTED, 130)
-    except SystemExit as stopped:
-        if not stopped.code:
-            _stop_if_missed()
-        if stopped.code in (129, 143):  # SIGHUP, SIGTERM
-            what = "stopped by a signal; no unfinished file was left behind"
-            terminal.print_ending_json("Interrupted", what, int(stopped.code))
-        raise
-    except OSError as error:
-        _stop_without_memory(error)
-        if error.filename is None:
-            terminal.stop_unprinted(error, 1)
-        terminal.stop(
-            type(error).__name__, f"{printable(str(error.filename))}: {error.strerror}", 1
-        )
-    except Exception as error:
-        # until 3.11, Python makes a RuntimeError of a stop that comes while a class is made
-        if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
-            _stop_if_missed(_INTERRUPTED)
-        _stop_without_memory(error)
-        # a defect: its traceback is shown, and who reads the document learns of it too
-        what = printable(str(error) or "an unexpected error", 2000)
-        terminal.print_ending_json(type(error).__name__, what, 1)
+    except BaseException as error:
+        _stop_for(error)
         raise
 
 
@@ -204,9 +202,35 @@ _INTERRUPTED = "interrupted; no unfinished file was left behind"
 _TOO_LATE = "stopped by a signal, but too late: the command had come to its end"
 
 
-def _stop_without_memory(error: BaseException) -> None:
+def _stop_for(error: BaseException) -> None:
+    """End the program in one line, for an error that has one; else it is for Python to raise."""
+    kind = type(error).__name__
+    if isinstance(error, SystemExit):
+        if not error.code:
+            _stop_if_missed()
+        if error.code in (129, 143):  # SIGHUP, SIGTERM
+            what = "stopped by a signal; no unfinished file was left behind"
+            terminal.print_ending_json("Interrupted", what, int(error.code))
+        return
+    if isinstance(error, click.UsageError):
+        program = error.ctx.command_path if error.ctx else "ckptconv"
+        what = printable(error.format_message(), 2000).rstrip(".?")
+        terminal.stop(kind, what, 2, hint=f"see {program} --help")
+    if isinstance(error, click.ClickException):
+        terminal.stop(kind, printable(error.format_message(), 2000), 1)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        terminal.stop("Interrupted", _INTERRUPTED, 130)
+    # until 3.11, Python makes a RuntimeError of a stop that comes while a class is made
+    if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
+        _stop_if_missed(_INTERRUPTED)
     if is_out_of_memory(error):
         terminal.stop("MemoryError", OUT_OF_MEMORY, 1, hint="no unfinished file was left behind")
+    if isinstance(error, OSError):
+        if error.filename is None:
+            terminal.stop_unprinted(error, 1)
+        terminal.stop(kind, f"{printable(str(error.filename))}: {error.strerror}", 1)
+    # a defect: its traceback is shown, and who reads the document learns of it too
+    terminal.print_ending_json(kind, printable(str(error) or "an unexpected error", 2000), 1)
 
 
 def _stop_if_missed(what: str = _TOO_LATE) -> None:
@@ -218,6 +242,6 @@ def _arguments() -> list[str]:
     """The command line; without any the help is shown, and that is a usage error."""
     if len(sys.argv) > 1 or "_CKPTCONV_COMPLETE" in os.environ:
         return sys.argv[1:]
-    with click.Context(cli, info_name="ckptconv") as context:
+    with cli.make_context("ckptconv", [], resilient_parsing=True) as context:
         click.echo(cli.get_help(context), err=True)
     sys.exit(2)

@@ -9,8 +9,10 @@ from typing import Any
 import click
 
 from ckptconv.cli import terminal
+from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, command, option
+from ckptconv.cli.options import JSON, LIMIT, TAG
+from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text
@@ -21,7 +23,6 @@ _WIDE = 1000  # columns where no terminal cuts names
 
 
 @command(
-    "Show statistics of the tensors of a checkpoint.",
     """
   ckptconv stats model.safetensors
   ckptconv stats model.pt --sort abs-max --top 10
@@ -33,9 +34,14 @@ Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
 @option(
-    "--only PATH", "Look at one part, such as state_dict or optimizer.", shell_complete=offer_parts
+    "--only PATH",
+    "Look at one part, such as state_dict or optimizer.",
+    shell_complete=offer_parts,
+    section="Parts",
 )
-@option("--match GLOB", "Only tensors whose names match. Repeatable.", multiple=True)
+@option(
+    "--match GLOB", "Only tensors whose names match. Repeatable.", multiple=True, section="Parts"
+)
 @option(
     "--sort",
     "Sort by this, the largest first (name: A to Z; nan: infinite ones too).",
@@ -89,7 +95,6 @@ def stats(
 
 
 @command(
-    "Show the values of a tensor, or write them to a numpy file.",
     """
   ckptconv show model.pt layers.0.weight
   ckptconv show model.pt layers.0.weight '[0:3, :5]'
@@ -100,13 +105,14 @@ Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage."
 )
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("names", metavar="TENSOR [INDICES] ...", nargs=-1, required=True)
-@option("--npy FILE", "Write the values to a .npy file instead.", NEW_FILE)
+@option("--npy FILE", "Write the values to a .npy file instead.", NEW_FILE, section="Output")
 @option(
     "--npz FILE",
     "Write the values of several tensors to a .npz archive, under their names.",
     NEW_FILE,
+    section="Output",
 )
-@option("-f --force", "Replace the file of --npy or --npz if it exists.")
+@option("-f --force", "Replace the file of --npy or --npz if it exists.", section="Safety")
 @TAG
 @LIMIT
 @JSON
@@ -176,7 +182,6 @@ def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, s
 
 
 @command(
-    "Write a page about a checkpoint, to look at in a browser.",
     """
   ckptconv report model.pt -o model.html
   ckptconv report model.safetensors -o model.html --values
@@ -185,18 +190,19 @@ def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, s
 Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@option("-o --output FILE", "The page, an HTML file.", NEW_FILE, required=True)
+@option("-o --output FILE", "The page, an HTML file.", NEW_FILE, required=True, section="Output")
 @option("--values", "Read the tensors: statistics, histograms and quantiles.")
 @option("--against OTHER", "Compare with this checkpoint, as diff does.", FILE)
-@option("-f --force", "Replace a file that exists.")
+@option("-f --force", "Replace a file that exists.", section="Safety")
 @option(
     "--only PATH",
     "Report on one part, such as state_dict or optimizer.",
     shell_complete=offer_parts,
+    section="Parts",
 )
-@option("--only-against PATH", "The same for OTHER, if it is another part.")
+@option("--only-against PATH", "The same for OTHER, if it is another part.", section="Parts")
 @TAG
-@option("--tag-against TAG", "The same for OTHER.")
+@option("--tag-against TAG", "The same for OTHER.", section="Parts")
 @LIMIT
 @JSON
 def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.given_metadata import read_metadata
-from ckptconv.convert.words import OptionWords, Tied
+from ckptconv.convert.words import RULES, OptionWords, Tied
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
@@ -90,8 +90,6 @@ class Request:
         return Casts(self.dtype, self.keep_dtype, self.cast)
 
 
-_RULES = ("preset", "strip_prefix", "rename", "regex", "add_prefix", "include", "exclude")
-"""The options that are key rules, in the order in which they apply."""
 _PATH = "str | os.PathLike[str] | None"
 
 
@@ -218,7 +216,7 @@ class Options(OptionWords):
                 made.append(item)
             elif read:
                 made += read_rules(item, reverse=self.reverse)
-        for name in _RULES:
+        for name in RULES:
             words = getattr(self, name)
             made += [
                 (name.replace("_", "-"), word)

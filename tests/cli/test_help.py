@@ -10,7 +10,8 @@ import click
 import pytest
 
 from ckptconv.cli import help_pages
-from ckptconv.cli.main import cli
+from ckptconv.cli.commands import OWN, SECTIONS
+from ckptconv.cli.main import MEANT, cli
 from helpers.program import ROOT, assert_one_error, run, run_on_terminal
 
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
@@ -111,3 +112,93 @@ def test_a_terminal_without_colours_gets_none():
     assert "Checkpoints elsewhere" in shown
     colour = re.compile(r"\x1b\[(?:[0-9]+;)*[34][0-7](?:;[0-9]+)*m").search
     assert colour(on_terminal("help", "remote", rows=1000)) and not colour(shown)
+
+
+# Sections of options
+
+
+def options() -> dict[str, dict[str, str]]:
+    """The section of each option by its name, by command."""
+    context = click.Context(cli)
+    commands = {name: cli.get_command(context, name) for name in cli.list_commands(context)}
+    return {
+        name: {param.opts[-1]: param.section for param in command.params if param.opts[0][0] == "-"}
+        for name, command in commands.items()
+    }
+
+
+def test_every_option_has_one_section_which_is_the_same_in_all_commands():
+    sections: dict[str, set[str]] = {}
+    for known in options().values():
+        for name, section in known.items():
+            sections.setdefault(name, set()).add(section)
+    assert {name for name, found in sections.items() if len(found) > 1} == set()
+    assert set().union(*sections.values()) == set(SECTIONS)
+
+
+@pytest.mark.parametrize("command", ["convert", "strip-module", "merge", "batch", "diff", "edit"])
+def test_a_command_of_many_options_has_none_outside_of_the_sections(command):
+    assert OWN not in options()[command].values()
+
+
+@pytest.mark.parametrize("command", sorted(options()))
+def test_the_help_tells_each_option_once_under_its_heading_in_a_stated_order(command, tmp_path):
+    told: dict[str, list[str]] = {}
+    for line in run(command, "--help", cwd=tmp_path).out.partition("Examples:")[0].splitlines():
+        if heading := re.fullmatch(r"([A-Z][a-z]+):", line):
+            told[heading[1]] = []
+        elif name := re.match(r"  (?:-[a-zA-Z], )?(--[a-z-]+)", line):
+            told[list(told)[-1]].append(name[1])
+    assert told.pop("General")[-1] == "--help"
+    known = options()[command]
+    assert list(told) == [name for name in SECTIONS[:-1] if name in known.values()]
+    for section, names in told.items():
+        assert names == [name for name, its in known.items() if its == section]
+
+
+def test_the_columns_of_all_sections_begin_at_the_same_place(tmp_path):
+    out = run("convert", "--help", cwd=tmp_path, env={"COLUMNS": "100"}).out
+    found = re.findall(r"^(  -[^ ].*?  +)[A-Z]", out.partition("Examples:")[0], re.MULTILINE)
+    assert len(found) > 30 and len({len(first) for first in found}) == 1
+
+
+# Other words
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("info", "did you mean inspect"),
+        ("Compare", "did you mean diff"),
+        ("strip_module", "did you mean strip-module"),
+        ("conver", "did you mean convert"),
+        ("avrage", "did you mean average"),
+        ("zzz", "there is not a command zzz; see ckptconv --help"),
+        ("\x1b[31m", "there is not a command \\x1b[31m"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(typed, meant, tmp_path):
+    assert meant in assert_one_error(run(typed, "in.pt", cwd=tmp_path), code=2)
+
+
+def test_each_word_for_a_command_is_of_one_command_and_names_none():
+    words = [word for meant in MEANT.values() for word in meant.split()]
+    assert len(words) == len(set(words)) and set(MEANT) <= set(options())
+    assert not set(words) & set(options())
+
+
+def test_an_unknown_option_is_answered_with_the_nearest(tmp_path):
+    told = assert_one_error(
+        run("convert", "in.pt", "out.pt", "--dtyp", "f16", cwd=tmp_path), code=2
+    )
+    assert "--dtype" in told
+
+
+@pytest.mark.parametrize("words", [["--version"], ["-V"]])
+def test_the_version_has_two_names(words, tmp_path):
+    assert re.fullmatch(r"ckptconv [0-9.]+\n", run(*words, cwd=tmp_path).out)
+
+
+def test_nothing_is_answered_with_the_help_of_the_program(tmp_path):
+    done, asked = run(cwd=tmp_path), run("-h", cwd=tmp_path)
+    assert (done.exit, done.out, done.err) == (2, "", asked.out)

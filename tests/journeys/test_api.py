@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 import ckptconv
-from ckptconv.keys.key_map import RULE_WORDS
 from ckptconv.support import errors
 from ckptconv.support.errors import CheckpointError, LimitExceeded, MissingDependency
 from helpers.api_page import signature_text
@@ -574,12 +573,6 @@ def test_rules_in_files_mappings_and_pairs_keep_their_order(room):
         with pytest.raises(CheckpointError, match=re.escape(says)):
             ckptconv.convert_checkpoint("ddp_cuda3.pt", "d.pt", **wrong)
     assert not (room / "d.pt").exists()
-
-
-def test_the_rules_among_the_words_are_all_that_there_are():
-    from ckptconv.convert.options import _RULES
-
-    assert {name.replace("_", "-") for name in _RULES} == set(RULE_WORDS)
 
 
 MISSPELT = [

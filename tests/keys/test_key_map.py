@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptconv import KeyRules, convert_checkpoint, limits, load_portable, read_key_rules
-from ckptconv.cli import options as cli_options
 from ckptconv.convert import words
 from ckptconv.keys.key_map import RULE_WORDS, map_keys
 from ckptconv.keys.presets import PRESETS
@@ -131,8 +130,7 @@ def test_the_globs_of_rules_choose_without_renaming():
 
 
 def test_the_command_line_knows_all_rules_and_presets():
-    known = {*cli_options.RULES, *cli_options.CHOICES} - {"rules", "reverse"}
-    assert {name.replace("_", "-") for name in known} == set(RULE_WORDS)
+    assert {name.replace("_", "-") for name in words.RULES} == set(RULE_WORDS)
     assert tuple(PRESETS) == words.PRESETS
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import ckptconv
 from ckptconv import CheckpointError, Job, convert_checkpoint, convert_many, limits
-from ckptconv.cli.main import COMMANDS, cli
+from ckptconv.cli.main import cli
 from ckptconv.support.errors import on_command_line, worded
 from helpers.program import SAMPLES, run
 
@@ -47,7 +47,8 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def options() -> set[str]:
     """The names of all options of the command line, without the hyphens."""
-    commands = [cli.get_command(click.Context(cli), name) for name in COMMANDS]
+    context = click.Context(cli)
+    commands = [cli.get_command(context, name) for name in cli.list_commands(context)]
     return {
         word[2:]
         for command in commands
