@@ -46,6 +46,11 @@ def is_zip(head: bytes) -> bool:
     return head[:4] == b"PK\3\4"
 
 
+def is_gguf(head: bytes) -> bool:
+    """Whether a file that starts with `head` (4 bytes are enough) is one of llama.cpp."""
+    return head[:4] == b"GGUF"
+
+
 def is_tar(head: bytes) -> bool:
     """Whether a file that starts with `head` (262 bytes are enough) is a tar archive."""
     return head[257:262] == b"ustar"
@@ -140,6 +145,7 @@ FORMATS: tuple[Format, ...] = (
         first_reads=_directory_of_zip,
     ),
     Format(is_torch_legacy, "torch_legacy.open_torch_legacy", is_certain=True),
+    Format(is_gguf, "gguf.open_gguf", (".gguf",), is_certain=True),
     Format(is_tar, "torch_tar.open_torch_tar", (".tar", ".nemo")),
     Format(
         is_safetensors,
@@ -264,7 +270,6 @@ STRANGERS: tuple[Stranger, ...] = (
     Stranger(0, b"7z\xbc\xaf\x27\x1c", "is a 7z archive", "unpack it first", True),
     Stranger(0, b"Rar!", "is a rar archive", "unpack it first", True),
     Stranger(0, b"PK\5\6", "is an empty zip archive"),
-    Stranger(0, b"GGUF", "is a GGUF model (llama.cpp), not a PyTorch checkpoint"),
     Stranger(0, b"\x89HDF\r\n\x1a\n", "is an HDF5 file (Keras), not a PyTorch checkpoint"),
     Stranger(0, b"\x93NUMPY", "is a numpy array file, not a PyTorch checkpoint",
         "numpy.savez makes an archive of it, which is read: np.savez('a.npz', a=np.load('a.npy'))"),

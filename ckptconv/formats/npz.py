@@ -42,6 +42,7 @@ from ckptconv.tensors.refs import (
     Storage,
     TensorRef,
     contiguous_stride,
+    lacking,
     refuse_dimensions,
     view_of,
 )
@@ -334,9 +335,9 @@ def _refuse_array(key: str, dtype: DType, shape: Shape) -> None:
     """Refuse an array that numpy cannot have."""
     hint = "write safetensors (--to safetensors), or leave it out (--exclude)"
     if dtype not in _DESCRS:
-        what = f"numpy has no dtype {dtype.name}"
         hint = f"cast it (--dtype f32), {hint}" if dtype.is_floating else hint
-    elif len(shape) > _MOST_DIMENSIONS:
+        raise lacking("numpy", dtype, key, hint)
+    if len(shape) > _MOST_DIMENSIONS:
         what = f"it has {len(shape)} dimensions; numpy has at most {_MOST_DIMENSIONS}"
     elif prod(size for size in shape if size) * dtype.itemsize > _LARGEST:
         what = f"numpy cannot have an array of the shape {shape}"

@@ -19,7 +19,7 @@ _DEEPEST_WRAPPERS = 50
 
 def tensor_facts(path: str, key: str | None, ref: TensorRef) -> TensorFacts:
     """The facts about the tensor at `path`, which is under `key` in a state dict, if in any."""
-    return TensorFacts(path, key, ref.dtype.name, tuple(ref.shape), ref.location, ref.nbytes)
+    return TensorFacts(path, key, ref.dtype.name, tuple(ref.shown_shape), ref.location, ref.nbytes)
 
 
 def _tensor_part(name: str, ref: TensorRef) -> Part:
@@ -179,7 +179,7 @@ def _described(node: Node) -> tuple[str, _Sort]:
     kind = type(node)
     name = kind.__name__
     if (ref := tensor_of(node)) is not None:
-        return f"{ref.dtype.name} {list(ref.shape)} on {ref.location}", ("tensor", None, None)
+        return f"{ref.dtype.name} {list(ref.shown_shape)} on {ref.location}", ("tensor", None, None)
     if (pairs := mapping_pairs(node)) is not None:
         if {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}:
             return "optimizer", ("optimizer", len(pairs), None)

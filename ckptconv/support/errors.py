@@ -63,7 +63,9 @@ _OPTION = re.compile(
         "|replaces?|says|sends|so|takes?|the|to|undoes|where|which|without|writes?",
     )
 )
-_FLAGS = frozenset(("force", "verify", "drop-unexpected", "with-files", "reverse", "ignore-dtype"))
+_FLAGS = frozenset(
+    ("force", "verify", "dequantize", "drop-unexpected", "with-files", "reverse", "ignore-dtype")
+)
 _VALUED = """
     only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
     preset rules like model cast map-location keep-dtype drop metadata tied max-shard-size report

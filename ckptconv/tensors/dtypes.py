@@ -26,6 +26,9 @@ class DType:
     one). `word` is the number of bytes that a change of byte order reverses (half of `itemsize` for
     complex numbers). `bits` are those of one element; where they are not whole bytes, the elements
     of a tensor are packed end to end, and only whole tensors have a size in bytes.
+
+    `elements` are those that one stands for: more than 1 in the quantised types of GGUF, where
+    shapes count blocks along the last dimension.
     """
 
     name: str
@@ -36,10 +39,12 @@ class DType:
     numpy: str | None = None
     word: int = 0
     bits: int = 0
+    elements: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", self.bits or 8 * self.itemsize)
-        object.__setattr__(self, "word", self.itemsize // (2 if self.kind == "complex" else 1))
+        word = self.itemsize // (2 if self.kind == "complex" else 1)
+        object.__setattr__(self, "word", word if self.elements == 1 else 1)
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the type of this name, or that which numpy, ml_dtypes or torch calls so.
@@ -68,8 +73,15 @@ class DType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether an element is not whole bytes: safetensors has such types, torch does not."""
-        return self.bits < 8
+        """Whether an element is not whole bytes, as some of safetensors and all in blocks of GGUF
+        are; torch does not have such types.
+        """
+        return self.bits < 8 or self.is_block
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a quantised type of GGUF: codes and scales of several elements."""
+        return self.elements > 1
 
     @property
     def is_differentiable(self) -> bool:
@@ -124,10 +136,25 @@ FLOAT4 = DType("float4_e2m1fn", "bits", 1, None, "F4", bits=4)
 ``float4_e2m1fn_x2`` wants them.
 """
 
+BLOCKS: tuple[DType, ...] = tuple(
+    DType(name, "bits", nbytes, elements=elements)
+    for elements, sizes in (
+        (32, {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18,
+              "MXFP4": 17}),
+        (64, {"NVFP4": 36}),
+        (128, {"Q1_0": 18}),
+        (256, {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ2_XXS": 66,
+               "IQ2_XS": 74, "IQ3_XXS": 98, "IQ1_S": 50, "IQ3_S": 110, "IQ2_S": 82,
+               "IQ4_XS": 136, "IQ1_M": 56, "TQ1_0": 54, "TQ2_0": 66}),
+    )
+    for name, nbytes in sizes.items()
+)  # fmt: skip
+"""The quantised types of GGUF: blocks of so many elements and bytes. Source: ggml-common.h."""
+
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in (*DTYPES, *PACKED) if dtype.safetensors}
-_ALL = {dtype.name: dtype for dtype in (*DTYPES, *PACKED, FLOAT4)}
+_ALL = {dtype.name: dtype for dtype in (*DTYPES, *PACKED, FLOAT4, *BLOCKS)}
 
 
 def _named(name: str) -> DType:

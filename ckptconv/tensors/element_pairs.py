@@ -51,7 +51,9 @@ def words_of(ref: TensorRef) -> Iterator[Array]:
 
 
 def _unpacked(ref: TensorRef) -> Iterator[Array]:
-    """The elements of a packed tensor, each as the bits that are its own in a byte."""
+    """The elements of a packed tensor, each as the bits that are its own in a byte; or its blocks,
+    each as its bytes.
+    """
     import numpy as np
 
     bits, rest = ref.dtype.bits, b""
@@ -60,6 +62,9 @@ def _unpacked(ref: TensorRef) -> Iterator[Array]:
         # so many bytes are whole elements; all of a tensor are
         count = len(raw) // bits * bits if chunk else len(raw)
         rest = raw[count:]
+        if ref.dtype.is_block:
+            yield np.frombuffer(raw[:count], f"V{ref.dtype.itemsize}")
+            continue
         ones = np.unpackbits(np.frombuffer(raw[:count], np.uint8), bitorder="little").reshape(
             -1, bits
         )

@@ -97,7 +97,7 @@ class TensorRef(_Fields):
         return made(cls, tuple(iterable))
 
     def __repr__(self) -> str:
-        return short_repr("TensorRef", self.dtype.name, list(self.shape), self.location)
+        return short_repr("TensorRef", self.dtype.name, list(self.shown_shape), self.location)
 
     def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(f"a TensorRef says where a tensor lies; {_VALUES}")
@@ -112,6 +112,13 @@ class TensorRef(_Fields):
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def shown_shape(self) -> Shape:
+        """Its shape in elements, where `shape` counts blocks along the last dimension."""
+        if not self.dtype.is_block:
+            return self.shape
+        return (*self.shape[:-1], self.shape[-1] * self.dtype.elements)
 
     @property
     def nbytes(self) -> int:
@@ -304,7 +311,16 @@ def refuse_packed(named: Iterable[tuple[str, TensorRef]], hint: str) -> None:
     """Raise `RefusedObject` for a tensor of a type that torch does not have, naming its place."""
     for place, ref in named:
         if ref.dtype.is_packed:
-            raise RefusedObject(f"torch has no dtype {ref.dtype.name}", where=place, hint=hint)
+            raise lacking("torch", ref.dtype, place, hint)
+
+
+def lacking(owner: str, dtype: DType, where: str, hint: str) -> RefusedObject:
+    """The refusal of a tensor of a type that `owner` does not have. Quantised blocks are not
+    written as bytes either: nobody would know them again.
+    """
+    if dtype.is_block:
+        hint = "convert it with --dequantize, or leave it out (--exclude)"
+    return RefusedObject(f"{owner} has no dtype {dtype.name}", where=where, hint=hint)
 
 
 def box_of(ref: TensorRef, start: Shape, shape: Shape) -> TensorRef:

@@ -56,7 +56,7 @@ def ties_of(found: StateDict) -> list[list[str]]:
 
 def _shape(value: Node) -> Shape:
     ref = tensor_of(value) or tensor_form(value)
-    return None if ref is None else ref.shape
+    return None if ref is None else ref.shown_shape
 
 
 def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:

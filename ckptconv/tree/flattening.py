@@ -15,7 +15,7 @@ from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import KeyConflict, RefusedObject, printable
 from ckptconv.support.text import first_few_in_short
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tensors.refs import TensorObject, TensorRef, lacking
 from ckptconv.tree.settling import Rewritten, Skipped
 
 
@@ -112,7 +112,9 @@ def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
     """Raise `RefusedObject` if safetensors has no dtype for a tensor written as `dtype`."""
     half_byte = ref.dtype.safetensors == "F4" and not ref.shape
     if half_byte or (dtype.safetensors is None and written_form(ref) is None):
-        what = f"safetensors has no {'scalars of' if half_byte else 'dtype'} {ref.dtype.name}"
+        if not half_byte:
+            raise lacking("safetensors", ref.dtype, key, _OR_OUT)
+        what = f"safetensors has no scalars of {ref.dtype.name}"
         raise RefusedObject(what, where=key, hint=_OR_OUT)
 
 

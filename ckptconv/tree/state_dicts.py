@@ -99,7 +99,7 @@ class StateDict:
 
     def _repr_html_(self) -> str:
         shown = islice(self.tensors(), _IN_TABLE)
-        rows = ((key, ref.dtype.name, list(ref.shape), ref.location) for key, ref in shown)
+        rows = ((key, ref.dtype.name, list(ref.shown_shape), ref.location) for key, ref in shown)
         return html_table(self.path or "the root", rows, more=max(0, len(self.keys) - _IN_TABLE))
 
     def beside(self) -> Iterator[tuple[str, Node, bool]]:

@@ -145,7 +145,7 @@ def _values(name: str, value: Node) -> list[NamedValue] | None:
 def _plain(name: str, ref: TensorRef) -> NamedValue:
     """A tensor that stands for itself; of pairs of 4-bit floats each is a value."""
     if ref.dtype is not FLOAT4_PAIRS:
-        return NamedValue(name, ref, ref.dtype, ref.shape)
+        return NamedValue(name, ref, ref.dtype, ref.shown_shape)
     shape = (*ref.shape[:-1], 2 * ref.shape[-1]) if ref.shape else (2,)
     return NamedValue(name, ref, ref.dtype, shape, bits=4, numbers=float4_numbers())
 
@@ -213,7 +213,9 @@ def array_of(ref: TensorRef, start: Shape | None = None, shape: Shape | None = N
     shape = ref.shape if shape is None else shape
     kind = numpy_type(ref.dtype)
     if kind is None and ref.dtype.name != "complex32":
-        raise UnsupportedCheckpoint(f"numpy has no type for elements of {ref.dtype.name}")
+        hint = "convert it with --dequantize" if ref.dtype.is_block else None
+        what = f"numpy has no type for elements of {ref.dtype.name}"
+        raise UnsupportedCheckpoint(what, hint=hint)
     raw = read_box(ref, start, shape).view(np.uint8) if 0 not in shape else np.zeros(0, np.uint8)
     values: Array = raw.view("<f2").astype(np.float32) if kind is None else raw
     return values.view(np.complex64 if kind is None else kind).reshape(shape)

@@ -339,9 +339,10 @@ def _written_type(item: NamedValue) -> DType:
     dtype = BY_NAME["float64"] if item.decode is not None else item.dtype
     dtype = BY_NAME["complex64"] if dtype.name == "complex32" else dtype
     if not holds(dtype):
+        how = "--dequantize" if item.dtype.is_block else "--dtype f32"
         raise OptionRefused(
             f"numpy has no dtype {item.dtype.name} by itself",
-            hint="write it as float32 with: ckptconv convert IN OUT.npz --include NAME --dtype f32",
+            hint=f"write it as float32 with: ckptconv convert IN OUT.npz --include NAME {how}",
         )
     return dtype
 

@@ -536,7 +536,6 @@ def test_the_quoted_error_is_torchs(what, tmp_path):
 STRANGERS = {
     "lfs": LFS,
     "page": b"<!DOCTYPE html><html></html>",
-    "gguf": b"GGUF\x03\x00\x00\x00" + bytes(40),
     "hdf5": b"\x89HDF\r\n\x1a\n" + bytes(504),
     "onnx": b"\x08\x08\x12\x07pytorch" + bytes(40),
     "npy": b"\x93NUMPY\x01\x00" + bytes(100),

@@ -79,7 +79,6 @@ STRANGERS = {
     "model.7z": (b"7z\xbc\xaf\x27\x1c\x00\x04" + bytes(40), "is a 7z archive"),
     "model.rar": (b"Rar!\x1a\x07\x01\x00" + bytes(40), "is a rar archive"),
     "model.h5": (b"\x89HDF\r\n\x1a\n" + bytes(504), "is an HDF5 file"),
-    "model.gguf": (b"GGUF\x03\x00\x00\x00" + bytes(40), "is a GGUF model"),
     "model.onnx": (ONNX, "ONNX"),
     "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(40), "is a TensorFlow Lite model"),
     "saved_model.pb": (b"\x08\x01\x12\xf4\x0f\x0a\x10" + bytes(40), "is a TensorFlow SavedModel"),

@@ -31,7 +31,7 @@ from ckptconv.keys.key_map import map_keys
 from ckptconv.support import limits as bounds
 from ckptconv.support.errors import LimitExceeded, OptionRefused, UnknownOption
 from ckptconv.tensors.assembly import check_cover
-from helpers import oracle
+from helpers import gguf_files, oracle
 from helpers.program import ROOT, SAMPLES, assert_one_error, run, run_process
 
 W = torch.arange(4.0)
@@ -138,6 +138,12 @@ def two_trees(folder: Path) -> Callable[[], Any]:
     return lambda: ckptconv.diff_checkpoints(folder / "a.pt", folder / "b.pt", whole=True)
 
 
+def gguf_file(folder: Path) -> Callable[[], None]:
+    path = folder / "in.gguf"
+    path.write_bytes(gguf_files.gguf(gguf_files.tensor()))
+    return lambda: open_checkpoint(path).close()
+
+
 def split_both_ways(_: Path) -> Callable[[], None]:
     boxes = [((row, column), (1, 1)) for row in range(2) for column in range(2)]
     return lambda: check_cover((2, 2), boxes)
@@ -171,6 +177,7 @@ CASES = {
     ),
     "text_bytes": Case(torchscript, {"text_bytes": 10}),
     "safetensors_header_bytes": Case(safetensors_file, {"safetensors_header_bytes": 10}),
+    "gguf_header_bytes": Case(gguf_file, {"gguf_header_bytes": 30}),
     "index_bytes": Case(index_of_shards, {"index_bytes": 10}),
     "shards": Case(index_of_shards, {"shards": 1}),
     "files_in_files": Case(pickle_in_zip, {"files_in_files": 1}),

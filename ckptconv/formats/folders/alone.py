@@ -70,7 +70,8 @@ def part_of(place: Location, checkpoint: Checkpoint) -> Part | None:
     """What a file is a part of, if it is one: by its name, else by what it holds."""
     name = _PACKED.sub("", place.name)
     root = checkpoint.root
-    return _by_name(name, place) or part_of_step(name, root) or flat_part(root) or _slice_of(root)
+    named = _by_name(name, place) or part_of_step(name, root)
+    return named or flat_part(root) or _slice_of(root) or checkpoint.part
 
 
 def _slice_of(root: Node) -> Part | None:

@@ -22,6 +22,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ckptconv.formats.containers import all_open, first_reads, open_file
+from ckptconv.formats.containers import named as defined
 from ckptconv.formats.folders.alone import SPLIT, are_parts, has_shards, numbered
 from ckptconv.formats.folders.ranks import join_ranks
 from ckptconv.formats.folders.steps import weight_files
@@ -370,6 +371,9 @@ def join_parts(parts: Sequence[Checkpoint]) -> Checkpoint:
                 raise UnsupportedCheckpoint(what, where=key, hint=SPLIT)
             found[key] = part.path.name, value
     whole = joined(parts[0].path, [(key, value) for key, (_, value) in found.items()], parts)
+    if any(part.part for part in parts):  # as GGUF files say
+        by_number = {int(one.number): part for part in parts if (one := numbered(part.path.name))}
+        whole = defined("gguf.whole_of_set")(whole, by_number)
     name = f"{parts[0].container.name}, {len(parts)} parts"
     container = replace(whole.container, name=name, by="", why_not=_ALONE, is_index=False)
     notes = whole.notes if last.of else (*whole.notes, _UNTOLD)

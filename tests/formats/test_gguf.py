@@ -1,0 +1,400 @@
+"""GGUF: what gguf-py wrote is read as its reader reads it; what lies is refused in one line.
+
+`tests/data/make_gguf.py` made the files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+
+import numpy as np
+import pytest
+from safetensors import deserialize
+
+from ckptconv import (
+    CheckpointError,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    convert_checkpoint,
+    diff_checkpoints,
+    inspect_checkpoint,
+    limits,
+    load_portable,
+    open_checkpoint,
+    scan_checkpoint,
+)
+from ckptconv.io.files import FileSource
+from ckptconv.support.errors import LimitExceeded, RefusedObject
+from helpers import gguf_files as made
+from helpers.paths import DATA
+from helpers.program import run
+
+GGUF = DATA / "gguf"
+LITTLE, BIG, SET = GGUF / "little.gguf", GGUF / "big.gguf", sorted(GGUF.glob("set-*.gguf"))
+EXPECTED = GGUF / "expected.safetensors"
+
+
+def written(tmp_path, content: bytes, name: str = "in.gguf"):
+    path = tmp_path / name
+    path.write_bytes(content)
+    return path
+
+
+def tensors_in(path) -> dict[str, tuple[str, list[int], bytes]]:
+    """The tensors of a safetensors file: type, shape and bytes, as its library sees them."""
+    found = deserialize(path.read_bytes())
+    return {key: (one["dtype"], one["shape"], bytes(one["data"])) for key, one in found}
+
+
+def refusal(tmp_path, content: bytes, kind: type[CheckpointError] = MalformedCheckpoint) -> str:
+    with pytest.raises(kind) as caught:
+        open_checkpoint(written(tmp_path, content))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --------------------------------------------------------------------------------- what is read
+
+
+def test_every_tensor_is_the_one_that_gguf_py_reads(tmp_path):
+    convert_checkpoint(LITTLE, tmp_path / "out.safetensors", verify=True)
+    assert tensors_in(tmp_path / "out.safetensors") == tensors_in(EXPECTED)
+
+
+def test_names_and_order_are_those_of_the_file():
+    with open_checkpoint(LITTLE) as opened:
+        keys = [key for key, _ in opened.tensors()]
+        assert opened.format == "gguf"
+    assert keys == [*(f"blk.{at}.weight" for at in range(7)), "output_norm.weight", "scale",
+                    "output.weight"]  # fmt: skip
+
+
+def test_version_2_differs_from_3_by_its_number_alone(tmp_path):
+    raw = LITTLE.read_bytes()
+    older = written(tmp_path, raw[:4] + struct.pack("<I", 2) + raw[8:])
+    assert diff_checkpoints(older, LITTLE).same
+
+
+def test_a_big_endian_file_has_the_same_values(tmp_path):
+    convert_checkpoint(BIG, tmp_path / "out.safetensors", verify=True)
+    expected = tensors_in(EXPECTED)
+    del expected["output.weight"]
+    assert tensors_in(tmp_path / "out.safetensors") == expected
+    assert any("big-endian" in note for note in inspect_checkpoint(BIG).notes)
+
+
+def test_bfloat16_in_a_big_endian_file_is_refused_for_gguf_py_swaps_no_bytes_of_it(tmp_path):
+    raw = made.gguf(made.tensor(kind=made.BF16))
+    swapped = bytearray(raw)
+    for at, code in ((4, "I"), (8, "QQ"), (24, "Q"), (33, "IQIQ")):
+        size = struct.calcsize(f"<{code}")
+        values = struct.unpack_from(f"<{code}", raw, at)
+        swapped[at : at + size] = struct.pack(f">{code}", *values)
+    said = refusal(tmp_path, bytes(swapped), UnsupportedCheckpoint)
+    assert "w: is bfloat16 in a big-endian file" in said and "little-endian" in said
+
+
+def test_torch_and_live_tensors_have_the_values_too(tmp_path):
+    torch = pytest.importorskip("torch")
+    _, shape, raw = tensors_in(EXPECTED)["blk.2.weight"]
+    convert_checkpoint(LITTLE, tmp_path / "out.pt", verify=True)
+    for loaded in (torch.load(tmp_path / "out.pt"), load_portable(LITTLE)):
+        assert list(loaded["blk.2.weight"].shape) == shape
+        assert loaded["blk.2.weight"].numpy().tobytes() == raw
+        assert loaded["scale"].shape == () and loaded["scale"] == 0.5
+
+
+def test_the_metadata_are_texts_and_long_arrays_are_named_but_not_read():
+    found = inspect_checkpoint(LITTLE)
+    assert dict(found.metadata) == {
+        "general.architecture": "llama",
+        "general.name": "Tiny é",
+        "llama.block_count": "7",
+        "llama.attention.layer_norm_rms_epsilon": "1e-06",
+        "tokenizer.ggml.add_bos_token": "true",
+        "general.tags": '["text", "a \\"b\\""]',
+        "llama.rope.dimension_sections": "[16, 24, -24]",
+    }
+    (note,) = [note for note in found.notes if "long arrays" in note]
+    assert "tokenizer.ggml.tokens (text, 300), tokenizer.ggml.scores (float32, 1,500)" in note
+
+
+def test_the_metadata_go_along_into_safetensors_but_for_what_it_understands_otherwise(tmp_path):
+    odd = [made.entry(name, made.TEXT, made.text("mlx"))
+           for name in ("format", "device", "ckptconv.encodings", "a.b")]  # fmt: skip
+    source = written(tmp_path, made.gguf(made.tensor(), metadata=odd))
+    convert_checkpoint(source, tmp_path / "out.safetensors")
+    with open_checkpoint(tmp_path / "out.safetensors") as opened:
+        assert dict(opened.metadata) == {"a.b": "mlx", "format": "pt", "device": "cpu"}
+
+
+@pytest.mark.parametrize("number", ["0.1", "3.4028235e+38", "inf", "nan", "16777216", "1e-45"])
+def test_a_float32_of_the_metadata_is_a_short_text_that_is_it(number, tmp_path):
+    raw = struct.pack("<f", float(number))
+    source = written(tmp_path, made.gguf(metadata=[made.entry("a.b", made.FLOAT32, raw)]))
+    with open_checkpoint(source) as opened:
+        told = opened.metadata["a.b"]
+    assert np.float32(told).tobytes() == raw and len(told) <= len(number) + 5
+
+
+def test_opening_reads_the_header_and_no_values(tmp_path, monkeypatch):
+    values = bytes(4 << 20)
+    source = written(tmp_path, made.gguf(made.tensor(sizes=(1 << 20,)), data=values))
+    read, original = [], FileSource.read
+    monkeypatch.setattr(
+        FileSource, "read", lambda self, at, n: read.append(n) or original(self, at, n)
+    )
+    open_checkpoint(source).close()
+    assert sum(read) < 100_000
+
+
+def test_the_words_of_a_tokenizer_are_passed_over_across_reads(tmp_path):
+    words = b"".join(made.text(f"word {at}") for at in range(200_000))  # 3.7 MB
+    metadata = [made.array("tokenizer.ggml.tokens", made.TEXT, 200_000, words),
+                made.number("a.after", 7)]  # fmt: skip
+    source = written(tmp_path, made.gguf(made.tensor(), metadata=metadata))
+    with open_checkpoint(source) as opened:
+        assert dict(opened.metadata) == {"a.after": "7"}
+        assert [key for key, _ in opened.tensors()] == ["w"]
+
+
+def test_general_alignment_says_where_the_data_begin(tmp_path):
+    metadata = [made.number(made.ALIGNMENT, 512)]
+    data = struct.pack("<4f", 1, 2, 3, 4)
+    raw = made.gguf(made.tensor(), metadata=metadata, data=data, alignment=512)
+    convert_checkpoint(written(tmp_path, raw), tmp_path / "out.safetensors")
+    assert tensors_in(tmp_path / "out.safetensors") == {"w": ("F32", [4], data)}
+
+
+def test_scan_finds_nothing_that_could_run():
+    assert scan_checkpoint(LITTLE).level == "plain"
+
+
+# ------------------------------------------------------------------------------ several files
+
+
+def test_a_set_is_opened_as_one_by_its_folder_or_by_all_its_names(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for path in SET:
+        shutil.copy(path, folder)
+    assert len(SET) == 3
+    for source in (folder, SET):
+        assert diff_checkpoints(source, LITTLE).same
+        with open_checkpoint(source) as opened, open_checkpoint(LITTLE) as one:
+            assert dict(opened.metadata) == dict(one.metadata)
+
+
+def test_one_file_of_a_set_is_not_taken_for_all_of_it_whatever_its_name(tmp_path):
+    with pytest.raises(CheckpointError, match="only one part of a checkpoint"):
+        convert_checkpoint(SET[0], tmp_path / "out.safetensors")
+    renamed = tmp_path / "model.gguf"
+    shutil.copy(SET[1], renamed)
+    with pytest.raises(CheckpointError, match="is file 2 of a set of 3, by its metadata"):
+        convert_checkpoint(renamed, tmp_path / "out.safetensors")
+
+
+def of_set(index: int, count: int = 2, tensors: int = 2, key: str | None = None) -> bytes:
+    key = f"w{index}" if key is None else key
+    return made.gguf(made.tensor(key), metadata=made.split(index, count, tensors))
+
+
+@pytest.mark.parametrize(
+    "first, second, said",
+    [
+        (of_set(0), of_set(0, key="v"), "is file 1 of 2 by its metadata, by its name 2 of 2"),
+        (of_set(1), of_set(0), "is file 2 of 2 by its metadata, by its name 1 of 2"),
+        (of_set(0), made.gguf(made.tensor("v")), "is file 1 of 1 by its metadata"),
+        (of_set(0, 3), of_set(1, 3), "is file 1 of 3 by its metadata"),
+        (of_set(0, tensors=5), of_set(1, tensors=5), "has 5 tensors, where 2 are"),
+        (of_set(0), of_set(1, key="w0"), "w0: is in "),
+        (of_set(2), of_set(1), "split.no: is 2 in a set of 2"),
+        (of_set(0), made.gguf(metadata=made.split(1, 2, 2)[:2]), "split.tensors.count: is missing"),
+    ],
+)
+def test_files_that_are_not_one_set_are_refused(first, second, said, tmp_path):
+    paths = [written(tmp_path, raw, f"m-0000{at}-of-00002.gguf")
+             for at, raw in enumerate((first, second), 1)]  # fmt: skip
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(paths)
+    assert said in str(caught.value)
+
+
+# -------------------------------------------------------------------------------- what lies
+
+F32S = made.tensor(sizes=(4,))
+HUGE = struct.pack("<Q", 1 << 63)
+HOSTILE = {
+    "version 1": (made.gguf(F32S, version=1), "is GGUF of the version 1; 2 and 3 are read"),
+    "version 4": (made.gguf(F32S, version=4), "version 4"),
+    "cut in the counts": (made.gguf()[:20], "reaches byte 24 of a file of 20"),
+    "a count of tensors": (made.gguf(F32S, counts=(1 << 62, 0)), "names 4611686018427387904 tens"),
+    "a count of entries": (made.gguf(F32S, counts=(1, 1 << 40)), "names 1099511627776 entries"),
+    "a name of 2**63 bytes": (
+        made.gguf(HUGE, counts=(1, 0), data=bytes(64)),
+        "reaches byte 9223372036854775840",
+    ),
+    "a text of 2**63 bytes": (
+        made.gguf(F32S, metadata=[made.entry("a", made.TEXT, HUGE)]),
+        "header: reaches byte",
+    ),
+    "an array of 2**63 numbers": (
+        made.gguf(F32S, metadata=[made.array("a", made.UINT32, 1 << 63)]),
+        "header: reaches byte",
+    ),
+    "an array of 2**63 texts": (
+        made.gguf(F32S, metadata=[made.array("a", made.TEXT, 1 << 63)]),
+        "names 9223372036854775808 texts",
+    ),
+    "a text of 2**63 bytes in an array": (
+        made.gguf(F32S, metadata=[made.array("a", made.TEXT, 2, HUGE + bytes(8))]),
+        "header: reaches byte",
+    ),
+    "an array of arrays": (
+        made.gguf(F32S, metadata=[made.array("a", made.ARRAY, 1)]),
+        "a: is an array of arrays",
+    ),
+    "an unknown type of value": (
+        made.gguf(F32S, metadata=[made.entry("a", 13, bytes(8))]),
+        "a: has a value of the unknown type 13",
+    ),
+    "an unknown type of elements": (
+        made.gguf(F32S, metadata=[made.array("a", 99, 0)]),
+        "a: is an array of the unknown type 99",
+    ),
+    "an entry twice": (
+        made.gguf(F32S, metadata=[made.number("a.b", 1)] * 2),
+        "a.b: is in the metadata twice",
+    ),
+    "an alignment of 0": (
+        made.gguf(F32S, metadata=[made.number(made.ALIGNMENT, 0)]),
+        "general.alignment: is 0, not a power of two",
+    ),
+    "an alignment of 48": (
+        made.gguf(F32S, metadata=[made.number(made.ALIGNMENT, 48)]),
+        "general.alignment: is 48, not a power of two",
+    ),
+    "an alignment that is a text": (
+        made.gguf(F32S, metadata=[made.entry(made.ALIGNMENT, made.TEXT, made.text("32"))]),
+        "general.alignment: is not a uint32",
+    ),
+    "5 dimensions": (made.gguf(made.tensor(sizes=[1] * 5)), "w: has 5 dimensions"),
+    "2**32 dimensions": (
+        made.gguf(made.text("w") + b"\xff" * 4, counts=(1, 0)),
+        "w: has 4294967295 dimensions",
+    ),
+    "a shape that overflows": (
+        made.gguf(made.tensor(sizes=[1 << 32, 1 << 32])),
+        "w: its shape [4294967296, 4294967296] overflows",
+    ),
+    "an empty shape that overflows": (
+        made.gguf(made.tensor(sizes=[0, 1 << 62, 1 << 62])),
+        "overflows",
+    ),
+    "a type that nobody knows": (made.gguf(made.tensor(kind=31)), "w: has the unknown type 31"),
+    "rows of half a block": (
+        made.gguf(made.tensor(sizes=[48], kind=made.Q4_0), data=bytes(64)),
+        "w: its rows of 48 elements are not whole blocks of 32 (Q4_0)",
+    ),
+    "a block without a dimension": (
+        made.gguf(made.tensor(sizes=[], kind=made.Q4_0), data=bytes(64)),
+        "w: its rows of 1 elements are not whole blocks",
+    ),
+    "a name that is not UTF-8": (made.gguf(made.tensor(b"\xff")), "its name is not UTF-8"),
+    "a tensor twice": (
+        made.gguf(F32S, made.tensor(offset=32), data=bytes(64)),
+        "w: is in the header twice",
+    ),
+    "an offset beyond the end": (
+        made.gguf(made.tensor(sizes=(64,))),
+        "w: needs 256 bytes at byte 64 of a file of 96",
+    ),
+    "an offset of 2**63": (made.gguf(made.tensor(offset=1 << 63)), "leaves a gap before byte"),
+    "an offset between multiples": (
+        made.gguf(F32S, made.tensor("v", offset=16)),
+        "v: its offset 16 is not a multiple of 32",
+    ),
+    "tensors that overlap": (
+        made.gguf(made.tensor(sizes=(16,)), made.tensor("v", offset=32), data=bytes(64)),
+        "v: begins at byte 32 of the data, within another tensor",
+    ),
+    "two tensors in one place": (made.gguf(F32S, made.tensor("v")), "within another tensor"),
+    "a gap": (made.gguf(F32S, made.tensor("v", offset=64), data=bytes(96)), "v: leaves a gap"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_lies_is_refused_with_what_is_wrong(name, tmp_path):
+    content, said = HOSTILE[name]
+    assert said in refusal(tmp_path, content, CheckpointError)
+
+
+def test_every_prefix_of_a_file_is_refused_or_has_all_tensors(tmp_path):
+    raw = made.gguf(F32S, made.tensor("v", offset=32), metadata=[made.number("a.b", 1)],
+                    data=bytes(48))  # fmt: skip
+    for size in range(5, len(raw)):
+        refusal(tmp_path, raw[:size], CheckpointError)
+    open_checkpoint(written(tmp_path, raw)).close()
+
+
+def test_a_header_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
+    metadata = [made.entry("a.b", made.TEXT, made.text(b"x" * 5000))]
+    source = written(tmp_path, made.gguf(F32S, metadata=metadata))
+    with limits(gguf_header_bytes=1000), pytest.raises(LimitExceeded, match="gguf_header_bytes"):
+        open_checkpoint(source)
+    open_checkpoint(source).close()
+
+
+def test_bytes_behind_the_last_tensor_are_told(tmp_path):
+    source = written(tmp_path, made.gguf(F32S, data=bytes(100)))
+    with open_checkpoint(source) as opened:
+        assert "the last 84 bytes of the file are those of no tensor" in opened.notes
+
+
+# --------------------------------------------------------------------------- quantised types
+
+
+def quantised(tmp_path, name: str = "in.gguf", first: int = 0):
+    """Two rows of two blocks of Q4_0, and plain numbers."""
+    blocks = bytes([first, *range(1, 72)])
+    tensors = made.tensor(sizes=(64, 2), kind=made.Q4_0), made.tensor("v", offset=96)
+    return written(tmp_path, made.gguf(*tensors, data=blocks + bytes(24 + 32)), name)
+
+
+def test_a_quantised_tensor_is_shown_with_its_type_and_its_shape_in_elements(tmp_path):
+    source = quantised(tmp_path)
+    assert "72 B  Q4_0 [2, 64] on cpu" in run("inspect", source, cwd=tmp_path).out
+    assert run("inspect", source, "--json", cwd=tmp_path).json()["dtypes"] == {
+        "Q4_0": 1,
+        "float32": 1,
+    }
+    told = run("stats", source, cwd=tmp_path).out
+    assert "the numbers of 1 tensor are not read: w" in told
+
+
+@pytest.mark.parametrize("output", ["out.pt", "out.safetensors", "out.npz"])
+def test_it_is_never_written_as_its_bytes(output, tmp_path):
+    source = quantised(tmp_path)
+    with pytest.raises(RefusedObject, match=r"w: \w+ has no dtype Q4_0; .*dequantize"):
+        convert_checkpoint(source, tmp_path / output)
+    assert not (tmp_path / output).exists()
+
+
+def test_it_is_not_loaded_as_its_bytes(tmp_path):
+    source = quantised(tmp_path)
+    with pytest.raises(RefusedObject, match="dequantize"):
+        load_portable(source)
+    with open_checkpoint(source) as opened, pytest.raises(CheckpointError, match="dequantize"):
+        opened["w"].numpy()
+
+
+def test_diff_compares_its_blocks_and_never_with_numbers(tmp_path):
+    one, other = quantised(tmp_path), quantised(tmp_path, "other.gguf", first=9)
+    assert diff_checkpoints(one, one).same
+    (change,) = diff_checkpoints(one, other).values
+    assert (change.key, change.deviation.count, change.deviation.where) == ("w", 1, (0, 0))
+    plain = made.tensor(sizes=(64, 2)), made.tensor("v", offset=512)
+    third = written(tmp_path, made.gguf(*plain, data=bytes(512 + 32)), "plain.gguf")
+    for a, b in ((one, third), (third, one)):
+        assert not diff_checkpoints(a, b, ignore_dtype=True).same
