@@ -83,7 +83,7 @@ class Limits:
     """
     safetensors_header_bytes: int = 100_000_000
     """Size of a safetensors header, the same as in the safetensors library."""
-    gguf_header_bytes: int = 100_000_000
+    gguf_header_bytes: int = 1 << 26
     """Size of a GGUF header, which has the words of a tokenizer (20 million for the largest)."""
     index_bytes: int = 100_000_000
     """Size of the JSON index of a sharded checkpoint."""

@@ -55,3 +55,105 @@ def gguf(
     told = (len(tensors), len(metadata)) if counts is None else counts
     head = b"GGUF" + struct.pack("<IQQ", version, *told) + b"".join((*metadata, *tensors))
     return head + bytes(-len(head) % alignment) + data
+
+
+WHOLE = tensor(sizes=(4,))
+HUGE = struct.pack("<Q", 1 << 63)
+LYING: dict[str, tuple[bytes, str]] = {
+    "version 1": (gguf(WHOLE, version=1), "is GGUF of the version 1; 2 and 3 are read"),
+    "version 4": (gguf(WHOLE, version=4), "version 4"),
+    "cut in the counts": (gguf()[:20], "reaches byte 24 of a file of 20"),
+    "a count of tensors": (gguf(WHOLE, counts=(1 << 62, 0)), "names 4611686018427387904 tens"),
+    "a count of entries": (gguf(WHOLE, counts=(1, 1 << 40)), "names 1099511627776 entries"),
+    "a name of 2**63 bytes": (
+        gguf(HUGE, counts=(1, 0), data=bytes(64)),
+        "reaches byte 9223372036854775840",
+    ),
+    "a text of 2**63 bytes": (
+        gguf(WHOLE, metadata=[entry("a", TEXT, HUGE)]),
+        "header: reaches byte",
+    ),
+    "an array of 2**63 numbers": (
+        gguf(WHOLE, metadata=[array("a", UINT32, 1 << 63)]),
+        "header: reaches byte",
+    ),
+    "an array of 2**63 texts": (
+        gguf(WHOLE, metadata=[array("a", TEXT, 1 << 63)]),
+        "names 9223372036854775808 texts",
+    ),
+    "a text of 2**63 bytes in an array": (
+        gguf(WHOLE, metadata=[array("a", TEXT, 2, HUGE + bytes(8))]),
+        "header: reaches byte",
+    ),
+    "an array of arrays": (
+        gguf(WHOLE, metadata=[array("a", ARRAY, 1)]),
+        "a: is an array of arrays",
+    ),
+    "an unknown type of value": (
+        gguf(WHOLE, metadata=[entry("a", 13, bytes(8))]),
+        "a: has a value of the unknown type 13",
+    ),
+    "an unknown type of elements": (
+        gguf(WHOLE, metadata=[array("a", 99, 0)]),
+        "a: is an array of the unknown type 99",
+    ),
+    "an entry twice": (
+        gguf(WHOLE, metadata=[number("a.b", 1)] * 2),
+        "a.b: is in the metadata twice",
+    ),
+    "an alignment of 0": (
+        gguf(WHOLE, metadata=[number(ALIGNMENT, 0)]),
+        "general.alignment: is 0, not a power of two",
+    ),
+    "an alignment of 48": (
+        gguf(WHOLE, metadata=[number(ALIGNMENT, 48)]),
+        "general.alignment: is 48, not a power of two",
+    ),
+    "an alignment that is a text": (
+        gguf(WHOLE, metadata=[entry(ALIGNMENT, TEXT, text("32"))]),
+        "general.alignment: is not a uint32",
+    ),
+    "5 dimensions": (gguf(tensor(sizes=[1] * 5)), "w: has 5 dimensions"),
+    "2**32 dimensions": (
+        gguf(text("w") + b"\xff" * 4, counts=(1, 0)),
+        "w: has 4294967295 dimensions",
+    ),
+    "a shape that overflows": (
+        gguf(tensor(sizes=[1 << 32, 1 << 32])),
+        "w: its shape [4294967296, 4294967296] overflows",
+    ),
+    "an empty shape that overflows": (
+        gguf(tensor(sizes=[0, 1 << 62, 1 << 62])),
+        "overflows",
+    ),
+    "a type that nobody knows": (gguf(tensor(kind=31)), "w: has the unknown type 31"),
+    "rows of half a block": (
+        gguf(tensor(sizes=[48], kind=Q4_0), data=bytes(64)),
+        "w: its rows of 48 elements are not whole blocks of 32 (Q4_0)",
+    ),
+    "a block without a dimension": (
+        gguf(tensor(sizes=[], kind=Q4_0), data=bytes(64)),
+        "w: its rows of 1 elements are not whole blocks",
+    ),
+    "a name that is not UTF-8": (gguf(tensor(b"\xff")), "its name is not UTF-8"),
+    "a tensor twice": (
+        gguf(WHOLE, tensor(offset=32), data=bytes(64)),
+        "w: is in the header twice",
+    ),
+    "an offset beyond the end": (
+        gguf(tensor(sizes=(64,))),
+        "w: needs 256 bytes at byte 64 of a file of 96",
+    ),
+    "an offset of 2**63": (gguf(tensor(offset=1 << 63)), "leaves a gap before byte"),
+    "an offset between multiples": (
+        gguf(WHOLE, tensor("v", offset=16)),
+        "v: its offset 16 is not a multiple of 32",
+    ),
+    "tensors that overlap": (
+        gguf(tensor(sizes=(16,)), tensor("v", offset=32), data=bytes(64)),
+        "v: begins at byte 32 of the data, within another tensor",
+    ),
+    "two tensors in one place": (gguf(WHOLE, tensor("v")), "within another tensor"),
+    "a gap": (gguf(WHOLE, tensor("v", offset=64), data=bytes(96)), "v: leaves a gap"),
+}
+"""What is wrong with a file: its bytes, and what must be said of it."""

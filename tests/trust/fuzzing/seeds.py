@@ -23,7 +23,7 @@ from torch import nn
 
 from ckptconv import convert_checkpoint
 from fuzzing.inputs import GOOD, Seed, Trial, of_file
-from helpers import old_torch, oracle, zero
+from helpers import gguf_files, old_torch, oracle, zero
 from helpers.hostile_generator import GENERATOR, load_generator
 from helpers.paths import DATA
 from helpers.program import SAMPLES
@@ -294,6 +294,16 @@ def flat_files(folder: Path) -> Iterator[Seed]:
         yield of_folder(name, shards)
 
 
+def ggufs(_: Path) -> Iterator[Seed]:
+    """GGUF files of plain types, a set of them, and quantised tensors."""
+    blocks = gguf_files.tensor(sizes=(64, 2), kind=gguf_files.Q4_0)
+    yield of_file("gguf:blocks", gguf_files.gguf(blocks, data=bytes(range(72))), "in.gguf")
+    for path in (DATA / "gguf" / "little.gguf", DATA / "gguf" / "big.gguf"):
+        yield of_file(f"gguf:{path.stem}", path.read_bytes(), "in.gguf")
+    names = sorted((DATA / "gguf").glob("set-*.gguf"))
+    yield Seed("gguf:set", Trial({path.name: path.read_bytes() for path in names}))
+
+
 def distributed(folder: Path) -> Iterator[Seed]:
     """DCP folders, and the files of two ranks, written by one process that plays each of them in
     turn.
@@ -427,8 +437,8 @@ def likes(_: Path) -> Iterator[Seed]:
 
 
 MAKERS: tuple[Callable[[Path], Iterator[Seed]], ...] = (
-    samples, zips, legacies, tars, pickles, nested, scripts, flat_files, distributed, deepspeed,
-    accelerate, rules, likes,
+    samples, zips, legacies, tars, pickles, nested, scripts, flat_files, ggufs, distributed,
+    deepspeed, accelerate, rules, likes,
 )  # fmt: skip
 
 

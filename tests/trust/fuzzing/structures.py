@@ -2,7 +2,7 @@
 read far, and wrong somewhere.
 
 Pickle programs in every container that holds one, zip directories, tar headers, safetensors
-headers, DCP metadata, indexes of shards, key rules. Nothing here needs torch.
+and GGUF headers, DCP metadata, indexes of shards, key rules. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from fuzzing.inputs import Trial
 from fuzzing.mutations import EDGES, MONSTERS, TEXTS, tar_repaired
+from helpers import gguf_files as made
 from helpers import old_torch
 from helpers.old_torch import Made, Name, OldPickler
 
@@ -662,6 +664,37 @@ def recipes(draw: Draw) -> str:
     return draw(mostly(st.just(json.dumps(found)), texts))
 
 
+@st.composite
+def gguf_files(draw: Draw) -> Trial:
+    """A GGUF file, or one of a set by its metadata; what it says of its sizes is right, mostly."""
+    unsigned = edges.map(lambda value: abs(value) % (1 << 64))
+    names_of = draw(st.lists(mostly(names, texts), max_size=4))
+    told, at = [], 0
+    for name in names_of:
+        dims = draw(mostly(st.lists(small, max_size=4), st.lists(unsigned, max_size=6)))
+        kind = draw(mostly(st.sampled_from([0, 1, 24, 30]), st.integers(0, 45)))
+        dims = [32 * size for size in dims] if kind == made.Q4_0 else dims
+        told.append(made.tensor(_utf8(name), dims, kind, draw(mostly(st.just(at), unsigned))))
+        at += -(-prod(dims) * {0: 4, 24: 1}.get(kind, 2) // 32) * 32
+    metadata = [
+        made.number(made.ALIGNMENT, draw(mostly(st.just(32), small))),
+        made.entry("a.name", made.TEXT, made.text(_utf8(draw(texts)))),
+        made.array("a.list", made.UINT32, draw(mostly(st.just(2), unsigned)), bytes(8)),
+        made.array("a.texts", made.TEXT, draw(mostly(st.just(1), unsigned)), made.text("w")),
+        *made.split(draw(small), draw(small), draw(small)),
+    ]
+    chosen = draw(st.lists(st.sampled_from(metadata), max_size=7))
+    counts = draw(mostly(st.just((len(told), len(chosen))), st.tuples(unsigned, unsigned)))
+    version = draw(rarely(st.sampled_from([2, 3, 3]), st.integers(0, 9)))
+    data = bytes(min(at, 4096))
+    raw = made.gguf(*told, metadata=chosen, data=data, version=version, counts=counts)
+    return Trial({"in.gguf": raw}, ("in.gguf",))
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
 def json_values() -> st.SearchStrategy[Any]:
     leaves = st.one_of(st.none(), st.booleans(), sizes, edges, st.floats(), texts)
     return st.recursive(
@@ -863,6 +896,7 @@ STRUCTURES: dict[str, Callable[[], st.SearchStrategy[Trial]]] = {
     "made zip": zip_directories,
     "made tar": tar_files,
     "made safetensors": flat_files,
+    "made gguf": gguf_files,
     "made index": indexed_shards,
     "made dcp": dcp_folders,
     "made rules": rule_files,
