@@ -110,7 +110,13 @@ def check_output(path: Path, *, force: bool) -> None:
             )
         if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it")
-        refuse_missing_folder(path, followed(path).parent)
+        if not _is_in_folder(path):
+            refuse_missing_folder(path, followed(path).parent)
+
+
+def _is_in_folder(path: Path) -> bool:
+    """Whether it is clear without following links that the folder of an output is there."""
+    return not path.is_symlink() and path.parent.is_dir()
 
 
 def _refuse_reserved(path: Path) -> None:
@@ -182,21 +188,21 @@ def new_file(
     """A stream into the file `made`, new and in a folder of this process alone, which is to become
     `path`.
 
-    `size`, in bytes, is held against the free space first. Errors name `path`; whoever made the
-    folder removes the file.
+    It will have about `size` bytes, for which there was room when its output was begun. Errors name
+    `path`; whoever made the folder removes the file.
     """
     with output_errors(path):
-        check_space(made, size, path)
         fd = platforms.create_file(made)
-        stream = OutputStream(FileSink(fd), on_progress)
+        stream = OutputStream(FileSink(fd), on_progress, size)
         try:
             if size >= RESERVE_FROM:  # a full disk shows at once, and writing is much quicker
                 platforms.reserve(fd, size)
             yield stream
         finally:
-            with held_back(), contextlib.suppress(OSError):
-                stream.abandon()
-                stream.close()
+            if not stream.is_closed:
+                with held_back(), contextlib.suppress(OSError):
+                    stream.abandon()
+                    stream.close()
 
 
 def check_folder(path: Path, *, force: bool) -> None:
@@ -218,7 +224,7 @@ def check_folder(path: Path, *, force: bool) -> None:
             raise OutputRefused(
                 "holds something other than a DCP checkpoint", path=path, hint="name another folder"
             )
-        if not followed(path).parent.is_dir():
+        if not _is_in_folder(path) and not followed(path).parent.is_dir():
             refuse_dangling(path)
             raise OutputRefused(
                 "the folder around it does not exist",

@@ -76,8 +76,15 @@ class KeptFolder:
             yield self._folder
         finally:
             self.is_used = False
-            with held_back(), contextlib.suppress(OSError):
-                _empty(self._folder)
+            if self._is_filled():
+                with held_back(), contextlib.suppress(OSError):
+                    _empty(self._folder)
+
+    def _is_filled(self) -> bool:
+        try:
+            return os.listdir(self._folder) != []  # noqa: PTH208 (a third of the time of iterdir)
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Remove it; once or more often."""

@@ -181,11 +181,13 @@ class FileOutput(_Staged):
 
     def _prepared(self, leaving: ExitStack) -> Path:
         check_output(self.path, force=self._force)
-        return leaving.enter_context(staging_folder(followed(self.path), self.path))
+        self._target = followed(self.path)
+        return leaving.enter_context(staging_folder(self._target, self.path))
 
     def _put(self, made: Path, inputs: Iterable[Source]) -> None:
         _close_replaced(inputs, lambda: [self.path])
-        put_file(made / self.path.name, self.path, force=self._force, fsync=self._fsync)
+        how: Any = {"force": self._force, "fsync": self._fsync}
+        put_file(made / self.path.name, self.path, target=self._target, **how)
 
 
 class SetOutput(_Staged):

@@ -23,12 +23,15 @@ _PASSING_INDEX = "index.json"
 _PATIENCE = 60.0  # seconds for which another process may put its shards in place
 
 
-def put_file(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
+def put_file(
+    made: Path, path: Path, *, force: bool, fsync: bool, target: Path | None = None
+) -> None:
     """Give the file `made` the name `path`.
 
-    The one that had it, replaced with `force` only, gives its permissions on.
+    The one that had it, replaced with `force` only, gives its permissions on. `target` is the file
+    that is meant, where that is known (`followed`).
     """
-    target = followed(path)
+    target = target or followed(path)
     with output_errors(path), held_back():
         if force:
             _replace(made, target)
@@ -263,6 +266,9 @@ def _name(made: Path, target: Path) -> None:
     except OSError:
         check_output(target, force=False)
         _rename_file(made, target)
+    else:
+        with contextlib.suppress(OSError):  # it goes with its folder else
+            made.unlink()
 
 
 def _rename_file(made: Path, target: Path) -> None:

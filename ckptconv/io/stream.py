@@ -100,11 +100,18 @@ class OutputStream:
     writing thread are raised by the next call.
     """
 
-    def __init__(self, sink: Sink, on_progress: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        on_progress: Callable[[int], None] | None = None,
+        size: int = CHUNK,
+    ) -> None:
         self.position = 0
+        self.is_closed = False
         self._sink = sink
         self._on_progress = on_progress
-        self._buffer = memoryview(bytearray(CHUNK))
+        # as long as the file, if that is short: to clear 1 MiB takes longer than to write 2 kB
+        self._buffer = memoryview(bytearray(min(CHUNK, size + 1)))
         self._filled = 0
         self._full: SimpleQueue[memoryview | int | None] = SimpleQueue()
         self._free: SimpleQueue[memoryview] = SimpleQueue()
@@ -115,14 +122,14 @@ class OutputStream:
         """Append `data`; the caller may reuse its memory at once."""
         size = len(data)
         end = self._filled + size
-        if end < CHUNK:
+        if end < len(self._buffer):
             self._buffer[self._filled : end] = data
             self._filled = end
             self.position += size
             return
         view = memoryview(data)
         while view:
-            room = min(CHUNK - self._filled, len(view))
+            room = min(len(self._buffer) - self._filled, len(view))
             self._buffer[self._filled : self._filled + room] = view[:room]
             self._advance(room)
             view = view[room:]
@@ -133,7 +140,7 @@ class OutputStream:
         """
         crc = 0
         while nbytes:
-            room = min(CHUNK - self._filled, nbytes)
+            room = min(len(self._buffer) - self._filled, nbytes)
             view = self._buffer[self._filled : self._filled + room]
             source.read_into(offset, view)
             crc = crc32(view, crc)
@@ -181,6 +188,7 @@ class OutputStream:
         if self._buffer:
             self.finish()
         self._sink.end(self.position, fsync=fsync)
+        self.is_closed = True
 
     def close(self) -> None:
         """Close the file, once."""
@@ -195,12 +203,16 @@ class OutputStream:
     def _advance(self, count: int) -> None:
         self._filled += count
         self.position += count
-        if self._filled == CHUNK:
+        if self._filled == len(self._buffer):
             self._hand_over()
             if self._on_progress:
                 self._on_progress(self.position)
 
     def _hand_over(self) -> None:
+        if len(self._buffer) < CHUNK:  # it is longer than was said
+            self._sink.write(self._buffer)
+            self._buffer, self._filled = memoryview(bytearray(CHUNK)), 0
+            return
         if self._thread is None:
             for _ in range(_BUFFERS - 1):
                 self._free.put(memoryview(bytearray(CHUNK)))
