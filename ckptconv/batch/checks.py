@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ckptconv.batch.identity import places_of, read_beside, real_name
+from ckptconv.batch.identity import places_of, read_beside, real_names
 from ckptconv.convert.job import Job
 from ckptconv.convert.targets import is_folder_of_set, names_folder
 from ckptconv.formats.folders.sharded import shards_named
@@ -26,7 +28,8 @@ def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
     `names` are what each is called, such as its line in a manifest (by default its number).
     """
     called = names or [f"job {number}" for number in range(1, len(jobs) + 1)]
-    checked = [_checked(job, name) for job, name in zip(jobs, called, strict=True)]
+    real = real_names()
+    checked = [_checked(job, name, real) for job, name in zip(jobs, called, strict=True)]
     looks = (_taken_twice, _in_folders, _in_the_way, _missing)
     if problems := [problem for look in looks for problem in look(checked)]:
         raise BatchRefused(problems)
@@ -38,17 +41,19 @@ def check_apart(
     """Raise `BatchRefused` where `places`, such as a report, and `pages` are one place, or that of
     something that a job reads or writes, or where a page lies in a source.
     """
-    checked = [_checked(job) for job in jobs]
-    taken = {real for one in checked for real in one.written()}
-    sources = {real for one in checked for real in one.read}
+    real = real_names()
+    checked = [_checked(job, "", real) for job in jobs]
+    taken = {written for one in checked for written in one.written()}
+    sources = {read for one in checked for read in one.read}
     taken |= sources | read_beside(jobs).keys()
     problems = []
     for place in (*places, *pages):
-        if (real := real_name(place)) in taken:
+        name = real(place)
+        if name in taken:
             problems.append(f"{place}: is named twice, for two things; name another file")
-        elif place in pages and not sources.isdisjoint(_around(real)):
+        elif place in pages and not sources.isdisjoint(_around(name)):
             problems.append(f"{place}: lies in a source; name another file")
-        taken.add(real)
+        taken.add(name)
     if problems:
         raise BatchRefused(problems)
 
@@ -57,13 +62,14 @@ def check_apart(
 class _Checked:
     """A job, what it is called, and where it reads and writes, each place without links.
 
-    `read` are its sources; of an index, the shards too. It writes its `output`, the file that the
-    shards of a set are `named` after, and the `mapping`. `is_folder`: torch makes the output, which
-    is a folder.
+    `sources` are what it names, `read` what it reads: of an index, the shards too. It writes its
+    `output`, the file that the shards of a set are `named` after, and the `mapping`. `is_folder`:
+    torch makes the output, which is a folder.
     """
 
     job: Job
     name: str
+    sources: tuple[str, ...]
     read: frozenset[str]
     output: str
     named: str | None = None
@@ -75,20 +81,21 @@ class _Checked:
         yield from (place for place in (self.output, self.named, self.mapping) if place is not None)
 
 
-def _checked(job: Job, name: str = "") -> _Checked:
+def _checked(job: Job, name: str, real: Callable[[Location], str]) -> _Checked:
     options, place = job.options, place_of(job.output)
-    sources = places_of(job)
-    shards = [shard for source in sources for shard in shards_named(source)]
-    output, named = real_name(place), None
+    places = places_of(job)
+    shards = [shard for source in places for shard in shards_named(source)]
+    output, named = real(place), None
     to = target_named(FOR_FOLDERS if options.to is None else options.to)
     is_folder = options.to is not None and to.is_folder
     is_set = options.max_shard_size is not None or options.with_files or names_folder(place)
     if is_set and not is_folder:
         is_in_folder = is_folder_of_set(place, options.to)
         named = f"{output}/{to.shards_named}" if is_in_folder else output
-    mapping = None if options.save_mapping is None else real_name(place_of(options.save_mapping))
-    read = frozenset(map(real_name, (*sources, *shards)))
-    return _Checked(job, name, read, output, named, mapping, is_folder)
+    mapping = None if options.save_mapping is None else real(place_of(options.save_mapping))
+    sources = tuple(map(real, places))
+    read = frozenset((*sources, *map(real, shards)))
+    return _Checked(job, name, sources, read, output, named, mapping, is_folder)
 
 
 _OF_SET = re.compile(r"(?:-\d{5}-of-\d{5}(\.[^./]*)?|\.index\.json)$")
@@ -118,7 +125,7 @@ def _in_folders(checked: Sequence[_Checked]) -> Iterator[str]:
     for one in checked:
         for what, real in (
             *(("output", place) for place in one.written()),
-            *(("source", real_name(place)) for place in places_of(one.job)),
+            *(("source", place) for place in one.sources),
         ):
             if around := [folder for folder in _around(real) if folder in folders]:
                 other = folders[around[0]].name
@@ -153,13 +160,23 @@ def _in_the_way(checked: Sequence[_Checked]) -> Iterator[str]:
             break
 
 
-def _around(path: str) -> Iterator[str]:
+def _around(path: str) -> Iterable[str]:
     """The folders around a place, from the inside out."""
     if "://" in path:
-        while "/" in (path := path.rpartition("/")[0]).partition("://")[2]:
-            yield path
-        return
-    yield from map(str, PurePath(path).parents)
+        return _folders_of_store(path)
+    folder = os.path.dirname(path)  # noqa: PTH120 (of each of 10,000 jobs, several times)
+    return _folders_to(folder) if folder != path else ()
+
+
+@functools.lru_cache(maxsize=1024)
+def _folders_to(folder: str) -> tuple[str, ...]:
+    """A folder, and those around it: many jobs have one."""
+    return (folder, *map(str, PurePath(folder).parents))
+
+
+def _folders_of_store(path: str) -> Iterator[str]:
+    while "/" in (path := path.rpartition("/")[0]).partition("://")[2]:
+        yield path
 
 
 def _missing(checked: Sequence[_Checked]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from ckptconv.batch.identity import fingerprint, names_of, places_of, stamp_of, stamps
 from ckptconv.batch.own_code import code_version, other_code
@@ -93,7 +93,7 @@ def _ran(task: Task) -> Receipt:
             warnings.simplefilter("ignore", CheckpointWarning)  # the receipt has the notes
             known = fingerprint(job)
             _make_folder(job)
-            return replace(_converted(job, resumed=task.resumed), fingerprint=known)
+            return _converted(job, known, resumed=task.resumed)
     except Exception as error:  # whatever it is, the others go on
         with on_command_line(task.is_on_command_line):
             failure = failed_by(error)
@@ -102,34 +102,35 @@ def _ran(task: Task) -> Receipt:
 
 def _make_folder(job: Job) -> None:
     """Make the folder that the output of a job stands in, on this host."""
-    if (path := place_of(job.output).local()) is None:
+    if (path := place_of(job.output).local()) is None or path.parent.is_dir():
         return
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"its folder cannot be made: {error.strerror}"
         raise OutputRefused(what, path=path) from error
 
 
-def _converted(job: Job, *, resumed: bool) -> Receipt:
+def _converted(job: Job, known: str, *, resumed: bool) -> Receipt:
     if resumed:
         found = standing(job)
         if found.result is not None:
             # a process that was killed when it had just been made left hidden files beside it
             for path in {*_written(found.result), found.result.plan.output}:
                 clear_leftovers(place_of(path))
-            return replace(_receipt(job, found.result), found=True)
+            return _receipt(job, found.result, known, found=True)
         if found.kind == "part":  # all that is there is what will be there
             job = replace(job, force=True)
-    return _receipt(job, job.run())
+    return _receipt(job, job.run(), known)
 
 
-def _receipt(job: Job, result: ConversionResult) -> Receipt:
+def _receipt(job: Job, result: ConversionResult, known: str, *, found: bool = False) -> Receipt:
     plan = result.plan
     return Receipt(
         names_of(job),
         str(job.output),
         "done",
+        fingerprint=known,
         source_nbytes=plan.source_nbytes,
         nbytes=result.nbytes,
         tensors=sum(item.written for item in plan.state_dicts),
@@ -137,6 +138,7 @@ def _receipt(job: Job, result: ConversionResult) -> Receipt:
         to=plan.to,
         notes=(*plan.notes, *(f"{path}: {what}" for path, what in result.odd_values())),
         verified=result.verified,
+        found=found,
         made=made_of(_written(result)),
         read=_read_outside(plan, job) or None,
     )
@@ -156,11 +158,15 @@ def _written(result: ConversionResult) -> list[PurePath]:
 
 def _read_outside(plan: ConversionPlan, job: Job) -> Stamps:
     """What tells the files from others that a job read, and that its source does not name."""
-    named = [str(place.absolute) for place in places_of(job)]
+    places = places_of(job)
+    own = {place.path for place in places}
     told: list[tuple[Location, object]] = [
-        (place_of(source.path), source.fingerprint()) for source in plan.inputs
+        (place_of(source.path), source.fingerprint())
+        for source in plan.inputs
+        if source.path not in own
     ]
     told += [(item.place, item.stamp) for item in plan.beside.copied]
+    named = [str(place.absolute) for place in places] if told else []
     read = {}
     for place, found in told:
         name = str(place.absolute)

@@ -75,7 +75,8 @@ def plan_flat(
     refuse_nothing_left(len(named), [keys], options.keys)
     refuse_idle([keys], options.keys)
     names = dict(zip(keys.old, keys.new, strict=True))
-    checkpoint = replace(checkpoint, metadata=followed(checkpoint.metadata, names))
+    if checkpoint.metadata:
+        checkpoint = replace(checkpoint, metadata=followed(checkpoint.metadata, names))
     refuse_codes_apart(found, names)
     strings = _strings(checkpoint, to, options, flattened)
     tied = _tied(to, named, strings, options.tied)

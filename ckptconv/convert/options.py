@@ -222,7 +222,7 @@ class Options(OptionWords):
                 (name.replace("_", "-"), word)
                 for word in ((words,) if isinstance(words, str) else words)
             ]
-        return KeyRules.of(made, given.wrappers)
+        return KeyRules.of(made, given.wrappers) if made else given
 
 
 Options.__init__ = spelling_checked(Options.__init__)  # type: ignore[method-assign]

@@ -153,11 +153,12 @@ def _with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
     """The plan with what is to be said of the files beside its output, and beside its source those
     that go with a model, where they were asked for.
     """
-    notes = [*plan.notes, *beside_notes(plan)]
+    notes = [*beside_notes(plan)]
     if not options.with_files:
-        return replace(plan, notes=(*notes, *(_files_left(plan) if plan.in_folder else ())))
+        notes += _files_left(plan) if plan.in_folder else ()
+        return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     beside, told = _companions(plan, options.dtype)
-    return replace(plan, beside=beside, notes=(*notes, *told))
+    return replace(plan, beside=beside, notes=(*plan.notes, *notes, *told))
 
 
 def _companions(plan: ConversionPlan, dtype: DType | None) -> tuple[Beside, list[str]]:

@@ -106,8 +106,10 @@ def _target_format(output: PurePath, to: Target | None) -> TargetFormat:
 
 def _refuse_misnamed(output: PurePath, asked: TargetFormat) -> None:
     """Refuse a file whose name says another format than the one that was asked for."""
+    if asked.is_folder or output.suffix == asked.suffix:
+        return
     said = claimant(output.suffix)
-    if asked.is_folder or said in (None, asked.name):
+    if said in (None, asked.name):
         return
     stem = output.stem.removesuffix(asked.suffix)  # of out.safetensors.gz: out
     better = printable(f"{stem}{asked.suffix}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib import import_module
@@ -35,7 +36,8 @@ class NotForetold(Exception):
 def named(path: str) -> Any:
     """What ``module.name`` is in this package; the module is imported now."""
     module, _, name = path.rpartition(".")
-    return getattr(import_module(f"ckptconv.formats.{module}"), name)
+    full = f"ckptconv.formats.{module}"
+    return getattr(sys.modules.get(full) or import_module(full), name)
 
 
 # -------------------------------------------------------------------------------- what heads tell

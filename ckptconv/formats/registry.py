@@ -64,6 +64,8 @@ class Gathering(NamedTuple):
 
     def matches(self, path: Location, names: Iterable[str], *, is_folder: bool) -> bool:
         """Whether a place is one; `names` are those in it, or its own where it is not a folder."""
+        if not (is_folder or self.file):
+            return False
         pattern = re.compile(self.inside if is_folder else self.file, re.DOTALL)
         has_name = any(map(pattern.fullmatch, names))
         return has_name and bool(_in_folders(self.matched_by)(path))
@@ -210,8 +212,9 @@ class _Asked:
 
     def _open(self) -> Checkpoint:
         path, tag = self.paths[0], self.tag
-        kind = gathering(path)
-        is_folder = path.is_folder()
+        there = path.kind()
+        is_folder = there == "folder"
+        kind = None if there == "nothing" else _gathering(path, is_folder=is_folder)
         if kind is not None and (tag is None or tag in kind.tags_of(path)):
             checkpoint = self._open_gathering(kind, path)
         elif is_folder:
@@ -282,7 +285,8 @@ def _finished(
     if completed is not checkpoint:
         calls = list(calls_of(completed.root))
     if whole_modules:
-        return replace(completed, has_whole_modules=holds_modules(calls))
+        has_modules = holds_modules(calls)
+        return replace(completed, has_whole_modules=True) if has_modules else completed
     return flatten_modules(completed, calls)
 
 
@@ -312,9 +316,11 @@ def _holds_shards(place: Location) -> bool:
 def gathering(path: Location) -> Gathering | None:
     """The kind of gathering that a place is, if it is any."""
     there = path.kind()
-    if there == "nothing":
-        return None
-    is_folder = there == "folder"
+    return None if there == "nothing" else _gathering(path, is_folder=there == "folder")
+
+
+def _gathering(path: Location, *, is_folder: bool) -> Gathering | None:
+    """That of a place at which something is."""
     names = path.names() if is_folder else [path.name]
     found = (kind for kind in GATHERINGS if kind.matches(path, names, is_folder=is_folder))
     return next(found, None)

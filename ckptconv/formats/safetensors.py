@@ -207,7 +207,10 @@ def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -
 
 def header_text(header: Mapping[str, Any]) -> bytes:
     """A header as JSON, in its shortest form."""
-    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return _SHORTEST.encode(header).encode()
+
+
+_SHORTEST = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
 def header_bytes(text: bytes, nbytes: int | None = None) -> bytes:

@@ -198,8 +198,11 @@ FOR_FOLDERS: Target = "safetensors"
 
 def target_named(name: str) -> TargetFormat:
     """The output format that users call so."""
-    found: TargetFormat = defined(next(row.defined_in for row in TARGETS if row.name == name))
+    found: TargetFormat = defined(_DEFINED_IN[name])
     return found
+
+
+_DEFINED_IN: dict[str, str] = {row.name: row.defined_in for row in TARGETS}
 
 
 def target_of_suffix(suffix: str) -> TargetFormat | None:

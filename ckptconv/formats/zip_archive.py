@@ -99,9 +99,12 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
     """All bytes of a record, its CRC-32 checked; `limit` is the name of the limit of its size."""
     told: dict[str, Any] = {"path": source.path, "where": record.name}
     refuse_beyond(limit, record.size, f"is {record.size} bytes long", **told)
-    with closing(Spool()) as spool:
-        plain, offset = record_source(source, record, spool)
-        found = plain.read(offset, record.size)
+    if record.deflated:
+        with closing(Spool()) as spool:
+            plain, offset = record_source(source, record, spool)
+            found = plain.read(offset, record.size)
+    else:
+        found = source.read(record.offset, record.size)
     if record.crc32 is not None and crc32(found) != record.crc32:
         what = "does not have the CRC-32 that the archive says"
         raise MalformedCheckpoint(what, code="checksum", **told)

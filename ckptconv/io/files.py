@@ -76,10 +76,8 @@ class FileSource(Source):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)
-        window, at = self._window  # in one go: another thread may put another one there
-        start = offset - at
-        if start >= 0 and start + nbytes <= len(window):
-            return window[start : start + nbytes]
+        if (known := self._in_window(offset, nbytes)) is not None:
+            return known
         if nbytes <= SMALL:
             fd = self._descriptor()
             with self._read_errors():
@@ -95,6 +93,18 @@ class FileSource(Source):
             with contextlib.suppress(CheckpointError):  # it only asks; reading says what is wrong
                 platforms.will_need(self._descriptor(), ranges)
 
+    def _in_window(self, offset: int, nbytes: int) -> bytes | None:
+        """Bytes that were fetched with others."""
+        window, at = self._window  # in one go: another thread may put another one there
+        start = offset - at
+        if start >= 0 and start + nbytes <= len(window):
+            return window[start : start + nbytes]
+        return None
+
+    def _known(self, offset: int, nbytes: int) -> bytes:
+        known = self._in_window(offset, nbytes)
+        return self._exactly(offset, nbytes) if known is None else known
+
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         """Bytes without what follows them."""
         whole = bytearray(nbytes)
@@ -107,9 +117,9 @@ class FileSource(Source):
         for first, last, members in merged_runs(ranges):
             self._require(first, last - first)
             if len(members) == 1:
-                found[members[0]] = self._exactly(*ranges[members[0]])
+                found[members[0]] = self._known(*ranges[members[0]])
                 continue
-            whole = memoryview(self._exactly(first, last - first))
+            whole = memoryview(self._known(first, last - first))
             for member in members:
                 offset, nbytes = ranges[member]
                 found[member] = bytes(whole[offset - first : offset - first + nbytes])

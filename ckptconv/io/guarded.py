@@ -21,6 +21,7 @@ Gives the places of the payloads that begin elsewhere than the index lets expect
 """
 _MOST_AHEAD = 1024  # leads that are checked together
 _FEW = 8  # leads that are all checked at once: the items of a DCP folder have six records
+_CLOSE = 1 << 14  # bytes of payloads of which the leads are all checked at once
 
 
 class GuardedSource(WrappedSource):
@@ -104,7 +105,7 @@ class GuardedSource(WrappedSource):
 
     def _check_from(self, number: int) -> None:
         """Check one payload; for somebody who reads on and on, more of those behind it too."""
-        if len(self._starts) <= _FEW:
+        if len(self._starts) <= _FEW or self._starts[-1] - self._starts[0] <= _CLOSE:
             self.check_all()
             return
         self._ahead = min(2 * self._ahead, _MOST_AHEAD) if number == self._following else 1

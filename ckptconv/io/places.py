@@ -19,10 +19,11 @@ def place_of(named: str | os.PathLike[str] | Location) -> Location:
 
     `UnsupportedCheckpoint` for an address of a kind that is not read.
     """
-    if isinstance(named, Location):
+    if not isinstance(named, (str, Path)) and isinstance(named, Location):
         return named
     if (address := address_in(named)) is None:
-        return LocalPlace(Path(named), os.fspath(named).endswith(_SLASHES))
+        path = named if isinstance(named, Path) else Path(named)
+        return LocalPlace(path, os.fspath(named).endswith(_SLASHES))
     scheme = address.partition("://")[0]
     if scheme.lower() == "file":
         hint = f"leave out {scheme}://"

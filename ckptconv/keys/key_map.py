@@ -171,7 +171,7 @@ def rules_of(keys: Literal["strip", "keep"] | KeyRules) -> KeyRules:
     if isinstance(keys, KeyRules):
         return keys
     refuse_no_keys(keys)
-    return KeyRules(wrappers=keys)
+    return STRIP if keys == "strip" else KEEP
 
 
 STRIP = KeyRules()
