@@ -116,7 +116,7 @@ device.""",
     section="Keys",
 )
 @option(
-    "--device TAG",
+    "--device DEVICE",
     "Where you want the tensors: cpu (default), cuda:0, mps, ..., auto.",
     shell_complete=offer_devices,
     section="Values",
@@ -200,12 +200,12 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
     section="Parts",
 )
 @option(
-    "--tag TAG",
+    "--tag STEP",
     "The step or variant to read, if A is a folder of several: step-500, fp16.",
     shell_complete=offer_steps,
     section="Parts",
 )
-@option("--tag-b TAG", "The same for B.", shell_complete=offer_steps_of_b, section="Parts")
+@option("--tag-b STEP", "The same for B.", shell_complete=offer_steps_of_b, section="Parts")
 @option("--whole", "Compare everything in the files: optimizers and numbers too.", section="Parts")
 @option(
     "--atol NUMBER",

@@ -46,7 +46,7 @@ _REPORT = "ckptconv-batch"
     """
   ckptconv batch runs/ --out-dir portable/ --to safetensors --dtype bf16
   ckptconv batch manifest.jsonl --jobs 8 --report report.jsonl
-  ckptconv batch manifest.jsonl --shard 3/16
+  ckptconv batch manifest.jsonl --share 3/16
   ckptconv batch manifest.jsonl --retry-failed
   ckptconv batch --status report.jsonl
 
@@ -62,7 +62,12 @@ Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each oth
     section="Output",
 )
 @engine_options
-@option("--shard I/N", "Run only share I of N of the jobs; I starts at 1.", section="Many")
+@option(
+    "--share I/N",
+    "Run only share I of N of the jobs; I starts at 1.",
+    section="Many",
+    once="--shard",
+)
 @option(
     "--report FILE",
     "The file that records what is done; a batch that is run again resumes from it.",
@@ -103,7 +108,7 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
         return
     with terminal.errors_shown(as_json, usage=True, code=2):
         common = _common(given, keys)
-        share, part = _share(given["shard"])
+        share, part = _share(given["share"])
     passed: list[Passed] = []
     with terminal.errors_shown(as_json, code=2), problems_shown(as_json):
         listed = _listed(paths, given["out_dir"], common, passed)
@@ -172,7 +177,7 @@ def _share(text: str | None) -> tuple[slice, str]:
     if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
         return slice(int(number) - 1, None, int(of)), f".{int(number)}-of-{int(of)}"
     raise OptionRefused(
-        f"--shard {printable(text)} is not I/N", hint="write it as 3/16, counting from 1"
+        f"--share {printable(text)} is not I/N", hint="write it as 3/16, counting from 1"
     )
 
 

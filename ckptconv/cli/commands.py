@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, TypeVar, get_args
 
 import click
@@ -22,11 +23,20 @@ _RULING = {*RULES, "rules"}
 
 
 class Option(click.Option):
-    """An option with its section in the help."""
+    """An option with its section in the help; the name that it had `once` does, but is not told."""
 
-    def __init__(self, *names: Any, section: Section | str, **settings: Any) -> None:
+    def __init__(
+        self, *names: Any, section: Section | str, once: str | None = None, **settings: Any
+    ) -> None:
         super().__init__(*names, **settings)
-        self.section = section
+        self.section, self.once = section, once
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        super().add_to_parser(parser, ctx)
+        if self.once is not None:
+            earlier = copy(self)
+            earlier.opts, earlier.once = [self.once], None
+            earlier.add_to_parser(parser, ctx)
 
 
 class Command(click.Command):
@@ -93,6 +103,7 @@ def option(
 ) -> Callable[[F], F]:
     """An option as the help shows it: its names and what it calls a value (``-o --output FILE``),
     what is told of it, and its type, or the words to choose from. With neither it is a flag.
+    `settings` are those of `Option`.
     """
     names = [word for word in words.split() if word.startswith("-")]
     metavar = " ".join(word for word in words.split() if not word.startswith("-")) or None

@@ -47,7 +47,7 @@ Exit code: 0 edited, or nothing to change, 1 failed, and the file is unchanged, 
     section="Output",
 )
 @option(
-    "--device TAG",
+    "--device DEVICE",
     "Set the device tag of the tensors: cpu, cuda:1, mps, ...",
     shell_complete=offer_devices,
     section="Values",

@@ -69,7 +69,7 @@ def key_options(default: str) -> Callable[[F], F]:
 
 
 TAG = option(
-    "--tag TAG",
+    "--tag STEP",
     "The step or variant to read, if IN is a folder of several: step-500, 500, fp16.",
     section="Parts",
     shell_complete=offer_steps,

@@ -26,7 +26,7 @@ _WIDE = 1000  # columns where no terminal cuts names
     """
   ckptconv stats model.safetensors
   ckptconv stats model.pt --sort abs-max --top 10
-  ckptconv stats model.pt --match 'layers.*.weight'
+  ckptconv stats model.pt --include 'layers.*.weight'
   ckptconv stats model.pt --histogram 'layers.0.*'
   ckptconv stats train.pt --only optimizer --json
 
@@ -40,7 +40,11 @@ Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
     section="Parts",
 )
 @option(
-    "--match GLOB", "Only tensors whose names match. Repeatable.", multiple=True, section="Parts"
+    "--include GLOB",
+    "Only tensors whose names match. Repeatable.",
+    multiple=True,
+    section="Keys",
+    once="--match",
 )
 @option(
     "--sort",
@@ -76,9 +80,11 @@ def stats(
     from ckptconv.values import report
     from ckptconv.values.collect import stats as collected
 
-    if histogram and given["match"]:
-        raise click.UsageError("--histogram and --match both choose tensors; leave one of them out")
-    given["match"] = histogram or given["match"]
+    if histogram and given["include"]:
+        raise click.UsageError(
+            "--histogram and --include both choose tensors; leave one of them out"
+        )
+    given["include"] = histogram or given["include"]
     with terminal.errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
     shown = report.in_order(found, sort, top)
@@ -190,9 +196,16 @@ def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, s
 Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@option("-o --output FILE", "The page, an HTML file.", NEW_FILE, required=True, section="Output")
+@option(
+    "-o --html FILE",
+    "The page to write.",
+    NEW_FILE,
+    required=True,
+    section="Output",
+    once="--output",
+)
 @option("--values", "Read the tensors: statistics, histograms and quantiles.")
-@option("--against OTHER", "Compare with this checkpoint, as diff does.", FILE)
+@option("--against B", "Compare with checkpoint B, as diff does.", FILE)
 @option("-f --force", "Replace a file that exists.", section="Safety")
 @option(
     "--only PATH",
@@ -200,12 +213,14 @@ Exit code: 0 written, 1 it cannot be opened, is damaged, or cannot be written, 2
     shell_complete=offer_parts,
     section="Parts",
 )
-@option("--only-against PATH", "The same for OTHER, if it is another part.", section="Parts")
+@option(
+    "--only-b PATH", "The part of B, if it is another one.", section="Parts", once="--only-against"
+)
 @TAG
-@option("--tag-against TAG", "The same for OTHER.", section="Parts")
+@option("--tag-b STEP", "The same for B.", section="Parts", once="--tag-against")
 @LIMIT
 @JSON
-def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
+def report(source: Path, html: Path, as_json: bool, **given: Any) -> None:
     """Write one HTML file about checkpoint IN: what is in it and whether it is portable and safe, a
     map by bytes, a table to search and sort, shared storages.
 
@@ -213,14 +228,14 @@ def report(source: Path, output: Path, as_json: bool, **given: Any) -> None:
     """
     from ckptconv.pages import make as pages
 
-    for name in ("tag_against", "only_against"):
+    for name in ("tag_b", "only_b"):
         if given[name] is not None and given["against"] is None:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --against")
     with (
         terminal.errors_shown(as_json),
         progress_shown(READING_BOTH, silent=as_json) as on_progress,
     ):
-        page = pages.report(source, output, **given, on_progress=on_progress)
+        page = pages.report(source, html, **given, on_progress=on_progress)
     if as_json:
         terminal.print_json(pages.PAGE.of(page))
     else:

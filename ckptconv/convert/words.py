@@ -122,7 +122,7 @@ class OptionWords:
         "Values",
         None,
         "The device tag to write: cpu (default), cuda:1, mps, ..., keep, auto.",
-        "TAG",
+        "DEVICE",
     )
     map_location: Mapping[str, str] | None = _word(
         "Values", None, "Change one device tag, such as cuda:3=cuda:0.", "OLD=NEW"

@@ -68,17 +68,17 @@ def report(
     against: Named | None = None,
     force: bool = False,
     only: str | None = None,
-    only_against: str | None = None,
+    only_b: str | None = None,
     tag: str | None = None,
-    tag_against: str | None = None,
+    tag_b: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Page:
     """Write a page about the checkpoint `source` to `output`: one HTML file that loads nothing.
 
     With `values`, the tensors are read for statistics, histograms and quantiles. `against` is
-    another checkpoint to compare it with, as `diff_checkpoints` does. `only` and `only_against`
+    another checkpoint to compare it with, as `diff_checkpoints` does. `only` and `only_b`
     (None: the same) are the paths of the parts that the page is about. An `output` that exists is
-    replaced with `force` only. `tag` and `tag_against` pick the step of a folder of several.
+    replaced with `force` only. `tag` and `tag_b` pick the step of a folder of several.
     `on_progress` is called with a `Progress`. Raises `CheckpointError` when a checkpoint cannot be
     read, or the page cannot be written.
 
@@ -88,7 +88,7 @@ def report(
     refuse_no_flag(values=values, force=force)
     if against is not None:
         alike: dict[str, Any] = {"values": values, "force": force, "on_progress": on_progress}
-        alike |= {"only": only, "only_b": only_against, "tag": tag, "tag_b": tag_against}
+        alike |= {"only": only, "only_b": only_b, "tag": tag, "tag_b": tag_b}
         return report_difference(source, against, output, **alike)[0]
     place = _free_place(output, force)
     with collector_paused(), open_certain(source, tag=tag) as checkpoint:

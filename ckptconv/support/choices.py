@@ -185,9 +185,14 @@ def spelling_checked(function: F) -> F:
     code = function.__code__  # quicker than inspect.signature, which would have to be imported
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     options = tuple(name for name in names if name != "self")
+    once = {name: now for name, now in _ONCE.items() if now in options and name not in options}
 
     @functools.wraps(function)
     def checked(*args: Any, **given: Any) -> Any:
+        for name in once.keys() & given.keys():
+            if once[name] in given:
+                raise UnknownOption(f"{name} is now called {once[name]}, and both are given")
+            given[once[name]] = given.pop(name)
         if unknown := [name for name in given if name not in options]:
             raise unknown_option(unknown[0], options)
         if any(type(item).__name__ == "Options" for item in args[code.co_argcount :]):
@@ -197,6 +202,10 @@ def spelling_checked(function: F) -> F:
         return function(*args, **given)
 
     return cast(F, checked)
+
+
+_ONCE = {"match": "include", "only_against": "only_b", "tag_against": "tag_b"}
+"""The names of options by those that they had once, which still do."""
 
 
 def unknown_option(name: str, options: Sequence[str]) -> UnknownOption:

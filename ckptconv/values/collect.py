@@ -24,24 +24,24 @@ def stats(
     source: Named,
     *,
     only: str | None = None,
-    match: str | Sequence[str] = (),
+    include: str | Sequence[str] = (),
     tag: str | None = None,
     edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
 ) -> CheckpointStatistics:
     """The statistics of every tensor of the checkpoint `source`, of any container.
 
-    `only` is the path of the part to look at, `match` is a glob, or several, over the names of its
+    `only` is the path of the part to look at, `include` a glob, or several, over the names of its
     tensors; `tag` picks the step of a folder of several; `edits` are made to the checkpoint first.
     Each byte is read once, by several threads, and held against the checksums that the file
     declares. `on_progress` is called with a `Progress`, one call at a time. Memory is bounded by
     some 100 MB. Raises `CheckpointError` when the checkpoint cannot be read, or is damaged.
     """
     refuse_no_text(only=only)
-    match = (match,) if isinstance(match, str) else match
-    refuse_no_texts(match=match)
+    include = (include,) if isinstance(include, str) else include
+    refuse_no_texts(include=include)
     with open_certain(source, tag=tag, edits=edits) as checkpoint:
-        found = named_values(checkpoint, only).matching(match)
+        found = named_values(checkpoint, only).matching(include)
         check_places(checkpoint.sources)
         numbers = [item for item in found.values if item.has_numbers]
         others = [item.name for item in found.values if not item.has_numbers]

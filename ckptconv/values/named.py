@@ -74,7 +74,7 @@ class NamedValues:
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in names):
                 raise OptionRefused(
-                    f"--match {printable(glob)} matches the name of no tensor",
+                    f"--include {printable(glob)} matches the name of no tensor",
                     hint=f"the first are: {', '.join(map(printable, names[:3])) or 'none'}",
                 )
 

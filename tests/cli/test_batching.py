@@ -76,7 +76,7 @@ def test_shares_are_all_of_it_once(room):
     (room / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     counts = []
     for number in (1, 2, 3):
-        assert run("batch", "m.jsonl", "--shard", f"{number}/3", "-q", "--jobs", "1",
+        assert run("batch", "m.jsonl", "--share", f"{number}/3", "-q", "--jobs", "1",
                    cwd=room).exit == 0  # fmt: skip
         counts.append(len(list((room / "o").iterdir())))
     assert counts == [3, 5, 7]
@@ -135,7 +135,7 @@ def test_words_that_cannot_be_meant_so_are_refused_by_name(words, said, room):
         (("batch", "runs", "--out-dir", "o"), "--to is missing"),
         (("batch", "m.jsonl", "--out-dir", "o"), "says where each output goes"),
         (("batch", "m.jsonl", "runs"), "some PATHs are manifests"),
-        (("batch", "m.jsonl", "--shard", "0/3"), "is not I/N"),
+        (("batch", "m.jsonl", "--share", "0/3"), "is not I/N"),
         (("batch", "m.jsonl", "--address", "auto"), "--address needs --engine ray"),
         (("batch", "m.jsonl", "--dtype", "int3"), "int3"),
         (("batch", "none.jsonl"), "no such file"),

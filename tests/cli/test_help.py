@@ -12,7 +12,7 @@ import pytest
 from ckptconv.cli import help_pages
 from ckptconv.cli.commands import OWN, SECTIONS
 from ckptconv.cli.main import MEANT, cli
-from helpers.program import ROOT, assert_one_error, run, run_on_terminal
+from helpers.program import ROOT, SAMPLES, assert_one_error, run, run_on_terminal
 
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
 
@@ -202,3 +202,22 @@ def test_the_version_has_two_names(words, tmp_path):
 def test_nothing_is_answered_with_the_help_of_the_program(tmp_path):
     done, asked = run(cwd=tmp_path), run("-h", cwd=tmp_path)
     assert (done.exit, done.out, done.err) == (2, "", asked.out)
+
+
+# Names that options had once
+
+
+def test_the_name_that_an_option_had_once_does_the_same_and_is_not_told(tmp_path):
+    sample = str(SAMPLES / "tied.pt")
+    for command, words, once in (
+        ("stats", [sample, "--include", "*weight"], "--match"),
+        ("report", [sample, "--html", "a.html", "-f"], "--output"),
+        ("report", [sample, "-o", "a.html", "-f", "--against", sample, "--only-b", "."],
+         "--only-against"),
+        ("batch", [sample, "--out-dir", "all", "--to", "npz", "-n", "--share", "1/1"], "--shard"),
+    ):  # fmt: skip
+        now = words[-2] if once != "--output" else "--html"
+        done = run(command, *words, cwd=tmp_path)
+        earlier = run(command, *[once if word == now else word for word in words], cwd=tmp_path)
+        assert (earlier.exit, earlier.out, earlier.err) == (done.exit, done.out, done.err)
+        assert done.exit == 0 and once not in run(command, "--help", cwd=tmp_path).out

@@ -211,3 +211,11 @@ def test_an_empty_option_of_the_command_line_is_an_error(options, room):
     assert_one_error(done, code=done.exit)
     assert done.exit in (1, 2)
     assert not (room / "out.safetensors").exists()
+
+
+def test_the_name_that_an_option_had_once_still_means_it(room):
+    assert ckptconv.stats("in.pt", match="*bias") == ckptconv.stats("in.pt", include="*bias")
+    with pytest.raises(ckptconv.UnknownOption, match="match is now called include, and both"):
+        ckptconv.stats("in.pt", match="*bias", include="*weight")
+    with pytest.raises(ckptconv.UnknownOption, match="did you mean include"):
+        ckptconv.stats("in.pt", includ="*bias")

@@ -144,11 +144,11 @@ def test_a_damaged_file_is_an_error(tmp_path):
 def test_parts_and_globs_choose(mixed):
     path, _ = mixed
     assert [item.name for item in stats(path, only="nested").tensors] == ["list.0", "list.1.deep"]
-    assert {item.name for item in stats(path, match=["per_*", "half"]).tensors} == {
+    assert {item.name for item in stats(path, include=["per_*", "half"]).tensors} == {
         "per_tensor", "per_channel", "half",
     }  # fmt: skip
     with pytest.raises(OptionRefused, match="matches the name of no tensor"):
-        stats(path, match=["nothing*"])
+        stats(path, include=["nothing*"])
 
 
 def test_progress_counts_all_bytes(tmp_path):
