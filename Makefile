@@ -7,18 +7,23 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch fuzz samples clean
+.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable .
+	@touch $@
+
+$(VENV)/ready: $(VENV)/demo-ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	    --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/ready
+demo: $(VENV)/demo-ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh sample_ckpts/demo.sh $(DEMO)
 
 test: $(VENV)/ready
@@ -116,6 +121,37 @@ ray: $(RAY)/ready $(SERVERS)/ready
 
 check: lint test
 
+BUILD := .venv-build
+
+$(BUILD)/ready: tools/build.txt
+	$(PYTHON) -m venv $(BUILD)
+	$(BUILD)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tools/build.txt
+	@touch $@
+
+# dist/ckptconv-VERSION-py3-none-any.whl, which any Python from 3.10 on installs.
+wheel: $(BUILD)/ready
+	$(BUILD)/bin/python -m build --wheel --outdir dist .
+
+# Builds both, checks them, and tries each in an environment of its own; publishes nothing.
+release: $(BUILD)/ready
+	$(BUILD)/bin/python tools/release.py dist
+
+SITE := .venv-site
+
+$(SITE)/ready: pyproject.toml tools/site.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tools/site.txt --editable .
+	@touch $@
+
+# The documentation as a website, in site-out; a link that leads nowhere is an error (but with
+# --quiet, which hides it).
+site: $(SITE)/ready
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --site-dir site-out
+
+# docs/terminal.svg, of commands that are run for it
+picture: $(VENV)/demo-ready
+	$(BIN)/python tools/terminal_picture.py docs/terminal.svg
+
 bench: $(VENV)/ready
 	$(BIN)/python bench/bench.py
 
@@ -150,5 +186,5 @@ samples: $(VENV)/ready
 	$(BIN)/python sample_ckpts/make_samples.py
 
 clean:
-	rm -rf $(VENV) $(FAMILIES) $(BROWSER) $(SERVERS) $(RAY) .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
+	rm -rf $(VENV) $(FAMILIES) $(BROWSER) $(SERVERS) $(RAY) $(BUILD) $(SITE) dist site-out .venv-3.* .venv-lowest-* $(DEMO) bench-out .pytest_cache \
 	    .mypy_cache .ruff_cache .hypothesis fuzz-finds

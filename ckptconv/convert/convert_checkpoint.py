@@ -45,7 +45,9 @@ def _takes(
         def called(*args: P.args, **given: P.kwargs) -> ConversionResult:
             return function(call(*args, **given))
 
-        called.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+        gives = inspect.signature(function).return_annotation
+        shown = inspect.signature(call).replace(return_annotation=gives)
+        called.__signature__ = shown  # type: ignore[attr-defined]
         return called
 
     return of

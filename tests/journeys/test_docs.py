@@ -48,7 +48,7 @@ def test_every_block_of_the_readme_runs_as_it_is_written(tmp_path):
 
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_no_command_hides_in_a_block_that_is_not_run(page):
-    for language, text in blocks(page, "", "text", "console", "bash", "shell"):
+    for language, text in blocks(page, "", "text", "bash", "shell"):
         commands = [
             line
             for line in text.splitlines()
@@ -61,19 +61,43 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 150
 
 
-def test_the_statistics_in_the_readme_are_those_that_are_printed(tmp_path):
+TOOK = re.compile(r"(?:written|done) in .*")
+
+
+@pytest.mark.parametrize(
+    ("page", "session"),
+    [(page, text) for page in ("README.md", *PAGES) for _, text in blocks(page, "console")],
+)
+def test_a_session_prints_what_the_page_shows(page, session, tmp_path):
+    """On a copy of the samples; only what a run took is its own."""
     shutil.copytree(ROOT / "sample_ckpts", tmp_path / "try")
-    text = (ROOT / "README.md").read_text("utf-8")
-    wanted = [
-        line for line in text.splitlines() if re.match("ckptconv (strip-module|stats) ", line)
-    ]
-    assert len(wanted) == 2
-    for line in wanted:
-        done = subprocess.run(
-            [sys.executable, "-m", *line.split()], cwd=tmp_path / "try", capture_output=True,
-            text=True, check=True,
-        )  # fmt: skip
-    assert f"```text\n{done.stdout}```" in text
+    shown = ""
+    for line in session.splitlines():
+        if line.startswith("$ "):
+            done = subprocess.run(
+                [sys.executable, "-m", *line[2:].split()], cwd=tmp_path / "try", text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+            )  # fmt: skip
+            shown += f"{line}\n{done.stdout}"
+    assert TOOK.sub("", session) == TOOK.sub("", shown)
+
+
+def test_the_readme_begins_with_a_session():
+    assert "$ ckptconv strip-module" in (ROOT / "README.md").read_text("utf-8").split("## ")[0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="draws a terminal of POSIX")
+def test_the_picture_of_a_terminal_is_that_of_a_run():
+    """`make picture` draws it."""
+    from terminal_picture import picture
+
+    assert (ROOT / "docs" / "terminal.svg").read_text("utf-8") == picture()
+
+
+def test_every_page_is_on_the_website():
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(listed)
 
 
 COMMANDS = (

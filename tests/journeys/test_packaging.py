@@ -1,5 +1,5 @@
-"""What is built from this checkout: a wheel with the docs and without tests, an sdist that runs its
-own tests, whole links.
+"""What is built from this checkout: a wheel with the pages of `ckptconv help` and without tests, an
+sdist that runs its own tests, whole links.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+import release
+from ckptconv import __version__
 from ckptconv.devices.host import INSTALL_TORCH
 from ckptconv.io.remote.network import EXTRA
 from ckptconv.keys import rule_files
@@ -111,8 +113,7 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.py")}
-    docs = (path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.*"))
-    pages = {f"ckptconv/{path.as_posix()}" for path in docs}
+    pages = {f"ckptconv/docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     web = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv/pages/web").iterdir()}
     lists = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.txt")}
     assert len(lists) == 3
@@ -122,7 +123,7 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
 @pytest.mark.trust
 def test_what_is_installed_from_the_sdist_converts_and_helps(installed, unpacked, tmp_path):
     where = run_installed(installed, "--version", cwd=tmp_path)
-    assert where == f"ckptconv {PROJECT['project']['version']}\n"
+    assert where == f"ckptconv {__version__}\n"
     run_installed(
         installed,
         "convert",
@@ -145,7 +146,7 @@ def test_what_is_installed_from_the_sdist_converts_and_helps(installed, unpacked
 
 def test_the_sdist_holds_what_its_tests_and_make_need(unpacked):
     ignored = ("__pycache__", ".cache")
-    for folder in ("ckptconv", "docs", "tests", "bench", "sample_ckpts"):
+    for folder in ("ckptconv", "docs", "tests", "bench", "sample_ckpts", "tools"):
         ours = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
         missing = [
             path
@@ -153,8 +154,8 @@ def test_the_sdist_holds_what_its_tests_and_make_need(unpacked):
             if not (unpacked / path).exists() and not set(ignored) & set(path.parts)
         ]
         assert missing == []
-    for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "LICENSE", "Makefile",
-        "constraints.txt", "pyproject.toml",
+    for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "LICENSE", "Makefile", "CITATION.cff",
+        "constraints.txt", "pyproject.toml", "mkdocs.yml",
                  "Containerfile", ".dockerignore", ".pre-commit-hooks.yaml"):  # fmt: skip
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
@@ -251,6 +252,19 @@ def test_twine_takes_both(sdist, wheel):
         str(wheel)],
                           capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_one_version_and_one_date_are_told_everywhere():
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert release.version() == __version__ == citation["version"]
+    assert release.release_date(__version__) == citation["date-released"]
+
+
+def test_a_version_without_a_dated_section_is_not_released(monkeypatch, capsys):
+    monkeypatch.setattr(release, "version", lambda: "99.0.0")
+    assert release.main(["dist"]) == 1
+    assert "'## 99.0.0 - YYYY-MM-DD'" in capsys.readouterr().err
 
 
 # What the pages tell to install

@@ -458,25 +458,6 @@ def test_the_picture_in_the_docs_is_one_of_a_page(browser, tmp_path, monkeypatch
     assert len(there) < 200_000
 
 
-SMALL = ROOT / "docs/page.png"
-
-
-def test_the_picture_in_the_readme_is_one_of_a_page(browser, tmp_path, monkeypatch):
-    """With CKPTCONV_PICTURE=1 it is made again."""
-    monkeypatch.chdir(tmp_path)
-    torch.save({f"module.{name}": one for name, one in model(8, 48).items()}, "model.pt")
-    ckptconv.report("model.pt", "model.html", values=True)
-    browser.open(tmp_path / "model.html", wide=800, high=560)
-    browser.run(f"document.documentElement.style.overflow = 'hidden'; {BY_STD.format(0.6)}")
-    browser.wait("document.querySelector('#legend svg.ramp')")
-    made = browser.picture()
-    if os.environ.get("CKPTCONV_PICTURE"):
-        SMALL.write_bytes(made)
-    there = SMALL.read_bytes()
-    assert there[:8] == made[:8] and there[16:24] == made[16:24]  # PNG, of one size
-    assert len(there) < 80_000
-
-
 def test_text_stands_out_from_what_is_behind_it(browser, page, both):
     """WCAG's contrast of at least 4.5 for all text outside the map."""
     script = """
