@@ -1,15 +1,20 @@
 """Makes the folder `gguf`: files of plain types as gguf-py writes them, little-endian, big-endian
-and as a set of three, and what its reader finds in them, in `expected.safetensors`.
+and as a set of three, and what its reader finds in them, in `expected.safetensors`; and the
+checksums of the values that it gives for blocks of each quantised type, in `blocks.json`.
 
-Run with gguf 0.19, ml_dtypes and safetensors installed: python make_gguf.py
+Run with gguf 0.19, ml_dtypes and safetensors installed:
+PYTHONPATH=tests python tests/data/make_gguf.py
 """
 
+import json
 from pathlib import Path
 
 import gguf
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+
+from helpers import gguf_files
 
 FOLDER = Path(__file__).parent / "gguf"
 TYPES = (np.float32, np.float16, np.float64, np.int8, np.int16, np.int32, np.int64)
@@ -59,6 +64,13 @@ def main() -> None:
         if one.tensor_type == gguf.GGMLQuantizationType.BF16:
             values = values.view(ml_dtypes.bfloat16)
         found[one.name] = values.reshape([*map(int, one.shape)][::-1])
+    digests = {}
+    for name in gguf_files.HALVES:
+        kind = gguf.GGMLQuantizationType[name]
+        _, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        raw = np.frombuffer(gguf_files.blocks(name, nbytes), np.uint8).reshape(-1, nbytes)
+        digests[name] = gguf_files.digest(gguf.quants.dequantize(raw.copy(), kind))
+    (FOLDER / "blocks.json").write_text(json.dumps(digests, indent=2) + "\n")
     save_file(found, FOLDER / "expected.safetensors")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 UINT32, FLOAT32, TEXT, ARRAY, UINT16, INT32 = 4, 6, 8, 9, 2, 5
 F32, Q4_0, BF16 = 0, 2, 30
@@ -55,6 +57,40 @@ def gguf(
     told = (len(tensors), len(metadata)) if counts is None else counts
     head = b"GGUF" + struct.pack("<IQQ", version, *told) + b"".join((*metadata, *tensors))
     return head + bytes(-len(head) % alignment) + data
+
+
+HALVES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0],
+    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+    "IQ4_XS": [0], "MXFP4": [], "NVFP4": [],
+}  # fmt: skip
+"""Where the float16 numbers of a block are, by its type."""
+
+_EDGES = (0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x3C00)
+"""Zeros, the least, the largest, infinities, NaN and 1, in float16."""
+
+BLOCKS = 512
+
+
+def blocks(name: str, nbytes: int) -> bytes:
+    """`BLOCKS` blocks of a type, always the same ones: all codes are met, and in half of them the
+    numbers are extreme. The first bytes are all there are, which are the exponents of MXFP4.
+    """
+    raw = bytearray(hashlib.shake_256(name.encode()).digest(BLOCKS * nbytes))
+    for block in range(BLOCKS // 2):
+        for number, at in enumerate(HALVES[name]):
+            edge = _EDGES[(block // len(_EDGES) ** number) % len(_EDGES)]
+            struct.pack_into("<H", raw, block * nbytes + at, edge)
+    if not HALVES[name]:
+        raw[::nbytes] = bytes(range(256)) * (BLOCKS // 256)
+    return bytes(raw)
+
+
+def digest(values: Any) -> str:
+    """The checksum of float32 values, in which one NaN is like another."""
+    words = values.astype("<f4").view("<u4")
+    words[values != values] = 0x7FC00000
+    return hashlib.sha256(words.tobytes()).hexdigest()
 
 
 WHOLE = tensor(sizes=(4,))
