@@ -54,9 +54,9 @@ def inspect(
     """Show what is in checkpoint IN, where it was saved, and what does not load. The bytes of the
     tensors are not read.
 
-    Portable is what its own library opens on any host: torch.load(weights_only=True), safetensors,
-    numpy.load, transformers or torch.distributed.checkpoint. Several INs are a table, or one
-    checkpoint where they are the files of all its ranks.
+    A checkpoint is portable if its own library opens it on any host: torch.load(weights_only=True),
+    safetensors, numpy.load, transformers or torch.distributed.checkpoint. Several INs are shown as
+    a table, or as one checkpoint if they are the files of all its ranks.
     """
     from ckptconv.inspect import report
     from ckptconv.inspect.facts import Unread, survey
@@ -128,10 +128,11 @@ device.""",
 @LIMIT
 @JSON
 def doctor(sources: tuple[Path, ...], as_json: bool, strict: bool, **given: Any) -> None:
-    """Say why checkpoint IN does not load on this host, or would disappoint, and which command
-    fixes it. Several INs are several checkpoints, or one where they are the files of all its ranks.
+    """Say why checkpoint IN does not load on this host, or would not work as expected, and which
+    command fixes it. Several INs are several checkpoints, or one if they are the files of all its
+    ranks.
 
-    It loads here when its own library opens it: torch.load(weights_only=True), safetensors,
+    A checkpoint loads here if its own library opens it: torch.load(weights_only=True), safetensors,
     numpy.load, transformers or torch.distributed.checkpoint.
     """
     from ckptconv.doctor import report

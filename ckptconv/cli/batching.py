@@ -93,8 +93,8 @@ Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each oth
 def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     """Convert every checkpoint below folders, or the jobs of a manifest (.jsonl).
 
-    What is done is not done again: run the command once more after it was stopped or killed. What a
-    line of a manifest does not say is as the options of the command say.
+    Finished jobs are not repeated: if the command was stopped or killed, run it again. The options
+    of the command apply to every line of a manifest that does not set them itself.
     """
     from ckptconv.batch.checks import check_apart, check_jobs
     from ckptconv.io.outputs import check_place_free

@@ -99,7 +99,7 @@ Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 @output_options
 def add_module(**given: Any) -> None:
     """Put `module.` (DataParallel, DDP) before the keys of IN, unless all have it, and write OUT
-    for the CPU. What stands beside the weights and is not a tensor (`epoch`) keeps its name.
+    for the CPU. Values beside the weights that are not tensors (`epoch`) keep their names.
     """
     _convert(given, "add-module")
 
@@ -139,7 +139,7 @@ Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
     section="Keys",
 )
 def merge(prefix: tuple[str, ...], **given: Any) -> None:
-    """Put the state dicts of several checkpoints IN into one, OUT, in their order.
+    """Combine the state dicts of several checkpoints IN into one OUT, in the given order.
 
     The prefixes of wrappers are stripped first. A key that two of them have is an error.
     """

@@ -71,13 +71,12 @@ Exit code: 0 edited, or nothing to change, 1 failed, and the file is unchanged, 
 @JSON
 @option("-q --quiet", "Print only errors.", section="General")
 def edit(source: Path, keys: str, **given: Any) -> None:
-    """Change the names of tensors in the safetensors file FILE, and the strings beside them, in its
-    place.
+    """Change the names of tensors in the safetensors file FILE, and its metadata, in place.
 
-    Only the header is written where the new one fits, so the size of the file does not matter; else
-    the whole file is written again. A kill leaves the old file or the new one. Should it come in
-    the middle of the write, ckptconv refuses the file, and this command gives it its old header
-    back; without options, it does nothing else.
+    Only the header is written if the new one fits, so the size of the file does not matter;
+    otherwise a whole new file replaces the old one. After a kill, the old file or the new one is
+    there. If the kill came in the middle of the write, ckptconv refuses the file, and this command
+    restores its old header; without options, it does nothing else.
     """
     from ckptconv.convert import report
     from ckptconv.convert.edit import edit_header, given_strings

@@ -72,10 +72,10 @@ def stats(
     """Show smallest, largest, mean, standard deviation, zeros, NaN and infinite values of every
     tensor of checkpoint IN, of any format.
 
-    Each byte is read once, and held against the checksums in the file. NaN and infinite values are
-    counted, and are in no other figure. std divides by n - 1. Quantized values are decoded; complex
-    ones count by their magnitude. Quantiles are exact for types of at most 16 bits, else off by at
-    most 0.4 % of themselves.
+    Each byte is read once, and checked against the checksums in the file. NaN and infinite values
+    are counted, and left out of all other figures. std divides by n - 1. Quantized values are
+    decoded; complex ones count by their magnitude. Quantiles are exact for types of at most 16
+    bits, otherwise off by at most 0.4 %.
     """
     from ckptconv.values import report
     from ckptconv.values.collect import stats as collected
@@ -132,10 +132,10 @@ def show(
     as_json: bool,
 ) -> None:
     """Show the values of TENSOR in checkpoint IN, as numpy prints them; INDICES are those of numpy,
-    such as [0:3, :5]. With --npz, there may be several, each with its INDICES behind it.
+    such as [0:3, :5]. With --npz, there may be several, each followed by its INDICES.
 
-    The end of a name will do where only one tensor has it. Of a large tensor, only what is shown is
-    read; the checksums are looked at where all of it is. Quantized values are decoded.
+    The end of a name is enough if only one tensor has it. Of a large tensor, only what is shown is
+    read; its checksum is checked if all of it is shown. Quantized values are decoded.
     """
     from ckptconv.formats.registry import open_checkpoint
     from ckptconv.values import picking, report
@@ -224,7 +224,7 @@ def report(source: Path, html: Path, as_json: bool, **given: Any) -> None:
     """Write one HTML file about checkpoint IN: what is in it and whether it is portable and safe, a
     map by bytes, a table to search and sort, shared storages.
 
-    The page loads nothing, from nowhere, and nothing in the checkpoint can run in it.
+    The page loads nothing from anywhere, and nothing in the checkpoint can run in it.
     """
     from ckptconv.pages import make as pages
 

@@ -135,7 +135,7 @@ def edit(
     verify: bool = False,
     on_progress: OnProgress | None = None,
 ) -> EditResult:
-    """Rename tensors of a safetensors file and set the strings beside them, in its place.
+    """Rename tensors of a safetensors file and set its metadata, in place.
 
     Only the header is written where the new one fits: in one call, with a journal beside the file
     until the disk has it, so that a kill leaves the old file or the new one. Where it does not fit,

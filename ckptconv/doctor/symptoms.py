@@ -245,18 +245,18 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
         preset = told_preset(found.keys)
         if preset == "ema-pytorch":
             cause = "holds a model and its average, as ema_pytorch saves them"
-            effect = words.quoted(words.NO_KEYS, by="load_state_dict, of the model,")
+            effect = words.quoted(words.NO_KEYS, by="load_state_dict of the model")
             yield info("prefixed-keys", cause, effect, Fix(preset=preset), chosen=True)
         if wrappers := case.facts.state_dicts.get(found.path):
             wrapper = printable(".".join(wrappers)) + "."
             unexpected = words.on_unexpected(found.telling_keys[0])
-            effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict, of a bare model,")
+            effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict of a bare model")
             cause = f"the keys{of_part(found.path)} carry the wrapper '{wrapper}'"
             yield warning("wrapped-keys", cause, effect, Fix(preset=preset))
     for path, prefix in case.facts.offered.items():
         whose = f"the attribute or wrapper of {case.facts.producer or 'a framework'}"
         cause = f"the keys{of_part(path)} start with {prefix}, {whose}"
-        effect = words.quoted(words.NO_KEYS, by="load_state_dict, of the inner model,")
+        effect = words.quoted(words.NO_KEYS, by="load_state_dict of the inner model")
         yield info("prefixed-keys", cause, effect, Fix(strip_prefix=prefix), chosen=True)
 
 

@@ -106,7 +106,7 @@ class Limits:
     remote_seconds: float = 120.0
     """Seconds for which a failing request to another machine is tried again."""
     unpinned: bool = False
-    """Whether files are read of which a server tells neither a tag nor a date, so that nobody knows
+    """Whether files are read whose server sends neither an ETag nor a date, so that it is unknown
     whether all of its answers are of one version.
     """
     rules_bytes: int = 100_000_000
