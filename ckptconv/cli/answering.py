@@ -43,7 +43,7 @@ Exit code: 0 shown, 1 one cannot be opened (with --portable: or is not portable)
 2 wrong usage.""",
 )
 @click.argument("sources", metavar="IN...", type=FILE, nargs=-1, required=True)
-@option("--depth", "How many levels of the tree to show.", click.IntRange(0, 50), default=2)
+@option("--depth N", "How many levels of the tree to show.", click.IntRange(0, 50), default=2)
 @option("--portable", "Exit with 1 if a checkpoint is not portable.")
 @TAG
 @LIMIT

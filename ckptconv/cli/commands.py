@@ -69,14 +69,30 @@ class Command(click.Command):
 def write_sections(
     formatter: click.HelpFormatter, sections: dict[str, list[tuple[str, str]]]
 ) -> None:
-    """Tables of two columns below headings; the columns of all begin at the same place."""
-    widest = max(20, formatter.width * 3 // 10)
+    """Tables of two columns below headings; the second begins at the same place in all, and no name
+    is broken at a hyphen.
+    """
+    import textwrap
+
     words = [len(word) for rows in sections.values() for word, _ in rows]
+    widest = max(22, formatter.width * 3 // 10)
     width = max((length for length in words if length <= widest), default=widest)
     for name, rows in sections.items():
         if rows:
-            with formatter.section(name):
-                formatter.write_dl([(word.ljust(width), told) for word, told in rows], width)
+            formatter.write(f"\n{name}:\n")
+        for word, told in rows:
+            before, behind = f"  {word:{width}}  ", " " * (width + 4)
+            if len(word) > width:
+                formatter.write(f"  {word}\n")
+                before = behind
+            lines = textwrap.wrap(
+                told,
+                formatter.width,
+                initial_indent=before,
+                subsequent_indent=behind,
+                break_on_hyphens=False,
+            )
+            formatter.write("\n".join(lines) + "\n")
 
 
 def as_written(name: str) -> str:

@@ -16,7 +16,6 @@ import click
 
 from ckptconv import __version__
 from ckptconv.cli import terminal
-from ckptconv.cli.commands import write_sections
 from ckptconv.io.files import one_run
 from ckptconv.support.errors import (
     OUT_OF_MEMORY,
@@ -111,6 +110,8 @@ class Program(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from ckptconv.cli.commands import write_sections
+
         rows = {
             section: [(name, told) for name, (_, told) in commands.items()]
             for section, commands in COMMANDS.items()
@@ -158,6 +159,7 @@ Examples:
   ckptconv doctor train.pt                         why it would not load here
   ckptconv diff train.pt model.pt --keys strip     what differs, to the bit
   ckptconv scan downloads/                         whether it is safe to load
+
 \b
 ckptconv help lists the pages of the documentation, and shows them.
 Shell completion: eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"

@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import errno
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -139,10 +138,12 @@ _PRINTED: list[bool] = []
 
 
 def colors() -> bool | None:
-    """False where the user wants none (https://no-color.org); else a terminal gets them, and what
-    is none does not.
+    """False where the user wants none (https://no-color.org), True where they are wanted everywhere
+    (https://force-color.org); else a terminal gets them, and a pipe or a file does not.
     """
-    return False if os.environ.get("NO_COLOR") else None
+    if os.environ.get("NO_COLOR"):
+        return False
+    return True if os.environ.get("FORCE_COLOR") else None
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -201,7 +202,13 @@ def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> No
 
 def width() -> int:
     """The columns of the terminal, or of COLUMNS; 80 where there is neither."""
-    return shutil.get_terminal_size((80, 24)).columns
+    return _size().columns
+
+
+def _size() -> os.terminal_size:
+    from shutil import get_terminal_size  # it takes 3 ms to import, and a pipe asks nothing
+
+    return get_terminal_size()
 
 
 def print_table(rows: Iterable[Row]) -> None:
@@ -248,7 +255,7 @@ def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> 
     stream = sys.stderr if err else sys.stdout
     if not stream.isatty():
         return text
-    width = shutil.get_terminal_size().columns
+    width = _size().columns
     if width - indent < _NARROWEST:
         return text
     import textwrap
@@ -310,7 +317,7 @@ def show_page(text: str) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    width, height = shutil.get_terminal_size()
+    width, height = _size()
     console = Console(force_terminal=True, width=min(width, 110))
     with console.capture() as captured:
         console.print(Markdown(text))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import fractions
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -245,7 +244,9 @@ def _fraction(call: Call) -> str:
     given: Sequence[Node] = call.args
     if len(given) == 1 and type(given[0]) is str and len(given[0]) <= _LONGEST:
         given = [int(part) for part in given[0].split("/")]  # not by Fraction: it reads 1e99999999
-    return str(fractions.Fraction(*_ints(given)))
+    from fractions import Fraction  # seldom needed: it takes 4 ms to import
+
+    return str(Fraction(*_ints(given)))
 
 
 def _ints(values: Sequence[Node]) -> list[int]:

@@ -221,3 +221,33 @@ def test_the_name_that_an_option_had_once_does_the_same_and_is_not_told(tmp_path
         earlier = run(command, *[once if word == now else word for word in words], cwd=tmp_path)
         assert (earlier.exit, earlier.out, earlier.err) == (done.exit, done.out, done.err)
         assert done.exit == 0 and once not in run(command, "--help", cwd=tmp_path).out
+
+
+# Widths and colours
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_help_keeps_to_the_width_and_breaks_no_word(columns, tmp_path):
+    for command in ("convert", "batch", "diff", ""):
+        words = [command, "--help"] if command else ["--help"]
+        out = run(*words, cwd=tmp_path, env={"COLUMNS": str(columns)}).out
+        told = out.partition("Examples:")[0]
+        assert max(map(len, told.splitlines())) <= min(columns, 110) - 2
+        broken = [line for line in told.splitlines() if re.search(r"\w-$", line)]
+        assert broken == [] and "\b" not in out and not re.search(r" \n", out)
+
+
+def test_colours_are_as_the_environment_says(tmp_path):
+    words = ("inspect", SAMPLES / "fp16.pt", "gone.pt")
+    plain = run(*words, cwd=tmp_path)
+    assert "\x1b" not in plain.out + plain.err
+    assert plain.out == run(*words, cwd=tmp_path).out
+    forced = run(*words, cwd=tmp_path, env={"FORCE_COLOR": "1"})
+    assert "\x1b[" in forced.out
+    assert re.sub(r"\x1b\[[0-9;]*m", "", forced.out) == plain.out
+    refused = run(*words, cwd=tmp_path, env={"FORCE_COLOR": "1", "NO_COLOR": "1"})
+    assert (refused.out, refused.err) == (plain.out, plain.err)
+    error = run("inspect", "gone.pt", cwd=tmp_path, env={"FORCE_COLOR": "1"}).err
+    assert error.startswith("\x1b[31m")
+    document = run("inspect", SAMPLES / "fp16.pt", "--json", cwd=tmp_path, env={"FORCE_COLOR": "1"})
+    assert "\x1b" not in document.out
