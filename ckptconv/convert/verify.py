@@ -13,10 +13,11 @@ from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
 from ckptconv.support.progress import Counting, Meter, Phases
 from ckptconv.tensors.ahead import read_soon
+from ckptconv.tensors.computed import iter_cast_chunks
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.plain_check import is_made, other_element, sample_size
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.stream import iter_cast_chunks, iter_chunks
+from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import StateDict
 

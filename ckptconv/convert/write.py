@@ -12,7 +12,6 @@ from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.io.stream import OutputStream
 from ckptconv.tensors.ahead import read_soon
-from ckptconv.tensors.casting import cast
 from ckptconv.tensors.checksums import Checksums, refuse_crc
 from ckptconv.tensors.compute_ahead import (
     THREADS,
@@ -21,10 +20,10 @@ from ckptconv.tensors.compute_ahead import (
     compute_ahead,
     may_be_threaded,
 )
-from ckptconv.tensors.computed import ReadRun, read_run
+from ckptconv.tensors.computed import ReadRun, iter_cast_chunks, read_cast
 from ckptconv.tensors.fold import OddBools, fold
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
-from ckptconv.tensors.stream import iter_cast_chunks, verbatim_runs
+from ckptconv.tensors.stream import verbatim_runs
 
 _WORTH_THREADS = 8 << 20
 """Bytes of values to be computed from which threads are started for them."""
@@ -213,8 +212,8 @@ def _computed_here(
         for start in range(0, nbytes, CHUNK):
             view = buffer[: min(CHUNK, nbytes - start)]
             read: list[ReadRun] = []
-            read_run(storage, first + start, view, read.append)
-            result = cast(view, item.values.dtype, item.dtype)
+            place, types = first + start, (item.values.dtype, item.dtype)
+            result = read_cast(storage, place, view, *types, read.append)
             stream.write(result.data)
             yield Cut(read, len(result.data), crc32(result.data), result.overflowed)
 

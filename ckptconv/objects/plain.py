@@ -20,9 +20,9 @@ from ckptconv.objects.known_names import COPIES
 from ckptconv.objects.training import Form
 from ckptconv.pickles.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.support.limits import in_force
+from ckptconv.tensors.computed import iter_cast_chunks
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
-from ckptconv.tensors.stream import iter_cast_chunks
 
 _NO_DICT = re.compile(r"builtins\.|torch\.\w+\Z").match
 _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")

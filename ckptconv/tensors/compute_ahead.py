@@ -19,8 +19,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.platforms import cores
 from ckptconv.support.signals import held_back
-from ckptconv.tensors.casting import cast
-from ckptconv.tensors.computed import ReadRun, read_run
+from ckptconv.tensors.computed import ReadRun, read_cast
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, origins
 
@@ -154,8 +153,7 @@ class _Work:
         at = position
         for start in range(0, nbytes, _STEP):
             view = self._own.buffer[: min(_STEP, nbytes - start)]
-            read_run(storage, first + start, view, read.append)
-            result = cast(view, source, target)
+            result = read_cast(storage, first + start, view, source, target, read.append)
             crc = crc32(result.data, crc)
             overflowed += result.overflowed
             self._write_at(result.data, at)

@@ -8,13 +8,15 @@ shares, fingerprints, accounting) asks `origins`, so that no operation can be fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Fingerprint, Source, WrappedSource
+from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.flat_runs import flat_boxes
@@ -29,7 +31,18 @@ from ckptconv.tensors.refs import (
     whole_storage,
     whole_view,
 )
-from ckptconv.tensors.stream import is_run, read_box, verbatim_range
+from ckptconv.tensors.stream import (
+    is_run,
+    iter_chunks,
+    read_box,
+    verbatim_range,
+    verbatim_runs,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ReadRun(NamedTuple):
@@ -164,7 +177,8 @@ class ComputedSource(DerivedSource):
         while view:
             first, skipped = divmod(offset, size)
             count = min(-(-(skipped + len(view)) // size), CHUNK // size)
-            part = self._computed(first, count, note)[skipped : skipped + len(view)]
+            made = self.computed_as(self.value.dtype, first, count, note)
+            part = made.data[skipped : skipped + len(view)]
             view[: len(part)] = part
             view, offset = view[len(part) :], offset + len(part)
 
@@ -174,6 +188,11 @@ class ComputedSource(DerivedSource):
         first, stop = offset // size, -(-(offset + nbytes) // size)
         for box in flat_boxes(self.value.shape, first, stop):
             yield from zip(self.inputs, self._needed(box), strict=True)
+
+    @property
+    def is_once_rounded(self) -> bool:
+        """Whether it can be made in another type without being rounded twice."""
+        return OPERATIONS[self.value.operation].is_once_rounded
 
     def fingerprint(self) -> Fingerprint:
         inputs = tuple(
@@ -198,16 +217,20 @@ class ComputedSource(DerivedSource):
         for storage in origins(self.inputs):
             storage.source.check_unchanged()
 
-    def _computed(self, first: int, count: int, note: Note) -> memoryview:
-        """The bytes of `count` elements from the one with this number on."""
-        value, parts = self.value, []
+    def computed_as(self, target: DType, first: int, count: int, note: Note) -> Cast:
+        """So many elements from the one with this number on, in the type `target`: another one than
+        its own only of an operation that rounds once.
+        """
+        value, parts, overflowed = self.value, [], 0
         types = [ref.dtype for ref in self.inputs]
         make = OPERATIONS[value.operation].values
         for box in flat_boxes(value.shape, first, first + count):
             needed = zip(self.inputs, self._needed(box), strict=True)
             raw = [_read_box(ref, *part, note) for ref, part in needed]
-            parts.append(make(value.parameters, types, raw, value.dtype))
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+            made = make(value.parameters, box, types, raw, target)
+            parts.append(made.data)
+            overflowed += made.overflowed
+        return Cast(parts[0] if len(parts) == 1 else memoryview(b"".join(parts)), overflowed)
 
     def _needed(self, box: Box) -> Sequence[Box]:
         """The box of each input that is read for a box of the output."""
@@ -219,15 +242,86 @@ def _read_box(ref: TensorRef, start: Shape, shape: Shape, note: Note) -> memoryv
     """The bytes of a box of a tensor in C order, little-endian; `note` is told what was read."""
     found = verbatim_range(ref)
     if found is None or not is_run(shape, ref.shape):
-        for storage in origins([ref]):
-            note(ReadRun(storage, 0, 0, 0))
-        return read_box(ref, start, shape).data.cast("B")
+        return _gathered(ref, start, shape, note)
     storage, at = found
     steps = contiguous_stride(ref.shape)
     first = sum(place * step for place, step in zip(start, steps, strict=True))
     raw = memoryview(bytearray(prod(shape) * ref.dtype.itemsize))
     read_run(storage, at + first * ref.dtype.itemsize, raw, note)
     return raw
+
+
+# ------------------------------------------------------------- what does not lie in order is kept
+
+_KEPT = 64 << 20
+"""The most bytes of gathered inputs that are kept: what is read next lies between them."""
+
+_STRIP = 16 << 20
+"""About the bytes of an input that are gathered at a time."""
+
+
+def strip_of(ref: TensorRef, start: Shape, shape: Shape) -> Box:
+    """The box around a box that is gathered at a time: whole columns, and rows (of the last two
+    dimensions) in strips of about 16 MB. Boxes of one strip are cut out of what was gathered once.
+    """
+    (*outer, first, _), (*counts, count, _) = start, shape
+    *_, rows, columns = ref.shape
+    step = max(1, _STRIP // max(1, columns * ref.dtype.itemsize))
+    begin = first // step * step
+    end = min(rows, -(-(first + count) // step) * step)
+    return (*outer, begin, 0), (*counts, end - begin, columns)
+
+
+def _gathered(ref: TensorRef, start: Shape, shape: Shape, note: Note) -> memoryview:
+    """The bytes of a box of what does not lie in order."""
+    if len(shape) < 2:
+        _note_all(ref, note)
+        return read_box(ref, start, shape).data.cast("B")
+    box = strip_of(ref, start, shape)
+    strip = _strips.get(ref, box, note)
+    within = tuple(
+        slice(at - begin, at - begin + size)
+        for at, begin, size in zip(start, box[0], shape, strict=True)
+    )
+    return _in_order(strip[within])
+
+
+def _in_order(values: Array) -> memoryview:
+    import numpy as np
+
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def _note_all(ref: TensorRef, note: Note) -> None:
+    for storage in origins([ref]):
+        note(ReadRun(storage, 0, 0, 0))
+
+
+class _Strips:
+    """The strips of inputs that were gathered last, of all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[Hashable, tuple[TensorRef, Array]] = {}
+        self._nbytes = 0
+
+    def get(self, ref: TensorRef, box: Box, note: Note) -> Array:
+        """The values of the box `box`, gathered now or before."""
+        key = (id(ref), box)
+        with self._lock:  # one thread gathers, the others have it then
+            found = self._kept.get(key)
+            if found is None:
+                _note_all(ref, note)
+                values = read_box(ref, *box).reshape(box[1])
+                self._kept[key] = found = ref, values  # ref: so that its id stays its own
+                self._nbytes += values.nbytes
+                while self._nbytes > _KEPT and len(self._kept) > 1:
+                    _, gone = self._kept.pop(next(iter(self._kept)))
+                    self._nbytes -= gone.nbytes
+        return found[1]
+
+
+_strips = _Strips()
 
 
 def read_run(storage: Storage, first: int, view: memoryview, note: Note) -> None:
@@ -240,6 +334,47 @@ def read_run(storage: Storage, first: int, view: memoryview, note: Note) -> None
         return
     source.read_into(storage.offset + first, view)
     note(ReadRun(storage, first, len(view), crc32(view) if storage.has_crc else 0))
+
+
+def read_cast(
+    storage: Storage, first: int, view: memoryview, source: DType, target: DType, note: Note
+) -> Cast:
+    """The values of type `source` in `len(view)` bytes of a storage, from its byte `first` on, in
+    the type `target`; `view` is room for them.
+
+    What an operation rounds once is made in that type at once, and not rounded twice.
+    """
+    made_by = storage.source
+    if target is not source and isinstance(made_by, ComputedSource) and made_by.is_once_rounded:
+        at = (storage.offset + first) // source.itemsize
+        return made_by.computed_as(target, at, len(view) // source.itemsize, note)
+    read_run(storage, first, view, note)
+    return cast(view, source, target)
+
+
+def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
+    """As `iter_chunks`, in the type `target`.
+
+    The finite values that became infinite or NaN are added to `overflowed[0]`.
+    """
+    runs = verbatim_runs(ref)
+    if target is ref.dtype:
+        yield from iter_chunks(ref)
+    elif runs is None:
+        for chunk in iter_chunks(ref):
+            yield _counted(cast(chunk, ref.dtype, target), overflowed)
+    else:
+        buffer = memoryview(bytearray(min(CHUNK, ref.nbytes)))
+        for storage, first, nbytes in runs:
+            for start in range(first, first + nbytes, CHUNK):
+                view = buffer[: min(CHUNK, first + nbytes - start)]
+                made = read_cast(storage, start, view, ref.dtype, target, _nobody)
+                yield _counted(made, overflowed)
+
+
+def _counted(made: Cast, overflowed: list[int]) -> memoryview:
+    overflowed[0] += made.overflowed
+    return made.data
 
 
 def noting(source: Source, checksums: Checksums | None) -> Source:

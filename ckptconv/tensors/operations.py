@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptconv.tensors.casting import cast
+from ckptconv.tensors import decoding
+from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape
 
@@ -32,14 +33,19 @@ class Operation(NamedTuple):
     """How values are made.
 
     `needs(parameters, box, count)` gives, of each of so many inputs, the box that is read for a
-    box of the output; `values(parameters, types, raw, target)` the bytes of the output box from
-    those of the inputs, all in C order and little-endian; `plain(parameters, numbers)` one element
-    from the numbers that are in the boxes that it needs, those of each input in C order.
+    box of the output; `values(parameters, box, types, raw, target)` the bytes of the output box, in
+    the type `target`, from those of the inputs, all in C order and little-endian;
+    `plain(parameters, box, numbers)` one element from the numbers that are in the boxes that it
+    needs, those of each input in C order.
+
+    `is_once_rounded`: the values are those of float32, rounded once to whatever type; who casts
+    what it made has it make the other type instead.
     """
 
-    needs: Callable[[Parameters, Box, int], Sequence[Box]]
-    values: Callable[[Parameters, Sequence[DType], Sequence[memoryview], DType], memoryview]
-    plain: Callable[[Parameters, Sequence[Sequence[Number]]], Number]
+    needs: Callable[[Any, Box, int], Sequence[Box]]
+    values: Callable[[Any, Box, Sequence[DType], Sequence[memoryview], DType], Cast]
+    plain: Callable[[Any, Box, Sequence[Sequence[Number]]], Number]
+    is_once_rounded: bool = False
 
 
 def _the_same(parameters: Parameters, box: Box, count: int) -> Sequence[Box]:
@@ -51,12 +57,16 @@ def _the_same(parameters: Parameters, box: Box, count: int) -> Sequence[Box]:
 
 
 def _cast(
-    parameters: Parameters, types: Sequence[DType], raw: Sequence[memoryview], target: DType
-) -> memoryview:
-    return cast(raw[0], types[0], target).data
+    parameters: Parameters,
+    box: Box,
+    types: Sequence[DType],
+    raw: Sequence[memoryview],
+    target: DType,
+) -> Cast:
+    return cast(raw[0], types[0], target)
 
 
-def _itself(parameters: Parameters, numbers: Sequence[Sequence[Number]]) -> Number:
+def _itself(parameters: Parameters, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
     return numbers[0][0]
 
 
@@ -72,8 +82,12 @@ def can_average(dtype: DType) -> bool:
 
 
 def _mean(
-    weights: Parameters, types: Sequence[DType], raw: Sequence[memoryview], target: DType
-) -> memoryview:
+    weights: Parameters,
+    box: Box,
+    types: Sequence[DType],
+    raw: Sequence[memoryview],
+    target: DType,
+) -> Cast:
     """The weighted mean, in float64 in the order of the inputs, cast to their type at the end as
     torch's `to` casts.
     """
@@ -86,7 +100,7 @@ def _mean(
         if not np.isfinite(mean).all():  # the sum may be beyond all numbers, but not the mean
             shares = [weight / whole for weight in _numbers(weights)]
             mean = np.where(np.isfinite(mean), mean, _sum(raw, real, shares))
-    return cast(mean.view(np.uint8).data, _FLOAT64, real).data
+    return cast(mean.view(np.uint8).data, _FLOAT64, real)
 
 
 def _sum(raw: Sequence[memoryview], real: DType, weights: Sequence[float]) -> Array:
@@ -105,7 +119,7 @@ def _numbers(weights: Parameters) -> list[float]:
     return [weight for weight in weights if isinstance(weight, float)]
 
 
-def _plain_mean(weights: Parameters, numbers: Sequence[Sequence[Number]]) -> Number:
+def _plain_mean(weights: Parameters, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
     ones = [number for (number,) in numbers]
     if all(isinstance(one, float) for one in ones):
         return _plain_part(_numbers(weights), [one.real for one in ones])
@@ -132,4 +146,5 @@ def _plain_sum(numbers: Sequence[float], weights: Sequence[float]) -> float:
 OPERATIONS = {
     "cast": Operation(_the_same, _cast, _itself),
     "mean": Operation(_the_same, _mean, _plain_mean),
+    "decode": Operation(decoding.needs, decoding.values, decoding.plain, is_once_rounded=True),
 }

@@ -54,7 +54,7 @@ def other_element(ref: TensorRef, dtype: DType, written: TensorRef, most: int) -
     """
     for number in _sample(ref.numel, ref.dtype.itemsize, most):
         place = _place(number, ref.shape)
-        if not stands_for(_number_at(ref, place), dtype, _raw_at(written, place)):
+        if not stands_for(_number_at(ref, place, dtype), dtype, _raw_at(written, place)):
             return place
     return None
 
@@ -93,12 +93,15 @@ def _raw_at(ref: TensorRef, place: Shape) -> bytes:
     return b"".join(raw[at : at + word][::-1] for at in range(0, size, word))
 
 
-def _number_at(ref: TensorRef, place: Shape) -> Number:
-    """The number that one element is, by the plain statements of all operations under it."""
+def _number_at(ref: TensorRef, place: Shape, target: DType) -> Number:
+    """The number that one element is, by the plain statements of all operations under it, before it
+    is rounded to `target`.
+    """
     piece = box_of(ref, place, (1,) * len(place)).pieces[0]
     source = piece.storage.source
     if isinstance(source, ComputedSource):
-        number = _computed_at(source, piece.offset + piece.storage.offset // ref.dtype.itemsize)
+        index = piece.offset + piece.storage.offset // ref.dtype.itemsize
+        number = _computed_at(source, index, target)
     else:
         number = number_of(_raw_at(ref, place), ref.dtype)
     if ref.neg:
@@ -106,16 +109,17 @@ def _number_at(ref: TensorRef, place: Shape) -> Number:
     return number.conjugate() if ref.conj else number
 
 
-def _computed_at(source: ComputedSource, number: int) -> Number:
+def _computed_at(source: ComputedSource, number: int, target: DType) -> Number:
     value = source.value
     box = _place(number, value.shape), (1,) * len(value.shape)
     operation = OPERATIONS[value.operation]
     needed = operation.needs(value.parameters, box, len(value.inputs))
     numbers = [
-        [_number_at(ref, place) for place in _places(*one)]
+        [_number_at(ref, place, ref.dtype) for place in _places(*one)]
         for ref, one in zip(value.inputs, needed, strict=True)
     ]
-    return rounded(operation.plain(value.parameters, numbers), value.dtype)
+    made = operation.plain(value.parameters, box, numbers)
+    return rounded(made, target if operation.is_once_rounded else value.dtype)
 
 
 def _places(start: Shape, shape: Shape) -> Iterator[Shape]:

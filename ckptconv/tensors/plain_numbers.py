@@ -40,7 +40,9 @@ _FORMS = {
 
 
 def number_of(raw: bytes, dtype: DType) -> float | complex:
-    """The number that the little-endian bytes of one element stand for."""
+    """The number that the little-endian bytes of one element stand for; an int of integers."""
+    if dtype.kind in ("int", "bits", "bool"):
+        return int.from_bytes(raw, "little", signed=dtype.name.startswith("int"))
     if dtype.kind == "complex":
         half = len(raw) // 2
         if dtype.name == "complex32":

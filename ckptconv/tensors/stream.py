@@ -7,8 +7,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.source import CHUNK
-from ckptconv.tensors.casting import cast
-from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import (
     Piece,
     Shape,
@@ -134,20 +132,6 @@ def _without_ones(ref: TensorRef) -> TensorRef:
 
 def _of(numbers: Shape, axes: Sequence[int]) -> Shape:
     return tuple(numbers[axis] for axis in axes)
-
-
-def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
-    """As `iter_chunks`, cast to `target`.
-
-    The finite values that became infinite or NaN are added to `overflowed[0]`.
-    """
-    if target is ref.dtype:
-        yield from iter_chunks(ref)
-        return
-    for chunk in iter_chunks(ref):
-        result = cast(chunk, ref.dtype, target)
-        overflowed[0] += result.overflowed
-        yield result.data
 
 
 def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:

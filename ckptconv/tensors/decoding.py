@@ -1,0 +1,520 @@
+"""Quantised weights decoded: the operation ``decode``, which makes values of codes and scales.
+
+One statement serves every scheme that multiplies small codes by scales of blocks. What a scheme
+adds are the parameters, a `Decoding`, and views of its tensors in the order that is read here: the
+last two dimensions of the output are rows and columns; codes are packed along one of them; a scale
+belongs to a block of so many rows and columns.
+
+    value = (code - zero) x scale + bias
+
+in float32, each step rounded once, and once more to the type of the output: what the frameworks
+compute where they work in float32 (docs/values.md names those that round more often). Facts of the
+formats: the code of each framework, by the names in `ckptconv.tensors.schemes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptconv.tensors.casting import Cast, cast, every_value
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.plain_numbers import number_of, rounded
+from ckptconv.tensors.refs import Shape
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Box = tuple[Shape, Shape]
+Number = float | complex
+
+_FLOAT32 = BY_NAME["float32"]
+_E8M0 = BY_NAME["float8_e8m0fnu"]
+
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOAT4 = (*_HALF, *(-value for value in _HALF))
+"""The values of E2M1 by code (OCP Microscaling 1.0); code 8 is -0."""
+
+
+class Decoding(NamedTuple):
+    """How codes and what stands beside them become values: parameters of ``decode``.
+
+    `roles` name the inputs in their order: ``codes``, ``scale``, then any of ``zero``, ``second``
+    (a second scale, of the whole tensor), ``bias``, ``groups`` (of each column, the number of its
+    block: act order) and ``table`` (the value of each code).
+
+    `numbers` says what a code is: the name of a dtype of 8 bits, ``uint`` (less `offset`), or
+    ``e2m1`` and ``e2m3``. Codes of `bits` bits are packed in words along the `axis` (-1 or -2):
+    end to end from the lowest bit on, or, of fields that fill a word, in this `order`: the n-th
+    element is in the field ``order[n]``.
+
+    A scale is that of `block` = (rows, columns); `scale_as` is the dtype that its bytes are of
+    where they are stored as uint8. Zeros are one for each scale: plain numbers, or
+    packed as the codes are along the rows (`packed_zero`), where `zero_step` is added to each
+    field, modulo 2**bits. The `second` scale divides the first where `divides`, else multiplies it.
+    `plus` is added to the value, and `last` multiplies it, at the end. `groups` is how many blocks
+    a row has that are read as a whole, `table` how many values the table has, `word` the bytes of a
+    word.
+    """
+
+    roles: tuple[str, ...]
+    numbers: str
+    block: tuple[int, int]
+    bits: int = 8
+    axis: int = -1
+    order: tuple[int, ...] = ()
+    offset: int = 0
+    scale_as: str = ""
+    packed_zero: bool = False
+    zero_step: int = 0
+    divides: bool = False
+    plus: float = 0.0
+    last: float = 1.0
+    groups: int = 0
+    table: int = 0
+    word: int = 1
+
+    @property
+    def per_word(self) -> int:
+        """The elements of a word, of a type whose codes fill words."""
+        return 8 * self.word // self.bits
+
+
+# ------------------------------------------------------------------------------- what is read
+
+
+def needs(how: Decoding, box: Box, count: int) -> Sequence[Box]:
+    """The boxes of the inputs for a box of the output."""
+    (*outer, row, column), (*counts, rows, columns) = box
+    blocks = _span(row, rows, how.block[0]), _span(column, columns, how.block[1])
+    if "groups" in how.roles:
+        blocks = blocks[0], (0, how.groups)
+    found: dict[str, Box] = {}
+    for role in how.roles:
+        if role == "codes":
+            inner = _packed_span(how, how.axis == -1, row, rows, column, columns)
+        elif role == "zero" and how.packed_zero:
+            inner = _words(how, *blocks[0]), blocks[1]
+        elif role in ("scale", "zero", "bias"):
+            inner = blocks
+        elif role == "groups":
+            found[role] = (column,), (columns,)
+            continue
+        else:
+            found[role] = (0,), (how.table if role == "table" else 1,)
+            continue
+        starts, sizes = zip(*inner, strict=True)
+        found[role] = (*outer, *starts), (*counts, *sizes)
+    return [found[role] for role in how.roles]
+
+
+def _packed_span(
+    how: Decoding, is_along_row: bool, row: int, rows: int, column: int, columns: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    if is_along_row:
+        return (row, rows), _words(how, column, columns)
+    return _words(how, row, rows), (column, columns)
+
+
+def _span(start: int, count: int, block: int) -> tuple[int, int]:
+    """The first of the blocks that some elements are in, and how many they are."""
+    first = start // block
+    return first, -(-(start + count) // block) - first
+
+
+def _words(how: Decoding, start: int, count: int) -> tuple[int, int]:
+    """The first of the words that some elements lie in, and how many these are."""
+    width = 8 * how.word
+    first = start * how.bits // width
+    return first, -(-(start + count) * how.bits // width) - first
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+def values(
+    how: Decoding, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> Cast:
+    """The bytes of a box of the output, from those of the boxes that it needs."""
+    import numpy as np
+
+    boxes = dict(zip(how.roles, needs(how, box, len(raw)), strict=True))
+    given = {
+        role: (part, dtype, boxes[role][1])
+        for role, part, dtype in zip(how.roles, raw, types, strict=True)
+    }
+    (*_, row, column), (*_, rows, columns) = box
+    with np.errstate(all="ignore"):
+        scale = _scales(how, given)
+        if _is_for_tables(how, rows, columns):
+            return _by_tables(how, box, given["codes"], scale, target)
+        made = _codes(how, given, row, rows, column, columns)
+        expand = _Expander(how, given, row, rows, column, columns)
+        if "zero" in given:
+            made = expand.applied(np.subtract, made, _zeros(how, given, row, rows))
+        made = expand.applied(np.multiply, made, scale)
+        if "bias" in given:
+            made = expand.applied(np.add, made, _floats(*given["bias"]))
+        if how.plus:
+            made += np.float32(how.plus)
+        if how.last != 1.0:
+            made *= np.float32(how.last)
+    return cast(made.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+
+
+def _scales(how: Decoding, given: dict[str, Any]) -> Array:
+    """The scales as float32, the second one in them."""
+    import numpy as np
+
+    part, dtype, shape = given["scale"]
+    scale = _floats(part, BY_NAME[how.scale_as] if how.scale_as else dtype, shape)
+    if "second" in given:
+        second = _floats(*given["second"])
+        scale = np.divide(scale, second) if how.divides else np.multiply(scale, second)
+    return scale
+
+
+def _floats(part: memoryview, dtype: DType, shape: Shape) -> Array:
+    """Numbers of any real type as float32; integers of at most 24 bits are exact."""
+    import numpy as np
+
+    if dtype.is_floating:
+        raw = cast(part, dtype, _FLOAT32).data
+        return np.frombuffer(raw, "<f4").reshape(shape)
+    numpy = dtype.numpy
+    assert numpy is not None
+    return np.frombuffer(part, np.dtype(numpy).newbyteorder("<")).astype("<f4").reshape(shape)
+
+
+def _codes(
+    how: Decoding, given: dict[str, Any], row: int, rows: int, column: int, columns: int
+) -> Array:
+    """The numbers that codes stand for, as float32, in a new array of the shape of the box."""
+    import numpy as np
+
+    part, _, shape = given["codes"]
+    table = _table(how, given)
+    stored = np.frombuffer(part, f"<u{how.word}").reshape(shape)
+    if how.axis == -1 and 8 % how.bits == 0 and len(how.order) <= 8 // how.bits:
+        # fields of bytes: one look-up gives all the numbers of a byte
+        octets = stored.view(np.uint8).reshape(*shape[:-1], shape[-1] * how.word)
+        made = _looked_up(_by_bytes(how.bits, how.order, table.tobytes()), octets)
+        skipped = column % how.per_word
+        return np.ascontiguousarray(made[..., skipped : skipped + columns])
+    first, count = (row, rows) if how.axis == -2 else (column, columns)
+    fields = unpacked(stored, how, first, count)
+    made = np.empty(fields.shape, np.float32)
+    np.take(table, fields, out=made, mode="clip")
+    return made
+
+
+def _table(how: Decoding, given: dict[str, Any]) -> Array:
+    """The number of each code, as float32."""
+    if "table" in given:
+        return _floats(*given["table"])
+    return _numbers(how.numbers, how.bits, how.offset)
+
+
+@cache
+def _numbers(numbers: str, bits: int, offset: int) -> Array:
+    """What each code of a kind stands for."""
+    import numpy as np
+
+    if numbers == "uint":
+        return np.arange(1 << bits, dtype=np.float32) - np.float32(offset)
+    if numbers == "int8":
+        return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+    if numbers == "e2m1":
+        return np.array(FLOAT4, np.float32)
+    if numbers == "e2m3":  # OCP Microscaling 1.0: bias 1, no infinity, no NaN
+        plain = [_small_float(code, 3, 1) for code in range(64)]
+        return np.array(plain, np.float32)
+    return every_value(BY_NAME[numbers]).astype(np.float32)
+
+
+def _small_float(code: int, mantissa: int, bias: int) -> float:
+    """A float of six bits: sign, exponent, mantissa."""
+    sign = -1.0 if code >> 5 else 1.0
+    exponent = (code & 31) >> mantissa
+    fraction = code & (1 << mantissa) - 1
+    if exponent:
+        fraction += 1 << mantissa
+    return sign * fraction * 2.0 ** (max(exponent, 1) - bias - mantissa)
+
+
+@cache
+def _by_bytes(bits: int, order: tuple[int, ...], table: bytes) -> Array:
+    """The numbers of all fields of a byte, by its value: one item of a type as wide as they are."""
+    import numpy as np
+
+    numbers = np.frombuffer(table, np.float32)
+    octets = np.arange(256)
+    count = 8 // bits
+    fields = [octets >> bits * field & (1 << bits) - 1 for field in order or range(count)]
+    made = np.stack([numbers[field] for field in fields], axis=-1)
+    return np.ascontiguousarray(made).view(f"V{4 * count}").reshape(256)
+
+
+def _looked_up(table: Array, octets: Array) -> Array:
+    """Of each byte the numbers of its fields, one after the other."""
+    import numpy as np
+
+    width = table.dtype.itemsize
+    wide = {4: np.uint32, 8: np.uint64, 16: np.complex128}.get(width)
+    source = table if wide is None else table.view(wide)
+    made = np.empty(octets.shape, source.dtype)
+    np.take(source, octets, out=made, mode="clip")
+    return made.view(np.float32).reshape(*octets.shape[:-1], -1)
+
+
+def unpacked(stored: Array, how: Decoding, first: int, count: int) -> Array:
+    """The `count` fields from the element `first` on of words along the axis, as small integers."""
+    import numpy as np
+
+    axis = stored.ndim + how.axis
+    width = 8 * how.word
+    begin = first * how.bits // width * width  # the bit that the first word begins with
+    if width % how.bits == 0:
+        shifts = [how.bits * field for field in how.order or range(how.per_word)]
+        mask = stored.dtype.type((1 << how.bits) - 1)
+        fields = np.stack([stored >> stored.dtype.type(by) & mask for by in shifts], axis=axis + 1)
+        shape = list(stored.shape)
+        shape[axis] *= len(shifts)
+        whole = fields.reshape(shape)
+    else:
+        whole = _straddling(stored, how.bits, axis, first * how.bits - begin)
+        begin = first * how.bits
+    skipped = (first * how.bits - begin) // how.bits
+    taken: list[Any] = [slice(None)] * stored.ndim
+    taken[axis] = slice(skipped, skipped + count)
+    found: Array = whole[tuple(taken)]
+    return found
+
+
+def _straddling(stored: Array, bits: int, axis: int, shift: int) -> Array:
+    """Fields that words do not hold whole, end to end from the bit `shift` on."""
+    import numpy as np
+
+    octets = np.ascontiguousarray(np.moveaxis(stored, axis, -1)).view(np.uint8)
+    available = (8 * octets.shape[-1] - shift) // bits
+    padded = np.concatenate([octets, np.zeros((*octets.shape[:-1], 2), np.uint8)], axis=-1)
+    pairs = padded[..., :-1].astype(np.uint16)
+    pairs |= padded[..., 1:].astype(np.uint16) << np.uint16(8)
+    period = 8 // gcd(bits, 8)  # elements after which the places within bytes come again
+    made = np.empty((*octets.shape[:-1], available), np.uint8)
+    mask = np.uint16((1 << bits) - 1)
+    for at in range(min(period, available)):
+        bit = shift + at * bits
+        step = bits * period // 8
+        part = pairs[..., bit // 8 :: step][..., : len(range(at, available, period))]
+        made[..., at::period] = part >> np.uint16(bit % 8) & mask
+    return np.moveaxis(made, -1, axis)
+
+
+def _zeros(how: Decoding, given: dict[str, Any], row: int, rows: int) -> Array:
+    """The zero of each scale, as float32."""
+    import numpy as np
+
+    part, dtype, shape = given["zero"]
+    if not how.packed_zero:
+        return _floats(part, dtype, shape)
+    stored = np.frombuffer(part, f"<u{how.word}").reshape(shape)
+    first, count = _span(row, rows, how.block[0])
+    fields = unpacked(stored, how._replace(axis=-2), first, count).astype(np.int32)
+    if how.zero_step:
+        fields = fields + how.zero_step & (1 << how.bits) - 1
+    return (fields - how.offset).astype(np.float32)
+
+
+class _Expander:
+    """Applies what is one for each block to all elements of a box."""
+
+    def __init__(
+        self,
+        how: Decoding,
+        given: dict[str, Any],
+        row: int,
+        rows: int,
+        column: int,
+        columns: int,
+    ) -> None:
+        self._how = how
+        self._rows, self._row = rows, row
+        self._columns, self._column = columns, column
+        self._groups = None
+        if "groups" in given:
+            part, dtype, _ = given["groups"]
+            self._groups = _integers(part, dtype)
+
+    def applied(self, function: Any, made: Array, each: Array) -> Array:
+        """`function` of the elements and of what their blocks have, in place."""
+        import numpy as np
+
+        high, wide = self._how.block
+        if high > 1 and each.shape[-2] > 1:
+            skipped = self._row % high
+            each = np.repeat(each, high, axis=-2)[..., skipped : skipped + self._rows, :]
+        if self._groups is not None:
+            function(made, np.take(each, self._groups, axis=-1), out=made)
+            return made
+        if each.shape[-1] == 1 or wide == 1:
+            function(made, each, out=made)
+            return made
+        if self._column % wide == 0 and self._columns % wide == 0:
+            blocks = made.reshape(*made.shape[:-1], -1, wide)
+            function(blocks, each[..., None], out=blocks)
+            return made
+        skipped = self._column % wide
+        spread = np.repeat(each, wide, axis=-1)[..., skipped : skipped + self._columns]
+        function(made, spread, out=made)
+        return made
+
+
+def _integers(part: memoryview, dtype: DType) -> Array:
+    import numpy as np
+
+    numpy = dtype.numpy
+    assert numpy is not None
+    return np.frombuffer(part, np.dtype(numpy).newbyteorder("<")).astype(np.intp)
+
+
+# ------------------------------------------------------------------------------- large blocks
+
+_LARGE = 4096
+"""Elements of a block from which a table of its values is quicker than to multiply each: 1.3 ns
+where multiplying takes 2.7. A table of 256 values is made for each block and box.
+"""
+
+
+def _is_for_tables(how: Decoding, rows: int, columns: int) -> bool:
+    in_block = min(how.block[0], rows) * min(how.block[1], columns)
+    is_plain = how.roles in _SCALED and how.last == 1.0 and how.bits == 8 and how.word == 1
+    return is_plain and in_block >= _LARGE
+
+
+_SCALED = (("codes", "scale"), ("codes", "scale", "second"))
+
+
+def _by_tables(
+    how: Decoding, box: Box, codes: tuple[memoryview, DType, Shape], scale: Array, target: DType
+) -> Cast:
+    import numpy as np
+
+    (*_, row, column), (*_, rows, columns) = box
+    high, wide = how.block
+    numbers = _numbers(how.numbers, 8, how.offset)
+    stored = np.frombuffer(codes[0], np.uint8).reshape(-1, rows, columns)
+    grid = scale.reshape(-1, *scale.shape[-2:])
+    made = np.empty(stored.shape, f"<u{target.itemsize}")
+    overflowed = 0
+    for outer, down, across in np.ndindex(*grid.shape):
+        first_row = max(0, (row // high + down) * high - row)
+        first = max(0, (column // wide + across) * wide - column)
+        down_to = (row // high + down + 1) * high - row
+        across_to = (column // wide + across + 1) * wide - column
+        table = numbers * grid[outer, down, across]
+        result = cast(table.view(np.uint8).data, _FLOAT32, target)
+        there = (outer, slice(first_row, down_to), slice(first, across_to))
+        taken = stored[there]
+        made[there] = np.take(np.frombuffer(result.data, made.dtype), taken, mode="clip")
+        if result.overflowed:
+            lost = np.isfinite(table) & ~np.isfinite(_floats(result.data, target, (256,)))
+            overflowed += int(np.count_nonzero(lost[taken]))
+    return Cast(made.reshape(-1).view(np.uint8).data, overflowed)
+
+
+# ------------------------------------------------------------------------------- one element
+
+
+def plain(how: Decoding, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
+    """One element, from the numbers that it needs: once more, by the definition of the formats and
+    in nothing but Python.
+    """
+    given = dict(zip(how.roles, numbers, strict=True))
+    (*_, row, column), _ = box
+    along = column if how.axis == -1 else row
+    code = _plain_code(how, given["codes"], along)
+    if "table" in given:
+        number = _real(given["table"][int(_real(code))])
+    else:
+        number = _plain_number(how, code)
+    group = int(_real(given["groups"][0])) if "groups" in given else 0
+    scale = _plain_scale(how, given["scale"][group])
+    if "second" in given:
+        second = _real(given["second"][0])
+        scale = _f32(_ratio(scale, second) if how.divides else scale * second)
+    if "zero" in given:
+        number = _f32(number - _plain_zero(how, given["zero"], group, row))
+    value = _f32(number * scale)
+    if "bias" in given:
+        value = _f32(value + _real(given["bias"][0]))
+    if how.plus:
+        value = _f32(value + how.plus)
+    return _f32(value * how.last) if how.last != 1.0 else value
+
+
+def _plain_code(how: Decoding, words: Sequence[Number], along: int) -> Number:
+    """The field of the element; a code of 8 bits of a type of its own is its number already."""
+    if how.bits == 8 and how.word == 1:
+        return words[0]
+    return _field(how, [int(_real(word)) for word in words], along)
+
+
+def _field(how: Decoding, words: Sequence[int], along: int) -> int:
+    width = 8 * how.word
+    stream = sum(word % (1 << width) << width * at for at, word in enumerate(words))
+    if how.order:
+        bit = how.bits * how.order[along % len(how.order)]
+    else:
+        bit = along * how.bits - along * how.bits // width * width
+    return stream >> bit & (1 << how.bits) - 1
+
+
+def _plain_number(how: Decoding, code: Number) -> float:
+    """What a code stands for."""
+    if how.numbers == "uint":
+        return _real(code) - how.offset
+    if how.numbers == "e2m1":
+        return FLOAT4[int(_real(code))]
+    if how.numbers == "e2m3":
+        return _small_float(int(_real(code)), 3, 1)
+    return _of_byte(code, how.numbers) if type(code) is int else _real(code)
+
+
+def _of_byte(byte: int, name: str) -> float:
+    return _real(number_of(bytes((byte % 256,)), BY_NAME[name]))
+
+
+def _plain_scale(how: Decoding, scale: Number) -> float:
+    if how.scale_as:
+        return _of_byte(int(_real(scale)), how.scale_as)
+    return _real(rounded(scale, _FLOAT32))
+
+
+def _plain_zero(how: Decoding, zeros: Sequence[Number], group: int, row: int) -> float:
+    if not how.packed_zero:
+        return _real(zeros[group])
+    _, count = _words(how, *_span(row, 1, how.block[0]))
+    per_row = len(zeros) // count
+    words = [int(_real(zeros[at * per_row + group])) for at in range(count)]
+    field = _field(how, words, row // how.block[0])
+    return float((field + how.zero_step) % (1 << how.bits) - how.offset)
+
+
+def _ratio(one: float, other: float) -> float:
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        return float(np.float64(one) / np.float64(other))
+
+
+def _f32(number: float) -> float:
+    return _real(rounded(number, _FLOAT32))
+
+
+def _real(number: Number) -> float:
+    return number.real if isinstance(number, complex) else number

@@ -1,0 +1,276 @@
+"""What the schemes of quantised weights share: a weight with what is read with it, and its values.
+
+A scheme is told by the configuration that stands beside the checkpoint, then by names and shapes.
+It gives a `Decoding` and the tensors in the order in which `ckptconv.tensors.decoding` reads them;
+all that is stored is checked against each other here, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from ckptconv.support.errors import MalformedCheckpoint, RefusedObject
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.computed import Computed, computed
+from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Shape, TensorRef, box_of, whole_view
+from ckptconv.tensors.stream import iter_chunks
+from ckptconv.tensors.views import reshaped
+
+FLOAT32, BFLOAT16 = BY_NAME["float32"], BY_NAME["bfloat16"]
+E8M0, E4M3 = BY_NAME["float8_e8m0fnu"], BY_NAME["float8_e4m3fn"]
+FLOAT8 = tuple(BY_NAME[f"float8_{form}"] for form in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
+
+_MOST = 1 << 16
+"""The most bytes of a tensor that is read while a conversion is planned: a shape, a JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known beside the tensors of a state dict.
+
+    `config` is the ``quantization_config`` of ``config.json`` (or what stands for it), `metadata`
+    the strings of a safetensors file, `scheme` the one that the user names, `dtype` the type of the
+    weights that ``config.json`` names, `checked` remembers which tensors were held against their
+    checksums.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    scheme: str | None = None
+    dtype: DType | None = None
+    checked: Checksums = field(default_factory=Checksums)
+
+    @property
+    def method(self) -> str:
+        """The ``quant_method`` of the configuration; empty where there is none."""
+        method = self.config.get("quant_method")
+        return method.lower() if isinstance(method, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Codes with all that they are read with: the tensors of one weight.
+
+    `key` is that of the codes, `prefix` what stands before their name and that of the others,
+    `parts` are all of them by what stands behind it.
+    """
+
+    key: str
+    prefix: str
+    parts: Mapping[str, TensorRef]
+
+    @property
+    def name(self) -> str:
+        """The name of the codes in their module."""
+        return self.key[len(self.prefix) :]
+
+    @property
+    def module(self) -> str:
+        """The path of the module."""
+        return self.prefix.removesuffix(".")
+
+    @property
+    def codes(self) -> TensorRef:
+        return self.parts[self.name]
+
+    def first(self, *names: str) -> TensorRef | None:
+        """The first of these that is there."""
+        return next((self.parts[name] for name in names if name in self.parts), None)
+
+    def need(self, name: str) -> TensorRef:
+        """The tensor of this name; `MalformedCheckpoint` where there is none."""
+        if name not in self.parts:
+            self.fail(f"is quantised, and has no {name}")
+        return self.parts[name]
+
+    def fail(self, what: str, hint: str | None = None) -> NoReturn:
+        """Raise `MalformedCheckpoint` about this weight."""
+        raise MalformedCheckpoint(what, where=self.key, hint=hint)
+
+    def refuse(self, what: str, hint: str | None = None) -> NoReturn:
+        """Raise `RefusedObject` about this weight."""
+        raise RefusedObject(what, where=self.key, hint=hint)
+
+
+class Weight(NamedTuple):
+    """The values of a quantised weight: under the name `name` in its module, `scheme` in words."""
+
+    name: str
+    values: TensorRef
+    scheme: str
+
+
+class Scheme(NamedTuple):
+    """A way in which weights are quantised.
+
+    `name` is the word of ``--scheme``; `methods` are the values of ``quant_method`` that mean it;
+    `fits` says whether names and types of a group are those of the scheme, `decode` gives its
+    values. `is_certain`: names and types alone tell it, whatever the configuration says.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    fits: Callable[[Group, Facts], bool]
+    decode: Callable[[Group, Facts], Weight]
+    is_certain: bool = False
+
+
+def read_small(ref: TensorRef, where: str) -> bytes:
+    """All bytes of a small tensor, in C order, held against their checksum."""
+    if ref.nbytes > _MOST:
+        raise MalformedCheckpoint(f"has {ref.nbytes} bytes, too many for what it is", where=where)
+    for piece in ref.pieces:
+        Checksums().read(piece.storage)
+    return b"".join(map(bytes, iter_chunks(ref)))
+
+
+def read_integers(ref: TensorRef, where: str) -> tuple[int, ...]:
+    """The values of a small tensor of integers."""
+    if ref.dtype.kind != "int":
+        raise MalformedCheckpoint(f"is {ref.dtype.name}, not integers", where=where)
+    raw, size = read_small(ref, where), ref.dtype.itemsize
+    signed = ref.dtype.name.startswith("int")
+    return tuple(
+        int.from_bytes(raw[at : at + size], "little", signed=signed)
+        for at in range(0, len(raw), size)
+    )
+
+
+def check_groups(group: Group, name: str, columns: int, groups: int) -> None:
+    """Refuse an index of groups that is not one number below `groups` for each column."""
+    index = group.need(name)
+    if index.shape != (columns,) or index.dtype.name not in ("int32", "int64"):
+        group.fail(f"{name} has to be {columns} integers")
+    numbers = all_integers(group, name)
+    if numbers and not (min(numbers) >= 0 and max(numbers) < groups):
+        group.fail(f"{name} names a group beyond the {groups} that are there")
+
+
+def all_integers(group: Group, name: str) -> tuple[int, ...]:
+    """The values of a tensor of integers in one dimension."""
+    index = group.need(name)
+    found: list[int] = []
+    for at in range(0, index.shape[0], 8192):  # of a bounded size each
+        part = box_of(index, (at,), (min(8192, index.shape[0] - at),))
+        found += read_integers(part, group.prefix + name)
+    return tuple(found)
+
+
+def one_number(group: Group, name: str) -> TensorRef:
+    """A tensor of one element, in one dimension."""
+    return reshaped(group.need(name), (1,), group.prefix + name)
+
+
+# --------------------------------------------------------------------------------------- the grid
+
+
+def grid_of(group: Group, name: str, shape: Shape, block: tuple[int, int]) -> TensorRef:
+    """What is one for each block of a weight of this shape, in so many dimensions; a tensor with
+    one element is for all blocks.
+    """
+    ref = group.need(name)
+    *outer, rows, columns = shape
+    wanted = (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    if ref.shape == wanted:
+        return ref
+    if _large(ref.shape) != _large(wanted):
+        group.fail(
+            f"is {list(shape)}, in blocks of {block[0]} x {block[1]}, so {name} has to be "
+            f"{list(wanted)}, and is {list(ref.shape)}"
+        )
+    return reshaped(ref, wanted, group.prefix + name)
+
+
+def block_of(group: Group, scale: TensorRef, shape: Shape, given: object = None) -> tuple[int, int]:
+    """The rows and columns of a block: as a configuration says (`given`), else by the shape of the
+    scales: one for all, one for each row, or a grid whose blocks have a power of two of rows and of
+    columns.
+
+    The block is never the size divided by that of the grid: blocks at the edges are cut.
+    """
+    *outer, rows, columns = shape
+    sizes = _large(scale.shape)
+    if sizes in ([], _large(outer)):
+        return max(rows, 1), max(columns, 1)
+    if isinstance(given, (list, tuple)) and len(given) == 2 and all(map(_is_size, given)):
+        return given[0], given[1]
+    if sizes == _large((*outer, rows)):
+        return 1, max(columns, 1)
+    if len(scale.shape) != len(shape) or list(scale.shape[:-2]) != outer:
+        group.fail(f"is {list(shape)}, which scales of {list(scale.shape)} do not fit")
+    return (
+        power_of(group, rows, scale.shape[-2]),
+        power_of(group, columns, scale.shape[-1]),
+    )
+
+
+def _large(shape: Sequence[int]) -> list[int]:
+    """The sizes of a shape that are not 1."""
+    return [size for size in shape if size != 1]
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def power_of(group: Group, size: int, blocks: int) -> int:
+    """The power of two of elements in a block, where so many blocks take so many elements."""
+    if blocks <= 1:
+        return max(size, 1)
+    block = 1
+    while -(-size // block) > blocks:
+        block *= 2
+    if -(-size // block) != blocks:
+        group.fail(
+            f"has {size} rows or columns for {blocks} scales: no block of a power of two fits",
+            hint="the config.json that belongs to it says the size of a block",
+        )
+    return block
+
+
+def as_scale(ref: TensorRef) -> str:
+    """How scales are to be read: powers of two are stored as bytes too."""
+    return E8M0.name if ref.dtype.name == "uint8" else ""
+
+
+# --------------------------------------------------------------------------------------- decoding
+
+
+def decoded(
+    group: Group,
+    facts: Facts,
+    how: Decoding,
+    inputs: Mapping[str, TensorRef],
+    shape: Shape,
+    dtype: DType | None,
+    final: Shape | None = None,
+) -> TensorRef:
+    """The values of a weight: of `shape` as they are computed, `final` as they are seen.
+
+    Their type is `dtype`, that which the configuration names, or bfloat16.
+    """
+    target = dtype or facts.dtype or BFLOAT16
+    refs = tuple(inputs[role] for role in how.roles)
+    value = Computed("decode", refs, how, target, shape)
+    made = computed(value, group.key, facts.checked)
+    return whole_view(made.storage, target, shape if final is None else final)
+
+
+def check_words(group: Group, codes: TensorRef, bits: int, columns: int) -> None:
+    """Refuse codes packed along their rows that are not just the words for the columns."""
+    words = -(-columns * bits // (8 * codes.dtype.itemsize))
+    if codes.shape[-1] != words:
+        group.fail(
+            f"holds {columns} codes of {bits} bits in a row, which take {words} words, and has "
+            f"{codes.shape[-1]}"
+        )
+
+
+def known_dtype(name: object) -> DType | None:
+    """The floating type of 16 bits or more that a text names; None for anything else."""
+    found = BY_NAME.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    return found if found is not None and found.is_floating and found.itemsize > 1 else None

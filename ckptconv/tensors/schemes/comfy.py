@@ -1,0 +1,123 @@
+"""ComfyUI: fp8 with the mark ``scaled_fp8``, and the layers that ``_quantization_metadata`` or
+``comfy_quant`` tensors name.
+
+Fact: the layouts of comfy-kitchen 0.2.40. NVFP4 and MXFP8 are padded (to 16 and to 32), and the
+shape before is not in the file: the values have the padded one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.schemes.base import (
+    FLOAT8,
+    Facts,
+    Group,
+    Scheme,
+    Weight,
+    as_scale,
+    decoded,
+    one_number,
+    read_small,
+)
+from ckptconv.tensors.schemes.scaled import scaled
+from ckptconv.tensors.views import cut, unswizzled
+
+_METADATA, _INLINE, _MARK = "_quantization_metadata", "comfy_quant", "scaled_fp8"
+_BASE = "model.diffusion_model."  # third parties leave it out in the metadata
+PLAIN = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+
+
+def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
+    """What ComfyUI says of a layer."""
+    inline = group.parts.get(_INLINE)
+    if inline is not None:
+        return _object(group, read_small(inline, group.prefix + _INLINE))
+    text = facts.metadata.get(_METADATA)
+    layers = _object(group, text.encode()).get("layers") if text is not None else None
+    if not isinstance(layers, dict):
+        return None
+    found = layers.get(group.module, layers.get(group.module.removeprefix(_BASE)))
+    return found if isinstance(found, dict) else None
+
+
+def _object(group: Group, raw: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        group.fail("is described by ComfyUI's metadata, which are not a JSON object")
+    return found
+
+
+def _is_comfy(group: Group, facts: Facts) -> bool:
+    return _layer(group, facts) is not None
+
+
+def _comfy(group: Group, facts: Facts) -> Weight:
+    layer = _layer(group, facts)
+    assert layer is not None
+    kind = layer.get("format")
+    if "pre_quant_scale" in group.parts:
+        group.refuse("has a pre_quant_scale, which belongs to the inputs of its layer")
+    if layer.get("convrot") or kind not in (*PLAIN, "nvfp4", "mxfp8"):
+        group.refuse(f"is quantised as {kind!r:.60} of ComfyUI, which is not known here")
+    without = {name: ref for name, ref in group.parts.items() if name != _INLINE}
+    group = Group(group.key, group.prefix, without)
+    if kind in PLAIN:
+        return scaled(group, facts, f"ComfyUI {kind}")
+    return _tiled(group, facts, str(kind))
+
+
+def _tiled(group: Group, facts: Facts, kind: str) -> Weight:
+    """Scales in tiles of 128 x 4, of nibbles (the high one first) or of fp8."""
+    codes, scale = group.codes, group.need("weight_scale")
+    bits, size = (4, 16) if kind == "nvfp4" else (8, 32)
+    is_right = codes.dtype.name == "uint8" if bits == 4 else codes.dtype in FLOAT8
+    if not is_right or len(codes.shape) != 2:
+        group.fail(f"is {list(codes.shape)} of {codes.dtype.name}, which is not {kind}")
+    shape = (codes.shape[0], codes.shape[1] * 8 // bits)
+    inputs = {"codes": codes, "scale": _tiles(group, scale, shape, size)}
+    if bits == 4:
+        inputs["second"] = one_number(group, "weight_scale_2")
+    numbers = "e2m1" if bits == 4 else codes.dtype.name
+    order = (1, 0) if bits == 4 else ()
+    how = Decoding(
+        tuple(inputs), numbers, (1, size), bits=bits, order=order, scale_as=as_scale(scale)
+    )
+    values = decoded(group, facts, how, inputs, shape, None)
+    return Weight("weight", values, f"ComfyUI {kind}, groups of {size}")
+
+
+def _tiles(group: Group, scale: TensorRef, shape: Shape, size: int) -> TensorRef:
+    rows, columns = shape[0], -(-shape[1] // size)
+    wanted = (-(-rows // 128) * 128, -(-columns // 4) * 4)
+    if scale.shape != wanted:
+        group.fail(f"has scales of {list(scale.shape)}, which have to be {list(wanted)}")
+    return cut(unswizzled(scale, f"{group.prefix}weight_scale"), (rows, columns))
+
+
+def _is_marked(group: Group, _: Facts) -> bool:
+    """fp8 of a checkpoint that has the mark; a layer without a scale has one of 1."""
+    return group.codes.dtype in FLOAT8 and any(name.endswith(_MARK) for name in group.parts)
+
+
+def _marked(group: Group, facts: Facts) -> Weight:
+    without = {name: ref for name, ref in group.parts.items() if not name.endswith(_MARK)}
+    if len(without) == 1:
+        group.refuse(
+            "is fp8 in a checkpoint of scaled fp8, and has no scale",
+            hint="leave it out with --exclude, or convert without --dequantize",
+        )
+    return scaled(Group(group.key, group.prefix, without), facts, "ComfyUI scaled fp8")
+
+
+SCHEMES = (
+    Scheme("comfy", (), _is_comfy, _comfy, is_certain=True),
+    Scheme("comfy-scaled", (), _is_marked, _marked, is_certain=True),
+)

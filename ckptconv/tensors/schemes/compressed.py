@@ -1,0 +1,191 @@
+"""compressed-tensors (llm-compressor, vLLM, Kimi K2): packed integers, NVFP4, MXFP4, MXFP6.
+
+Facts: compressed_tensors/compressors of release 0.20 and its quantization/lifecycle/forward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.schemes.base import (
+    E4M3,
+    Facts,
+    Group,
+    Scheme,
+    Weight,
+    as_scale,
+    block_of,
+    check_groups,
+    check_words,
+    decoded,
+    grid_of,
+    one_number,
+    read_integers,
+)
+from ckptconv.tensors.schemes.scaled import block_text
+
+_PACKED = "_packed"
+
+
+def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
+    """What the configuration says of the weights of a module: of the group whose targets name it by
+    its path, by a regex (``re:``), or the only one there is; empty where it says nothing.
+    """
+    groups = facts.config.get("config_groups")
+    if not isinstance(groups, dict):
+        return {}
+    found = [item for item in groups.values() if isinstance(item, dict)]
+    named = [item for item in found if _targets(item, group.module)]
+    chosen = named if named else found
+    if len(chosen) != 1:
+        return {}
+    weights = chosen[0].get("weights")
+    return weights if isinstance(weights, dict) else {}
+
+
+def _targets(item: Mapping[str, Any], module: str) -> bool:
+    """Whether a group names a module: by its class it cannot be told here."""
+    targets = item.get("targets")
+    for target in targets if isinstance(targets, list) else ():
+        if not isinstance(target, str):
+            continue
+        if target == module:
+            return True
+        if target.startswith("re:") and _matches(target[3:], module):
+            return True
+    return False
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        return False
+
+
+def _base(group: Group) -> str:
+    return group.name.removesuffix(_PACKED)
+
+
+def _is_packed(group: Group, *types: str) -> bool:
+    base = _base(group)
+    return (
+        group.name == base + _PACKED
+        and group.codes.dtype.name in types
+        and f"{base}_scale" in group.parts
+    )
+
+
+def _is_pack_quantized(group: Group, _: Facts) -> bool:
+    return _is_packed(group, "int32")
+
+
+def _pack_quantized(group: Group, facts: Facts) -> Weight:
+    """Integers of 1 to 8 bits, end to end in words of 32 bits; zeros are packed along the rows."""
+    base, codes = _base(group), group.codes
+    shape = _shape(group)
+    *_, rows, columns = shape
+    config = weights_config(facts, group)
+    bits = _bits(group, config, columns)
+    check_words(group, codes, bits, columns)
+    inputs = {"codes": codes}
+    index = group.first(f"{base}_g_idx")
+    size = config.get("group_size")
+    given = (1, size) if isinstance(size, int) and size > 0 else None
+    scale = group.need(f"{base}_scale")
+    block = block_of(group, scale, shape, given)
+    if block[1] < columns and columns % block[1]:
+        group.fail(f"has {columns} columns, which groups of {block[1]} do not divide")
+    inputs["scale"] = grid_of(group, f"{base}_scale", shape, block)
+    zero = group.first(f"{base}_zero_point")
+    if zero is not None:
+        words = (-(-rows * bits // 32), *inputs["scale"].shape[-1:])
+        if zero.dtype.name != "int32" or zero.shape[-2:] != words:
+            group.fail(f"{base}_zero_point has to be {list(words)} of int32")
+        inputs["zero"] = zero
+    groups = inputs["scale"].shape[-1]
+    if index is not None:
+        check_groups(group, f"{base}_g_idx", columns, groups)
+        inputs["groups"] = index
+    how = Decoding(
+        tuple(inputs),
+        "uint",
+        block,
+        bits=bits,
+        offset=1 << bits - 1,
+        word=4,
+        packed_zero=True,
+        groups=groups,
+    )
+    values = decoded(group, facts, how, inputs, shape, facts.dtype or scale.dtype)
+    kind = f"int{bits}" + (", asymmetric" if zero is not None else "")
+    order = ", act order" if index is not None else ""
+    return Weight(base, values, f"{kind}, {block_text(block, shape)}{order}")
+
+
+def _shape(group: Group) -> tuple[int, ...]:
+    base, codes = _base(group), group.codes
+    told = read_integers(group.need(f"{base}_shape"), f"{group.prefix}{base}_shape")
+    *outer, rows, _ = codes.shape if len(codes.shape) > 1 else (0, 0)
+    is_right = told in ((rows, *told[-1:]), (*outer, rows, *told[-1:]))
+    if not is_right or min(told) < 0:
+        group.fail(f"{base}_shape says {list(told)}, and the codes are {list(codes.shape)}")
+    return (*outer, rows, told[-1])
+
+
+def _bits(group: Group, config: Mapping[str, Any], columns: int) -> int:
+    words = group.codes.shape[-1]
+    told = config.get("num_bits")
+    if isinstance(told, int) and 1 <= told <= 8:
+        return told
+    fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == words]
+    if len(fitting) != 1:
+        group.refuse(
+            f"has {columns} codes in {words} words: they may have "
+            f"{' or '.join(map(str, fitting)) or 'no number of'} bits",
+            hint="the config.json that belongs to it says num_bits",
+        )
+    return fitting[0]
+
+
+def _is_float(group: Group, facts: Facts) -> bool:
+    return _is_packed(group, "uint8")
+
+
+def _float(group: Group, facts: Facts) -> Weight:
+    """NVFP4, MXFP4 and MXFP6: told by the type of the scale, and by how many codes it is for."""
+    base, codes = _base(group), group.codes
+    scale = group.need(f"{base}_scale")
+    second = group.first(f"{base}_global_scale")
+    if len(codes.shape) < 2 or len(scale.shape) != len(codes.shape) or not scale.shape[-1]:
+        group.fail(f"is {list(codes.shape)}, which scales of {list(scale.shape)} do not fit")
+    octets, rest = divmod(codes.shape[-1], scale.shape[-1])  # bytes of codes for a scale
+    is_nv = scale.dtype is E4M3 and second is not None
+    bits, size = {(True, 8): (4, 16), (False, 16): (4, 32), (False, 24): (6, 32)}.get(
+        (is_nv, octets), (0, 0)
+    )
+    if rest or not bits or (second is not None) != is_nv:
+        what = f"{scale.dtype.name} scales for {octets} bytes each"
+        group.refuse(f"is packed in a way that is not known: {what}")
+    shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
+    block = (1, size)
+    check_words(group, codes, bits, shape[-1])
+    inputs = {"codes": codes, "scale": grid_of(group, f"{base}_scale", shape, block)}
+    if second is not None:
+        inputs["second"] = one_number(group, f"{base}_global_scale")
+    numbers = "e2m1" if bits == 4 else "e2m3"
+    how = Decoding(tuple(inputs), numbers, block, bits=bits, scale_as=as_scale(scale), divides=True)
+    values = decoded(group, facts, how, inputs, shape, None)
+    name = "nvfp4" if is_nv else f"mxfp{bits}"
+    return Weight(base, values, f"{name}, groups of {size}")
+
+
+_METHODS = ("compressed-tensors",)
+
+SCHEMES = (
+    Scheme("pack-quantized", _METHODS, _is_pack_quantized, _pack_quantized, is_certain=True),
+    Scheme("float-pack-quantized", _METHODS, _is_float, _float, is_certain=True),
+)

@@ -1,0 +1,148 @@
+"""Codes of one byte each beside a scale for the tensor, for rows, groups or blocks: fp8 and int8 of
+Hugging Face, DeepSeek, compressed-tensors, FBGEMM, Quark and ModelOpt; the FP4 of DeepSeek V4.
+
+Facts: transformers' finegrained_fp8 and compressed_tensors' naive_quantized. A block size is that
+of the configuration: transformers 5.23 divides the rows by those of the grid, and reads a weight of
+192 rows in blocks of 96.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.refs import Shape
+from ckptconv.tensors.schemes.base import (
+    E8M0,
+    FLOAT8,
+    Facts,
+    Group,
+    Scheme,
+    Weight,
+    as_scale,
+    block_of,
+    decoded,
+    grid_of,
+)
+from ckptconv.tensors.views import reshaped
+
+_INT8 = BY_NAME["int8"]
+_MX = 32  # elements of a scale in the Microscaling formats
+
+
+def scale_name(group: Group) -> str | None:
+    """The name of the scale of codes that are called as the weight is."""
+    name = group.name
+    for known in (f"{name}_scale_inv", f"{name}_scale", f"scale_{name}", f"qscale_{name}", "scale"):
+        if known in group.parts:
+            return known
+    return None
+
+
+def _holds(group: Group) -> bool:
+    """Whether there is nothing but a scale, and perhaps zeros."""
+    known = {group.name, scale_name(group), f"{group.name}_zero_point"}
+    return scale_name(group) is not None and known.issuperset(group.parts)
+
+
+def _is_float8(group: Group, _: Facts) -> bool:
+    return group.codes.dtype in FLOAT8 and _holds(group)
+
+
+def _is_int8(group: Group, _: Facts) -> bool:
+    name = scale_name(group)
+    is_int = group.codes.dtype is _INT8 and _holds(group)
+    return is_int and name is not None and group.parts[name].dtype is not E8M0
+
+
+def _is_float4(group: Group, _: Facts) -> bool:
+    name = scale_name(group)
+    if name is None or group.codes.dtype.name not in ("int8", "uint8") or not _holds(group):
+        return False
+    scale, codes = group.parts[name], group.codes
+    is_mx = scale.dtype is E8M0 and len(scale.shape) == len(codes.shape) >= 2
+    return is_mx and scale.shape[-1] * _MX == 2 * codes.shape[-1]
+
+
+def given_block(facts: Facts, group: Group) -> Any:
+    """The block that a configuration names: of all weights, or by groups of them."""
+    from ckptconv.tensors.schemes.compressed import weights_config
+
+    if "weight_block_size" in facts.config:
+        return facts.config["weight_block_size"]
+    config = weights_config(facts, group)
+    if config.get("block_structure"):
+        return config["block_structure"]
+    size = config.get("group_size")
+    return (1, size) if isinstance(size, int) and size > 0 else None
+
+
+def scaled(group: Group, facts: Facts, words: str) -> Weight:
+    """The values of codes of one byte; `words` say what they are."""
+    name, codes = scale_name(group), group.codes
+    assert name is not None
+    shape = _at_least_two(codes.shape)
+    scale = group.need(name)
+    block = block_of(group, scale, shape, given_block(facts, group))
+    inputs = {
+        "codes": reshaped(codes, shape, group.key),
+        "scale": grid_of(group, name, shape, block),
+    }
+    zero = f"{group.name}_zero_point"
+    if zero in group.parts:
+        inputs["zero"] = grid_of(group, zero, shape, block)
+    how = Decoding(tuple(inputs), codes.dtype.name, block, scale_as=as_scale(scale))
+    values = decoded(group, facts, how, inputs, shape, None, codes.shape)
+    return Weight(group.name, values, f"{words}, {block_text(block, shape)}")
+
+
+def _at_least_two(shape: Shape) -> Shape:
+    """A shape as rows and columns, of experts too; kernels of a convolution are columns."""
+    if len(shape) < 2:
+        return (1, *shape) if shape else (1, 1)
+    if len(shape) > 3:
+        rows, *rest = shape
+        columns = 1
+        for size in rest:
+            columns *= size
+        return rows, columns
+    return shape
+
+
+def block_text(block: tuple[int, int], shape: Shape) -> str:
+    """What a scale is for, in words."""
+    rows, columns = shape[-2:]
+    if block[0] >= rows and block[1] >= columns:
+        return "one scale"
+    if block[0] == 1:
+        return "a scale for each row" if block[1] >= columns else f"groups of {block[1]}"
+    return f"blocks of {block[0]} x {block[1]}"
+
+
+def _float8(group: Group, facts: Facts) -> Weight:
+    return scaled(group, facts, "fp8")
+
+
+def _int8(group: Group, facts: Facts) -> Weight:
+    return scaled(group, facts, "int8")
+
+
+def _float4(group: Group, facts: Facts) -> Weight:
+    name, codes = scale_name(group), group.codes
+    assert name is not None
+    *outer, columns = codes.shape
+    shape = (*outer, 2 * columns)
+    inputs = {"codes": codes, "scale": grid_of(group, name, shape, (1, _MX))}
+    how = Decoding(("codes", "scale"), "e2m1", (1, _MX), bits=4)
+    values = decoded(group, facts, how, inputs, shape, None)
+    return Weight(group.name, values, f"mxfp4, groups of {_MX}")
+
+
+_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark", "mxfp8")
+
+SCHEMES = (
+    Scheme("fp8", _METHODS, _is_float8, _float8),
+    Scheme("int8", ("compressed-tensors", "modelopt", "quark"), _is_int8, _int8),
+    Scheme("deepseek-fp4", _METHODS, _is_float4, _float4),
+)

@@ -1,0 +1,160 @@
+"""Which scheme a weight is quantised by: the configuration says it, then names and shapes; where
+these leave a choice, an error lists it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ckptconv.support.errors import CheckpointError, OptionRefused, RefusedObject, printable
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.scaled_weights import find_scaled
+from ckptconv.tensors.schemes import (
+    bitsandbytes,
+    comfy,
+    compressed,
+    experts,
+    mlx,
+    modelopt,
+    scaled,
+    torchao,
+    words,
+)
+from ckptconv.tensors.schemes.base import Facts, Group, Scheme
+
+SCHEMES: tuple[Scheme, ...] = (
+    *comfy.SCHEMES,
+    *torchao.SCHEMES,
+    *bitsandbytes.SCHEMES,
+    *experts.SCHEMES,
+    *compressed.SCHEMES,
+    *mlx.SCHEMES,
+    *modelopt.SCHEMES,
+    *words.SCHEMES,
+    *scaled.SCHEMES,
+)
+
+_BY_WORD = {scheme.name: scheme for scheme in SCHEMES} | {
+    "gptq-v2": next(scheme for scheme in SCHEMES if scheme.name == "gptq")
+}
+WORDS = (*_BY_WORD,)
+"""The words of ``--scheme``."""
+
+_ACTIVATIONS = frozenset((
+    "input_scale", "input_global_scale", "activation_scale", "scale_input", "k_scale", "v_scale",
+    "q_scale", "prob_scale", "output_scale", "input_zero_point",
+))  # fmt: skip
+"""Names of scales of what goes through a layer, not of its weight (vLLM, ModelOpt, ComfyUI)."""
+
+
+class Decoded(NamedTuple):
+    """A weight that was decoded: its key before, and what it was decoded from, by their keys; its
+    key and its values; the scheme in words.
+    """
+
+    codes: str
+    used: tuple[str, ...]
+    key: str
+    values: TensorRef
+    scheme: str
+
+
+def decode_all(tensors: Mapping[str, TensorRef], facts: Facts) -> Iterator[Decoded]:
+    """The weights of a state dict that are codes, decoded, in the order of the keys.
+
+    Raises `RefusedObject` for one whose scheme is not known or cannot be told, and
+    `MalformedCheckpoint` where what belongs together does not fit.
+    """
+    if facts.scheme is not None and facts.scheme not in _BY_WORD:
+        raise OptionRefused(
+            f"--scheme {printable(facts.scheme, 60)} is not a scheme",
+            hint=f"choose one of {', '.join(WORDS)}",
+        )
+    for item in find_scaled(tensors):
+        keys = (item.codes, *item.needed)
+        prefix, _, _ = item.codes.rpartition(".")
+        prefix = f"{prefix}." if prefix else ""
+        parts = {key.removeprefix(prefix): tensors[key] for key in keys}
+        group = Group(item.codes, prefix, parts)
+        scheme = _scheme_of(group, facts)
+        try:
+            made = scheme.decode(group, facts)
+        except CheckpointError as error:
+            raise error.at(where=item.codes) from None
+        used = tuple(key for key in item.needed if not _is_mark(key))
+        yield Decoded(item.codes, used, prefix + made.name, made.values, made.scheme)
+
+
+def beside_values(key: str) -> bool:
+    """Whether a key is that of something that means nothing without codes: a scale of activations,
+    a mark.
+    """
+    return key.rpartition(".")[2] in _ACTIVATIONS or _is_mark(key)
+
+
+def _is_mark(key: str) -> bool:
+    return key.rpartition(".")[2] == "scaled_fp8"
+
+
+def _scheme_of(group: Group, facts: Facts) -> Scheme:
+    fitting = [scheme for scheme in SCHEMES if scheme.fits(group, facts)]
+    if facts.scheme is not None:
+        chosen = _BY_WORD[facts.scheme]
+        if chosen in fitting:
+            return chosen
+        if not any(scheme.is_certain for scheme in fitting):
+            group.refuse(
+                f"is not {facts.scheme}: its tensors are {_listed(group)}",
+                hint=_choices(fitting) or None,
+            )
+    certain = [scheme for scheme in fitting if scheme.is_certain]
+    if certain:
+        return certain[0]
+    named = [scheme for scheme in fitting if facts.method in scheme.methods]
+    if len(named) == 1:
+        return named[0]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        raise _unknown(group)
+    raise RefusedObject(
+        f"is quantised, and its tensors ({_listed(group)}) do not say how",
+        where=group.key,
+        hint=_choices(fitting),
+    )
+
+
+def _choices(fitting: list[Scheme]) -> str:
+    return " or ".join(f"--scheme {scheme.name}" for scheme in fitting)
+
+
+def _listed(group: Group) -> str:
+    return ", ".join(
+        f"{printable(name, 40)} {ref.dtype.name} {list(ref.shape)}"
+        for name, ref in group.parts.items()
+    )
+
+
+_WRITERS = {
+    "W_q": "HQQ",
+    "q_weight": "ExLlama 2",
+    "trellis": "ExLlama 3",
+    "Qidxs": "QuIP#",
+    "B": "Marlin",
+    "codes": "AQLM",
+    "wscales": "nunchaku",
+    "weight_scales": "EETQ",
+    "bitmask": "the sparse formats of compressed-tensors",
+}
+"""Who writes codes under these names, in an order that is not known here."""
+
+
+def _unknown(group: Group) -> RefusedObject:
+    writer = next((told for name, told in _WRITERS.items() if name in group.parts), None)
+    by = f" by {writer}" if writer else ""
+    return RefusedObject(
+        f"is quantised{by} in a way that cannot be dequantised here: {_listed(group)}",
+        where=group.key,
+        hint="dequantise it with what wrote it",
+    )

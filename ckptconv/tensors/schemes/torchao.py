@@ -1,0 +1,138 @@
+"""torchao's tensors as `flatten_tensor_state_dict` saves them: the metadata name each one's class.
+
+Fact: torchao 0.18, prototype/safetensors and the `dequantize` of each class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.schemes.base import (
+    Facts,
+    Group,
+    Scheme,
+    Weight,
+    as_scale,
+    decoded,
+    grid_of,
+    known_dtype,
+    one_number,
+)
+from ckptconv.tensors.schemes.scaled import block_text
+from ckptconv.tensors.views import cut, reshaped, unswizzled
+
+_CODES = "_qdata"
+_ROWS = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
+
+
+def described(name: str, facts: Facts) -> Mapping[str, Any] | None:
+    """What the metadata say of a tensor: its class and its attributes."""
+    try:
+        found = json.loads(facts.metadata[name])
+    except (KeyError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("_data"), dict) else None
+
+
+def _weight_name(group: Group) -> str:
+    """The name of the weight, of whose codes this is the name."""
+    return group.name.removeprefix("_").removesuffix(_CODES)
+
+
+def _is_torchao(group: Group, facts: Facts) -> bool:
+    name = _weight_name(group)
+    return group.name == f"_{name}{_CODES}" and described(group.prefix + name, facts) is not None
+
+
+def _torchao(group: Group, facts: Facts) -> Weight:
+    name = _weight_name(group)
+    found = described(group.prefix + name, facts)
+    assert found is not None
+    parts = {part.removeprefix(f"_{name}_"): part for part in group.parts}
+    return torchao_weight(group, facts, name, str(found.get("_type")), found["_data"], parts)
+
+
+def torchao_weight(
+    group: Group,
+    facts: Facts,
+    name: str,
+    kind: str,
+    told: Mapping[str, Any],
+    parts: Mapping[str, str],
+) -> Weight:
+    """The values of a tensor of the class `kind`, whose attributes `told` are, and whose tensors
+    are called `parts` in the group.
+    """
+    dtype = facts.dtype or known_dtype(_spelt(told.get("dtype", told.get("orig_dtype"))))
+    if kind in _ROWS:
+        values, words = _rows(group, facts, told, parts, dtype)
+    elif kind in ("MXTensor", "NVFP4Tensor"):
+        values, words = _micro(group, facts, kind, told, parts, dtype)
+    else:
+        group.refuse(f"is {kind:.60} of torchao, whose order of codes is not known here")
+    return Weight(name, values, f"torchao {words}")
+
+
+def _spelt(value: object) -> object:
+    """A dtype out of the JSON of one."""
+    return value.get("_data") if isinstance(value, dict) else value
+
+
+def _rows(
+    group: Group, facts: Facts, told: Mapping[str, Any], parts: Mapping[str, str], dtype: Any
+) -> tuple[TensorRef, str]:
+    codes = group.codes
+    block = told.get("block_size")
+    sizes = list(codes.shape)
+    if not isinstance(block, list) or len(block) != len(sizes) or len(sizes) < 2:
+        group.fail("has no block_size that fits it")
+    if any(type(size) is not int or size < 1 for size in block) or any(n != 1 for n in block[:-2]):
+        group.refuse(f"has blocks of {block!r:.60}, which are not of rows and columns")
+    pair = (block[-2], block[-1])
+    inputs = {"codes": codes, "scale": grid_of(group, parts["scale"], codes.shape, pair)}
+    if "zero_point" in parts:
+        inputs["zero"] = grid_of(group, parts["zero_point"], codes.shape, pair)
+    how = Decoding(tuple(inputs), codes.dtype.name, pair)
+    values = decoded(group, facts, how, inputs, codes.shape, dtype)
+    kind = _spelt(told.get("target_dtype")) or codes.dtype.name
+    return values, f"{kind}, {block_text(pair, codes.shape)}"
+
+
+def _micro(
+    group: Group,
+    facts: Facts,
+    kind: str,
+    told: Mapping[str, Any],
+    parts: Mapping[str, str],
+    dtype: Any,
+) -> tuple[TensorRef, str]:
+    """MX and NVFP4: nibbles, the low one first, or bytes."""
+    codes, scale = group.codes, group.need(parts.get("scale", "scale"))
+    is_nv = kind == "NVFP4Tensor"
+    size = told.get("block_size")
+    size = size if type(size) is int and size > 0 else (16 if is_nv else 32)
+    bits = 4 if codes.dtype.name in ("uint8", "float4_e2m1fn_x2") else 8
+    shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
+    if told.get("is_swizzled_scales"):
+        rows, columns = shape[-2], -(-shape[-1] // size)
+        wanted = (-(-rows // 128) * 128, -(-columns // 4) * 4)
+        if len(shape) != 2 or scale.numel != wanted[0] * wanted[1]:
+            group.fail(f"has swizzled scales of {list(scale.shape)}, not {list(wanted)}")
+        tiles = reshaped(scale, wanted, group.prefix + parts["scale"])
+        grid = cut(unswizzled(tiles, group.prefix + parts["scale"]), (rows, columns))
+    else:
+        grid = grid_of(group, parts["scale"], shape, (1, size))
+    inputs = {"codes": codes, "scale": grid}
+    if "per_tensor_scale" in parts:
+        inputs["second"] = one_number(group, parts["per_tensor_scale"])
+    numbers = "e2m1" if bits == 4 else codes.dtype.name
+    how = Decoding(tuple(inputs), numbers, (1, size), bits=bits, scale_as=as_scale(scale))
+    values = decoded(group, facts, how, inputs, shape, dtype)
+    return values, f"{'nvfp4' if is_nv else f'mxfp{bits}'}, groups of {size}"
+
+
+SCHEMES = (Scheme("torchao", ("torchao",), _is_torchao, _torchao, is_certain=True),)

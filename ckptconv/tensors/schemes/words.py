@@ -1,0 +1,161 @@
+"""GPTQ and AWQ: integers packed in words of 32 bits, of the transposed weight.
+
+Facts: gptqmodel 7.7 (nn_modules/qlinear, utils/model_dequant) and autoawq 0.2.9
+(utils/packing_utils). GPTQ packs down the inputs, and stores zeros less one in its first version;
+AWQ packs along the outputs, in an order of its own.
+"""
+
+from __future__ import annotations
+
+from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.schemes.base import (
+    Facts,
+    Group,
+    Scheme,
+    Weight,
+    all_integers,
+    check_groups,
+    decoded,
+    power_of,
+)
+from ckptconv.tensors.views import transposed
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def _holds(group: Group) -> bool:
+    names = ("qweight", "scales", "qzeros")
+    known = {*names, "g_idx"}
+    is_there = all(name in group.parts and len(group.parts[name].shape) == 2 for name in names)
+    if not is_there or not known.issuperset(group.parts):
+        return False
+    return all(group.parts[name].dtype.name == "int32" for name in ("qweight", "qzeros"))
+
+
+def _is_gptq(group: Group, _: Facts) -> bool:
+    """The columns of the words are those of the scales."""
+    return _holds(group) and group.codes.shape[1] == group.parts["scales"].shape[1]
+
+
+def _is_awq(group: Group, _: Facts) -> bool:
+    """A word has eight of the columns that the scales have."""
+    return _holds(group) and 8 * group.codes.shape[1] == group.parts["scales"].shape[1]
+
+
+def _gptq_version(facts: Facts) -> str:
+    """``gptq`` (zeros are stored less one), ``gptq_v2``, or the layout of a kernel; empty where it
+    is not known.
+    """
+    if facts.scheme in ("gptq", "gptq-v2"):
+        return facts.scheme.replace("-", "_")
+    if facts.method != "gptq" and "bits" not in facts.config:
+        return ""
+    named = facts.config.get("checkpoint_format") or facts.config.get("format") or "gptq"
+    return named if isinstance(named, str) else ""
+
+
+def _gptq(group: Group, facts: Facts) -> Weight:
+    version = _gptq_version(facts)
+    if not version:
+        group.refuse(
+            "is quantised by GPTQ, and no config.json says whether its zeros are stored less one",
+            hint="put the config.json beside it, or say --scheme gptq (the first version, which "
+            "most files are) or --scheme gptq-v2",
+        )
+    if version not in ("gptq", "gptq_v2"):
+        group.refuse(f"is packed for the kernel {version}, in an order that is not known here")
+    codes, scales, zeros = (group.need(name) for name in ("qweight", "scales", "qzeros"))
+    groups, outputs = scales.shape
+    index = group.first("g_idx")
+    bits = _bits(group, facts, zeros.shape[1], outputs)
+    count = codes.shape[0] * 32 // bits
+    if index is not None and len(index.shape) == 1:
+        count = index.shape[0]
+    if -(-count * bits // 32) != codes.shape[0]:
+        group.fail(f"has {codes.shape[0]} words for {count} inputs of {bits} bits")
+    size = _group_size(group, facts, count, groups)
+    if zeros.shape[0] != groups:
+        group.fail(f"has zeros for {zeros.shape[0]} groups, and scales for {groups}")
+    inputs = {"codes": transposed(codes), "scale": transposed(scales), "zero": transposed(zeros)}
+    is_ordered = index is not None and _is_act_order(group, size, count)
+    if index is not None and is_ordered:
+        check_groups(group, "g_idx", count, groups)
+        inputs["groups"] = index
+    how = Decoding(
+        tuple(inputs),
+        "uint",
+        (1, size),
+        bits=bits,
+        word=4,
+        packed_zero=True,
+        zero_step=int(version == "gptq"),
+        groups=groups,
+    )
+    shape = (outputs, count)
+    values = decoded(group, facts, how, inputs, shape, facts.dtype or scales.dtype)
+    told = f"GPTQ {bits} bit, groups of {size}{', act order' if is_ordered else ''}"
+    return Weight("weight", values, told)
+
+
+def _bits(group: Group, facts: Facts, words: int, outputs: int) -> int:
+    """The bits of a code: by the zeros, which are one for each output; ``dynamic`` rules give
+    modules their own, so the configuration is asked last.
+    """
+    fitting = [bits for bits in (2, 3, 4, 8) if -(-outputs * bits // 32) == words]
+    if len(fitting) == 1:
+        return fitting[0]
+    told = facts.config.get("bits")
+    if told not in fitting:
+        group.refuse(f"has zeros in {words} words for {outputs} outputs: how many bits is not told")
+    return int(told)
+
+
+def _group_size(group: Group, facts: Facts, count: int, groups: int) -> int:
+    """The inputs of a group; of the last one, fewer may be there."""
+    told = facts.config.get("group_size")
+    size = told if isinstance(told, int) else None
+    if size == -1 or groups == 1:
+        size = count
+    if size is None:
+        size = power_of(group, count, groups)
+    if size <= 0 or -(-count // size) != groups:
+        group.fail(f"has {groups} groups of {size} for {count} inputs")
+    return size
+
+
+def _is_act_order(group: Group, size: int, count: int) -> bool:
+    """Whether the inputs are not in the order of their groups."""
+    numbers = all_integers(group, "g_idx")
+    return len(numbers) != count or any(at // size != number for at, number in enumerate(numbers))
+
+
+def _awq(group: Group, facts: Facts) -> Weight:
+    version = facts.config.get("version", "gemm")
+    if isinstance(version, str) and version.lower() != "gemm":
+        group.refuse(f"is AWQ packed for the kernel {version!r:.40}, in an order not known here")
+    codes, scales, zeros = (group.need(name) for name in ("qweight", "scales", "qzeros"))
+    groups, outputs = scales.shape
+    count = codes.shape[0]
+    if zeros.shape != (groups, codes.shape[1]):
+        group.fail(f"has zeros of {list(zeros.shape)}, which have to be {[groups, codes.shape[1]]}")
+    size = _group_size(group, facts, count, groups)
+    how = Decoding(
+        ("codes", "scale", "zero"),
+        "uint",
+        (1, size),
+        bits=4,
+        axis=-2,
+        order=_AWQ_ORDER,
+        word=4,
+        packed_zero=True,
+    )
+    inputs = {"codes": transposed(codes), "scale": transposed(scales), "zero": transposed(zeros)}
+    shape = (outputs, count)
+    values = decoded(group, facts, how, inputs, shape, facts.dtype or scales.dtype)
+    return Weight("weight", values, f"AWQ 4 bit, groups of {size}")
+
+
+SCHEMES = (
+    Scheme("gptq", ("gptq",), _is_gptq, _gptq),
+    Scheme("awq", ("awq",), _is_awq, _awq),
+)

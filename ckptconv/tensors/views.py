@@ -1,0 +1,72 @@
+"""Tensors seen otherwise: the same bytes under another shape or in another order."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.refs import (
+    Piece,
+    Shape,
+    TensorRef,
+    box_of,
+    contiguous_stride,
+    is_contiguous,
+)
+
+
+def transposed(ref: TensorRef) -> TensorRef:
+    """The last two dimensions in the other order."""
+    pieces = tuple(
+        piece._replace(
+            shape=_swapped(piece.shape), stride=_swapped(piece.stride), start=_swapped(piece.start)
+        )
+        for piece in ref.pieces
+    )
+    return ref._replace(shape=_swapped(ref.shape), stride=_swapped(ref.stride), pieces=pieces)
+
+
+def _swapped(numbers: Shape) -> Shape:
+    *outer, one, other = numbers
+    return (*outer, other, one)
+
+
+def reshaped(ref: TensorRef, shape: Shape, where: str) -> TensorRef:
+    """The values in C order under another shape, of as many elements.
+
+    Raises `MalformedCheckpoint` where they do not lie in order, or are not as many.
+    """
+    if ref.shape == shape:
+        return ref
+    if prod(shape) != ref.numel:
+        raise MalformedCheckpoint(f"cannot have the shape {list(shape)}", where=where)
+    if not ref.is_view or not is_contiguous(ref.shape, ref.stride):
+        raise MalformedCheckpoint("does not lie in order", where=where)
+    stride, piece = contiguous_stride(shape), ref.pieces[0]
+    part = Piece(piece.storage, piece.offset, shape, stride, (0,) * len(shape))
+    return ref._replace(shape=shape, stride=stride, pieces=(part,))
+
+
+def cut(ref: TensorRef, shape: Shape) -> TensorRef:
+    """The leading part of a tensor, of this shape."""
+    return box_of(ref, (0,) * len(shape), shape)
+
+
+def unswizzled(ref: TensorRef, where: str) -> TensorRef:
+    """Scales in tiles of 128 x 4, as cuBLAS reads them, in the order of rows and columns.
+
+    Both sizes are multiples of those of a tile. Within a tile the rows stand 32 apart: (32, 4, 4).
+    Source: "1D Block Scaling Factors Layout" of the cuBLAS documentation.
+    """
+    from ckptconv.tensors.computed import elementwise
+
+    rows, columns = ref.shape
+    tiles = reshaped(ref, (rows // 128, columns // 4, 32, 4, 4), where)
+    order = (0, 3, 2, 1, 4)
+    [piece] = tiles.pieces
+    shape, stride = (tuple(each[axis] for axis in order) for each in (tiles.shape, tiles.stride))
+    seen = tiles._replace(
+        shape=shape, stride=stride, pieces=(piece._replace(shape=shape, stride=stride),)
+    )
+    made = elementwise("cast", [seen], (), ref.dtype, ref.storage.name)
+    return reshaped(made, (rows, columns), where)
