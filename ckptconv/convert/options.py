@@ -182,7 +182,7 @@ class Options(OptionWords):
             with_files=self.with_files,
             save_mapping=self.save_mapping,
             fit_to=fit_to,
-            edits=edits_of(listed(self.drop)),
+            edits=edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme),
             keep_dtype=listed(self.keep_dtype),
             cast=read_casts(listed(self.cast)),
             metadata=read_metadata(listed_strings(self.metadata), self.metadata_from),
@@ -242,13 +242,23 @@ def listed_strings(given: Words | Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in given.items())
 
 
-def edits_of(drop: Sequence[str]) -> tuple[Edit, ...]:
+def edits_of(
+    drop: Sequence[str], *, dequantize: bool = False, scheme: str | None = None
+) -> tuple[Edit, ...]:
     """The edits that options ask for."""
-    if not drop:
-        return ()
-    from ckptconv.tree.dropping import Drop  # seldom needed
+    edits: list[Edit] = []
+    if drop:
+        from ckptconv.tree.dropping import Drop  # seldom needed, as the next one is
 
-    return (Drop(tuple(drop)),)
+        edits.append(Drop(tuple(drop)))
+    if dequantize:
+        from ckptconv.tree.dequantizing import Dequantize
+
+        edits.append(Dequantize(scheme))
+    elif scheme is not None:
+        hint = "add --dequantize, or leave --scheme out"
+        raise OptionRefused("--scheme says how weights are to be dequantised", hint=hint)
+    return tuple(edits)
 
 
 def _is_rule(item: object) -> bool:

@@ -147,6 +147,16 @@ class OptionWords:
         "Cast the tensors whose keys match, such as 'lm_head.*=f32'. Repeatable.",
         "GLOB=DTYPE",
     )
+    dequantize: bool = _word(
+        False,
+        "Make values of quantised weights (fp8, int8, GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, ...); "
+        "--dtype is their type.",
+    )
+    scheme: str | None = _word(
+        None,
+        "With --dequantize: how the weights are quantised, where nothing in IN says it.",
+        "SCHEME",
+    )
     drop: Words = _word(
         "Parts",
         (),

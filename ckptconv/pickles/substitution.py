@@ -34,6 +34,15 @@ def calls_of(root: Node) -> Iterator[Call]:
     return (node for node in containers(root) if type(node) is Call)
 
 
+def with_pairs(holder: Node, pairs: list[tuple[Node, Node]]) -> Node:
+    """A dict of the same class with other items."""
+    if type(holder) is Dict:
+        return Dict(pairs)
+    made = Call(holder.func, holder.args, new=holder.new)
+    made.pairs, made.state = pairs, holder.state
+    return made
+
+
 def substituted(root: Node, holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> Node:
     """`root` with every node of `stand_ins` (by `id`) replaced by what stands in for it.
 

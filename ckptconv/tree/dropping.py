@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ckptconv.pickles.nodes import Call, Dict, Node, children, mapping_pairs
-from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.pickles.nodes import Node, children, mapping_pairs
+from ckptconv.pickles.substitution import containers, substituted, with_pairs
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, printable
@@ -110,15 +110,11 @@ def _look(checkpoint: Checkpoint) -> str:
     return f"it has {count_text(len(labels), 'part')}: {first_few(labels, 5)}"
 
 
-def _without(node: Node, gone: Sequence[tuple[int, str]]) -> Node:
+def _without(holder: Node, gone: Sequence[tuple[int, str]]) -> Node:
     """A dict of the same class without some of its items."""
     numbers = {at for at, _ in gone}
-    pairs = [pair for at, pair in enumerate(mapping_pairs(node) or ()) if at not in numbers]
-    if type(node) is Dict:
-        return Dict(pairs)
-    made = Call(node.func, node.args, new=node.new)
-    made.pairs, made.state = pairs, node.state
-    return made
+    pairs = [pair for at, pair in enumerate(mapping_pairs(holder) or ()) if at not in numbers]
+    return with_pairs(holder, pairs)
 
 
 def _note(path: str, value: Node, shared: bool) -> str:

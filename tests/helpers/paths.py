@@ -13,3 +13,5 @@ CORPUS = Path(os.environ.get("CKPTCONV_CORPUS") or ROOT.parent / "shared" / "cor
 """The folder of checkpoints that other people wrote; PRODUCED is that of the frameworks."""
 
 PRODUCED = CORPUS.parent / "produced"
+NUMBERS = CORPUS.parent / "numbers"
+"""Quantised files, rules, adapters and deltas, made by the frameworks, with what they become."""

@@ -1,0 +1,256 @@
+"""Quantised weights made values again: an edit, under the names that the model has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptconv.io.location import Location, read_small
+from ckptconv.io.places import place_of
+from ckptconv.keys.naming_metadata import naming_entries
+from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.pickles.substitution import containers, substituted, with_pairs
+from ckptconv.support.choices import refuse_no_text
+from ckptconv.support.errors import (
+    CheckpointError,
+    KeyConflict,
+    OptionRefused,
+    RefusedObject,
+)
+from ckptconv.support.json_text import read_object
+from ckptconv.support.text import count_text, first_few, size_text
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.schemes.base import FLOAT8, Facts, known_dtype
+from ckptconv.tensors.schemes.table import Decoded, beside_values, decode_all
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import tensor_of
+
+_LISTED = 4
+_PARTS_OF_WEIGHTS = frozenset(
+    ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2")
+)
+_PARTS_OF_WEIGHTS = frozenset(
+    ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantize:
+    """An edit: makes values of weights that are codes beside scales, under the model's own names;
+    scales, zero points and scales of activations are left out, all else stays.
+
+    How a weight is quantised is read from ``config.json`` beside the checkpoint (or
+    ``hf_quant_config.json``, ``quantize_config.json``), from the metadata of safetensors, then from
+    names and shapes; `scheme` says it where these leave a choice (`ckptconv.tensors.schemes.table`
+    has the words). Values are those of float32, rounded once, in the type of the weights that
+    ``config.json`` names, else in that of the scheme (docs/quantised.md).
+
+    Raises `RefusedObject` where the scheme of a weight cannot be told or is not known,
+    `MalformedCheckpoint` where codes and scales do not fit, `OptionRefused` where nothing is
+    quantised.
+    """
+
+    scheme: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_no_text(scheme=self.scheme)
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        checkpoint.refuse_part()
+        facts = facts_beside(checkpoint, self.scheme)
+        found: list[Decoded] = []
+        stand_ins: dict[int, Node] = {}
+        gone: dict[int, str] = {}
+        for state_dict in checkpoint.state_dicts():
+            done = list(decode_all(dict(state_dict.tensors()), facts))
+            if not done:
+                continue
+            _refuse_left(state_dict, done)
+            found += done
+            stand_ins.update(_stand_ins(state_dict, done, gone))
+        if not found:
+            raise OptionRefused(
+                "nothing in it is quantised in a way that is known",
+                hint="leave --dequantize out",
+            )
+        root = _edited(checkpoint.root, stand_ins, gone)
+        named = naming_entries(checkpoint.metadata)
+        metadata = {key: text for key, text in checkpoint.metadata.items() if key not in named}
+        dropped = [node for node in _values(checkpoint.root) if id(node) in gone]
+        return replace(
+            checkpoint,
+            root=root,
+            metadata=metadata,
+            notes=(*checkpoint.notes, *_notes(found, list(gone.values()), facts)),
+            dropped=(*checkpoint.dropped, *dropped),
+        )
+
+
+def _refuse_left(state_dict: StateDict, done: list[Decoded]) -> None:
+    """Refuse what looks like codes, and was not decoded, beside what was: its scale is missing."""
+    read = {key for item in done for key in (item.codes, *item.used)}
+    for key, ref in state_dict.tensors():
+        is_part = ref.dtype in FLOAT8 or key.rpartition(".")[2] in _PARTS_OF_WEIGHTS
+        if is_part and key not in read and not beside_values(key):
+            raise RefusedObject(
+                f"is {ref.dtype.name} without what it is read with, beside "
+                f"{count_text(len(done), 'weight')} that can be dequantised",
+                where=key,
+                hint="its scale may be in another file of the set, or is missing",
+            )
+
+
+def _stand_ins(
+    state_dict: StateDict, done: list[Decoded], gone: dict[int, str]
+) -> Iterator[tuple[int, Node]]:
+    """What stands in for the codes, by the identity of their values; what goes is noted."""
+    values = dict(zip(state_dict.keys, state_dict.values, strict=True))
+    there = {key for key in values if key not in {item.codes for item in done}}
+    used = {key for item in done for key in item.used}
+    for item in done:
+        if item.key in there - used:
+            what = "stands beside the codes of which it would be made"
+            raise KeyConflict(what, where=item.key)
+        node = values[item.codes]
+        yield id(node), _Renamed(item.codes, item.key, item.values)
+    for key in values:
+        if key in used or (beside_values(key) and tensor_of(values[key]) is not None):
+            gone[id(values[key])] = state_dict.prefix + key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Renamed:
+    """The values of codes, whose key becomes another one."""
+
+    before: str
+    after: str
+    values: TensorRef
+
+    def label(self, label: Node) -> Node:
+        """The label in a dict, whose end is the end of the key."""
+        if type(label) is not str:
+            return label
+        at = len(_common(self.before, self.after))
+        removed, added = self.before[at:], self.after[at:]
+        return label.removesuffix(removed) + added if label.endswith(removed) else label
+
+
+def _common(one: str, other: str) -> str:
+    """What two keys begin with alike."""
+    at = 0
+    while at < min(len(one), len(other)) and one[at] == other[at]:
+        at += 1
+    return one[:at]
+
+
+def _values(root: Node) -> Iterator[Node]:
+    for holder in containers(root):
+        for _, value in mapping_pairs(holder) or ():
+            yield value
+
+
+def _edited(root: Node, stand_ins: Mapping[int, Node], gone: Mapping[int, str]) -> Node:
+    """The tree with values in the places of codes, and without what these were read with."""
+    made: dict[int, Node] = {}
+    for holder in containers(root):
+        pairs = mapping_pairs(holder) or []
+        if not any(id(value) in stand_ins or id(value) in gone for _, value in pairs):
+            continue
+        kept = []
+        for label, value in pairs:
+            new = stand_ins.get(id(value))
+            if new is not None:
+                kept.append((new.label(label), new.values))
+            elif id(value) not in gone:
+                kept.append((label, value))
+        made[id(holder)] = with_pairs(holder, kept)
+    return substituted(root, containers(root), made)
+
+
+def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]:
+    for scheme, count in Counter(item.scheme for item in found).items():
+        made = [item.values for item in found if item.scheme == scheme]
+        types = ", ".join(sorted({ref.dtype.name for ref in made}))
+        size = size_text(sum(ref.nbytes for ref in made))
+        yield f"{count_text(count, 'weight')} dequantised to {types} ({size}): {scheme}"
+    if gone:
+        listed = first_few(gone, _LISTED)
+        yield f"left out with them, as they mean nothing without codes: {listed}"
+    if facts.config.get("transform_config"):
+        yield (
+            "its weights were rotated before they were quantised (transform_config): the values "
+            "belong to the rotated model"
+        )
+
+
+# ------------------------------------------------------------------------- what stands beside it
+
+
+def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
+    """What the configuration beside a checkpoint says of how it is quantised."""
+    home = _home(checkpoint)
+    config: Mapping[str, Any] = {}
+    dtype = None
+    if home is not None:
+        model = _json(home, "config.json")
+        config = _quantization(model)
+        dtype = _dtype(model)
+        if not config:
+            found = _json(home, "hf_quant_config.json").get("quantization")
+            config = {"quant_method": "modelopt", **found} if isinstance(found, dict) else {}
+        if not config and (found := _json(home, "quantize_config.json")):
+            config = {"quant_method": "gptq", **found}
+    return Facts(config, checkpoint.metadata, scheme, dtype)
+
+
+def _home(checkpoint: Checkpoint) -> Location | None:
+    """The folder in which a checkpoint lies."""
+    paths = [checkpoint.path, *(source.path for source in checkpoint.sources[:1])]
+    for path in paths:
+        with suppress(CheckpointError, OSError):
+            place = place_of(path)
+            if place.is_folder():
+                return place
+            if place.is_file():
+                return place.absolute.parent
+    return None
+
+
+def _json(home: Location, name: str) -> dict[str, Any]:
+    """A JSON object in a folder; empty where there is none.
+
+    Raises `CheckpointError` for a file that is not one: what it says might decide.
+    """
+    place = home.child(name)
+    if not place.is_file():
+        return {}
+    return read_object(read_small(place, "index_bytes"), place.path, name)
+
+
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
+
+
+def _quantization(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization that a model's config names, itself or in a part of it; that of MLX has
+    another name.
+    """
+    parts = [part for part in (model, *map(model.get, _PARTS)) if isinstance(part, dict)]
+    for name in ("quantization_config", "compression_config"):
+        for part in parts:
+            if isinstance(part.get(name), dict):
+                found: dict[str, Any] = part[name]
+                return found
+    found = model.get("quantization", {})
+    return {"quant_method": "mlx", **found} if isinstance(found, dict) and found else {}
+
+
+def _dtype(model: Mapping[str, Any]) -> Any:
+    for part in (model, *map(model.get, _PARTS)):
+        for name in ("torch_dtype", "dtype"):
+            if isinstance(part, dict) and (found := known_dtype(part.get(name))) is not None:
+                return found
+    return None
