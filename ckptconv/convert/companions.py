@@ -7,6 +7,7 @@ The names are those that transformers, diffusers, peft, timm and sentence-transf
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +30,12 @@ from ckptconv.support.errors import (
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.schemes.base import QUANTIZATION_KEYS
 
 NAMES = frozenset({
     "config.json", "generation_config.json", "adapter_config.json", "modelcard.json",
-    "quantize_config.json", "quantization_config.json", "model_index.json", "params.json",
+    "quantize_config.json", "quantization_config.json", "hf_quant_config.json",
+    "model_index.json", "params.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "tokenizer.model.v3", "tekken.json", "normalizer.json",
     "vocab.json", "vocab.txt", "vocab.bpe", "vocab.model", "vocab-src.json", "vocab-tgt.json",
@@ -245,12 +248,39 @@ def _saying(item: Companion, dtype: DType) -> Companion:
     if item.name != "config.json":
         return item
     try:
-        raw = read_small(item.place, "index_bytes")
+        raw = item.raw or read_small(item.place, "index_bytes")
         read_object(raw, item.place.path, "config")
     except CheckpointError:
         return item
     said = _DTYPE.sub(rb"\1" + dtype.name.encode() + rb"\3", raw)
     return item if said == raw else replace(item, raw=said, nbytes=len(said))
+
+
+def unquantized(found: Beside) -> Beside:
+    """The same files for weights that are not quantised any more: ``config.json`` does not say that
+    they are, and what says nothing else is not copied.
+    """
+    copied = [item for item in found.copied if item.name not in _OF_QUANTIZATION]
+    left = [
+        LeftFile(item.name, "it says how the weights were quantised")
+        for item in found.copied
+        if item.name in _OF_QUANTIZATION
+    ]
+    return Beside(tuple(map(_unquantized, copied)), (*found.left, *left))
+
+
+_OF_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json")
+
+
+def _unquantized(item: Companion) -> Companion:
+    if item.name != "config.json":
+        return item
+    config = read_object(read_small(item.place, "index_bytes"), item.place.path, "config")
+    for part in (config, *config.values()):
+        for name in QUANTIZATION_KEYS if isinstance(part, dict) else ():
+            part.pop(name, None)
+    raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    return replace(item, raw=raw, nbytes=len(raw))
 
 
 _DTYPE = re.compile(

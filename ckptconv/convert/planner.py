@@ -49,7 +49,6 @@ from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.dtypes import DType
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import edited
 from ckptconv.tree.fitted_keys import KeyTarget
@@ -157,13 +156,21 @@ def _with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
     if not options.with_files:
         notes += _files_left(plan) if plan.in_folder else ()
         return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
-    beside, told = _companions(plan, options.dtype)
+    beside, told = _companions(plan, options)
     return replace(plan, beside=beside, notes=(*plan.notes, *notes, *told))
 
 
-def _companions(plan: ConversionPlan, dtype: DType | None) -> tuple[Beside, list[str]]:
-    """The files that go with a model, whose weights become `dtype` where that is given, and what is
-    to be said of them.
+def _dequantizes(options: Request) -> bool:
+    if not options.edits:
+        return False
+    from ckptconv.tree.dequantizing import Dequantize  # seldom needed
+
+    return any(isinstance(edit, Dequantize) for edit in options.edits)
+
+
+def _companions(plan: ConversionPlan, options: Request) -> tuple[Beside, list[str]]:
+    """The files that go with a model, whose weights become another type where that is asked for,
+    and what is to be said of them.
     """
     from ckptconv.convert.companions import (
         companions,
@@ -171,12 +178,16 @@ def _companions(plan: ConversionPlan, dtype: DType | None) -> tuple[Beside, list
         home_of,
         name_notes,
         saying_dtype,
+        unquantized,
     )
 
+    dtype = options.dtype
     read = [source.path for source in plan.inputs]
     home = home_of(plan.source, read)
     found = companions(home, read)
     is_in_place = resolved(plan.folder) == resolved(home.path)
+    if _dequantizes(options) and not is_in_place:
+        found = unquantized(found)
     if dtype is not None and plan.casts and not is_in_place:
         found = saying_dtype(found, dtype)
     notes = [

@@ -23,7 +23,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.json_text import read_object
 from ckptconv.support.text import count_text, first_few, size_text
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.schemes.base import FLOAT8, Facts, known_dtype
+from ckptconv.tensors.schemes.base import FLOAT8, QUANTIZATION_KEYS, Facts, known_dtype
 from ckptconv.tensors.schemes.table import Decoded, beside_values, decode_all
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import StateDict
@@ -239,13 +239,12 @@ def _quantization(model: Mapping[str, Any]) -> Mapping[str, Any]:
     another name.
     """
     parts = [part for part in (model, *map(model.get, _PARTS)) if isinstance(part, dict)]
-    for name in ("quantization_config", "compression_config"):
+    for name in QUANTIZATION_KEYS:
         for part in parts:
-            if isinstance(part.get(name), dict):
-                found: dict[str, Any] = part[name]
-                return found
-    found = model.get("quantization", {})
-    return {"quant_method": "mlx", **found} if isinstance(found, dict) and found else {}
+            found = part.get(name)
+            if isinstance(found, dict) and found:
+                return {"quant_method": "mlx", **found} if name == "quantization" else found
+    return {}
 
 
 def _dtype(model: Mapping[str, Any]) -> Any:

@@ -252,3 +252,24 @@ def test_a_quant_state_that_lies_is_refused(tmp_path, change):
     with pytest.raises((MalformedCheckpoint, RefusedObject)):
         convert_checkpoint(bnb(tmp_path, change), tmp_path / "out.safetensors", dequantize=True)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+# ------------------------------------------------------------------------------- the config beside
+
+
+def test_the_config_of_the_copy_does_not_say_that_it_is_quantised(tmp_path):
+    source = tmp_path / "in"
+    copied("nvfp4_modelopt", source)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"torch_dtype": "bfloat16", "text_config": {"quantization_config": {"a": 1}}}
+    (source / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, to="safetensors", dequantize=True, dtype="f32", with_files=True)
+    told = json.loads((out / "config.json").read_text())
+    del config["quantization_config"], config["text_config"]["quantization_config"]
+    assert told == {**config, "torch_dtype": "float32"}
+    assert not (out / "hf_quant_config.json").exists()
+    plain = tmp_path / "plain"
+    convert_checkpoint(source, plain, to="safetensors", with_files=True)
+    for name in ("config.json", "hf_quant_config.json"):
+        assert (plain / name).read_bytes() == (source / name).read_bytes()

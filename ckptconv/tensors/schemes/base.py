@@ -24,6 +24,9 @@ FLOAT32, BFLOAT16 = BY_NAME["float32"], BY_NAME["bfloat16"]
 E8M0, E4M3 = BY_NAME["float8_e8m0fnu"], BY_NAME["float8_e4m3fn"]
 FLOAT8 = tuple(BY_NAME[f"float8_{form}"] for form in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+"""Under which a model's ``config.json`` says how its weights are quantised; the last is MLX's."""
+
 _MOST = 1 << 16
 """The most bytes of a tensor that is read while a conversion is planned: a shape, a JSON text."""
 
