@@ -148,11 +148,13 @@ class OptionWords:
         "GLOB=DTYPE",
     )
     dequantize: bool = _word(
+        "Values",
         False,
         "Make values of quantised weights (fp8, int8, GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, ...); "
         "--dtype is their type.",
     )
     scheme: str | None = _word(
+        "Values",
         None,
         "With --dequantize: how the weights are quantised, where nothing in IN says it.",
         "SCHEME",
