@@ -87,7 +87,7 @@ class Decoding(NamedTuple):
 # ------------------------------------------------------------------------------- what is read
 
 
-def needs(how: Decoding, box: Box, count: int) -> Sequence[Box]:
+def decode_needs(how: Decoding, box: Box, count: int) -> Sequence[Box]:
     """The boxes of the inputs for a box of the output."""
     (*outer, row, column), (*counts, rows, columns) = box
     blocks = _span(row, rows, how.block[0]), _span(column, columns, how.block[1])
@@ -136,13 +136,13 @@ def _words(how: Decoding, start: int, count: int) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------- values
 
 
-def values(
+def decode_values(
     how: Decoding, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """The bytes of a box of the output, from those of the boxes that it needs."""
     import numpy as np
 
-    boxes = dict(zip(how.roles, needs(how, box, len(raw)), strict=True))
+    boxes = dict(zip(how.roles, decode_needs(how, box, len(raw)), strict=True))
     given = {
         role: (part, dtype, boxes[role][1])
         for role, part, dtype in zip(how.roles, raw, types, strict=True)
@@ -430,7 +430,7 @@ def _by_tables(
 # ------------------------------------------------------------------------------- one element
 
 
-def plain(how: Decoding, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
+def decode_plain(how: Decoding, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
     """One element, from the numbers that it needs: once more, by the definition of the formats and
     in nothing but Python.
     """

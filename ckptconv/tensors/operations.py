@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptconv.tensors import decoding
 from ckptconv.tensors.casting import Cast, cast
+from ckptconv.tensors.decoding import decode_needs, decode_plain, decode_values
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape
 
@@ -146,5 +146,5 @@ def _plain_sum(numbers: Sequence[float], weights: Sequence[float]) -> float:
 OPERATIONS = {
     "cast": Operation(_the_same, _cast, _itself),
     "mean": Operation(_the_same, _mean, _plain_mean),
-    "decode": Operation(decoding.needs, decoding.values, decoding.plain, is_once_rounded=True),
+    "decode": Operation(decode_needs, decode_values, decode_plain, is_once_rounded=True),
 }

@@ -18,7 +18,8 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from ckptconv.tensors.ahead import runs_of
 from ckptconv.tensors.casting import Cast
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.computed import Widener, elementwise
+from ckptconv.tensors.computed import Computed, Widener, computed, elementwise
+from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.fold import RunningCrc, fold
 from ckptconv.tensors.operations import OPERATIONS
@@ -98,6 +99,10 @@ class ComputedConformance(ABC):
     def expected(self, inputs: list[torch.Tensor]) -> torch.Tensor:
         """The same by torch."""
 
+    def small(self) -> list[torch.Tensor]:
+        """Inputs of which many ranges are read."""
+        return [tensor[:9, :11].contiguous() for tensor in self.inputs()]
+
     def of(self, tensors: list[torch.Tensor], flipped: tuple[int, int] | None = None) -> TensorRef:
         refs = []
         for number, tensor in enumerate(tensors):
@@ -127,7 +132,7 @@ class ComputedConformance(ABC):
             assert storage.source.count == tensor.nbytes
 
     def test_any_range_equals_the_whole(self):
-        ref = self.of([tensor[:9, :11].contiguous() for tensor in self.inputs()])
+        ref = self.of(self.small())
         whole = bytes_of(ref)
         chance = Random(4)
         for _ in range(200):
@@ -248,8 +253,136 @@ class TestCastOfAMean(TestMean):
         return super().expected(inputs).float()
 
 
+class TestDecodeByBlocks(ComputedConformance):
+    """fp8 with a scale for each block, of which those at the edges are cut."""
+
+    BLOCK = (128, 128)
+    HOW = Decoding(("codes", "scale"), "float8_e4m3fn", BLOCK)
+
+    def inputs(self):
+        torch.manual_seed(5)
+        codes = (torch.randn(601, 997) * 100).to(torch.float8_e4m3fn)
+        return [codes, torch.rand(*self.grid(codes.shape)) + 0.5]
+
+    def small(self):
+        """As they are: a part of the codes would not fit the scales."""
+        return self.inputs()
+
+    def grid(self, shape):
+        return [-(-size // block) for size, block in zip(shape, self.BLOCK, strict=True)]
+
+    def made(self, inputs):
+        value = Computed("decode", tuple(inputs), self.HOW, BY_NAME["bfloat16"], (601, 997))
+        return computed(value, "a weight")
+
+    def spread(self, each, shape):
+        for at, size in enumerate(self.BLOCK):
+            each = each.repeat_interleave(size, at)
+        return each[: shape[0], : shape[1]]
+
+    def expected(self, inputs):
+        codes, scale = inputs
+        return (codes.float() * self.spread(scale, codes.shape)).to(torch.bfloat16)
+
+    def test_each_input_is_read_once_for_its_values_and_its_checksum(self):
+        """The scales of a row of blocks are read with each run of rows: they are few."""
+        tensors = self.inputs()
+        ref = self.of(tensors)
+        folded(ref)
+        codes, *others = origins([ref])
+        assert codes.source.count <= 1.001 * tensors[0].nbytes
+        for other, tensor in zip(others, tensors[1:], strict=True):
+            assert other.source.count <= 8 * tensor.nbytes
+
+    def test_what_is_read_ahead_are_all_bytes_of_all_inputs(self):
+        tensors = self.inputs()
+        ref = self.of(tensors)
+        read: dict[int, set[int]] = {}
+        for source, first, nbytes in runs_of(ref):
+            read.setdefault(id(source), set()).update(range(first, first + nbytes))
+        for one in origins([ref]):
+            assert read[id(one.source)] == set(range(one.offset, one.offset + one.nbytes))
+
+
+class TestDecodeByRows(TestDecodeByBlocks):
+    """Small blocks are multiplied, not looked up."""
+
+    BLOCK = (1, 64)
+    HOW = Decoding(("codes", "scale"), "float8_e4m3fn", BLOCK)
+
+
+class TestDecodeOfStraddlingCodes(TestDecodeByBlocks):
+    """Three bits end to end in words, with zeros packed along the rows."""
+
+    BLOCK = (1, 32)
+    HOW = Decoding(
+        ("codes", "scale", "zero"), "uint", BLOCK, bits=3, offset=4, word=4, packed_zero=True
+    )
+
+    def inputs(self):
+        torch.manual_seed(6)
+        words = [
+            torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int64)
+            for shape in ((601, 94), (57, 32))
+        ]
+        codes, zero = (one.to(torch.int32) for one in words)
+        return [codes, torch.rand(601, 32) + 0.5, zero]
+
+    def fields(self, words):
+        """The codes of rows, by what packing means: one long number for each row."""
+        out = []
+        for row in words.tolist():
+            number = int.from_bytes(
+                b"".join(word.to_bytes(4, "little", signed=True) for word in row), "little"
+            )
+            out.append([number >> 3 * at & 7 for at in range(len(row) * 32 // 3)])
+        return torch.tensor(out, dtype=torch.float32)
+
+    def expected(self, inputs):
+        codes, scale, zero = inputs
+        made = self.fields(codes)[:, :997] - 4
+        zeros = self.fields(zero.T.contiguous()).T[:601] - 4
+        spread = self.spread(zeros, made.shape)
+        return ((made - spread) * self.spread(scale, made.shape)).to(torch.bfloat16)
+
+
+class TestDecodeOfTransposedWords(TestDecodeOfStraddlingCodes):
+    """GPTQ: words down the inputs, seen transposed, of 4 bits, in act order."""
+
+    HOW = Decoding(
+        ("codes", "scale", "groups"), "uint", (1, 32), bits=4, offset=8, word=4, groups=32
+    )
+
+    def inputs(self):
+        torch.manual_seed(7)
+        codes = torch.randint(-(1 << 31), 1 << 31, (601, 125), dtype=torch.int64)
+        scale, groups = torch.rand(601, 32), torch.randint(0, 32, (997,), dtype=torch.int32)
+        return [codes.to(torch.int32), scale, groups]
+
+    def of(self, tensors, flipped=None):
+        refs = []
+        for number, tensor in enumerate(tensors):
+            at = flipped[1] if flipped is not None and flipped[0] == number else None
+            if number == 2:
+                storage = stored(tensor, at)
+                refs.append(whole_view(storage, storage.dtype, tuple(tensor.shape)))
+                continue
+            storage, (rows, columns) = stored(tensor.T.contiguous(), at), tensor.shape
+            refs.append(view_of(storage, storage.dtype, 0, (rows, columns), (1, rows)))
+        return self.made(refs)
+
+    def expected(self, inputs):
+        codes, scale, groups = inputs
+        octets = codes.contiguous().view(torch.uint8)
+        nibbles = torch.stack([octets & 15, octets >> 4], -1).reshape(601, -1)[:, :997]
+        return ((nibbles.float() - 8) * scale[:, groups.long()]).to(torch.bfloat16)
+
+    def test_each_input_is_read_once_for_its_values_and_its_checksum(self):
+        """Not those: their bytes are not read in order, so a checksum takes a pass of its own."""
+
+
 def test_every_operation_has_a_class_here():
-    assert set(OPERATIONS) == {"cast", "mean"}
+    assert set(OPERATIONS) == {"cast", "mean", "decode"}
 
 
 # ------------------------------------------------------------------------------- as a whole program
@@ -312,8 +445,7 @@ def test_verify_sees_a_cast_that_is_wrong_in_the_same_way_each_time(tmp_path, mo
         return Cast(leading.astype("<u2").view(np.uint8).data, 0)
 
     torch.save({"w": torch.rand(100, 100)}, tmp_path / "in.pt")
-    for module in ("convert.write", "tensors.compute_ahead", "tensors.stream"):
-        monkeypatch.setattr(f"ckptconv.{module}.cast", truncated)
+    monkeypatch.setattr("ckptconv.tensors.computed.cast", truncated)
     convert_checkpoint(tmp_path / "in.pt", tmp_path / "a.safetensors", dtype="bf16")
     with pytest.raises(VerificationFailed, match="worked out once more"):
         convert_checkpoint(

@@ -7,6 +7,7 @@ all that is stored is checked against each other here, before anything is comput
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -166,6 +167,42 @@ def all_integers(group: Group, name: str) -> tuple[int, ...]:
 def one_number(group: Group, name: str) -> TensorRef:
     """A tensor of one element, in one dimension."""
     return reshaped(group.need(name), (1,), group.prefix + name)
+
+
+def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
+    """What the configuration says of the weights of a module: of the group whose targets name it by
+    its path, by a regex (``re:``), or the only one there is; empty where it says nothing.
+    """
+    groups = facts.config.get("config_groups")
+    if not isinstance(groups, dict):
+        return {}
+    found = [item for item in groups.values() if isinstance(item, dict)]
+    named = [item for item in found if _targets(item, group.module)]
+    chosen = named if named else found
+    if len(chosen) != 1:
+        return {}
+    weights = chosen[0].get("weights")
+    return weights if isinstance(weights, dict) else {}
+
+
+def _targets(item: Mapping[str, Any], module: str) -> bool:
+    """Whether a group names a module: by its class it cannot be told here."""
+    targets = item.get("targets")
+    for target in targets if isinstance(targets, list) else ():
+        if not isinstance(target, str):
+            continue
+        if target == module:
+            return True
+        if target.startswith("re:") and _matches(target[3:], module):
+            return True
+    return False
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        return False
 
 
 # --------------------------------------------------------------------------------------- the grid

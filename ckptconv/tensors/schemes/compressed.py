@@ -5,7 +5,6 @@ Facts: compressed_tensors/compressors of release 0.20 and its quantization/lifec
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,46 +23,11 @@ from ckptconv.tensors.schemes.base import (
     grid_of,
     one_number,
     read_integers,
+    weights_config,
 )
 from ckptconv.tensors.schemes.scaled import block_text
 
 _PACKED = "_packed"
-
-
-def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
-    """What the configuration says of the weights of a module: of the group whose targets name it by
-    its path, by a regex (``re:``), or the only one there is; empty where it says nothing.
-    """
-    groups = facts.config.get("config_groups")
-    if not isinstance(groups, dict):
-        return {}
-    found = [item for item in groups.values() if isinstance(item, dict)]
-    named = [item for item in found if _targets(item, group.module)]
-    chosen = named if named else found
-    if len(chosen) != 1:
-        return {}
-    weights = chosen[0].get("weights")
-    return weights if isinstance(weights, dict) else {}
-
-
-def _targets(item: Mapping[str, Any], module: str) -> bool:
-    """Whether a group names a module: by its class it cannot be told here."""
-    targets = item.get("targets")
-    for target in targets if isinstance(targets, list) else ():
-        if not isinstance(target, str):
-            continue
-        if target == module:
-            return True
-        if target.startswith("re:") and _matches(target[3:], module):
-            return True
-    return False
-
-
-def _matches(pattern: str, module: str) -> bool:
-    try:
-        return re.match(pattern, module) is not None
-    except re.error:
-        return False
 
 
 def _base(group: Group) -> str:

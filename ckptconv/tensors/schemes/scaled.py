@@ -24,6 +24,7 @@ from ckptconv.tensors.schemes.base import (
     block_of,
     decoded,
     grid_of,
+    weights_config,
 )
 from ckptconv.tensors.views import reshaped
 
@@ -67,8 +68,6 @@ def _is_float4(group: Group, _: Facts) -> bool:
 
 def given_block(facts: Facts, group: Group) -> Any:
     """The block that a configuration names: of all weights, or by groups of them."""
-    from ckptconv.tensors.schemes.compressed import weights_config
-
     if "weight_block_size" in facts.config:
         return facts.config["weight_block_size"]
     config = weights_config(facts, group)

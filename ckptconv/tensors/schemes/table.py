@@ -10,29 +10,27 @@ from typing import NamedTuple
 from ckptconv.support.errors import CheckpointError, OptionRefused, RefusedObject, printable
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.scaled_weights import find_scaled
-from ckptconv.tensors.schemes import (
-    bitsandbytes,
-    comfy,
-    compressed,
-    experts,
-    mlx,
-    modelopt,
-    scaled,
-    torchao,
-    words,
-)
 from ckptconv.tensors.schemes.base import Facts, Group, Scheme
+from ckptconv.tensors.schemes.bitsandbytes import SCHEMES as BITSANDBYTES
+from ckptconv.tensors.schemes.comfy import SCHEMES as COMFY
+from ckptconv.tensors.schemes.compressed import SCHEMES as COMPRESSED
+from ckptconv.tensors.schemes.experts import SCHEMES as EXPERTS
+from ckptconv.tensors.schemes.gptq import SCHEMES as GPTQ
+from ckptconv.tensors.schemes.mlx import SCHEMES as MLX
+from ckptconv.tensors.schemes.modelopt import SCHEMES as MODELOPT
+from ckptconv.tensors.schemes.scaled import SCHEMES as SCALED
+from ckptconv.tensors.schemes.torchao import SCHEMES as TORCHAO
 
 SCHEMES: tuple[Scheme, ...] = (
-    *comfy.SCHEMES,
-    *torchao.SCHEMES,
-    *bitsandbytes.SCHEMES,
-    *experts.SCHEMES,
-    *compressed.SCHEMES,
-    *mlx.SCHEMES,
-    *modelopt.SCHEMES,
-    *words.SCHEMES,
-    *scaled.SCHEMES,
+    *COMFY,
+    *TORCHAO,
+    *BITSANDBYTES,
+    *EXPERTS,
+    *COMPRESSED,
+    *MLX,
+    *MODELOPT,
+    *GPTQ,
+    *SCALED,
 )
 
 _BY_WORD = {scheme.name: scheme for scheme in SCHEMES} | {
