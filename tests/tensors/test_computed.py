@@ -264,6 +264,11 @@ class TestDecodeByBlocks(ComputedConformance):
         codes = (torch.randn(601, 997) * 100).to(torch.float8_e4m3fn)
         return [codes, torch.rand(*self.grid(codes.shape)) + 0.5]
 
+    AGAIN = 1.0
+    """How often codes are read: a word that two runs need is read again, and all of the later run
+    for the checksum of its record (which the files of such codes, safetensors, do not have).
+    """
+
     def small(self):
         """As they are: a part of the codes would not fit the scales."""
         return self.inputs()
@@ -290,7 +295,7 @@ class TestDecodeByBlocks(ComputedConformance):
         ref = self.of(tensors)
         folded(ref)
         codes, *others = origins([ref])
-        assert codes.source.count <= 1.001 * tensors[0].nbytes
+        assert codes.source.count <= self.AGAIN * tensors[0].nbytes
         for other, tensor in zip(others, tensors[1:], strict=True):
             assert other.source.count <= 8 * tensor.nbytes
 
@@ -315,6 +320,7 @@ class TestDecodeOfStraddlingCodes(TestDecodeByBlocks):
     """Three bits end to end in words, with zeros packed along the rows."""
 
     BLOCK = (1, 32)
+    AGAIN = 1.5
     HOW = Decoding(
         ("codes", "scale", "zero"), "uint", BLOCK, bits=3, offset=4, word=4, packed_zero=True
     )
