@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "strip-module": (DDP, "out.pt"),
     "add-module": (DDP, "out.pt"),
     "inspect": (TRAIN, "--json"),
+    "ls": (TRAIN, "*.bias", "--long"),
     "doctor": (TRAIN,),
     "diff": (TRAIN, DDP),
     "scan": (TRAIN, "--strict"),

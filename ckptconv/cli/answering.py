@@ -23,7 +23,7 @@ from ckptconv.cli.options import JSON, LIMIT, TAG, choice_options, key_options
 from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import COMPARING, READING, SCANNING, progress_shown
 from ckptconv.support.errors import CheckpointError, printable
-from ckptconv.support.report import Row, error_document
+from ckptconv.support.report import LISTED, Row, error_document
 
 if TYPE_CHECKING:
     from ckptconv.diff.report import Difference
@@ -81,12 +81,15 @@ def _show_inspection(item: Surveyed, as_json: bool) -> None:
     if as_json:
         terminal.print_json(report.inspection_document(item.found, item.fix))
         return
-    portable, text = report.verdict(item.found, item.fix)
-    click.secho(printable(", ".join(map(str, item.paths))), bold=True)
+    fg = "green" if item.found.portable else "yellow"
+    said, fix = report.verdict_and_command(item.found, item.fix)
+    terminal.print_headline(printable(", ".join(map(str, item.paths))))
     terminal.print_lines(report.inspection_lines(item.found))
-    for line in report.tree_lines(item.found.root):
-        click.echo(f"  {line}")
-    click.secho(text, fg="green" if portable else "yellow")
+    tree = report.tree_lines(item.found.root, terminal.width() - 2)
+    terminal.print_table(tree, indent="  ")
+    terminal.print_headline(said, fg=fg, bold=None)
+    if fix:
+        terminal.print_headline(f"Fix: {fix}", fg=fg, bold=None, is_command=True)
 
 
 @command(
@@ -162,14 +165,15 @@ def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool, values
     if isinstance(diagnosis, CheckpointError):
         terminal.show_error(str(diagnosis))
         return
-    click.secho(printable(", ".join(diagnosis.paths)), bold=True)
+    terminal.print_headline(printable(", ".join(diagnosis.paths)))
     terminal.print_lines(report.finding_lines(diagnosis.findings))
     color = "green"
     if not diagnosis.loads:
         color = "red"
     elif strict and diagnosis.warns:
         color = "yellow"
-    click.secho(report.diagnosis_headline(diagnosis, strict=strict, values=values), fg=color)
+    headline = report.diagnosis_headline(diagnosis, strict=strict, values=values)
+    terminal.print_headline(headline, fg=color, bold=None)
 
 
 @command(
@@ -218,6 +222,7 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @option("--equal-nan", "With a tolerance: NaN equals NaN.", section="Values")
 @option("--ignore-dtype", "Compare tensors of different dtypes by their values.", section="Values")
 @option("--strict-device", "Count different device tags as a difference.", section="Values")
+@option("--all", "Show all keys that differ, not the first 20 of a kind.", section="Output")
 @option(
     "--html FILE", "Also write a page to look at (ckptconv report).", NEW_FILE, section="Output"
 )
@@ -231,9 +236,13 @@ def diff(
     """Compare the state dicts of checkpoints A and B, which may have different formats.
 
     Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
-    tolerance. Key rules apply to the keys of A."""
+    tolerance. Key rules apply to the keys of A.
+
+    Each key that differs is a line, the worst first. rel L2 is ||a - b|| / ||b||.
+    """
     from ckptconv.diff import report
 
+    most = None if given.pop("all") else LISTED
     if force and html is None:
         raise click.UsageError("--force needs --html")
     shown = progress_shown(COMPARING, silent=as_json or quiet)
@@ -244,7 +253,9 @@ def diff(
     elif not quiet:
         color = "green" if difference.same else "yellow"
         terminal.print_headline(report.difference_headline(difference), fg=color)
-        terminal.print_lines(report.difference_lines(difference))
+        table = report.difference_table(difference, most=most)
+        terminal.print_table(table.lines(terminal.width() - 2), indent="  ")
+        terminal.print_lines(report.difference_rows(difference))
         if html is not None:
             terminal.print_lines([Row("page", printable(html))])
     if difference.damaged:
@@ -299,7 +310,7 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
         scans.append(item)
         if not (as_json or quiet):
             color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
-            click.secho(report.scan_headline(item), fg=color, bold=True)
+            terminal.print_headline(report.scan_headline(item), fg=color)
             terminal.print_lines(report.scan_lines(item))
     errors = [item for item in scans if isinstance(item, CheckpointError)]
     levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in scans]

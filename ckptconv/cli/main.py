@@ -34,6 +34,7 @@ COMMANDS = {
     },
     "Look": {
         "inspect": ("answering", "Show what is in a checkpoint."),
+        "ls": ("listing", "List the tensors of a checkpoint, one line each."),
         "show": ("viewing", "Show the values of a tensor, or write them to a numpy file."),
         "stats": ("viewing", "Show statistics of the tensors of a checkpoint."),
         "report": ("viewing", "Write a page about a checkpoint, to look at in a browser."),
@@ -74,6 +75,7 @@ MEANT = {
     "edit": "rename metadata set",
     "help": "man docs doc",
     "inspect": "info describe summary keys header tree look open view",
+    "ls": "list tensors names shapes ll dir",
     "merge": "join combine concat cat-shards consolidate",
     "report": "html page browser",
     "scan": "safe security audit pickle virus malware",

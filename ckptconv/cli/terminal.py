@@ -20,6 +20,7 @@ from ckptconv.support.errors import CheckpointError
 from ckptconv.support.platforms import fill_descriptors
 from ckptconv.support.progress import Meter
 from ckptconv.support.report import Level, Row, error_document
+from ckptconv.support.table import wrapped
 
 if TYPE_CHECKING:
     from ckptconv.io.remote.traffic import Traffic
@@ -195,14 +196,23 @@ def print_summary(headline: str, rows: Iterable[Row]) -> None:
     print_lines(rows, err=True)
 
 
-def print_headline(text: str, *, fg: str | None = None, err: bool = False) -> None:
-    """The line that says it all."""
-    click.secho(_wrapped(text, 2, err=err, first=0), fg=fg, bold=True, err=err)
+def print_headline(
+    text: str,
+    *,
+    fg: str | None = None,
+    bold: bool | None = True,
+    is_command: bool = False,
+    err: bool = False,
+) -> None:
+    """The line that says it all; a command is not broken."""
+    shown = text if is_command else _wrapped(text, 2, err=err, first=0)
+    click.secho(shown, fg=fg, bold=bold, err=err)
 
 
-def width() -> int:
-    """The columns of the terminal, or of COLUMNS; 80 where there is neither."""
-    return _size().columns
+def width(*, err: bool = False) -> int:
+    """The columns of the terminal; what is piped is not made to fit one."""
+    stream = sys.stderr if err else sys.stdout
+    return _size().columns if stream.isatty() else _ENDLESS
 
 
 def _size() -> os.terminal_size:
@@ -211,10 +221,14 @@ def _size() -> os.terminal_size:
     return get_terminal_size()
 
 
-def print_table(rows: Iterable[Row]) -> None:
+_ENDLESS = 1_000_000
+
+
+def print_table(rows: Iterable[Row], *, indent: str = "") -> None:
     """The texts of rows that are broken into lines already, each in the colour of its level."""
     for row in rows:
-        click.secho(row.text, bold=row.level == "heading", fg=_COLORS[row.level])
+        bold = True if row.level == "heading" else None  # False is a code of its own
+        click.secho(indent + row.text, bold=bold, fg=_COLORS[row.level])
 
 
 _COLORS: dict[Level, str | None] = {
@@ -252,19 +266,11 @@ def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> 
     """A text behind `first` columns (or `indent`), its further lines behind `indent`; as it is
     where no terminal shows it.
     """
-    stream = sys.stderr if err else sys.stdout
-    if not stream.isatty():
+    room = width(err=err)
+    if room == _ENDLESS or room - indent < _NARROWEST:
         return text
-    width = _size().columns
-    if width - indent < _NARROWEST:
-        return text
-    import textwrap
-
     before = " " * (indent if first is None else first)
-    lines = textwrap.wrap(
-        text, width, initial_indent=before, subsequent_indent=" " * indent, break_on_hyphens=False
-    )
-    return "\n".join(lines)[len(before) :]
+    return "\n".join(wrapped(text, room, " " * indent, before))[len(before) :]
 
 
 # ---------------------------------------------------------------------------------- standard output

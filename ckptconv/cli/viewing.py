@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ckptconv.support.text import count_text
 
 SORTS = ("order", "name", "min", "max", "abs-max", "mean", "std", "zeros", "nan", "size")
 _BINS = 64
-_WIDE = 1000  # columns where no terminal cuts names
 
 
 @command(
@@ -88,7 +86,7 @@ def stats(
     with terminal.errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
     shown = report.in_order(found, sort, top)
-    width = terminal.width() if sys.stdout.isatty() else _WIDE
+    width = terminal.width()
     if as_json:
         terminal.print_json(
             report.statistics_document(found, shown, bins=_BINS if histogram else 0)

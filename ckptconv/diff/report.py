@@ -1,4 +1,4 @@
-"""What a comparison gives, and how that is shown: as text, JSON and HTML.
+"""What a comparison gives, and how that is shown: as a table, as JSON and as HTML.
 
 Everything that came out of a file is escaped here.
 """
@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptconv.support.errors import printable
-from ckptconv.support.report import Fields, Row, html_table, listed, note_rows, short_repr
-from ckptconv.support.text import count_text, size_text
+from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows, short_repr
+from ckptconv.support.table import Table
+from ckptconv.support.text import count_text, number_text, size_text
 from ckptconv.tensors.deviation import Deviation
 
 
@@ -108,13 +109,7 @@ class Difference:
         return short_repr("Difference", self._verdict, compared, differing, *counts)
 
     def _repr_html_(self) -> str:
-        first = {name: map(_key, getattr(self, name)[:5]) for name, _ in self._counts()}
-        rows = ((name, count, ", ".join(first[name])) for name, count in self._counts())
-        return html_table(f"{self.a}, {self.b}: {self._verdict}", rows)
-
-
-def _key(item: str | Changed | Reshaped | ValueChange) -> str:
-    return printable(item if isinstance(item, str) else item.key)
+        return difference_table(self, most=None).html(difference_headline(self))
 
 
 # ------------------------------------------------------------------------------------------- text
@@ -133,33 +128,60 @@ def difference_headline(found: Difference) -> str:
     return f"{verdict}: {files}; {compared}{total}"
 
 
-def difference_lines(found: Difference) -> Iterator[Row]:
-    """What differs, as rows; at most 20 of a kind."""
+HEAD = ("key", "differs", "rel L2", "cosine", "max abs", "max rel", "at", "A", "B")
+_LEAVING = ("B", "A", "at", "max rel")
+"""The columns that are left out where there is no room, the first of them first."""
+
+
+def difference_table(found: Difference, *, most: int | None = LISTED) -> Table:
+    """A row for each key that differs, the worst first: what only one has or cannot be measured,
+    then values, those with NaN and the farthest first; at most `most` of a kind (None: all).
+    """
+    kinds: list[tuple[str, Sequence[tuple[str, ...]]]] = [
+        ("only in A", [(_key(key), "only in A") for key in found.only_a]),
+        ("only in B", [(_key(key), "only in B") for key in found.only_b]),
+        ("no tensor", _changes("no tensor", found.others)),
+        (
+            "of another shape",
+            [(_key(at.key), f"shape: {list(at.a)} / {list(at.b)}") for at in found.shapes],
+        ),
+        ("of another dtype", () if found.ignore_dtype else _changes("dtype", found.dtypes)),
+        ("with other values", [_values_row(item) for item in found.values]),
+    ]
+    rows: list[tuple[str, ...]] = []
+    for kind, of_kind in kinds:
+        rows += of_kind[:most]
+        if most is not None and len(of_kind) > most:
+            rows.append((f"and {len(of_kind) - most:,} more {kind}; --all shows all",))
+    return Table(HEAD, rows, {"key", "differs", "at"}, _LEAVING)
+
+
+def difference_rows(found: Difference) -> Iterator[Row]:
+    """What is said beside the table: damage, device tags, what was chosen."""
     yield from listed("damaged", [printable(text, 2000) for text in found.damaged], "error")
-    yield from listed("only in A", [printable(key) for key in found.only_a])
-    yield from listed("only in B", [printable(key) for key in found.only_b])
     if found.ignore_dtype:
         yield from listed("dtype", _pairs(found.dtypes, is_counted=False))
-    else:
-        yield from listed("dtype", _changes(found.dtypes))
-    yield from listed(
-        "shape", [f"{_key(item)}: {list(item.a)} / {list(item.b)}" for item in found.shapes]
-    )
-    yield from listed(
-        "values", [f"{_key(item)}: {_deviation_text(item.deviation)}" for item in found.values]
-    )
-    yield from listed("no tensor", _changes(found.others))
     yield from listed("device", _pairs(found.locations, is_counted=found.strict_device))
+    if apart := sum(item.deviation.nonfinite for item in found.values):
+        text = f"rel L2 and cosine leave out NaN and infinity ({count_text(apart, 'value')})"
+        yield Row("note", text)
     yield from note_rows(found.notes)
     if found.dtypes and not found.ignore_dtype and len(found.dtypes) == found.tensors:
         yield Row("note", "all dtypes differ; --ignore-dtype compares the numbers", "warning")
 
 
-def _changes(items: Sequence[Changed]) -> list[str]:
+def _key(key: str) -> str:
+    return printable(key, 500) or "the whole file"
+
+
+def _changes(what: str, items: Sequence[Changed]) -> list[tuple[str, ...]]:
     return [
-        f"{_key(item) or 'the whole file'}: {printable(item.a)} / {printable(item.b)}"
-        for item in items
+        (_key(item.key), f"{what}: {printable(item.a)} / {printable(item.b)}") for item in items
     ]
+
+
+def _shape_row(item: Reshaped) -> tuple[str, ...]:
+    return _key(item.key), f"shape: {list(item.a)} / {list(item.b)}"
 
 
 def _pairs(items: Sequence[Changed], *, is_counted: bool) -> list[str]:
@@ -172,18 +194,16 @@ def _pairs(items: Sequence[Changed], *, is_counted: bool) -> list[str]:
     ]
 
 
-def _deviation_text(found: Deviation) -> str:
-    count = f"{found.count:,} of {count_text(found.numel, 'value')}"
-    where = f"at {list(found.where)}: {_short(found.a)} / {_short(found.b)}"
-    nans = f", {found.nans:,} with NaN" if found.nans else ""
-    if found.max_abs is None:
-        return f"{count}{nans}{_measures_text(found)}, first {where}"
+def _values_row(item: ValueChange) -> tuple[str, ...]:
+    found = item.deviation
+    differs = f"{found.count:,} of {found.numel:,}"
+    if found.nans:
+        differs += f", {found.nans:,} NaN"
     if found.max_abs == 0:
-        return f"{count}{nans}, by bits only, {where}"
-    rel = ""
-    if found.max_rel is not None and not math.isinf(found.max_rel):
-        rel = f", max rel {found.max_rel:.6g}"
-    return f"{count}{nans}{_measures_text(found)}, max abs {found.max_abs:.6g}{rel}, {where}"
+        differs += ", by bits only"
+    measures = (number_text(found.max_abs), number_text(found.max_rel))
+    far = (number_text(found.rel_l2), _cosine_text(found.cosine), *measures)
+    return (_key(item.key), differs, *far, str(list(found.where)), _short(found.a), _short(found.b))
 
 
 _DIGITS = 10  # characters: nine digits and a point
@@ -199,24 +219,12 @@ def _short(value: str) -> str:
         return value
 
 
-def _measures_text(found: Deviation) -> str:
-    """How far apart two tensors are as a whole."""
-    if found.rel_l2 is None or found.nonfinite == found.numel:
-        return ""
-    cosine = "" if found.cosine is None else f", cosine {_cosine_text(found.cosine)}"
-    rest = f" (without {found.nonfinite:,} that are NaN or infinite)" if found.nonfinite else ""
-    if found.rel_l2 == 0 and found.nonfinite:
-        return f", finite values equal{rest}"
-    distance = f"rel L2 {found.rel_l2:.3g} of B"
-    if math.isinf(found.rel_l2) and found.cosine is None:
-        distance = "B is all zero"
-    return f", {distance}{cosine}{rest}"
-
-
-def _cosine_text(cosine: float) -> str:
-    """A cosine with as many nines as it takes to tell it from 1."""
+def _cosine_text(cosine: float | None) -> str:
+    """A cosine of four digits, or with as many nines as it takes to tell it from 1."""
+    if cosine is None:
+        return "-"
     away = 1 - abs(cosine)
-    digits = 7 if away <= 0 else min(16, max(7, 1 - math.floor(math.log10(away))))
+    digits = 4 if away <= 0 else min(16, max(4, -math.floor(math.log10(away))))
     return f"{cosine:.{digits}f}"
 
 

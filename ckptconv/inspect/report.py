@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unicodedata import combining, east_asian_width
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptconv.inspect.facts import Surveyed, Unread, is_bloated
 from ckptconv.inspect.inspection import Inspection, Part
 from ckptconv.io.places import path_of
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.report import LISTED, Fields, Level, Row, error_document, listed, note_rows
+from ckptconv.support.table import Table, wrapped
 from ckptconv.support.text import SHOWN, count_text, part_text, quoted, size_text, some_text
 
 if TYPE_CHECKING:
@@ -81,66 +81,71 @@ def _counts(counted: Any, noun: str) -> str:
     return f"{shown} and {len(ordered) - LISTED:,} more" if len(ordered) > LISTED else shown
 
 
-def tree_lines(part: Part, limit: int = 40) -> Iterator[str]:
-    """The parts as a tree, one line each; of more than `limit` siblings the middle is left out."""
-    yield from _branches(part.parts, "", limit)
+def tree_lines(part: Part, width: int, limit: int = 40) -> Iterator[Row]:
+    """The parts as a tree in lines of at most `width` columns, as rows without labels; of more than
+    `limit` siblings the middle is left out.
+    """
+    branches = Table(
+        ("name", "size", "what"), [*_branches(part.parts, "", limit)], ("name", "what")
+    )
+    return branches.lines(width, has_head=False)
 
 
-def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[str]:
+def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[tuple[str, ...]]:
     shown = list(parts) if len(parts) <= limit else [*parts[: limit - 2], None, parts[-1]]
-    width = max((len(printable(part.name)) for part in shown if part), default=0)
     for index, part in enumerate(shown):
         last = index == len(shown) - 1
         stem = f"{indent}{'└─' if last else '├─'} "
         if part is None:
-            yield f"{stem}… {len(parts) - limit + 1:,} more"
+            yield (f"{stem}… {len(parts) - limit + 1:,} more",)
             continue
-        name = printable(part.name).ljust(min(width, 40))
-        yield f"{stem}{name}  {_part_text(part)}"
+        size = size_text(part.nbytes) if part.tensors else ""
+        yield stem + printable(part.name), size, _part_text(part)
         yield from _branches(part.parts, indent + ("   " if last else "│  "), limit)
 
 
 def _part_text(part: Part) -> str:
-    size = f"{size_text(part.nbytes) if part.tensors else '':>9}"
     count = count_text(part.tensors, "tensor")
     if part.kind == "module":
-        return f"{size}  {count}"
+        return count
     is_one = part.tensors == 1 and not part.parts
-    return f"{size}  {printable(part.kind)}" + (f", {count}" if part.tensors and not is_one else "")
+    return printable(part.kind) + (f", {count}" if part.tensors and not is_one else "")
 
 
-def verdict(
-    found: Inspection, fix: Prescription | CheckpointError | None = None
-) -> tuple[bool, str]:
+_Fix: TypeAlias = "Prescription | CheckpointError | None"
+"""The conversion that makes a checkpoint portable, where one was looked for, or why none does."""
+
+
+def verdict(found: Inspection, fix: _Fix = None) -> tuple[bool, str]:
     """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys,
     in one line.
-
-    `fix` is the conversion that makes it so, where one was looked for, or why none does.
     """
-    reasons = [reason.what for reason in found.reasons]
+    said, command = verdict_and_command(found, fix)
+    return found.portable, f"{said}. Fix: {command}" if command else said
+
+
+def verdict_and_command(found: Inspection, fix: _Fix) -> tuple[str, str]:
+    """The verdict in words, and the command that makes the checkpoint portable (empty: none)."""
+    reasons = "; ".join(reason.what for reason in found.reasons)
     if not reasons:
-        return True, f"opens anywhere as it is ({found.opening.by})"
-    return False, f"will not open everywhere: {'; '.join(reasons)}{_fix_text(found, fix)}"
-
-
-def _fix_text(found: Inspection, fix: Prescription | CheckpointError | None) -> str:
+        return f"opens anywhere as it is ({found.opening.by})", ""
+    said = f"will not open everywhere: {reasons}"
     if fix is None:
-        return ""
+        return said, ""
     if isinstance(fix, CheckpointError):
-        return f". No conversion fixes it: {fix}"
+        return f"{said}. No conversion fixes it: {fix}", ""
     from ckptconv.convert.prescriptions import command
 
     lost = f". The fix leaves out {some_text(list(fix.lost))}" if fix.lost else ""
     files = [path_of(path) for path in found.named or (found.path,)]
-    return f"{lost}. Fix: {printable(command(fix.fix, files, Path('OUT.pt')), 20_000)}"
+    return said + lost, printable(command(fix.fix, files, Path("OUT.pt")), 20_000)
 
 
 # ------------------------------------------------------------------------- several checkpoints
 
 _HEAD = ("name", "format", "size", "tensors", "dtypes", "devices", "portable")
-_RIGHT = frozenset((2, 3))  # columns of numbers
-_GAP = 2
-_NARROWEST = 12  # cells of the names; where less is left, each checkpoint has lines of its own
+_TEXTS = ("name", "format", "dtypes", "devices", "portable")
+_LEAVING = ("dtypes", "format", "tensors", "devices")
 _NAMED = 3  # dtypes and devices that are named; the rest is counted
 
 
@@ -150,26 +155,11 @@ def is_portable(item: Surveyed | Unread) -> bool:
 
 
 def survey_lines(items: Sequence[Surveyed | Unread], width: int) -> Iterator[Row]:
-    """The table, as rows without labels.
-
-    Where it does not fit `width`, each checkpoint has lines of its own.
+    """A table of checkpoints in lines of at most `width` columns, as rows without labels; below
+    each what is to be said of it.
     """
-    rows = [_cells_of(item) for item in items]
-    widths = [max(map(_columns, column)) for column in zip(_HEAD, *rows, strict=True)]
-    room = width - sum(widths[1:]) - _GAP * (len(widths) - 1)
-    fits = room >= min(widths[0], _NARROWEST)
-    widths[0] = min(widths[0], room)
-    if fits:
-        yield Row("", _aligned(_HEAD, widths), "heading")
-    for item, row in zip(items, rows, strict=True):
-        if fits and _columns(row[0]) <= room:
-            yield Row("", _aligned(row, widths))
-        elif fits:
-            yield from (Row("", line) for line in _wrapped(row[0], width, ""))
-            yield Row("", _aligned(("", *row[1:]), widths))
-        else:
-            yield from _stacked(item, row, width)
-        yield from _verdict_lines(item, width, brief=fits)
+    table = Table(_HEAD, [*map(_cells_of, items)], _TEXTS, _LEAVING)
+    yield from table.lines(width, has_cuts=False, below=lambda at: _below(items[at], width))
     portable = sum(map(is_portable, items))
     level: Level = "good" if portable == len(items) else "warning"
     yield Row("", f"{portable} of {len(items)} portable", level)
@@ -190,27 +180,8 @@ def _some(counted: Mapping[str, int]) -> str:
     return f"{shown} +{len(names) - _NAMED}" if len(names) > _NAMED else shown
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    padded = []
-    for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        room = " " * (width - _columns(cell))
-        padded.append(room + cell if index in _RIGHT else cell + room)
-    return (" " * _GAP).join(padded).rstrip()
-
-
-def _stacked(item: Surveyed | Unread, row: Sequence[str], width: int) -> Iterator[Row]:
-    yield from (Row("", line, "heading") for line in _wrapped(row[0], width, ""))
-    if isinstance(item, Surveyed):
-        facts = [row[1], row[2], count_text(item.found.tensors, "tensor"), row[4], row[5]]
-        text = ", ".join(fact for fact in facts if fact != "-")
-        yield from (Row("", line) for line in _wrapped(text, width, "  "))
-
-
-def _verdict_lines(item: Surveyed | Unread, width: int, *, brief: bool) -> Iterator[Row]:
-    """Who opens it anywhere, why nobody does, or why it could not be opened.
-
-    `brief`: not what is said of nearly all.
-    """
+def _below(item: Surveyed | Unread, width: int) -> Iterator[Row]:
+    """Why it is not portable, who opens it if that is not usual, or why it could not be opened."""
     level: Level = "good"
     if isinstance(item, Unread):
         error, level = item.error, "error"
@@ -220,34 +191,11 @@ def _verdict_lines(item: Surveyed | Unread, width: int, *, brief: bool) -> Itera
     elif reasons := item.found.reasons:
         text = f"not portable: {'; '.join(reason.what for reason in reasons)}"
         level = "warning"
-    elif brief and item.found.opening.is_usual:
+    elif item.found.opening.is_usual:
         return
     else:
         text = f"portable ({item.found.opening.by})"
-    yield from (Row("", line, level) for line in _wrapped(text, width, "  "))
-
-
-def _wrapped(text: str, width: int, indent: str) -> Iterator[str]:
-    """Lines of at most `width` cells; a word that is longer is cut."""
-    room = max(width - len(indent), 10)
-    line = ""
-    for word in text.split(" "):
-        if line and _columns(line) + 1 + _columns(word) > room:
-            yield indent + line
-            line = ""
-        line = f"{line} {word}" if line else word
-        while _columns(line) > room:
-            fit = next(count for count in range(len(line), 0, -1) if _columns(line[:count]) <= room)
-            yield indent + line[:fit]
-            line = line[fit:]
-    if line:
-        yield indent + line
-
-
-def _columns(text: str) -> int:
-    """The columns that a terminal needs for a text: two for a wide character (Unicode annex 11)."""
-    wide = sum(east_asian_width(char) in "WF" for char in text if not combining(char))
-    return wide + sum(not combining(char) for char in text)
+    yield from (Row("", line, level) for line in wrapped(text, width, "  "))
 
 
 # ------------------------------------------------------------------------------------------- JSON

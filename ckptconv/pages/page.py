@@ -10,7 +10,13 @@ from html import escape
 from pathlib import Path
 
 from ckptconv import __version__
-from ckptconv.diff.report import Difference, difference_headline, difference_lines
+from ckptconv.diff.report import (
+    HEAD,
+    Difference,
+    difference_headline,
+    difference_rows,
+    difference_table,
+)
 from ckptconv.inspect.report import inspection_lines
 from ckptconv.objects.threats import Level
 from ckptconv.pages.columns import data_text, shown_name
@@ -176,7 +182,14 @@ def _comparison(facts: PageFacts, found: Difference) -> Iterator[str]:
     for text in found.damaged[:_LISTED]:
         yield verdict("bad", f"damaged: {text}")
     yield "</ul>\n"
-    yield from _details(difference_lines(found))
+    keys = (Row(row[0], _told(row)) for row in difference_table(found).rows)
+    yield from _details([*keys, *difference_rows(found)])
+
+
+def _told(row: tuple[str, ...]) -> str:
+    """What differs of a key, and by how much, in one line."""
+    named = zip(HEAD[2:], row[2:], strict=False)
+    return ", ".join([*row[1:2], *(f"{name} {cell}" for name, cell in named if cell != "-")])
 
 
 # ------------------------------------------------------------------------------------- the sections
@@ -188,7 +201,7 @@ _OF_VALUES = (
     ("zeros", "share of zeros"),
     ("finite", "NaN and infinite"),
 )
-_OF_PAIRS = (("state", "difference"), ("relL2", "relative L2"))
+_OF_PAIRS = (("relL2", "relative L2"), ("state", "difference"))
 
 
 def _map(facts: PageFacts) -> str:

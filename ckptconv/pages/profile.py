@@ -19,8 +19,7 @@ from typing import NamedTuple
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
 from ckptconv.pages.html import filled
-from ckptconv.support.text import count_text
-from ckptconv.values.report import number_text
+from ckptconv.support.text import count_text, number_text
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d{1,6}(?=\.|$)")
 _SERIES, _POINTS = 48, 400  # that are drawn

@@ -141,20 +141,32 @@ def short_repr(kind: str, *facts: object) -> str:
     return f"<{text}>" if len(text) <= WIDTH - 2 else f"<{text[: WIDTH - 3]}…>"
 
 
-def html_table(title: object, rows: Iterable[tuple[object, ...]], *, more: int = 0) -> str:
-    """A table of at most 20 rows, with a caption, as HTML; `more` rows are not among those given.
+def html_table(
+    title: object,
+    rows: Iterable[tuple[object, ...]],
+    *,
+    head: tuple[object, ...] = (),
+    most: int = LISTED,
+    more: int = 0,
+) -> str:
+    """A table of at most `most` rows, with a caption, as HTML; `more` rows are not among those
+    given.
 
     >>> html_table("<a>", [("keys", 2)])
     '<table><caption>&lt;a&gt;</caption><tr><td>keys</td><td>2</td></tr></table>'
     """
     remaining = iter(rows)
-    shown = [
-        f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>"
-        for row in islice(remaining, LISTED)
-    ]
+    shown = [_html_row(row, "td") for row in islice(remaining, most)]
+    if head and shown:
+        shown.insert(0, _html_row(head, "th"))
     if left := more + sum(1 for _ in remaining):
-        shown.append(f"<tr><td>and {left:,} more</td></tr>")
+        shown.append(_html_row((f"and {left:,} more",), "td"))
     return f"<table><caption>{_cell(title)}</caption>{''.join(shown)}</table>"
+
+
+def _html_row(row: Iterable[object], tag: str) -> str:
+    cells = "".join(f"<{tag}>{_cell(cell)}</{tag}>" for cell in row)
+    return f"<tr>{cells}</tr>"
 
 
 def _cell(value: object) -> str:

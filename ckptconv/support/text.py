@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 
@@ -32,6 +33,35 @@ def count_text(count: int, noun: str) -> str:
     ('1 tensor', '1,200 keys', '2 dict of 3s')
     """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def number_text(value: float | int | None) -> str:
+    """A figure of four digits in at most ten characters; a dash where there is none.
+
+    >>> number_text(0.123456), number_text(-3), number_text(1e-30), number_text(None)
+    ('0.1235', '-3', '1e-30', '-')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, int) and abs(value) < 10**7:
+        return str(value)
+    return f"{float(value):.4g}"
+
+
+def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
+    """What sorts names so that the numbers in them count as numbers.
+
+    >>> sorted(["layers.10.b", "layers.2.b", "layers.b"], key=natural_key)
+    ['layers.2.b', 'layers.10.b', 'layers.b']
+    """
+    parts = []
+    for found in _PARTS.finditer(name):
+        digits = found["digits"].lstrip("0")
+        parts.append((found["text"], len(digits), digits))  # not `int`, which has a longest one
+    return parts, name
+
+
+_PARTS = re.compile(r"(?P<text>[^0-9]*)(?P<digits>[0-9]*)")
 
 
 def seconds_text(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.errors import OptionRefused, UnsupportedCheckpoint, printable
+from ckptconv.support.text import quoted
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.packing import BITS, float4_numbers
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef
@@ -66,17 +68,18 @@ class NamedValues:
     values: tuple[NamedValue, ...]
     unread: tuple[str, ...]
 
-    def matching(self, globs: Sequence[str]) -> NamedValues:
+    def matching(self, globs: Sequence[str], *, told_as: str = "--include ") -> NamedValues:
         """Those whose names match one of `globs`; `OptionRefused` where a glob meets none."""
         if not globs:
             return self
         names = [*(item.name for item in self.values), *self.unread]
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in names):
-                raise OptionRefused(
-                    f"--include {printable(glob)} matches the name of no tensor",
-                    hint=f"the first are: {', '.join(map(printable, names[:3])) or 'none'}",
-                )
+                hint = f"the first are: {', '.join(map(printable, names[:3])) or 'none'}"
+                if any(name.startswith(f"{glob}.") for name in names):
+                    hint = f"what is in it matches {quoted(f'{glob}.*')}"
+                what = f"{told_as}{printable(glob)} matches the name of no tensor"
+                raise OptionRefused(what, hint=hint)
 
         def is_met(name: str) -> bool:
             return any(fnmatchcase(name, glob) for glob in globs)
@@ -163,25 +166,29 @@ def _dequantized(
     shape = integers.shape if shape is None else shape
     signed = "u" if integers.dtype.name.startswith("u") else "i"
     kind = f"<{signed}{integers.dtype.itemsize}"
-    if recipe["scheme"] == "per_tensor_affine":
-        scales = np.array([recipe["scale"]], np.float32)
-        zeros = np.array([recipe["zero_point"]], np.float32)
-        inner, channels = 1, 1
-    else:
-        scales = array_of(parts.pop(f"{name}.scales")).astype(np.float32)
-        zeros = array_of(parts.pop(f"{name}.zero_points")).astype(np.float32)
+    is_whole = recipe["scheme"] == "per_tensor_affine"
+    inner, channels = 1, 1
+    if not is_whole:
+        scale_ref, zero_ref = parts.pop(f"{name}.scales"), parts.pop(f"{name}.zero_points")
         axis = recipe["axis"]
         channels, inner = shape[axis], prod(shape[axis + 1 :])
 
+    @cache
+    def scales_and_zeros() -> tuple[Array, Array]:
+        if is_whole:
+            scale, zero = [recipe["scale"]], [recipe["zero_point"]]
+            return np.array(scale, np.float32), np.array(zero, np.float32)
+        return array_of(scale_ref).astype(np.float32), array_of(zero_ref).astype(np.float32)
+
     def decode(chunk: memoryview, before: int) -> Array:
+        scales, zeros = scales_and_zeros()
         codes = np.frombuffer(chunk, kind).astype(np.float32)
         at = (np.arange(before, before + len(codes)) // inner) % channels if channels > 1 else 0
-        scale, zero = scales[at], zeros[at]
-        made: Array = ((codes - zero) * scale).astype(np.float64)
+        made: Array = ((codes - zeros[at]) * scales[at]).astype(np.float64)
         return made
 
     numbers = None
-    if recipe["scheme"] == "per_tensor_affine" and bits <= 8:
+    if is_whole and bits <= 8:
         numbers = decode(memoryview(bytes(range(1 << bits))), 0)
     return NamedValue(name, integers, dtype, shape, decode, bits, numbers)
 

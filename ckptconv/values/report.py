@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.report import Fields, Level, Row, html_table, short_repr
-from ckptconv.support.text import count_text, some_text
+from ckptconv.support.table import Table, wrapped
+from ckptconv.support.text import count_text, natural_key, number_text, some_text
 from ckptconv.tensors.refs import Shape
 from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
 from ckptconv.values.named import NamedValue
@@ -49,7 +50,7 @@ class TensorStatistics:
         return short_repr("TensorStatistics", name, dtype, shape, figures)
 
     def _repr_html_(self) -> str:
-        return html_table(self.name, [HEAD, row(self)])
+        return html_table(self.name, [row(self)], head=HEAD)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,7 +85,7 @@ class CheckpointStatistics:
         )
 
     def _repr_html_(self) -> str:
-        return html_table(self.path, [HEAD, *map(row, self.tensors)])
+        return html_table(self.path, map(row, self.tensors), head=HEAD)
 
 
 def row(item: TensorStatistics) -> tuple[str, ...]:
@@ -97,25 +98,7 @@ def row(item: TensorStatistics) -> tuple[str, ...]:
         for name, what in _FIGURES.items()
     ]
     name = printable(item.name, 500) or "the root"
-    return name, item.dtype, shape_text(item.shape), *figures, distinct
-
-
-def shape_text(shape: Shape, scalar: str = "scalar") -> str:
-    """A shape in words; `scalar` is what one without dimensions is called."""
-    return "×".join(map(str, shape)) or scalar
-
-
-def number_text(value: float | int | None) -> str:
-    """A figure in at most ten characters; a dash where there is none.
-
-    >>> number_text(0.123456), number_text(-3), number_text(1e-30), number_text(None)
-    ('0.1235', '-3', '1e-30', '-')
-    """
-    if value is None:
-        return "-"
-    if isinstance(value, int) and abs(value) < 10**7:
-        return str(value)
-    return f"{float(value):.4g}"
+    return name, item.dtype, str(list(item.shape)), *figures, distinct
 
 
 Sort = Literal["order", "name", "min", "max", "abs-max", "mean", "std", "zeros", "nan", "size"]
@@ -126,7 +109,7 @@ def in_order(found: CheckpointStatistics, sort: Sort, top: int | None) -> list[T
     """The tensors sorted, the first `top` of them (None: all); those without a figure come last."""
     tensors = list(found.tensors)
     if sort == "name":
-        tensors.sort(key=lambda item: item.name)
+        tensors.sort(key=lambda item: natural_key(item.name))
     elif sort != "order":
         tensors.sort(key=lambda item: _rank(item, sort))
     return tensors[:top]
@@ -145,13 +128,8 @@ def _rank(item: TensorStatistics, sort: Sort) -> tuple[bool, float]:
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """The fractions whose quantiles are told."""
-_TEXTS = HEAD[:3]  # columns whose text begins at the left
-_NARROWEST = 24  # columns for a name
-_NAMES = 40  # columns that names have before others are shown
-_BY_IMPORTANCE = (
-    "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zeros", "abs-max", "distinct",
-)  # fmt: skip
-"""The columns beside the name, the last to be left out first."""
+_LEAVING = ("dtype", "shape", "distinct", "abs-max", "zeros", "max", "min", "inf", "nan", "std")
+"""The columns that are left out where there is no room, the first of them first."""
 
 
 def statistics_lines(
@@ -159,47 +137,19 @@ def statistics_lines(
 ) -> Iterator[Row]:
     """The table of some of the tensors, as rows without labels.
 
-    Where it is wider than `width` columns, the last of `_BY_IMPORTANCE` are left out, but never the
-    one that it is sorted by; then names are cut in the middle. A tensor with NaN or infinite values
-    is a warning.
+    Where it is wider than `width` columns, the first of `_LEAVING` are left out, but never the one
+    that it is sorted by. A tensor with NaN or infinite values is a warning.
     """
-    rows = [row(item) for item in tensors]
-    every = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
-    shown = _fitting(every, width, sort)
-    head, *rows = (tuple(cells[at] for at in shown) for cells in (HEAD, *rows))
-    widths = [every[at] for at in shown]
-    room = max(width - sum(widths[1:]) - 2 * (len(widths) - 1), _NARROWEST)
-    widths[0] = min(widths[0], room)
-    left = [name in _TEXTS for name in head]
-    if rows:
-        yield Row("", _aligned(head, widths, left), "heading")
-    for item, cells in zip(tensors, rows, strict=True):
-        level: Level = "warning" if _is_odd(item) else "plain"
-        yield Row("", _aligned((_cut(cells[0], room), *cells[1:]), widths, left), level)
+    levels: list[Level] = ["warning" if _is_odd(item) else "plain" for item in tensors]
+    leaving = tuple(name for name in _LEAVING if name != sort)
+    yield from Table(HEAD, [*map(row, tensors)], HEAD[:3], leaving, levels).lines(width)
     if more := len(found.tensors) - len(tensors):
         yield Row("", f"and {more:,} more")
-    lacking = ", ".join(name for at, name in enumerate(HEAD) if at not in shown)
-    if rows and lacking:
-        yield Row("", f"no room for {lacking}: widen the terminal, or use --json")
     if found.unread:
         unread = f"the numbers of {count_text(len(found.unread), 'tensor')} are not read"
-        yield Row("", f"{unread}: {some_text([*found.unread])}", "warning")
+        text = f"{unread}: {some_text([*found.unread])}"
+        yield from (Row("", line, "warning") for line in wrapped(text, width))
     yield Row("", *_total(found))
-
-
-def _fitting(widths: Sequence[int], width: int, sort: str) -> list[int]:
-    """The numbers of the columns that a table of `width` columns has room for."""
-    order = [HEAD.index(name) for name in _BY_IMPORTANCE]
-    if sort in _BY_IMPORTANCE:
-        order.insert(0, order.pop(_BY_IMPORTANCE.index(sort)))
-    left = width - min(widths[0], _NAMES)
-    shown = [0]
-    for at in order:
-        left -= widths[at] + 2
-        if left < 0:
-            break
-        shown.append(at)
-    return sorted(shown)
 
 
 def _is_odd(item: TensorStatistics) -> bool:
@@ -212,21 +162,6 @@ def _total(found: CheckpointStatistics) -> tuple[str, Level]:
     if odd:
         return f"{counted}, {len(odd):,} of them with NaN or infinite values", "warning"
     return f"{counted}, all values finite" if found.tensors else "it holds no tensors", "good"
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
-    cells = [
-        cell.ljust(width) if is_left else cell.rjust(width)
-        for cell, width, is_left in zip(row, widths, left, strict=True)
-    ]
-    return "  ".join(cells).rstrip()
-
-
-def _cut(name: str, width: int) -> str:
-    """A name of at most so many columns, its end kept, for ends tell names apart."""
-    if len(name) <= width:
-        return name
-    return f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"
 
 
 # -------------------------------------------------------------------------------- a histogram
@@ -342,6 +277,6 @@ def picked_document(
 
 def picked_headline(item: NamedValue, box: Box) -> str:
     """What the tensor is of which values are shown, and the shape of the part."""
-    of = "" if box.shape == item.shape else f", {shape_text(box.shape, 'one value')} of it"
-    shape = f"{shape_text(item.shape)}{of}"
+    of = "" if box.shape == item.shape else f", {list(box.shape)} of it"
+    shape = f"{list(item.shape)}{of}"
     return f"{printable(item.name, 500)}  {item.dtype.name}  {shape}  {item.ref.location}"

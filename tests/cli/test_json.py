@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -590,6 +591,21 @@ def test_stats_prints_what_the_page_says(room):
         document("stats", "no.pt", cwd=room, code=1),
     ]
     hold("stats", found)
+
+
+def test_ls_prints_what_the_page_says(room):
+    plain = torch.randn(4, 2)
+    part = torch.quantize_per_tensor(plain, 0.9, 1, torch.quint2x4)[1:]
+    torch.save({"w": plain, "again": plain, "t": plain.t(), "part": part}, room / "views.pt")
+    np.savez_compressed(room / "small.npz", w=np.ones(3))
+    found = [
+        document("ls", "views.pt", cwd=room),
+        document("ls", "views.pt", "*", "--long", cwd=room),
+        document("ls", "small.npz", "--long", cwd=room),
+        document("ls", "views.pt", "none", cwd=room, code=1),
+    ]
+    assert found[2]["tensors"][0]["extent"] is None, "it is compressed"
+    hold("ls", found)
 
 
 def test_show_prints_what_the_page_says(room):

@@ -348,9 +348,11 @@ def test_numbers_and_texts_of_numbers_are_shown_apart(arguments, tmp_path):
     torch.save({"w": W, "l": {"0": 1, "x": 2, "True": 3}}, tmp_path / "b.pt")
     done = run("diff", "a.pt", "b.pt", *arguments, cwd=tmp_path)
     lines = {
-        tuple(line.split(maxsplit=3)[2:]) for line in done.out.splitlines() if "only in" in line
+        tuple(part.strip() for part in line.split("only in"))
+        for line in done.out.splitlines()
+        if "only in" in line
     }
-    assert lines == {("A", "l.0"), ("A", "l.True (bool)"), ("B", "l.'0'"), ("B", "l.'True'")}
+    assert lines == {("l.0", "A"), ("l.True (bool)", "A"), ("l.'0'", "B"), ("l.'True'", "B")}
 
 
 def test_one_note_tells_of_averaged_weights(tmp_path):

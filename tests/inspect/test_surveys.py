@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from ckptconv.cli import terminal
 from ckptconv.cli.main import cli
 from helpers import oracle
 from helpers.program import run
@@ -58,7 +59,7 @@ def joined(text: str) -> str:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_table_fits_and_loses_nothing(width, color, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(terminal, "width", lambda **_: width)
     done = CliRunner().invoke(cli, ["inspect", *files], color=color)
     assert done.exit_code == 1, "two cannot be opened"
     assert (COLOR.search(done.output) is not None) == color
@@ -76,7 +77,7 @@ def test_the_table_fits_and_loses_nothing(width, color, files, tmp_path, monkeyp
 
 
 def test_a_table_has_a_column_for_each_fact_where_it_fits(files, tmp_path):
-    done = run("inspect", "good.pt", "cuda.pt", cwd=tmp_path, env={"COLUMNS": "120"})
+    done = run("inspect", "good.pt", "cuda.pt", cwd=tmp_path)
     head, good, cuda, why, count = done.out.splitlines()
     assert head.split() == ["name", "format", "size", "tensors", "dtypes", "devices", "portable"]
     assert good.split()[-2:] == ["cpu", "yes"] and "+1" in good

@@ -124,7 +124,7 @@ def test_values_of_less_than_a_byte_are_taken_apart_where_they_stand(tmp_path):
                 assert np.array_equal(found, whole[index]), (item.name, text)
     assert wholes == {}
     told = run("show", tmp_path / "q.pt", "e", "[4, 2]", cwd=tmp_path).out
-    assert "float4_e2m1fn_x2  5×3×8, 8 of it" in told
+    assert "float4_e2m1fn_x2  [5, 3, 8], [8] of it" in told
 
 
 def test_of_a_large_tensor_only_what_is_shown_is_read(tmp_path, monkeypatch):

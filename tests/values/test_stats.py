@@ -207,13 +207,13 @@ def test_a_terminal_shows_the_beginning_and_the_end_of_a_long_name(tmp_path):
     torch.save({f"model.{'x' * 300}.weight": torch.ones(1)}, tmp_path / "m.pt")
     _, out = run_on_terminal("stats", "m.pt", cwd=tmp_path, columns=80)
     _, line, *_ = plain_lines(out)
-    assert re.match(r"model\.x+…x+\.weight  float32 ", line) and len(line) == 80
+    assert re.match(r"model\.x+…x+\.weight +1 ", line) and len(line) == 80
 
 
 def test_a_histogram_is_drawn(tmp_path):
     torch.save({"w": torch.randn(10_000)}, tmp_path / "m.pt")
     lines = run("stats", "m.pt", "--histogram", "*", cwd=tmp_path).out.splitlines()
-    assert lines[0].startswith("w  float32  10000")
+    assert lines[0].startswith("w  float32  [10000]")
     drawn = lines[1:9]
     assert max(map(len, drawn)) <= 66 and "█" in drawn[-1]
     assert any("quantiles" in line for line in lines)

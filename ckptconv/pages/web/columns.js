@@ -21,7 +21,7 @@ function loaded(file, side) {
     names.push(before);
   }
   const kinds = file.kinds.map(([dtype, shape, numel, bytes]) => ({
-    dtype, numel, bytes, shape: shape.join("×") || "scalar",
+    dtype, numel, bytes, shape: `[${shape.join(", ")}]`,
   }));
   const group = new Int32Array(names.length).fill(-1);
   file.shared.forEach(([, , members], at) => members.forEach((one) => { group[one] = at; }));

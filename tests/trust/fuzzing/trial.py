@@ -433,14 +433,15 @@ def _read_back(
         found = diff_checkpoints(_named(paths), output, keys=options.keys)
     except CheckpointError:
         return
-    watch.check_lines("diff", list(verdicts.difference_lines(found)))
+    shown = [*verdicts.difference_table(found).lines(1000), *verdicts.difference_rows(found)]
+    watch.check_lines("diff", shown)
     _as_json(verdicts.DIFFERENCE.of(found))
     if (
         not found.same
         and not plan.skipped
         and (plan.to == "safetensors" or _chosen(paths) == _chosen([output]))
     ):
-        lines = " | ".join(f"{row.label}: {row.text}" for row in verdicts.difference_lines(found))
+        lines = " | ".join(f"{row.label}: {row.text}" for row in shown)
         watch.note("differs", f"read back {name}", lines)
 
 
