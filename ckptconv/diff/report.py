@@ -162,7 +162,8 @@ def difference_rows(found: Difference) -> Iterator[Row]:
     if found.ignore_dtype:
         yield from listed("dtype", _pairs(found.dtypes, is_counted=False))
     yield from listed("device", _pairs(found.locations, is_counted=found.strict_device))
-    if apart := sum(item.deviation.nonfinite for item in found.values):
+    measured = (item.deviation for item in found.values if not _is_by_nonfinite(item.deviation))
+    if apart := sum(deviation.nonfinite for deviation in measured):
         text = f"rel L2 and cosine leave out NaN and infinity ({count_text(apart, 'value')})"
         yield Row("note", text)
     yield from note_rows(found.notes)
@@ -201,9 +202,19 @@ def _values_row(item: ValueChange) -> tuple[str, ...]:
         differs += f", {found.nans:,} NaN"
     if found.max_abs == 0:
         differs += ", by bits only"
-    measures = (number_text(found.max_abs), number_text(found.max_rel))
-    far = (number_text(found.rel_l2), _cosine_text(found.cosine), *measures)
+    rel_l2, cosine = number_text(found.rel_l2), _cosine_text(found.cosine)
+    if _is_by_nonfinite(found):
+        rel_l2 = cosine = "-"
+    elif rel_l2 == "inf" and found.cosine is None:
+        differs, rel_l2 = f"{differs}, B all 0", "-"
+    max_rel = None if found.max_rel == math.inf else found.max_rel  # of a zero in B
+    far = (rel_l2, cosine, number_text(found.max_abs), number_text(max_rel))
     return (_key(item.key), differs, *far, str(list(found.where)), _short(found.a), _short(found.b))
+
+
+def _is_by_nonfinite(found: Deviation) -> bool:
+    """Whether tensors differ in NaN or infinity alone, which rel L2 and cosine leave out."""
+    return found.nonfinite == found.numel or (found.rel_l2 == 0 and found.nonfinite > 0)
 
 
 _DIGITS = 10  # characters: nine digits and a point

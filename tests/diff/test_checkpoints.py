@@ -810,7 +810,7 @@ def test_the_worst_comes_first_in_text_and_json(tmp_path):
         "slight": ones + 1e-6,
         "same": ones,
         "far": -ones,
-        "broken": torch.cat([ones[1:], torch.tensor([NAN])]),
+        "broken": torch.cat([ones[2:], torch.tensor([2.0, NAN])]),
         "zeros": torch.tensor([0.0, -0.0]),
     }
     saved(tmp_path, "a.pt", first), saved(tmp_path, "b.pt", second)

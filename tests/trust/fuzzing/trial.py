@@ -338,7 +338,7 @@ def _inspect(watch: _Watch, paths: Sequence[Path]) -> bool:
         "inspect",
         [
             *inspection_report.inspection_lines(found),
-            *(Row("", line) for line in inspection_report.tree_lines(found.root)),
+            *inspection_report.tree_lines(found.root, 1000),
         ],
     )
     inspection_report.verdict(found)
