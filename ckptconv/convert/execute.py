@@ -114,7 +114,7 @@ def execute_plan(
     written, `VerificationFailed`; nothing is left behind.
     """
     begin = time.perf_counter()
-    plan.target.load_checker()
+    plan.target.load_checker(plan.nbytes)
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
     phases = Phases(on_progress)

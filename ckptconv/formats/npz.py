@@ -287,7 +287,7 @@ class NpzFile(TargetFormat):
     ) -> Layout:
         return lay_out_arrays([(key, dtype, ref.shape, ref) for key, ref, dtype in tensors])
 
-    def load_checker(self) -> None:
+    def load_checker(self, nbytes: int) -> None:
         import numpy  # noqa: F401
 
     def check_written(self, written: Path, name: PurePath, count: int) -> None:

@@ -154,8 +154,10 @@ class TargetFormat:
         """Make an output that `is_folder` of the torch file `plain`; it will be known as `name`."""
         raise NotImplementedError
 
-    def load_checker(self) -> None:
-        """Import what `check_written` needs, which is to fail before a file is begun."""
+    def load_checker(self, nbytes: int) -> None:
+        """Import what `check_written` needs for an output of so many bytes, which is to fail before
+        a file is begun.
+        """
 
     def check_written(self, written: Path, name: PurePath, count: int) -> None:
         """Have the format's own library look at a file of `count` tensors that will be `name`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from ckptconv import BatchRefused, Job, Options, convert_checkpoint, load_portable
 from ckptconv.batch.checks import check_jobs
 from ckptconv.batch.finding import Passed, find_checkpoints, jobs_below
-from ckptconv.batch.identity import stamps
+from ckptconv.batch.identity import real_names, stamps
 from ckptconv.batch.manifest import job_of, manifest_line, read_manifest
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, MissingFile, OptionRefused
@@ -314,6 +315,21 @@ def test_the_blobs_of_a_cache_are_not_converted_beside_their_snapshots(tmp_path)
         "models--x/snapshots/abc/model.safetensors"
     ]
     assert [item.path for item in found.passed] == [str(model / "blobs")]
+
+
+def test_links_are_followed_for_many_places_as_for_one(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.pt").touch()
+    (tmp_path / "to").symlink_to("real")
+    (tmp_path / "real" / "other.pt").symlink_to("../to/a.pt")
+    (tmp_path / "real" / "gone.pt").symlink_to("nowhere.pt")
+    monkeypatch.chdir(tmp_path / "real")
+    real = real_names()
+    files = ["a.pt", "./a.pt", "../to/a.pt", "other.pt", "../to/other.pt", "gone.pt", "new.pt"]
+    folders = [".", "..", "../to", "../to/..", "../to/.", "/", "../to/../to"]
+    for path in (*files, *folders, tmp_path / "to" / "a.pt"):
+        for _ in range(2):
+            assert real(place_of(path)) == os.path.realpath(path)
 
 
 def test_links_to_the_folder_that_they_lie_in_are_not_followed(tmp_path):

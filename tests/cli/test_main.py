@@ -1457,6 +1457,14 @@ def test_importing_the_library_imports_neither_torch_nor_a_terminal():
     assert modules_after(f"from ckptconv import {names_}") & {"torch", "click", "rich"} == set()
 
 
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_a_small_file_is_converted_without_numpy(ending, tmp_path):
+    made = tmp_path / f"out.{ending}"
+    job = f"from ckptconv import Job\nJob({str(DDP)!r}, {str(made)!r}).run()"
+    assert modules_after(job) & {"torch", "numpy"} == set()
+    assert made.exists()
+
+
 @pytest.mark.parametrize("named", ["folder", "folder/", "new/", "new.d/"])
 def test_a_folder_or_a_slash_at_the_end_means_a_folder(named, tmp_path):
     (tmp_path / "folder").mkdir()

@@ -17,12 +17,14 @@ from safetensors import safe_open
 from torch import nn
 
 from ckptconv import KeyRules, convert_checkpoint, load_portable, open_checkpoint, save_portable
+from ckptconv.formats.safetensors import SAFETENSORS
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
     KeyConflict,
     MalformedCheckpoint,
     RefusedObject,
+    VerificationFailed,
 )
 from helpers import oracle, trees
 from helpers.examples import examples
@@ -542,3 +544,17 @@ def test_an_extra_state_with_tensors_is_listed_and_so_accounted_for(tmp_path):
         tmp_path / "in.pt", tmp_path / "out.safetensors", fsync=False, verify=True
     )
     assert [item.path for item in done.plan.skipped] == ["a._extra_state"]
+
+
+@pytest.mark.parametrize("numel", [4, 1 << 19])  # a short file is read whole, a longer one mapped
+def test_the_library_looks_at_what_was_written(numel, tmp_path):
+    made = tmp_path / "made.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(numel), "b": torch.zeros(2)}, made)
+    SAFETENSORS.check_written(made, made, 2)
+    with pytest.raises(VerificationFailed, match="the safetensors library sees 2 tensors in it"):
+        SAFETENSORS.check_written(made, made, 3)
+    raw = made.read_bytes()
+    for damaged in (raw[:-4], raw + bytes(4), raw.replace(b'"F32"', b'"F64"', 1)):
+        made.write_bytes(damaged)
+        with pytest.raises(VerificationFailed, match="the safetensors library does not open it"):
+            SAFETENSORS.check_written(made, made, 2)

@@ -59,6 +59,17 @@ def test_what_is_left_out_is_filled_in_any_order(made, large, first):
     assert path.read_bytes() == b"".join(parts)
 
 
+@pytest.mark.parametrize("said", [0, 5, 300, CHUNK])
+@pytest.mark.parametrize("nbytes", [0, 5, 6, 300, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
+def test_a_file_may_be_longer_or_shorter_than_was_said(said, nbytes, tmp_path):
+    raw = pattern(nbytes, said)[:nbytes]
+    stream = OutputStream(FileSink(platforms.create_file(tmp_path / "made")), size=said)
+    for start in range(0, nbytes, 70_000):
+        stream.write(raw[start : start + 70_000])
+    stream.settle(fsync=False)
+    assert (tmp_path / "made").read_bytes() == raw
+
+
 def test_progress_is_told_of_what_is_left_out(tmp_path):
     told = []
     stream = OutputStream(FileSink(platforms.create_file(tmp_path / "made")), told.append)
