@@ -15,7 +15,6 @@ from pathlib import PurePath
 
 from ckptconv.convert.beside import Beside
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld
-from ckptconv.convert.key_targets import key_target
 from ckptconv.convert.notes import (
     beside_notes,
     count_casts,
@@ -97,6 +96,8 @@ def request_of(options: Options) -> Request:
 
 def target_of(options: Options) -> KeyTarget | None:
     """What the keys are to be fitted to."""
+    from ckptconv.convert.key_targets import key_target  # seldom needed
+
     return key_target(options.like, options.model, drop_unexpected=options.drop_unexpected)
 
 

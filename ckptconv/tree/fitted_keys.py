@@ -8,10 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptconv.keys.fits import Fit, Misshapen, Shape, Shapes, Ties
-from ckptconv.keys.fitting import fit_keys
 from ckptconv.keys.key_map import KeyMap
 from ckptconv.objects.plain import tensor_form
 from ckptconv.pickles.nodes import Node
@@ -19,6 +17,9 @@ from ckptconv.support.errors import KeyMismatch, printable
 from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of
+
+if TYPE_CHECKING:
+    from ckptconv.keys.fits import Fit, Misshapen, Shape, Shapes, Ties
 
 _SHOWN = 3
 
@@ -67,6 +68,8 @@ def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:
     """
     pairs = zip(keys.new, found.values, strict=True)
     shapes = {new: _shape(value) for new, value in pairs if new is not None}
+    from ckptconv.keys.fitting import fit_keys  # seldom needed
+
     fit = fit_keys(shapes, target.shapes, target.ties)
     if not (fit.fits or (fit.covers and fit.renames and target.drop_unexpected)):
         raise refusal(fit, target.name, len(target.shapes))
