@@ -18,8 +18,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, WriteItem
-from ckptconv.io.files import written_bytes
 from ckptconv.io.source import Source
+from ckptconv.io.staging import drafted
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
 from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.support.errors import (
@@ -332,7 +332,7 @@ class SafetensorsFile(TargetFormat):
 
             with _seen_by_library(name):
                 read: Any = deserialize  # it has no types
-                seen = len(read(written_bytes(written)))
+                seen = len(read(drafted(written)))
         else:
             with _opened(written, name) as opened:
                 seen = len(opened.keys())

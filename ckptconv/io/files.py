@@ -258,11 +258,6 @@ def refuse_inputs(outputs: Iterable[PurePath], replaced: Iterable[Source] = ()) 
                 raise OutputRefused(what, path=output, hint="name another folder")
 
 
-def written_bytes(path: Path) -> bytes:
-    """All of a short file that this run has written, which does not become an input of it thereby."""
-    return path.read_bytes()
-
-
 def stamp(found: os.stat_result) -> tuple[int, ...]:
     """What changes when a file is written to, or when its name is given to another."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -458,6 +458,11 @@ def _fsync_tree(folder: Path) -> None:
         fsync_folder(Path(inside))
 
 
+def drafted(made: Path) -> bytes:
+    """All of a short file that was made and is not in its place yet: no input of this run."""
+    return made.read_bytes()
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in a folder last; one that may not be read cannot be synced."""
     with contextlib.suppress(PermissionError):
