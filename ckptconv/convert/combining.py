@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
@@ -18,10 +18,12 @@ from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.files import one_run
 from ckptconv.io.guarded import check_places
+from ckptconv.io.open_files import Readable, is_open_file
+from ckptconv.io.places import Output, Place, path_of
 from ckptconv.keys.key_map import KEEP, STRIP, KeyMap, KeyRules, map_keys
 from ckptconv.keys.naming_metadata import followed, naming_entries
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_paths
+from ckptconv.support.choices import refuse_no_flag, refuse_no_output, refuse_no_paths
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
@@ -46,7 +48,6 @@ from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.state_dicts import StateDict, renamed_state_dict
 from ckptconv.tree.walk import label_text
 
-Place: TypeAlias = "str | os.PathLike[str]"
 Integers = Literal["same", "first", "last"]
 INTEGERS = ("same", "first", "last")
 
@@ -66,10 +67,10 @@ class Part:
 
 @one_run()
 def merge(
-    sources: Sequence[Place],
-    output: Place,
+    sources: Iterable[Place | Readable],
+    output: Output,
     *,
-    prefix: Mapping[str, str] | None = None,
+    prefix: Mapping[Any, str] | None = None,
     only: str | None = None,
     edits: Sequence[Edit] = (),
     force: bool = False,
@@ -100,10 +101,10 @@ def merge(
 
 @one_run()
 def average(
-    sources: Sequence[Place],
-    output: Place,
+    sources: Iterable[Place | Readable],
+    output: Output,
     *,
-    weights: Sequence[float] | None = None,
+    weights: Iterable[float] | None = None,
     integers: Integers = "same",
     only: str | None = None,
     edits: Sequence[Edit] = (),
@@ -153,11 +154,11 @@ def _request(options: dict[str, Any]) -> Request:
 
 @contextlib.contextmanager
 def merged_plan(
-    sources: Sequence[Place],
-    output: Place,
+    sources: Iterable[Place | Readable],
+    output: Output,
     request: Request,
     *,
-    prefix: Mapping[str, str],
+    prefix: Mapping[Any, str],
     only: str | None,
     force: bool,
     edits: Sequence[Edit] = (),
@@ -167,8 +168,9 @@ def merged_plan(
         raise OptionRefused(
             f"prefix={prefix!r:.100} is not a dict", hint="write it as prefix={'head.pt': 'head.'}"
         )
-    prefix = {os.fspath(Path(name)): text for name, text in prefix.items()}
-    names = [os.fspath(Path(source)) for source in sources]
+    sources = _several(sources)
+    prefix = {_spelled(name): text for name, text in prefix.items()}
+    names = [_spelled(source) for source in sources]
     if unknown := [name for name in prefix if name not in names]:
         raise OptionRefused(
             f"--prefix names {printable(unknown[0])}, which is not one of the sources",
@@ -241,17 +243,18 @@ def _metadata(
 
 @contextlib.contextmanager
 def averaged_plan(
-    sources: Sequence[Place],
-    output: Place,
+    sources: Iterable[Place | Readable],
+    output: Output,
     request: Request,
     *,
-    weights: Sequence[float] | None,
+    weights: Iterable[float] | None,
     integers: Integers,
     only: str | None,
     force: bool,
     edits: Sequence[Edit] = (),
 ) -> Iterator[ConversionPlan]:
     """The plan of a mean; the sources are open within the block."""
+    sources = _several(sources)
     numbers = _checked_weights(weights, len(sources))
     if integers not in INTEGERS:
         raise OptionRefused(f"integers={integers!r:.50} is not one of {', '.join(INTEGERS)}")
@@ -287,7 +290,7 @@ def _refuse_mapping(request: Request) -> None:
         )
 
 
-def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+def _checked_weights(weights: Iterable[float] | None, count: int) -> list[float]:
     """The weights, whose sum is a number."""
     if weights is None:
         return [1.0] * count
@@ -308,10 +311,30 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
     return given
 
 
+def _several(sources: Iterable[Place | Readable]) -> list[Place | Readable]:
+    """The sources, of which a generator gives each once."""
+    if isinstance(sources, (str, bytes, os.PathLike)) or is_open_file(sources):
+        raise OptionRefused("sources is one checkpoint", hint="give a list of two or more")
+    if not isinstance(sources, Iterable):
+        raise OptionRefused(
+            f"sources={sources!r:.100} are not checkpoints", hint="give a list of two or more"
+        )
+    found = [*sources]
+    refuse_no_paths("sources", found)
+    return found
+
+
+def _spelled(source: Place | Readable) -> str:
+    """How a source was named."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(Path(source))
+    return str(path_of(source))
+
+
 @contextlib.contextmanager
 def _opened(
-    sources: Sequence[Place],
-    output: Place,
+    sources: Sequence[Place | Readable],
+    output: Output,
     request: Request,
     *,
     only: str | None,
@@ -319,10 +342,7 @@ def _opened(
     edits: Sequence[Edit],
 ) -> Iterator[tuple[list[Checkpoint], list[Part]]]:
     """The sources, open, and the state dict of each, its keys without wrappers."""
-    if isinstance(sources, (str, bytes, os.PathLike)):
-        raise OptionRefused("sources is one path", hint="give a list of two or more")
-    refuse_no_paths("sources", sources)
-    refuse_no_path(output=output)
+    refuse_no_output(output)
     refuse_no_flag(force=force)
     refuse_no_edits(edits)
     if len(sources) < 2:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import ParamSpec
@@ -13,6 +12,7 @@ from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
 from ckptconv.formats.registry import Named
+from ckptconv.io.places import Output
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.progress import OnProgress
 
@@ -24,7 +24,7 @@ class _Call(Options):
     """The arguments of `convert_checkpoint`."""
 
     source: Named
-    output: str | os.PathLike[str]
+    output: Output
     _: KW_ONLY
     tag: str | None = None
     force: bool = False

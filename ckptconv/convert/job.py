@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import one_run
 from ckptconv.io.outputs import check_place_free
-from ckptconv.io.places import place_of
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_paths
+from ckptconv.io.places import Output, place_of
+from ckptconv.support.choices import refuse_no_flag, refuse_no_output, refuse_no_paths
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.limits import Limits, held, in_force
 from ckptconv.support.progress import OnProgress
@@ -36,7 +35,7 @@ class Job:
     """
 
     source: Named
-    output: str | os.PathLike[str]
+    output: Output
     options: Options | Request = field(default_factory=Options)
     tag: str | None = None
     force: bool = False
@@ -46,7 +45,7 @@ class Job:
 
     def __post_init__(self) -> None:
         refuse_no_paths("source", self.source)
-        refuse_no_path(output=self.output)
+        refuse_no_output(self.output)
         refuse_no_flag(force=self.force, fsync=self.fsync, verify=self.verify)
         kinds = (("options", (Options, Request)), ("limits", (Limits,)))
         for name, wanted in kinds:

@@ -32,12 +32,12 @@ from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import for_folder, keeps_modules, target
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
-from ckptconv.io.places import place_of, resolved
+from ckptconv.io.places import Output, place_of, resolved
 from ckptconv.io.source import Source
 from ckptconv.keys.naming_metadata import followed, refuse_without
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
-from ckptconv.support.choices import refuse_no_path
+from ckptconv.support.choices import refuse_no_output
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -60,7 +60,7 @@ from ckptconv.tree.walk import tensor_of, tensors_of, walk
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, output: str | os.PathLike[str], options: Options | Request | None = None
+    checkpoint: Checkpoint, output: Output, options: Options | Request | None = None
 ) -> ConversionPlan:
     """Decide what the output of a conversion will be, without reading payload or writing anything.
 
@@ -72,7 +72,7 @@ def plan_conversion(
     >>> with open_checkpoint("in.pt") as checkpoint:  # doctest: +SKIP
     ...     execute_plan(plan_conversion(checkpoint, "out.safetensors", Options(dtype="bf16")))
     """
-    refuse_no_path(output=output)
+    refuse_no_output(output)
     return _planned(
         checkpoint,
         output,
@@ -80,9 +80,7 @@ def plan_conversion(
     )
 
 
-def plan_trial(
-    checkpoint: Checkpoint, output: str | os.PathLike[str], options: Request
-) -> ConversionPlan:
+def plan_trial(checkpoint: Checkpoint, output: Output, options: Request) -> ConversionPlan:
     """As `plan_conversion`, for who asks only whether it would work: over a network, what stands
     before payloads is not looked at.
     """
@@ -103,7 +101,7 @@ def target_of(options: Options) -> KeyTarget | None:
 
 def _planned(
     checkpoint: Checkpoint,
-    output: str | os.PathLike[str],
+    output: Output,
     options: Request,
     *,
     is_trial: bool = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import PurePath
@@ -19,8 +18,9 @@ from ckptconv.formats.target_format import (
     target_of_suffix,
 )
 from ckptconv.io.location import Location
+from ckptconv.io.open_files import OpenFile
 from ckptconv.io.outputs import check_place_free
-from ckptconv.io.places import place_of
+from ckptconv.io.places import Output, place_of
 from ckptconv.support.errors import CheckpointError, OutputRefused, printable
 
 
@@ -30,9 +30,13 @@ def target(named: Location, options: Request, read: str) -> tuple[PurePath, Targ
 
     The format is the one asked for, or the one that the name says; `CheckpointError` when it says
     nothing. In a folder the file has the name for which the library looks that wrote `read`, the
-    first file of the source.
+    first file of the source. An open file without a name gets the format that holds any tree.
     """
     output = named.path
+    if isinstance(named, OpenFile):
+        named.refuse_unwritable(is_folder=_is_of_several(options))
+        is_nameless = not output.suffix and options.to is None
+        return output, target_named("torch") if is_nameless else _target_format(output, options.to)
     if options.shard_bytes is None:
         return output, _target_format(output, options.to)
     if options.with_files:
@@ -47,10 +51,15 @@ def target(named: Location, options: Request, read: str) -> tuple[PurePath, Targ
     return output, found
 
 
+def _is_of_several(request: Request) -> bool:
+    """Whether an output is more than one file."""
+    is_made_by_torch = request.to is not None and target_named(request.to).is_folder
+    return is_made_by_torch or request.shard_bytes is not None
+
+
 def for_folder(request: Request, named: Location) -> Request:
     """The request for the output `named`: where that is a folder, files of a set go into it."""
-    is_made_by_torch = request.to is not None and target_named(request.to).is_folder
-    if request.shard_bytes is not None or is_made_by_torch or not names_folder(named):
+    if _is_of_several(request) or not names_folder(named):
         return request
     return replace(request, max_shard_size=sys.maxsize)
 
@@ -124,12 +133,14 @@ def keeps_modules(to: TargetFormat, options: Request) -> bool:
     return options.unknown == "keep" and options.shard_bytes is None and to.keeps_modules
 
 
-def check_place(output: str | os.PathLike[str], request: Request, *, force: bool) -> None:
+def check_place(output: Output, request: Request, *, force: bool) -> None:
     """Raise `OutputRefused` where the one file or folder of an output may not be made.
 
     Shards are looked at when it is known which there will be.
     """
     place = place_of(output)
-    if for_folder(request, place).shard_bytes is None:
+    if isinstance(place, OpenFile):
+        place.refuse_unwritable(is_folder=_is_of_several(request))
+    elif for_folder(request, place).shard_bytes is None:
         is_folder = request.to is not None and target_named(request.to).is_folder
         check_place_free(place, is_folder=is_folder, force=force)

@@ -90,6 +90,10 @@ class Difference:
             keys |= {item.key for item in self.locations}
         return len(keys)
 
+    def __bool__(self) -> bool:
+        """Raises `TypeError`: whether it is the same or a difference that is true, nobody knows."""
+        raise TypeError("a Difference is neither true nor false: write .same or not .same")
+
     def _counts(self) -> list[tuple[str, int]]:
         """How many keys differ, by what differs."""
         named = ("damaged", "only_a", "only_b", "dtypes", "shapes", "values", "others", "locations")

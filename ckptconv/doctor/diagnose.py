@@ -40,7 +40,7 @@ from ckptconv.tree.modules import flatten_modules
 
 @spelling_checked
 def diagnose(
-    path: Named,
+    source: Named,
     *,
     like: str | os.PathLike[str] | None = None,
     model: str | None = None,
@@ -50,8 +50,8 @@ def diagnose(
     tag: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Diagnosis:
-    """Say why the checkpoint `path` would not load on this host, or would cause trouble later, and
-    how to fix it.
+    """Say why the checkpoint `source` would not load on this host, or would cause trouble later,
+    and how to fix it.
 
     `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``,
     which is imported and called) has the keys and shapes that it should load into. `device` is
@@ -63,8 +63,8 @@ def diagnose(
     cannot be opened is a finding; `CheckpointError` is raised only when there is no such file,
     model or device tag. Without torch a CPU-only torch is assumed.
     """
-    refuse_no_paths("path", path)
-    paths = places_of(path)
+    refuse_no_paths("source", source)
+    paths = places_of(source)
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
     return _diagnose(paths, Asked(like, model, device, values, size, tag, on_progress))

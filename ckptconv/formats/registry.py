@@ -20,7 +20,8 @@ from ckptconv.formats.folders.steps import chosen
 from ckptconv.formats.inflation import counted_together
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location
-from ckptconv.io.places import place_of
+from ckptconv.io.places import Named as Named
+from ckptconv.io.places import place_of, places_of
 from ckptconv.objects.threats import danger_note
 from ckptconv.pickles.making import names_noted
 from ckptconv.pickles.nodes import mapping_pairs
@@ -38,9 +39,6 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited, refuse_no_edits
 from ckptconv.tree.modules import flatten_modules, holds_modules
 from ckptconv.tree.old_tensors import complete_tensors
-
-Named = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A checkpoint's path, or those of all its ranks' files."""
 
 
 class Gathering(NamedTuple):
@@ -112,16 +110,16 @@ GATHERINGS: tuple[Gathering, ...] = (
 
 @spelling_checked
 def open_checkpoint(
-    path: Named,
+    source: Named,
     *,
     tag: str | None = None,
     whole_modules: bool = False,
     edits: Sequence[Edit] = (),
 ) -> Checkpoint:
-    """The checkpoint at `path`, its index read; see `live.opened.open_checkpoint`, whose result is
-    a mapping too.
+    """The checkpoint at `source`, its index read; see `live.opened.open_checkpoint`, whose result
+    is a mapping too.
     """
-    return _asked(path, tag, whole_modules=whole_modules, edits=edits).opened_quickly()
+    return _asked(source, tag, whole_modules=whole_modules, edits=edits).opened_quickly()
 
 
 def open_certain(
@@ -147,12 +145,11 @@ def _asked(
     path: Named | Location, tag: str | None, *, whole_modules: bool, edits: Sequence[Edit] = ()
 ) -> _Asked:
     if not isinstance(path, Location):
-        refuse_no_paths("path", path)
+        refuse_no_paths("source", path)
     refuse_no_text(tag=tag)
     refuse_no_flag(whole_modules=whole_modules)
     refuse_no_edits(edits)
-    named = [path] if isinstance(path, (str, os.PathLike, Location)) else path
-    paths = [place_of(item) for item in named]
+    paths = places_of(path)
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
     return _Asked(paths, tag, whole_modules, tuple(edits))

@@ -23,6 +23,7 @@ from ckptconv.inspect.parts import PartTree, held_in, part_of_tree, tensor_facts
 from ckptconv.inspect.refusals import files_of, refusals
 from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location
+from ckptconv.io.places import places_of
 from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, children
 from ckptconv.support.choices import spelling_checked
@@ -62,9 +63,8 @@ def inspect_checkpoint(
     if not isinstance(source, Checkpoint):
         with open_to_look(source, tag=tag) as opened:
             found = inspect_checkpoint(opened, depth)
-        if isinstance(source, (str, os.PathLike)) or len(source) == 1:
-            return found
-        return replace(found, named=tuple(map(str, source)))
+        named = tuple(map(str, places_of(source)))
+        return found if len(named) == 1 else replace(found, named=named)
     if tag is not None:
         raise OptionRefused(
             "tag is for a path, and the checkpoint is open already",

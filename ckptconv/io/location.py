@@ -6,6 +6,8 @@ a store would be another.
 
 from __future__ import annotations
 
+import errno
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -136,6 +138,43 @@ class Location(ABC):
     def stays_within(self, home: Location) -> bool:
         """Whether no link leads from here out of the folder `home`."""
         return True
+
+
+class Alone(Location):
+    """A place that lies in no folder and is none, of which only the name is known."""
+
+    def __init__(self, path: PurePath) -> None:
+        self._path = path
+
+    @property
+    def path(self) -> PurePath:
+        return self._path
+
+    @property
+    def parent(self) -> Location:
+        return self
+
+    @property
+    def absolute(self) -> Location:
+        return self
+
+    def child(self, name: str) -> Location:
+        return Alone(self._path / name)
+
+    def beside(self, name: str) -> Location:
+        return Alone(self._path.parent / name)
+
+    def kind(self) -> Kind:
+        return "nothing"
+
+    def names(self) -> Sequence[str]:
+        raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+
+    def fingerprint(self) -> Fingerprint | None:
+        return None
 
 
 def within(location: Location, home: Location) -> Location:

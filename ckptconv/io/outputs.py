@@ -24,9 +24,15 @@ from ckptconv.io.destination import (
     refuse_missing_folder,
 )
 from ckptconv.io.files import let_go, refuse_inputs
-from ckptconv.io.hidden_folders import remove_kept, remove_leftovers, staging_folder
+from ckptconv.io.hidden_folders import (
+    remove_kept,
+    remove_leftovers,
+    staging_folder,
+    temporary_folder,
+)
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
+from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import local_path
 from ckptconv.io.source import Source
 from ckptconv.io.staging import ShardNames, put_file, put_folder, put_new_folder, put_set
@@ -190,6 +196,26 @@ class FileOutput(_Staged):
         put_file(made / self.path.name, self.path, target=self._target, **how)
 
 
+class OpenOutput(_Staged):
+    """A file that the caller has opened: its bytes are made in a temporary file, and written to it
+    when they are whole.
+    """
+
+    def __init__(self, place: OpenFile, **how: Any) -> None:
+        super().__init__(Path(place.path), **how)
+        self._place = place
+
+    def _taken(self) -> Iterable[Path]:
+        return []
+
+    def _prepared(self, leaving: ExitStack) -> Path:
+        self._place.refuse_unwritable()
+        return leaving.enter_context(temporary_folder())
+
+    def _put(self, made: Path, inputs: Iterable[Source]) -> None:
+        self._place.take(made / self.path.name)
+
+
 class SetOutput(_Staged):
     """Shards and their index, or the one file that they all fit in; a new folder, if one is asked
     for that is not there.
@@ -304,6 +330,9 @@ def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
     if (path := place.local()) is not None:
         (check_folder if is_folder else check_output)(path, force=force)
         return
+    if isinstance(place, OpenFile):
+        place.refuse_unwritable(is_folder=is_folder)
+        return
     from ckptconv.io.remote.output import check_remote
 
     check_remote(place, is_folder=is_folder, force=force)
@@ -324,11 +353,13 @@ def file_output(
     folder that may be made. With `read_back` drafts are read before they are in their places; of
     what the run has read it may take the place of `replaces` alone.
     """
+    how: Any = {"force": force, "fsync": fsync, "size": size, "replaces": replaces}
+    if isinstance(place, OpenFile):
+        return OpenOutput(place, **how)
     if (path := place.local()) is None:
         from ckptconv.io.remote.output import remote_output
 
         return remote_output(place, files, force=force, read_back=read_back, replaces=replaces)
-    how: Any = {"force": force, "fsync": fsync, "size": size, "replaces": replaces}
     if files is None:
         return FileOutput(path, **how)
     return SetOutput(path, files, in_folder=in_folder, **how)

@@ -1,4 +1,4 @@
-"""The place that a user names: a path of this host, or an address."""
+"""The place that a user names: a path of this host, or an address; or a file that is open."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from pathlib import Path, PurePath
 
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
+from ckptconv.io.open_files import OpenFile, OpenPath, Readable, Writable
 from ckptconv.support.addresses import address_in, holds_credentials, shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 
 
-def place_of(named: str | os.PathLike[str] | Location) -> Location:
-    """The place that the user named.
+Place = str | os.PathLike[str]
+"""A path of this machine, or an address."""
+
+
+def place_of(named: Place | Readable | Writable | Location) -> Location:
+    """The place that the user named, or the file that the user has opened.
 
     `UnsupportedCheckpoint` for an address of a kind that is not read.
     """
     if not isinstance(named, (str, Path)) and isinstance(named, Location):
         return named
+    if isinstance(named, OpenPath) and named.place is not None:
+        return named.place
+    if not isinstance(named, (str, os.PathLike)):
+        return OpenFile(named)
     if (address := address_in(named)) is None:
         path = named if isinstance(named, Path) else Path(named)
         return LocalPlace(path, os.fspath(named).endswith(_SLASHES))
@@ -40,14 +49,21 @@ def place_of(named: str | os.PathLike[str] | Location) -> Location:
     return remote_place(address)
 
 
-def places_of(
-    named: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-) -> tuple[Location, ...]:
+Output = Place | Writable
+"""Where an output goes: a path or an address, or a file that is open for writing."""
+
+Named = Place | Readable | Sequence[Place | Readable]
+"""A checkpoint: its path, or an open file; or those of all its ranks."""
+
+
+def places_of(named: Named | Location) -> tuple[Location, ...]:
     """The places that the user named: of one name one, else those of all ranks' files."""
-    return tuple(map(place_of, [named] if isinstance(named, (str, os.PathLike)) else named))
+    if isinstance(named, Sequence) and not isinstance(named, str):
+        return tuple(map(place_of, named))
+    return (place_of(named),)
 
 
-def path_of(named: str | os.PathLike[str]) -> PurePath:
+def path_of(named: Place | Readable | Writable) -> PurePath:
     """How what the user named is called: in errors, in results, in commands to copy."""
     return place_of(named).path
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import NoReturn
 
 from ckptconv.io.files import FilePool, FileSource
-from ckptconv.io.location import Kind, Location
+from ckptconv.io.location import Alone, Kind
 from ckptconv.io.source import CHUNK, Fingerprint, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import UnsupportedCheckpoint
@@ -21,44 +20,7 @@ _NAME = Path(STANDARD_INPUT)
 _STDIN = 0
 
 
-class _Alone(Location):
-    """A place that lies in no folder and is none, of which only the name is known."""
-
-    def __init__(self, path: PurePath) -> None:
-        self._path = path
-
-    @property
-    def path(self) -> PurePath:
-        return self._path
-
-    @property
-    def parent(self) -> Location:
-        return self
-
-    @property
-    def absolute(self) -> Location:
-        return self
-
-    def child(self, name: str) -> Location:
-        return _Alone(self._path / name)
-
-    def beside(self, name: str) -> Location:
-        return _Alone(self._path.parent / name)
-
-    def kind(self) -> Kind:
-        return "nothing"
-
-    def names(self) -> Sequence[str]:
-        raise NotADirectoryError(errno.ENOTDIR, "no folder", str(self.path))
-
-    def open(self, pool: FilePool | None = None) -> Source:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-
-    def fingerprint(self) -> Fingerprint | None:
-        return None
-
-
-class StandardInput(_Alone):
+class StandardInput(Alone):
     """What is piped into the program, or the file that its standard input is.
 
     The directory of most files is at their end, and readers go to and fro: what comes through a

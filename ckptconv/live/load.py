@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @overload
 def load_portable(
-    path: Named,
+    source: Named,
     map_location: MapLocation = "cpu",
     *,
     whole: Literal[False] = False,
@@ -65,7 +65,7 @@ def load_portable(
 ) -> OrderedDict[str, torch.Tensor]: ...
 @overload
 def load_portable(
-    path: Named,
+    source: Named,
     map_location: MapLocation = "cpu",
     *,
     whole: bool,
@@ -80,7 +80,7 @@ def load_portable(
 ) -> Any: ...
 @spelling_checked
 def load_portable(
-    path: Named,
+    source: Named,
     map_location: MapLocation = "cpu",
     *,
     whole: bool = False,
@@ -106,7 +106,7 @@ def load_portable(
     tensors are read at once and checked so. `unknown` says what to do, with `whole`, about objects
     that `weights_only=True` refuses and that have no plain form, and in any case about what a whole
     module holds outside its state dict. A sequence of paths are the files of all ranks of one
-    checkpoint; `tag` picks a step where `path` is a folder
+    checkpoint; `tag` picks a step where `source` is a folder
     of several. `edits` are made to it first, such as ``Drop("optimizer")``; `keys` come after
     them. `on_progress` is called with a `Progress` (phase ``read``, bytes), about once a MiB
     that is read; what is mapped is not without `verify`. Nothing in the file is executed.
@@ -124,7 +124,7 @@ def load_portable(
     refuse_no_flag(whole=whole, mmap=mmap, verify=verify)
     require_torch("making live tensors")
     is_whole_module = whole and unknown == "keep"
-    with open_certain(path, tag=tag, whole_modules=is_whole_module, edits=edits) as checkpoint:
+    with open_certain(source, tag=tag, whole_modules=is_whole_module, edits=edits) as checkpoint:
         checkpoint.refuse_part()
         try:
             with collector_paused():

@@ -7,11 +7,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
 from ckptconv.devices.host import require_torch
-from ckptconv.formats.registry import open_certain
+from ckptconv.formats.registry import Named, open_certain
+from ckptconv.io.places import places_of
 from ckptconv.keys.fits import Fit, Shapes
 from ckptconv.keys.fitting import fit_keys
 from ckptconv.keys.key_map import STRIP, map_keys
@@ -85,7 +87,7 @@ class LoadResult:
 @spelling_checked
 def load_into(
     model: torch.nn.Module,
-    path: str | os.PathLike[str],
+    source: Named,
     *,
     strict: bool = True,
     only: str | None = None,
@@ -111,14 +113,15 @@ def load_into(
     ()
     """
     if isinstance(model, (str, os.PathLike)):
-        hint = "the model comes first: load_into(model, path)"
+        hint = "the model comes first: load_into(model, source)"
         raise OptionRefused("the model is a path", hint=hint)
     refuse_no_flag(strict=strict, assign=assign)
     require_torch("loading into a model")
     target = live_shapes(model)
     state_dict = load_portable(
-        path, only=only, tag=tag, unknown=unknown, edits=edits, on_progress=on_progress
+        source, only=only, tag=tag, unknown=unknown, edits=edits, on_progress=on_progress
     )
+    path = places_of(source)[0].path
     unsaved = _unsaved_buffers(model, target)
     for key, value in [*state_dict.items()]:
         if key not in target and (_is_beside(key, value) or _is_same(value, unsaved.get(key))):
@@ -136,7 +139,7 @@ def load_into(
     if strict and not result.fits:
         raise _mismatch(result, fit, path, model)
     if cast := {item.key for item in casts}:
-        _refuse_codes(path, only, tag, {old for old, new in fit.renames.items() if new in cast})
+        _refuse_codes(source, only, tag, {old for old, new in fit.renames.items() if new in cast})
     warn(
         f"{printable(item.key)}: {count_text(item.overflowed, 'value')} of {item.checkpoint} are "
         f"beyond the range of the model's {item.model}"
@@ -169,9 +172,7 @@ def _is_beside(key: str, value: Any) -> bool:
     return "." not in key and isinstance(value, (bool, int, float, str, type(None)))
 
 
-def _casts(
-    model: torch.nn.Module, usable: Mapping[str, Any], path: str | os.PathLike[str]
-) -> Iterator[LoadCast]:
+def _casts(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) -> Iterator[LoadCast]:
     """The keys whose values `load_state_dict` would copy into another dtype; `RefusedObject` where
     that takes their imaginary part.
     """
@@ -205,11 +206,9 @@ def _beyond(values: torch.Tensor, dtype: torch.dtype) -> int:
     return int((numbers.isfinite() & ~made.isfinite()).sum())
 
 
-def _refuse_codes(
-    path: str | os.PathLike[str], only: str | None, tag: str | None, cast: Set[str]
-) -> None:
+def _refuse_codes(source: Named, only: str | None, tag: str | None, cast: Set[str]) -> None:
     """Raise `RefusedObject` where codes or their scales would be copied as if they were values."""
-    with open_certain(path, tag=tag) as checkpoint:
+    with open_certain(source, tag=tag) as checkpoint:
         found = find_scaled(dict(checkpoint.state_dict(only).tensors()))
     for item in found:
         if {item.codes, *item.needed} & cast:
@@ -217,7 +216,7 @@ def _refuse_codes(
             what = f"{what}; the model has another dtype there"
             ways = "build the model with the layers that take such weights"
             hint = f"{ways}; assign=True gives it the codes as they are"
-            raise RefusedObject(what, path=path, where=item.codes, hint=hint)
+            raise RefusedObject(what, path=checkpoint.path, where=item.codes, hint=hint)
 
 
 def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedDict[str, Any]:
@@ -269,9 +268,7 @@ def _skeleton(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _mismatch(
-    result: LoadResult, fit: Fit, path: str | os.PathLike[str], model: torch.nn.Module
-) -> KeyMismatch:
+def _mismatch(result: LoadResult, fit: Fit, path: PurePath, model: torch.nn.Module) -> KeyMismatch:
     met = {"missing": result.missing_keys, "unexpected": result.unexpected_keys}
     parts = [f"{len(keys)} {word} ({first_few(keys, 3)})" for word, keys in met.items() if keys]
     parts += [

@@ -241,7 +241,7 @@ def _open(found: Checkpoint) -> OpenCheckpoint:
 
 @spelling_checked
 def open_checkpoint(
-    path: Named,
+    source: Named,
     *,
     tag: str | None = None,
     whole_modules: bool = False,
@@ -249,12 +249,14 @@ def open_checkpoint(
 ) -> OpenCheckpoint:
     """Open a checkpoint of one file or of many: read its index, but not the bytes of its tensors.
 
-    `path` is a file, the folder of a checkpoint of many files, the index in it, the folder around
-    the only checkpoint or around the one that a file of it names, or a sequence of the files of all
-    ranks (``torch.save`` of each rank's sharded state dict). `tag` chooses among the steps that a
-    folder holds, by name or number, or among the variants of its weights. A whole module
-    (``torch.save(model)``) appears as its state dict, unless `whole_modules` asks for the module
-    itself. `edits` are made to it in their order, such as ``Drop("optimizer")``. Use the result as
+    `source` is a file, one that the caller has opened (`io.BytesIO` is like one; it is read from
+    where it is, and stays there and open), the folder of a checkpoint of many files, the index in
+    it, the folder around the only checkpoint or around the one that a file of it names, or a
+    sequence of the files of all ranks (``torch.save`` of each rank's sharded state dict). `tag`
+    chooses among the steps that a folder holds, by name or number, or among the variants of its
+    weights. A whole module (``torch.save(model)``) appears as its state dict, unless
+    `whole_modules` asks for the module itself. `edits` are made to it in their order, such as
+    ``Drop("optimizer")``. Use the result as
     a context manager, or close it. Raises `UnsupportedCheckpoint` when it
     is something else (and says what), or one rank's file alone, `MalformedCheckpoint` or
     `LimitExceeded` when it contradicts itself.
@@ -262,4 +264,6 @@ def open_checkpoint(
     >>> with open_checkpoint("model.safetensors") as checkpoint:  # doctest: +SKIP
     ...     first = checkpoint["layer.weight"][0:2].numpy()
     """
-    return _open(registry.open_checkpoint(path, tag=tag, whole_modules=whole_modules, edits=edits))
+    return _open(
+        registry.open_checkpoint(source, tag=tag, whole_modules=whole_modules, edits=edits)
+    )

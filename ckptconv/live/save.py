@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,13 +14,14 @@ from ckptconv.convert.targets import check_place
 from ckptconv.devices.host import require_torch
 from ckptconv.devices.mapping import tag_map
 from ckptconv.formats.target_format import Target
+from ckptconv.io.places import Output, path_of
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.keys.key_map import KeyRules, rules_of
 from ckptconv.pickles.nodes import BYTEARRAY, SET, Call, Dict, Global, Node, ordered_dict
 from ckptconv.support.choices import (
     plain_name,
     refuse_no_flag,
-    refuse_no_path,
+    refuse_no_output,
     refuse_no_text,
     spelling_checked,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @spelling_checked
 def save_portable(
     state_dict: Any,
-    path: str | os.PathLike[str],
+    output: Output,
     *,
     device: str | None = None,
     to: Target | None = None,
@@ -63,20 +63,20 @@ def save_portable(
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
     """
     rules = rules_of(keys)
-    refuse_no_path(path=path)
+    refuse_no_output(output)
     device, dtype = plain_name(device), plain_name(dtype)
     refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
     require_torch("saving live tensors")
     cast = None if dtype is None else floating_dtype(dtype)
     options = Request(to=to, keys=rules, tags=tag_map(device), dtype=cast)
-    check_place(path, options, force=force)
+    check_place(output, options, force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:
-        raise too_deep("nests too many containers to be saved", path=path) from None
+        raise too_deep("nests too many containers to be saved", path=path_of(output)) from None
     nbytes = sum(ref.nbytes for _, ref in tensors_of(root))
-    plan = plan_conversion(Checkpoint(_IN_MEMORY, MEMORY, root, nbytes), path, options)
+    plan = plan_conversion(Checkpoint(_IN_MEMORY, MEMORY, root, nbytes), output, options)
     return execute_plan(plan, force=force, fsync=fsync, on_progress=on_progress)
 
 

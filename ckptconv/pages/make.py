@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,11 @@ from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import one_run, refuse_inputs
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import check_place_free, write_file
-from ckptconv.io.places import place_of
+from ckptconv.io.places import Output, place_of
 from ckptconv.keys.key_map import rules_of
 from ckptconv.pages.facts import PageFacts, file_facts, pairs_of
 from ckptconv.pages.page import page_text
-from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
+from ckptconv.support.choices import refuse_no_flag, refuse_no_output, spelling_checked
 from ckptconv.support.errors import printable
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
@@ -62,7 +61,7 @@ def page_headline(page: Page) -> str:
 @spelling_checked
 def report(
     source: Named,
-    output: str | os.PathLike[str],
+    output: Output,
     *,
     values: bool = False,
     against: Named | None = None,
@@ -84,7 +83,7 @@ def report(
 
     >>> report("model.pt", "model.html", values=True)  # doctest: +SKIP
     """
-    refuse_no_path(output=output)
+    refuse_no_output(output)
     refuse_no_flag(values=values, force=force)
     if against is not None:
         alike: dict[str, Any] = {"values": values, "force": force, "on_progress": on_progress}
@@ -102,7 +101,7 @@ def report(
 def report_difference(
     a: Named,
     b: Named,
-    output: str | os.PathLike[str],
+    output: Output,
     *,
     values: bool = False,
     force: bool = False,
@@ -136,7 +135,7 @@ def report_difference(
     return _written(facts, place, force=force), found.difference
 
 
-def _free_place(output: str | os.PathLike[str], force: bool) -> Location:
+def _free_place(output: Output, force: bool) -> Location:
     """The output as a place that may be written, before anything is read."""
     place = place_of(output)
     check_place_free(place, is_folder=False, force=force)

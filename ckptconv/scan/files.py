@@ -13,12 +13,13 @@ from ckptconv.formats.containers import named, open_file, scanned_first
 from ckptconv.formats.zip_directory import joined_archives
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
-from ckptconv.io.places import place_of
+from ckptconv.io.open_files import Readable
+from ckptconv.io.places import Place, place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
 from ckptconv.scan.pickles import Room, Sighting, Stream
 from ckptconv.scan.scanner import Scanner
-from ckptconv.support.choices import refuse_no_path, spelling_checked
+from ckptconv.support.choices import refuse_no_source, spelling_checked
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import Limits, in_force, limits
@@ -84,15 +85,15 @@ class Scan:
 
 
 @spelling_checked
-def scan_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Scan:
+def scan_checkpoint(source: Place | Readable, *, on_progress: OnProgress | None = None) -> Scan:
     """Scan a file, or all files in a folder and its subfolders.
 
     Links to folders are not followed, which is a finding, as is what cannot be read of the things
-    in a folder; raises `CheckpointError` where `path` itself cannot be. `on_progress` is called
+    in a folder; raises `CheckpointError` where `source` itself cannot be. `on_progress` is called
     with a `Progress`, about once a MiB, for the files all together.
     """
-    refuse_no_path(path=path)
-    root = place_of(path)
+    refuse_no_source(source=source)
+    root = place_of(source)
     if not root.is_folder():
         return Scan(str(root), (_scan_file(root, Meter("read", _size(root), on_progress)),))
     closed: list[ScannedFile] = []

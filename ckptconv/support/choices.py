@@ -134,14 +134,25 @@ def _refuse_odd(option: str, path: object) -> None:
 
 
 def refuse_no_paths(option: str, given: object) -> None:
-    """The same of one path or of several."""
-    several = (
-        isinstance(given, Iterable)
-        and not isinstance(given, (str, bytes, os.PathLike))
-        and not hasattr(given, "read")
-    )
-    for path in given if isinstance(given, Iterable) and several else (given,):
-        refuse_no_path(**{option: path})
+    """The same of one path or of several; a file that is open for reading is as good as one."""
+    one = isinstance(given, (str, bytes, os.PathLike)) or hasattr(given, "read")
+    for path in given if isinstance(given, Iterable) and not one else (given,):
+        refuse_no_source(**{option: path})
+
+
+def refuse_no_source(**given: object) -> None:
+    """Raise `OptionRefused` unless each option names a file or a folder, or is a file that is open
+    for reading.
+    """
+    for option, source in given.items():
+        if not hasattr(source, "read"):
+            refuse_no_path(**{option: source})
+
+
+def refuse_no_output(output: object) -> None:
+    """Raise `OptionRefused` unless `output` names a file or a folder, or is an open file."""
+    if not hasattr(output, "write"):
+        refuse_no_path(output=output)
 
 
 def refuse_no_callback(on_progress: object) -> None:
@@ -185,7 +196,7 @@ def spelling_checked(function: F) -> F:
     code = function.__code__  # quicker than inspect.signature, which would have to be imported
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     options = tuple(name for name in names if name != "self")
-    once = {name: now for name, now in _ONCE.items() if now in options and name not in options}
+    once = {name: now for name, now in _ONCE if now in options and name not in options}
 
     @functools.wraps(function)
     def checked(*args: Any, **given: Any) -> Any:
@@ -204,7 +215,13 @@ def spelling_checked(function: F) -> F:
     return cast(F, checked)
 
 
-_ONCE = {"match": "include", "only_against": "only_b", "tag_against": "tag_b"}
+_ONCE = (
+    ("match", "include"),
+    ("only_against", "only_b"),
+    ("tag_against", "tag_b"),
+    ("path", "output"),
+    ("path", "source"),
+)
 """The names of options by those that they had once, which still do."""
 
 

@@ -1,0 +1,229 @@
+"""Files that the caller has opened, and what is like one (`io.BytesIO`): read from where they are
+to their end, or written to from there on. They stay the caller's: nothing here closes them.
+
+What is read does not move them, as ``pread(2)`` does not (`torch.load` leaves a file behind what it
+read of it); what is written does, as by `torch.save`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, NoReturn, Protocol, TypeGuard
+
+from ckptconv.io.files import FilePool, FileSource
+from ckptconv.io.location import Alone, Kind
+from ckptconv.io.source import CHUNK, Fingerprint, Source
+from ckptconv.support import platforms
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    OutputRefused,
+    UnsupportedCheckpoint,
+)
+
+
+class Readable(Protocol):
+    """A file that is open for reading bytes, at any place."""
+
+    def read(self, size: int = ..., /) -> bytes: ...
+    def seek(self, offset: int, whence: int = ..., /) -> int: ...
+    def tell(self) -> int: ...
+
+
+class Writable(Protocol):
+    """A file that is open for writing bytes."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
+def is_open_file(given: object) -> TypeGuard[Any]:
+    """Whether it is an open file, and not a path."""
+    return hasattr(given, "read") or hasattr(given, "write")
+
+
+class OpenPath(PurePosixPath):
+    """How an open file is called: by its name where it has one. It leads to that file in this
+    process alone; a copy behind a pickle is its name.
+    """
+
+    place: OpenFile | None = None
+
+    def __reduce__(self) -> Any:
+        return PurePosixPath, (str(self),)
+
+
+class OpenFile(Alone):
+    """A file that the caller has opened."""
+
+    def __init__(self, file: Any) -> None:
+        path = OpenPath(_name(file))
+        path.place = self
+        super().__init__(path)
+        self._file = file
+        self._start: int | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an open file cannot be pickled: another process has its own")
+
+    def kind(self) -> Kind:
+        return "file"
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        file = self._file
+        if isinstance(file, io.TextIOBase):
+            self._refuse("is opened as text", "open it with open(path, 'rb')")
+        with self._told():
+            if not hasattr(file, "seek") or not getattr(file, "seekable", lambda: True)():
+                self._refuse("cannot be read to and fro", "give io.BytesIO(file.read())")
+            if not getattr(file, "readable", lambda: True)():
+                self._refuse("is not open for reading", "open it with open(path, 'rb')")
+            if self._start is None:
+                self._start = file.tell()
+            if type(file) is io.BytesIO:  # a copy on write: what it holds now
+                file = io.BytesIO(file.getvalue())
+            elif self._start == 0 and (fd := _descriptor(file)) is not None:
+                file.flush()
+                return FileSource(self.path, os.dup(fd))
+            source = _SeekSource(file, self._start, self.path)
+        if self._start and not source.size:
+            self._refuse("is at its end, so there is nothing to read", "seek(0) goes to its start")
+        return source
+
+    def fingerprint(self) -> Fingerprint | None:
+        with contextlib.closing(self.open()) as source:
+            return source.fingerprint()
+
+    def take(self, made: Path) -> None:
+        """Write the bytes of a file to it, from where it is on."""
+        try:
+            with made.open("rb", buffering=0) as whole:
+                while data := whole.read(CHUNK):
+                    view = memoryview(data)
+                    while view:
+                        count = self._file.write(view)
+                        # a raw file may take less than all
+                        view = view[count if isinstance(count, int) else len(view) :]
+            if hasattr(self._file, "flush"):
+                self._file.flush()
+        except (OSError, ValueError) as error:
+            what, hint = f"cannot be written: {error}", "it may hold a part of the output"
+            raise OutputRefused(what, path=self.path, hint=hint) from error
+
+    def refuse_unwritable(self, *, is_folder: bool = False) -> None:
+        """Raise `OutputRefused` where it cannot be written to, or would have to be a folder."""
+        file, hint = self._file, "open it with open(path, 'wb')"
+        why = None
+        if is_folder:
+            why, hint = "is an open file, but several files are to be written", "name a folder"
+        elif isinstance(file, io.TextIOBase):
+            why = "is opened as text"
+        elif getattr(file, "closed", False):
+            why = "is closed"
+        elif not hasattr(file, "write") or not getattr(file, "writable", lambda: True)():
+            why = "is not open for writing"
+        if why is not None:
+            raise OutputRefused(why, path=self.path, hint=hint)
+
+    def _refuse(self, what: str, hint: str) -> NoReturn:
+        raise UnsupportedCheckpoint(what, path=self.path, hint=hint)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            raise UnsupportedCheckpoint(f"cannot be read: {error}", path=self.path) from error
+
+
+def _name(file: Any) -> str:
+    """How a file is called: an unnamed one by what tells it from others."""
+    name = getattr(file, "name", None)
+    if type(name) is str and name:
+        return PurePath(name).as_posix()
+    return f"{type(file).__name__} at {id(file):#x}"
+
+
+def _descriptor(file: Any) -> int | None:
+    """That of a regular file, where what is read of it are the bytes of that, and reading by it
+    does not move its place: not that of an archive within it, which has a descriptor too.
+    """
+    raw = getattr(file, "raw", file)
+    if type(raw) is not io.FileIO or platforms.ON_WINDOWS:
+        return None
+    return raw.fileno() if stat.S_ISREG(os.fstat(raw.fileno()).st_mode) else None
+
+
+class _SeekSource(Source):
+    """A file that is read by its methods, from byte `start` on; it is left where it was."""
+
+    def __init__(self, file: Any, start: int, path: PurePath) -> None:
+        self.path, self._file, self._start = path, file, start
+        self._lock = threading.Lock()
+        self._id = id(file)
+        self.size = self._end() - start
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        view[:] = self.read(offset, len(view))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._require(offset, nbytes)
+        found: list[bytes] = []
+        left = nbytes
+        with self._kept() as file:
+            file.seek(self._start + offset)
+            while left:
+                data = file.read(left)
+                if not data:
+                    at = offset + nbytes - left
+                    what = f"ends at byte {at}, more was expected"
+                    raise MalformedCheckpoint(what, path=self.path)
+                found.append(data)
+                left -= len(data)
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def fingerprint(self) -> Fingerprint:
+        return (self._id, self._start, self.size)
+
+    def is_file(self) -> bool:
+        return True
+
+    def check_unchanged(self) -> None:
+        if self._file is not None and self._end() - self._start != self.size:
+            what, hint = "was changed while it was read", "read it again"
+            raise MalformedCheckpoint(what, path=self.path, hint=hint)
+
+    def close(self) -> None:
+        self._file = None
+
+    def _end(self) -> int:
+        with self._kept() as file:
+            file.seek(0, os.SEEK_END)
+            return int(file.tell())
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[Any]:
+        """The file, for one thread at a time; after the block it is where it was."""
+        file = self._file
+        if file is None:
+            what = "was closed before it was read"
+            hint = "open it again, or read before it is closed (within its with block)"
+            raise MalformedCheckpoint(what, path=self.path, hint=hint)
+        with self._lock:
+            try:
+                before = file.tell()
+                try:
+                    yield file
+                finally:
+                    file.seek(before)
+            except CheckpointError:
+                raise
+            except (OSError, ValueError, EOFError) as error:
+                raise MalformedCheckpoint(f"cannot be read: {error}", path=self.path) from error
