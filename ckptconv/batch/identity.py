@@ -15,7 +15,9 @@ from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options, Request
 from ckptconv.io import places
 from ckptconv.io.location import Location
+from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import place_of
+from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import given_fields
 
 RULES = 1
@@ -27,7 +29,12 @@ _FILES_NAMED = ("rules", "like", "metadata_from")
 
 def places_of(job: Job) -> list[Location]:
     """The places that a job reads."""
-    return list(places.places_of(job.source))
+    found = list(places.places_of(job.source))
+    for place in (*found, place_of(job.output)):
+        if isinstance(place, OpenFile):
+            what = "is an open file, and a batch knows its files by their names"
+            raise OptionRefused(what, path=place.path, hint="give its path, or run the job alone")
+    return found
 
 
 def read_beside(jobs: Sequence[Job]) -> dict[str, int]:

@@ -40,7 +40,7 @@ def _word_of(item: Field[Any], **settings: Any) -> Callable[[F], F]:
     taken = told["choices"] or None
     if isinstance(item.default, str):
         settings = {"default": item.default} | settings
-    elif any(word in kind for word in ("Words", "Sequence", "Mapping")):
+    elif any(word in kind for word in ("Words", "Pairs", "Sequence", "Mapping")):
         settings["multiple"] = True
     if taken is None and "PathLike" in kind:
         taken = NEW_FILE if item.name == "save_mapping" else FILE

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 
+from ckptconv.formats.target_format import Tree
+from ckptconv.pickles.nodes import Call, mapping_pairs
 from ckptconv.support.errors import KeyConflict, OptionRefused, printable
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import refuse_cast
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import tensor_of, tensors_of, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +132,50 @@ def read_casts(words: Iterable[str]) -> tuple[tuple[str, DType], ...]:
             )
         found.append((glob, floating_dtype(dtype)))
     return tuple(found)
+
+
+def cast_rule(
+    found: Sequence[StateDict], kept: Sequence[Mapping[str, str]], tree: Tree, casts: Casts
+) -> CastRule:
+    """The types of the tensors of a tree: those of its state dicts are cast. An optimizer's, or the
+    scales inside a quantized tensor, are not weights. `kept` are the keys of each state dict that
+    are not left out, each with its new one.
+
+    Where there is no state dict, all tensors that are not part of a call are cast. Raises
+    `RefusedObject` where codes or their scales would be cast.
+    """
+    if not casts and not casts.has_globs:
+        return attrgetter("dtype")
+    for item, names in zip(found, kept, strict=True):
+        casts.refuse_scaled(dict(item.tensors()), names, item.path)
+    if not found and casts:
+        tensors = dict(tensors_of(tree.root, tree.overlay))
+        casts.refuse_scaled(tensors, {key: key for key in tensors}, "")
+    values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
+    weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
+    # they stay as they are, and so do the tensors over them
+    bare = {id(storage) for storage in tree.storages}
+    weights -= {
+        id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)
+    }
+    if not casts.has_globs:
+        return lambda ref: casts.everywhere(ref) if id(ref) in weights else ref.dtype
+    named = [] if found else list(tensors_of(tree.root, tree.overlay))
+    for item, names in zip(found, kept, strict=True):
+        for key, value in zip(item.keys, item.values, strict=True):
+            tensor = tensor_of(tree.overlay.get(id(value), value))
+            if tensor is not None and key in names:
+                named.append((names[key], tensor))
+    return casts.rule([(key, ref) for key, ref in named if id(ref) in weights])
+
+
+def _free_tensors(tree: Tree) -> set[int]:
+    inside: set[int] = set()
+    free: set[int] = set()
+    for place, node in walk(tree.root, tree.overlay):
+        holder = None if place is None else place[2]
+        if id(holder) in inside or (type(holder) is Call and mapping_pairs(holder) is None):
+            inside.add(id(node))
+        elif tensor_of(node) is not None:
+            free.add(id(tensor_of(node)))
+    return free

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ckptconv.convert.given_metadata import read_metadata
 from ckptconv.convert.header_edits import ChangedHeader, HeaderEdit, changed_header
@@ -35,7 +35,7 @@ from ckptconv.io.outputs import file_output
 from ckptconv.io.places import local_path, place_of
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.io.staging import folder_held, sync_file
-from ckptconv.keys.key_map import KeyRules
+from ckptconv.keys.key_map import Keys
 from ckptconv.keys.mappings import MappedKeys
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.support.choices import (
@@ -120,7 +120,7 @@ def edit(
     metadata_from: str | os.PathLike[str] | None = None,
     remove_metadata: Words = (),
     device: str | None = None,
-    keys: Literal["strip", "keep"] | KeyRules = "keep",
+    keys: Keys = "keep",
     rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = (),
     reverse: bool = False,
     preset: Words = (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -17,11 +17,12 @@ from ckptconv.formats.hf_names import shard_limit
 from ckptconv.formats.target_format import Target, target_named
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
 from ckptconv.keys.rule_files import read_rules
-from ckptconv.keys.rules import Rule
+from ckptconv.keys.rules import Regex, Rename, Rule
 from ckptconv.support.choices import (
     UNKNOWN,
     Words,
     listed,
+    paired,
     plain_name,
     refuse_no_flag,
     refuse_no_path,
@@ -90,6 +91,7 @@ class Request:
         return Casts(self.dtype, self.keep_dtype, self.cast)
 
 
+_PAIRED: dict[str, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
 _PATH = "str | os.PathLike[str] | None"
 
 
@@ -99,12 +101,13 @@ class Options(OptionWords):
     `ckptconv convert`.
 
     - `to`: the output format, ``torch``, ``safetensors`` or ``dcp`` (None: by the output's name).
-    - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, or ready
-      `KeyRules`. After them apply, in this order: `rules` (a file of rules or a mapping, several of
-      them, or pairs like ``("rename", "a.=b.")`` where another order is wanted; `reverse` undoes a
-      mapping), `preset`, `strip_prefix`, `rename` (``OLD=NEW``), `regex`
-      (``PATTERN=>REPLACEMENT``), `add_prefix`, `include`, `exclude` (globs): each one text or a
-      list of them.
+    - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, ready `KeyRules`,
+      or a function that gives each key its new name (None leaves it out). After them apply, in this
+      order: `rules` (a file of rules or a mapping, several of them, or pairs like
+      ``("rename", "a.=b.")`` where another order is wanted; `reverse` undoes a mapping), `preset`,
+      `strip_prefix`, `rename` (``OLD=NEW``), `regex` (``PATTERN=>REPLACEMENT``), `add_prefix`,
+      `include`, `exclude` (globs): each one text or a list of them, `rename` and `regex` also a
+      dict or pairs of old and new.
     - `like` (another checkpoint, an index, a list of keys) or `model` (``PACKAGE.MODULE:CALLABLE``,
       imported and called): what the keys are fitted to after that; `drop_unexpected` leaves out
       what it does not have.
@@ -112,7 +115,7 @@ class Options(OptionWords):
       or ``keep`` beside `map_location`, which maps single tags). `dtype`: what floating tensors are
       cast to (``bf16``).
       `keep_dtype` are globs over the keys of the output whose tensors stay as they are, `cast` are
-      ``GLOB=DTYPE``.
+      ``GLOB=DTYPE``, or a dict. Types and devices of torch and numpy are as good as their names.
     - `drop`: globs over the paths of the checkpoint, such as ``optimizer``: what is left out.
     - `metadata`: ``NAME=VALUE``, or a dict, to put into a safetensors output; `metadata_from`: a
       file with a JSON object of more.
@@ -138,23 +141,35 @@ class Options(OptionWords):
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device"):
-            object.__setattr__(self, name, plain_name(getattr(self, name)))
+            self._become(name, plain_name(getattr(self, name)))
+        for name in ("rename", "regex"):
+            self._become(name, paired(name, getattr(self, name)))
+        if isinstance(self.cast, Mapping):
+            casts = self.cast.items()
+            self._become("cast", tuple(f"{glob}={plain_name(dtype)}" for glob, dtype in casts))
+        refuse_no_words(cast=self.cast)
+        refuse_no_tags(self.map_location)
+        if self.map_location is not None:
+            self._become("map_location", dict(self._tags()))
         _refuse_no_choice(self)
         refuse_no_words(**{name: getattr(self, name) for name in self._of_type("Words")})
-        read_casts(listed(self.cast))
-        object.__setattr__(self, "metadata", listed_strings(self.metadata))
+        self._casts()
+        self._become("metadata", listed_strings(self.metadata))
         read_metadata(self.metadata, None)
-        refuse_no_tags(self.map_location)
-        refuse_no_text(**{name: getattr(self, name) for name in self._of_type("str | None")})
+        texts = [*self._of_type("str | None"), "dtype", "device"]
+        refuse_no_text(**{name: getattr(self, name) for name in texts})
         paths = ((name, getattr(self, name)) for name in self._of_type(_PATH))
         refuse_no_path(**{name: path for name, path in paths if path is not None})
         refuse_no_flag(**{name: getattr(self, name) for name in self._of_type("bool")})
         self._key_rules(read=False)
         self._dtype()
-        named = () if self.device in (None, "keep") else (self.device,)
-        for tag in (*named, *(self.map_location or {}).values()):
+        named = () if self.device in (None, "keep") else (plain_name(self.device),)
+        for tag in (*named, *(new for _, new in self._tags())):
             if tag != "auto":
                 check_tag(tag)
+
+    def _become(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _of_type(self, written: str) -> list[str]:
         """The names of the options whose type is written so."""
@@ -173,7 +188,7 @@ class Options(OptionWords):
         return Request(
             to=self.to,
             keys=self._key_rules(read=True),
-            tags=tag_map(self.device, (self.map_location or {}).items()),
+            tags=tag_map(plain_name(self.device), self._tags()),
             dtype=self._dtype(),
             only=self.only,
             tied=self.tied,
@@ -184,12 +199,20 @@ class Options(OptionWords):
             fit_to=fit_to,
             edits=edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme),
             keep_dtype=listed(self.keep_dtype),
-            cast=read_casts(listed(self.cast)),
+            cast=self._casts(),
             metadata=read_metadata(listed_strings(self.metadata), self.metadata_from),
         )
 
     def _dtype(self) -> DType | None:
-        return None if self.dtype is None else floating_dtype(self.dtype)
+        return None if self.dtype is None else floating_dtype(plain_name(self.dtype))
+
+    def _casts(self) -> tuple[tuple[str, DType], ...]:
+        return read_casts(listed(self.cast if not isinstance(self.cast, Mapping) else ()))
+
+    def _tags(self) -> list[tuple[str, str]]:
+        """The pairs of `map_location`."""
+        pairs = {} if self.map_location is None else self.map_location
+        return [(plain_name(old), plain_name(new)) for old, new in pairs.items()]
 
     def _key_rules(self, *, read: bool) -> KeyRules:
         """All rules as one list; without `read` those in files are left out."""
@@ -219,7 +242,7 @@ class Options(OptionWords):
         for name in RULES:
             words = getattr(self, name)
             made += [
-                (name.replace("_", "-"), word)
+                (name.replace("_", "-"), word) if isinstance(word, str) else _PAIRED[name](*word)
                 for word in ((words,) if isinstance(words, str) else words)
             ]
         return KeyRules.of(made, given.wrappers) if made else given

@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import PurePath
 
 from ckptconv.convert.beside import Beside
+from ckptconv.convert.casts import cast_rule
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld
 from ckptconv.convert.notes import (
     beside_notes,
@@ -36,7 +36,7 @@ from ckptconv.io.places import Output, place_of, resolved
 from ckptconv.io.source import Source
 from ckptconv.keys.naming_metadata import followed, refuse_without
 from ckptconv.keys.rule_files import mapping_text
-from ckptconv.pickles.nodes import Call, Node, mapping_pairs
+from ckptconv.pickles.nodes import Node
 from ckptconv.support.choices import refuse_no_output
 from ckptconv.support.errors import (
     AmbiguousStateDict,
@@ -47,16 +47,15 @@ from ckptconv.support.errors import (
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
 from ckptconv.support.text import some_text
-from ckptconv.tensors.compaction import CastRule
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
-from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
+from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
 from ckptconv.tree.stray_tensors import settle_strays
-from ckptconv.tree.walk import tensor_of, tensors_of, walk
+from ckptconv.tree.walk import tensors_of
 
 
 def plan_conversion(
@@ -283,8 +282,8 @@ def _plan_tree(
     tensors = partial(tensors_of, root, overlay, depth=in_force().depth)
     if any(ref.dtype.is_packed for ref in refs):
         to.refuse((path, ref, ref.dtype) for path, ref in tensors())
-    _refuse_scaled(found, renamed, tree, options)
-    cast = _cast_rule(found, renamed, tree, options)
+    kept = [done.kept(item.keys) for item, done in zip(found, renamed, strict=True)]
+    cast = cast_rule(found, kept, tree, options.casts)
     layout = to.lay_out_tree(tree, cast, options.tags)
     after = list(zip(found, renamed, strict=True))
     if options.casts:
@@ -326,59 +325,3 @@ def _before(
         return found
     part = find(whole, options.only, checkpoint.path)
     return find_state_dicts(part, whole, options.only)
-
-
-def _refuse_scaled(
-    found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Request
-) -> None:
-    """Refuse a cast of codes and scales: in the state dicts, or without any, among all tensors."""
-    casts = options.casts
-    if not casts:
-        return
-    for item, done in zip(found, renamed, strict=True):
-        casts.refuse_scaled(dict(item.tensors()), done.kept(item.keys), item.path)
-    if not found:
-        tensors = dict(tensors_of(tree.root, tree.overlay))
-        casts.refuse_scaled(tensors, {key: key for key in tensors}, "")
-
-
-def _cast_rule(
-    found: Sequence[StateDict], renamed: Sequence[RenamedKeys], tree: Tree, options: Request
-) -> CastRule:
-    """Cast the tensors of state dicts: an optimizer's, or the scales inside a quantized tensor, are
-    not weights.
-
-    Where there is no state dict, all tensors that are not part of a call are cast.
-    """
-    casts = options.casts
-    if not casts and not casts.has_globs:
-        return attrgetter("dtype")
-    values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
-    weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
-    # they stay as they are, and so do the tensors over them
-    bare = {id(storage) for storage in tree.storages}
-    weights -= {
-        id(ref) for ref in tree.tensors if any(id(piece.storage) in bare for piece in ref.pieces)
-    }
-    if not casts.has_globs:
-        return lambda ref: casts.everywhere(ref) if id(ref) in weights else ref.dtype
-    named = [] if found else list(tensors_of(tree.root, tree.overlay))
-    for item, done in zip(found, renamed, strict=True):
-        kept = done.kept(item.keys)
-        for key, value in zip(item.keys, item.values, strict=True):
-            tensor = tensor_of(tree.overlay.get(id(value), value))
-            if tensor is not None and key in kept:
-                named.append((kept[key], tensor))
-    return casts.rule([(key, ref) for key, ref in named if id(ref) in weights])
-
-
-def _free_tensors(tree: Tree) -> set[int]:
-    inside: set[int] = set()
-    free: set[int] = set()
-    for place, node in walk(tree.root, tree.overlay):
-        holder = None if place is None else place[2]
-        if id(holder) in inside or (type(holder) is Call and mapping_pairs(holder) is None):
-            inside.add(id(node))
-        elif tensor_of(node) is not None:
-            free.add(id(tensor_of(node)))
-    return free

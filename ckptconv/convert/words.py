@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 from ckptconv.formats.target_format import Target
-from ckptconv.support.choices import UNKNOWN, Words
+from ckptconv.support.choices import UNKNOWN, DeviceName, DTypeName, Pairs, Words
 
 if TYPE_CHECKING:
-    from ckptconv.keys.key_map import KeyRules
+    from ckptconv.keys.key_map import Keys
     from ckptconv.tree.settling import Unknown
 
 Tied = str
@@ -45,6 +45,26 @@ RULES = ("preset", "strip_prefix", "rename", "regex", "add_prefix", "include", "
 """The options that are key rules, in the order in which they apply."""
 
 
+class TensorWords(TypedDict, total=False):
+    """Those of `OptionWords` that say which tensors of a checkpoint are wanted, under which names
+    and in which type.
+    """
+
+    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]]
+    reverse: bool
+    preset: Words
+    strip_prefix: Words
+    rename: Pairs
+    regex: Pairs
+    add_prefix: Words
+    include: Words
+    exclude: Words
+    dtype: DTypeName | None
+    keep_dtype: Words
+    cast: Words | Mapping[str, DTypeName]
+    drop: Words
+
+
 def _word(
     section: Section, default: Any, told: str, metavar: str = "", choices: Sequence[str] = ()
 ) -> Any:
@@ -64,7 +84,7 @@ class OptionWords:
         "folder that FSDP training resumes from; npz: a numpy archive.",
         choices=get_args(Target),
     )
-    keys: Literal["strip", "keep"] | KeyRules = _word(
+    keys: Keys = _word(
         "Keys",
         "strip",
         "Strip the prefixes of DDP, torch.compile, FSDP and activation checkpointing first, or "
@@ -88,8 +108,8 @@ class OptionWords:
     strip_prefix: Words = _word(
         "Keys", (), "Remove this from every key that starts with it.", "PREFIX"
     )
-    rename: Words = _word("Keys", (), "Rename a key, or a prefix of keys.", "OLD=NEW")
-    regex: Words = _word(
+    rename: Pairs = _word("Keys", (), "Rename a key, or a prefix of keys.", "OLD=NEW")
+    regex: Pairs = _word(
         "Keys",
         (),
         "Replace what this Python regex matches in the keys (\\1 is its first group).",
@@ -118,16 +138,16 @@ class OptionWords:
     drop_unexpected: bool = _word(
         "Keys", False, "With --like or --model: leave out the keys that the target does not have."
     )
-    device: str | None = _word(
+    device: DeviceName | None = _word(
         "Values",
         None,
         "The device tag to write: cpu (default), cuda:1, mps, ..., keep, auto.",
         "DEVICE",
     )
-    map_location: Mapping[str, str] | None = _word(
+    map_location: Mapping[str, DeviceName] | None = _word(
         "Values", None, "Change one device tag, such as cuda:3=cuda:0.", "OLD=NEW"
     )
-    dtype: str | None = _word(
+    dtype: DTypeName | None = _word(
         "Values",
         None,
         "Cast floating tensors: f32, f16, bf16, f64, f8_e4m3, f8_e5m2, or torch's names (float16, "
@@ -141,7 +161,7 @@ class OptionWords:
         "Repeatable.",
         "GLOB",
     )
-    cast: Words = _word(
+    cast: Words | Mapping[str, DTypeName] = _word(
         "Values",
         (),
         "Cast the tensors whose keys match, such as 'lm_head.*=f32'. Repeatable.",

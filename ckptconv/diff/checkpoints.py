@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptconv.diff.report import Difference, ValueChange
 from ckptconv.diff.walk import Differences, walk_together
@@ -22,6 +22,7 @@ from ckptconv.keys.key_map import (
     STRIP,
     KeyMap,
     KeyRules,
+    Keys,
     hint_of_starts,
     map_keys,
     refuse_idle,
@@ -60,7 +61,7 @@ def diff_checkpoints(
     a: Named,
     b: Named,
     *,
-    keys: Literal["strip", "keep"] | KeyRules = "keep",
+    keys: Keys = "keep",
     only: str | None = None,
     only_b: str | None = None,
     whole: bool = False,

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ckptconv.keys.mappings import Mapped
 from ckptconv.keys.module_paths import Followed, PathStep, path_step, path_step_by_name, reordered
 from ckptconv.keys.presets import Preset
-from ckptconv.keys.rules import AddPrefix, Patience, Regex, Rename, Rule, Select, Step, StripPrefix
+from ckptconv.keys.rules import (
+    AddPrefix,
+    Called,
+    Patience,
+    Regex,
+    Rename,
+    Rule,
+    Select,
+    Step,
+    StripPrefix,
+)
 from ckptconv.keys.wrappers import wrapper_steps
 from ckptconv.support.choices import (
     WRAPPERS,
@@ -166,10 +176,18 @@ RULE_WORDS = tuple(_MAKERS)
 """The rules by their names on the command line and in files."""
 
 
-def rules_of(keys: Literal["strip", "keep"] | KeyRules) -> KeyRules:
+Keys: TypeAlias = "Literal['strip', 'keep'] | KeyRules | Callable[[str], str | None]"
+"""What is done with keys: a word, rules, or a function that gives each key its new name, or None to
+leave it out.
+"""
+
+
+def rules_of(keys: Keys) -> KeyRules:
     """The rules that an option `keys` stands for; `OptionRefused` for any other word."""
     if isinstance(keys, KeyRules):
         return keys
+    if callable(keys):
+        return KeyRules("keep", rules=(Called(keys),))
     refuse_no_keys(keys)
     return STRIP if keys == "strip" else KEEP
 

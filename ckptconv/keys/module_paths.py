@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptconv.keys.mappings import Mapped
-from ckptconv.keys.rules import Patience, Regex, Rule, Step
+from ckptconv.keys.rules import Called, Patience, Regex, Rule, Step
 
 PathStep = Callable[[str], tuple[str, ...]]
 """A module path before one rule → after it; several where a mapping is undone."""
@@ -31,6 +31,9 @@ def path_step(rule: Rule, step: Step, patience: Patience, followed: Followed) ->
     """What a rule makes of a module path: by its words, else as the keys in the module went."""
     if isinstance(rule, Mapped):
         return lambda path: rule.module_paths(path) or (followed.or_same(path),)
+
+    if isinstance(rule, Called):  # which knows keys alone
+        return lambda path: (followed.or_same(path),)
 
     def by_name(path: str) -> str:
         name = f"{path}." if path else ""

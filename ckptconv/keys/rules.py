@@ -215,6 +215,31 @@ def without_segments(key: str, names: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Called(Rule):
+    """What a function of the caller makes of each key: its new name, or None to leave it out."""
+
+    function: Callable[[str], str | None]
+
+    @property
+    def words(self) -> str:
+        return f"keys={getattr(self.function, '__name__', None) or type(self.function).__name__}"
+
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
+    def step(self, keys: Sequence[str]) -> Step:
+        def called(key: str) -> str | None:
+            made: object = self.function(key)
+            if made is not None and type(made) is not str:
+                what = f"{self.words} gave {made!r:.100}, which is not a key"
+                raise KeyConflict(what, where=key, hint="return a text, or None to leave it out")
+            return made
+
+        return called
+
+
+@dataclass(frozen=True, slots=True)
 class DropSegment(Rule):
     """Takes the module name `segment` out of keys, wherever it stands in them but last."""
 

@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from ckptconv.convert.casts import cast_rule
+from ckptconv.convert.options import Options, Request
+from ckptconv.convert.words import TensorWords
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_certain
+from ckptconv.formats.target_format import Tree
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.source import CHUNK
-from ckptconv.keys.key_map import KeyRules, map_keys, refuse_idle, rules_of
+from ckptconv.keys.key_map import Keys, map_keys, refuse_idle
 from ckptconv.keys.naming_metadata import followed, naming_entries
 from ckptconv.live.storages import MapLocation, Restorer, Storages, is_read_once, lies_mappable
 from ckptconv.objects.known_names import VALUELESS, WEIGHTS_ONLY
@@ -25,6 +29,7 @@ from ckptconv.objects.torch_read import Window, window
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, attributes, ordered_dict
 from ckptconv.support.choices import (
     UNKNOWN,
+    F,
     refuse_no_flag,
     refuse_no_text,
     refuse_other,
@@ -34,10 +39,11 @@ from ckptconv.support.errors import CheckpointError, RefusedObject, printable, t
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.ahead import read_soon
+from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.edits import Edit, refuse_no_edits
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
@@ -46,6 +52,12 @@ from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
+
+
+def words_checked(function: F) -> F:
+    """As `spelling_checked`, of a function that takes `TensorWords` too."""
+    return spelling_checked(function, tuple(TensorWords.__annotations__))
 
 
 @overload
@@ -55,13 +67,14 @@ def load_portable(
     *,
     whole: Literal[False] = False,
     only: str | None = None,
-    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    keys: Keys = "strip",
     mmap: bool = True,
     verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
     edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
+    **words: Unpack[TensorWords],
 ) -> OrderedDict[str, torch.Tensor]: ...
 @overload
 def load_portable(
@@ -70,28 +83,30 @@ def load_portable(
     *,
     whole: bool,
     only: str | None = None,
-    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    keys: Keys = "strip",
     mmap: bool = True,
     verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
     edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
+    **words: Unpack[TensorWords],
 ) -> Any: ...
-@spelling_checked
+@words_checked
 def load_portable(
     source: Named,
     map_location: MapLocation = "cpu",
     *,
     whole: bool = False,
     only: str | None = None,
-    keys: Literal["strip", "keep"] | KeyRules = "strip",
+    keys: Keys = "strip",
     mmap: bool = True,
     verify: bool = False,
     unknown: Unknown = "refuse",
     tag: str | None = None,
     edits: Sequence[Edit] = (),
     on_progress: OnProgress | None = None,
+    **words: Unpack[TensorWords],
 ) -> Any:
     """Load the state dict of a checkpoint as an `OrderedDict` of tensors under bare keys, or
     everything with `whole`.
@@ -108,8 +123,11 @@ def load_portable(
     module holds outside its state dict. A sequence of paths are the files of all ranks of one
     checkpoint; `tag` picks a step where `source` is a folder
     of several. `edits` are made to it first, such as ``Drop("optimizer")``; `keys` come after
-    them. `on_progress` is called with a `Progress` (phase ``read``, bytes), about once a MiB
-    that is read; what is mapped is not without `verify`. Nothing in the file is executed.
+    them. The words of `TensorWords` mean what they mean in `Options`: `drop` comes after `edits`,
+    the rules of keys (`rename`, `include`, …) after `keys`, and `dtype`, `keep_dtype` and `cast`
+    say which floating tensors of the state dict come in which type. `on_progress` is called with a
+    `Progress` (phase ``read``, bytes), about once a MiB that is read; what is mapped is not without
+    `verify`. Nothing in the file is executed.
 
     Warns with a `CheckpointWarning` where a framework's own rule chose the state dict (timm's
     average, say), or where the keys are not the file's own. Raises `CheckpointError`;
@@ -118,8 +136,10 @@ def load_portable(
     >>> load_portable("ddp_cuda3.pt")["features.0.weight"].device  # doctest: +SKIP
     device(type='cpu')
     """
-    rules = rules_of(keys)
+    request = Options(keys=keys, **words).request(None)
     refuse_other("unknown", unknown, UNKNOWN)
+    refuse_no_edits(edits)
+    edits = (*edits, *request.edits)
     refuse_no_text(only=only)
     refuse_no_flag(whole=whole, mmap=mmap, verify=verify)
     require_torch("making live tensors")
@@ -128,7 +148,7 @@ def load_portable(
         checkpoint.refuse_part()
         try:
             with collector_paused():
-                root, overlay, settled = _selected(checkpoint, only, whole, rules, unknown)
+                root, overlay, settled, cast = _selected(checkpoint, only, whole, request, unknown)
                 meter = Meter("read", _bytes_to_read(settled, mmap, verify), on_progress)
                 storages = Storages(Restorer(map_location), mmap, verify, meter)
                 wanted = [*_first_used(settled)]
@@ -136,7 +156,7 @@ def load_portable(
                 kept = {id(item) for item in large if item.nbytes >= CHUNK}
                 small = [item for item in wanted if id(item) not in kept]
                 with storages.begun(large), read_soon(small):
-                    loaded = _Live(storages).tree(root, overlay)
+                    loaded = _Live(storages, cast).tree(root, overlay)
                 meter.finish()
                 refuse_changed(checkpoint.sources)
                 return loaded
@@ -145,9 +165,12 @@ def load_portable(
 
 
 def _selected(
-    checkpoint: Checkpoint, only: str | None, whole: bool, rules: KeyRules, unknown: Unknown
-) -> tuple[Node, dict[int, Node], Settled]:
-    """The node to bring to life, the overlay (renamed keys, plain objects), and its tensors."""
+    checkpoint: Checkpoint, only: str | None, whole: bool, request: Request, unknown: Unknown
+) -> tuple[Node, dict[int, Node], Settled, CastRule]:
+    """The node to bring to life, the overlay (renamed keys, plain objects), its tensors, and the
+    types that they get.
+    """
+    rules = request.keys
     overlay: dict[int, Node] = {}
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
@@ -155,6 +178,7 @@ def _selected(
         found = find_state_dicts(root, checkpoint.root, only)
         renamed, _ = rename_state_dicts(found, overlay, rules)
         _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
+        kept = [done.kept(item.keys) for item, done in zip(found, renamed, strict=True)]
     else:
         chosen = checkpoint.state_dict(only)
         warn(chosen.notes)
@@ -162,6 +186,7 @@ def _selected(
         keys = map_keys(chosen.keys, rules, chosen.path, chosen.telling_keys, chosen.keys_beside)
         refuse_idle([keys], rules)
         names = dict(zip(keys.old, keys.new, strict=True))
+        found, kept = [chosen], [{old: new for old, new in names.items() if new is not None}]
         refuse_codes_apart(chosen, names)
         _tell_metadata(checkpoint, names)
         names_after, values = with_filled(chosen, keys)
@@ -176,7 +201,8 @@ def _selected(
         refuse_packed(tensors_of(root, overlay), "leave it out: keys=KeyRules(exclude=('KEY',))")
     for check in settled.checks:
         check()
-    return root, overlay, settled
+    tree = Tree(root, overlay, settled.tensors, settled.storages)
+    return root, overlay, settled, cast_rule(found, kept, tree, request.casts)
 
 
 def _tell_metadata(checkpoint: Checkpoint, names: Mapping[str, str | None]) -> None:
@@ -256,11 +282,13 @@ def _bytearray(value: Any = b"", encoding: Any = None, *_: Any) -> bytearray:
 class _Live:
     """Makes live values of nodes, one for each node, so that what was shared stays shared."""
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: Storages, cast: CastRule) -> None:
         import torch
 
         self._torch = torch
         self._storages = storages
+        self._cast = cast
+        self._casts: dict[tuple[int, str, str], Any] = {}
         self._made: dict[int, Any] = {}
         self._overlay: Mapping[int, Node] = {}
         self._dtypes = {name: getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
@@ -356,7 +384,7 @@ class _Live:
 
     # tensors
 
-    def _tensor(self, ref: TensorRef) -> torch.Tensor:
+    def _tensor(self, ref: TensorRef, *, detached: bool = False) -> torch.Tensor:
         dtype = self._dtypes.get(ref.dtype.name)
         if dtype is None:
             raise RefusedObject(f"this torch has no dtype {ref.dtype.name}", hint="upgrade torch")
@@ -368,16 +396,29 @@ class _Live:
             for piece in ref.pieces:
                 self._storages.check_read(piece.storage)
             storage = self._storages.filled(ref._replace(conj=False, neg=False), ref.location)
+        if (target := self._cast(ref)) is not ref.dtype:
+            storage, dtype = self._cast_storage(storage, dtype, self._dtypes[target.name])
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
         tensor.set_(storage, offset, ref.shape, ref.stride)
         if ref.conj:
             tensor = tensor.conj()
         if ref.neg:
             tensor = self._torch._neg_view(tensor)
-        return tensor.requires_grad_() if ref.requires_grad else tensor
+        return tensor.requires_grad_() if ref.requires_grad and not detached else tensor
+
+    def _cast_storage(self, storage: Any, dtype: Any, target: Any) -> tuple[Any, Any]:
+        """A storage whose values of `dtype` became those of `target`, once: what was shared stays
+        shared.
+        """
+        known = (storage._cdata, str(dtype), str(target))
+        if known not in self._casts:
+            values = self._torch.empty(0, dtype=dtype, device=storage.device)
+            values.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+            self._casts[known] = storage, values.to(target).untyped_storage()
+        return self._casts[known][1], target
 
     def _tensor_object(self, node: TensorObject) -> torch.Tensor:
-        tensor = self._tensor(node.tensor._replace(requires_grad=False))
+        tensor = self._tensor(node.tensor, detached=True)
         if node.cls is None:
             tensor = self._torch.nn.Parameter(tensor, node.tensor.requires_grad)
         elif node.tensor.requires_grad:

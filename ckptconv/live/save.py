@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
-from ckptconv.convert.options import Request
+from ckptconv.convert.options import Options
 from ckptconv.convert.planner import plan_conversion
 from ckptconv.convert.targets import check_place
 from ckptconv.devices.host import require_torch
-from ckptconv.devices.mapping import tag_map
 from ckptconv.formats.target_format import Target
 from ckptconv.io.places import Output, path_of
 from ckptconv.io.source import Fingerprint, Source
-from ckptconv.keys.key_map import KeyRules, rules_of
+from ckptconv.keys.key_map import Keys
 from ckptconv.pickles.nodes import BYTEARRAY, SET, Call, Dict, Global, Node, ordered_dict
 from ckptconv.support.choices import (
-    plain_name,
+    DeviceName,
+    DTypeName,
+    Words,
     refuse_no_flag,
     refuse_no_output,
-    refuse_no_text,
     spelling_checked,
 )
 from ckptconv.support.errors import RefusedObject, printable, too_deep
 from ckptconv.support.progress import OnProgress
-from ckptconv.tensors.dtypes import BY_NAME, DType, floating_dtype
+from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorObject, view_of
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import MEMORY
@@ -42,10 +42,12 @@ def save_portable(
     state_dict: Any,
     output: Output,
     *,
-    device: str | None = None,
+    device: DeviceName | None = None,
     to: Target | None = None,
-    keys: Literal["strip", "keep"] | KeyRules = "strip",
-    dtype: str | None = None,
+    keys: Keys = "strip",
+    dtype: DTypeName | None = None,
+    metadata: Words | Mapping[str, str] = (),
+    max_shard_size: int | str | None = None,
     force: bool = False,
     fsync: bool = True,
     on_progress: OnProgress | None = None,
@@ -53,30 +55,36 @@ def save_portable(
     """Save live tensors, wherever they are, as a portable file: `model.state_dict()`, or a whole
     training checkpoint.
 
-    The format follows the name (or `to`); every storage is tagged `device` (``cpu`` by default),
-    whether this host has it or not; wrapper prefixes are stripped as in `convert_checkpoint`.
-    Tensors of other devices are copied to the CPU one at a time. The file appears whole or not at
-    all, and an existing one is replaced only with `force`. `on_progress` is called with a
-    `Progress` (bytes), about once a MiB. Raises `CheckpointError`, `RefusedObject` for values other
-    than tensors and plain Python.
+    `output` is a path, or a file that is open for writing, which gets the bytes when all are made.
+    The format follows its name (or `to`; ``torch`` for an open file without a name). Every storage
+    is tagged `device` (``cpu`` by default), whether this host has it or not; wrapper prefixes are
+    stripped, and `keys`, `dtype`, `metadata` and `max_shard_size` mean what they mean in `Options`.
+    What is written is what `convert_checkpoint` makes of the same values in a file. Tensors of
+    other devices are copied to the CPU one at a time. The file appears whole or not at all, and an
+    existing one is replaced only with `force`. `on_progress` is called with a `Progress` (bytes),
+    about once a MiB. Raises `CheckpointError`, `RefusedObject` for values other than tensors and
+    plain Python.
 
     >>> save_portable(model.state_dict(), "out.safetensors", device="cpu")  # doctest: +SKIP
     """
-    rules = rules_of(keys)
     refuse_no_output(output)
-    device, dtype = plain_name(device), plain_name(dtype)
-    refuse_no_text(device=device, dtype=dtype)
     refuse_no_flag(force=force, fsync=fsync)
+    request = Options(
+        to=to,
+        keys=keys,
+        device=device,
+        dtype=dtype,
+        metadata=metadata,
+        max_shard_size=max_shard_size,
+    ).request(None)
     require_torch("saving live tensors")
-    cast = None if dtype is None else floating_dtype(dtype)
-    options = Request(to=to, keys=rules, tags=tag_map(device), dtype=cast)
-    check_place(output, options, force=force)
+    check_place(output, request, force=force)
     try:
         root = _Symbolic().node(state_dict, None)
     except RecursionError:
         raise too_deep("nests too many containers to be saved", path=path_of(output)) from None
     nbytes = sum(ref.nbytes for _, ref in tensors_of(root))
-    plan = plan_conversion(Checkpoint(_IN_MEMORY, MEMORY, root, nbytes), output, options)
+    plan = plan_conversion(Checkpoint(_IN_MEMORY, MEMORY, root, nbytes), output, request)
     return execute_plan(plan, force=force, fsync=fsync, on_progress=on_progress)
 
 
@@ -114,6 +122,9 @@ class _Symbolic:
         import torch
 
         self._torch = torch
+        self._constants = (
+            torch.dtype, torch.qscheme, torch.device, torch.Size, complex, set, bytearray,
+        )  # fmt: skip
         self._nodes: dict[int, Node] = {}
         self._alive: list[Any] = []
         self._storages: dict[int, Storage] = {}
@@ -130,8 +141,15 @@ class _Symbolic:
         self._alive.append(value)
         if isinstance(value, torch.Tensor):
             made = self._tensor(value, place)
-        elif isinstance(value, (torch.dtype, torch.device, torch.Size, complex, set, bytearray)):
+        elif isinstance(
+            value, (torch.dtype, torch.qscheme, torch.device, torch.Size, complex, set, bytearray)
+        ):
             made = self._constant(value)
+        elif isinstance(value, torch.layout):
+            made = Call(Global("torch.serialization", "_get_layout"), (str(value),))
+        elif isinstance(value, torch.storage.TypedStorage):
+            dtype = BY_NAME[str(value.dtype).removeprefix("torch.")]
+            made = self._storage(value._untyped_storage, dtype)
         elif isinstance(value, Mapping):
             return self._mapping(value, place)
         elif isinstance(value, list):
@@ -156,7 +174,7 @@ class _Symbolic:
 
     def _constant(self, value: Any) -> Node:
         torch = self._torch
-        if isinstance(value, torch.dtype):
+        if isinstance(value, (torch.dtype, torch.qscheme)):
             return Global("torch", str(value).removeprefix("torch."))
         if isinstance(value, torch.device):
             index = () if value.index is None else (value.index,)
@@ -186,10 +204,11 @@ class _Symbolic:
         buffer = getattr(torch.nn, "Buffer", torch.Tensor)
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, buffer)
         # of a class that is not known nothing is asked: its code would answer
-        is_odd = not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta
-        if is_odd or tensor.layout != torch.strided:
+        if not plain or tensor.is_nested or tensor.is_meta:
             kind = f"({tensor.layout}, {tensor.dtype}, {tensor.device})"
             self._refuse(tensor, place, f"{kind} has no plain values here")
+        if tensor.is_quantized or tensor.layout != torch.strided:
+            return self._made_of_parts(tensor, place)
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
         storage = self._storage(tensor.untyped_storage(), dtype)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -198,6 +217,17 @@ class _Symbolic:
             requires_grad=tensor.requires_grad, conj=tensor.is_conj(), neg=tensor.is_neg()
         )
         return TensorObject(ref) if isinstance(tensor, torch.nn.Parameter) else ref
+
+    def _made_of_parts(self, tensor: torch.Tensor, place: Any) -> Node:
+        """The call by which torch pickles a sparse or quantized tensor: a conversion makes of it
+        what it makes of one in a file.
+        """
+        made_by: Any = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        make, arguments = made_by[:2]
+        if isinstance(tensor, self._torch.nn.Parameter):
+            self._refuse(tensor, place, f"({tensor.layout}) has no plain values here")
+        args = tuple(self.node(item, place) for item in arguments)
+        return Call(Global(make.__module__, make.__name__), args)
 
     def _storage(self, live: torch.UntypedStorage, dtype: DType) -> Storage:
         if (known := self._storages.get(live._cdata)) is None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 from ckptconv.support.errors import (
     OptionRefused,
     UnknownOption,
     printable,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,16 +52,33 @@ def refuse_no_keys(given: object) -> None:
     """Raise `OptionRefused` unless `keys` is one of its words; made rules are for the caller to
     tell.
     """
-    refuse_other("keys", given, KEYS, further=", or give KeyRules")
+    refuse_other("keys", given, KEYS, further=", or give KeyRules or a function")
+
+
+class HasName(Protocol):
+    """A type of numpy, or of a `LazyTensor`."""
+
+    @property
+    def name(self) -> str: ...
+
+
+DTypeName: TypeAlias = "str | torch.dtype | HasName | type[np.generic]"
+"""An element type: its name, or that of torch, of numpy (ml_dtypes too), of a `LazyTensor`."""
+DeviceName: TypeAlias = "str | torch.device"
 
 
 def plain_name(value: Any) -> Any:
-    """The name of a `torch.dtype` or `torch.device`, found without importing torch; anything else
-    as it is.
+    """The name of a `torch.dtype`, a `torch.device`, a type of numpy or of a `LazyTensor`, found
+    without importing torch or numpy; anything else as it is.
     """
     kind = type(value)
-    is_torchs = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
-    return str(value).removeprefix("torch.") if is_torchs else value
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+        return str(value).removeprefix("torch.")
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):
+        return numpy.dtype(value).name
+    is_dtype = kind.__name__ == "DType" or (numpy is not None and isinstance(value, numpy.dtype))
+    return value.name if is_dtype else value
 
 
 def _refusing(is_right: Callable[[Any], bool], what: str, hint: str) -> Callable[..., None]:
@@ -168,7 +190,7 @@ def refuse_no_tags(given: object) -> None:
     """Raise `OptionRefused` unless `map_location` is None or maps texts to texts."""
     if given is None or (
         isinstance(given, Mapping)
-        and all(type(tag) is str for pair in given.items() for tag in pair)
+        and all(type(plain_name(tag)) is str for pair in given.items() for tag in pair)
     ):
         return
     hint = "give a dict of tags, {'cuda:3': 'cuda:0'}, or device= for all"
@@ -177,6 +199,32 @@ def refuse_no_tags(given: object) -> None:
 
 Words = str | Sequence[str]
 """One text or several."""
+Pairs = str | Mapping[str, str] | Sequence[str | tuple[str, str]]
+"""Olds and news: as a dict, as pairs, or as texts that say both."""
+
+
+def paired(option: str, given: Any) -> tuple[str | tuple[str, str], ...]:
+    """Olds and news, each a text or a pair of texts; `OptionRefused` for anything else."""
+    items = given.items() if isinstance(given, Mapping) else given
+    listed = (items,) if isinstance(items, str) else items
+    if isinstance(given, Mapping) or isinstance(listed, (list, tuple)):
+        found = tuple(tuple(item) if isinstance(item, (list, tuple)) else item for item in listed)
+        if all(_is_pair(item) or (type(item) is str and item) for item in found):
+            return found
+    form = _FORMS[option]
+    raise OptionRefused(
+        f"{option}={given!r:.100} is not {form}",
+        hint=f"write it as {option}='{form}', as a list of them, or as a dict of old and new",
+    )
+
+
+def _is_pair(item: object) -> bool:
+    return (
+        isinstance(item, tuple)
+        and len(item) == 2
+        and all(type(text) is str for text in item)
+        and item[0] != ""
+    )
 
 
 def listed(words: Words) -> tuple[str, ...]:
@@ -184,8 +232,9 @@ def listed(words: Words) -> tuple[str, ...]:
     return (words,) if isinstance(words, str) else tuple(words)
 
 
-def spelling_checked(function: F) -> F:
-    """The function, which tells a caller who misspells one of its options which one is nearest.
+def spelling_checked(function: F, words: Sequence[str] = ()) -> F:
+    """The function, which tells a caller who misspells one of its options, or of the `words` that
+    it takes too, which one is nearest.
 
     >>> @spelling_checked
     ... def convert(source, *, dtype=None): ...
@@ -195,7 +244,7 @@ def spelling_checked(function: F) -> F:
     """
     code = function.__code__  # quicker than inspect.signature, which would have to be imported
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    options = tuple(name for name in names if name != "self")
+    options = (*(name for name in names if name != "self"), *words)
     once = {name: now for name, now in _ONCE if now in options and name not in options}
 
     @functools.wraps(function)
