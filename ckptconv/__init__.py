@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from ckptconv.batch.drive import convert_many as convert_many
     from ckptconv.batch.receipts import Receipt as Receipt
     from ckptconv.convert.combining import average as average
+    from ckptconv.convert.combining import average_checkpoints as average_checkpoints
     from ckptconv.convert.combining import merge as merge
+    from ckptconv.convert.combining import merge_checkpoints as merge_checkpoints
     from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
     from ckptconv.convert.edit import EditResult as EditResult
     from ckptconv.convert.edit import edit as edit
+    from ckptconv.convert.edit import edit_checkpoint as edit_checkpoint
     from ckptconv.convert.execute import ConversionResult as ConversionResult
     from ckptconv.convert.execute import execute_plan as execute_plan
     from ckptconv.convert.job import Job as Job
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from ckptconv.diff.checkpoints import diff_checkpoints as diff_checkpoints
     from ckptconv.diff.report import Difference as Difference
     from ckptconv.doctor.diagnose import diagnose as diagnose
+    from ckptconv.doctor.diagnose import diagnose_checkpoint as diagnose_checkpoint
     from ckptconv.doctor.report import Diagnosis as Diagnosis
     from ckptconv.doctor.report import Finding as Finding
     from ckptconv.inspect.facts import inspect_checkpoint as inspect_checkpoint
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from ckptconv.live.save import save_portable as save_portable
     from ckptconv.pages.make import Page as Page
     from ckptconv.pages.make import report as report
+    from ckptconv.pages.make import report_checkpoint as report_checkpoint
     from ckptconv.scan.files import Scan as Scan
     from ckptconv.scan.files import scan_checkpoint as scan_checkpoint
     from ckptconv.support.errors import AmbiguousStateDict as AmbiguousStateDict
@@ -82,6 +87,7 @@ if TYPE_CHECKING:
     from ckptconv.tree.renaming import RenameKeys as RenameKeys
     from ckptconv.tree.state_dicts import StateDict as StateDict
     from ckptconv.values.collect import stats as stats
+    from ckptconv.values.collect import stats_checkpoint as stats_checkpoint
     from ckptconv.values.report import CheckpointStatistics as CheckpointStatistics
     from ckptconv.values.report import TensorStatistics as TensorStatistics
 
@@ -139,35 +145,45 @@ _HOMES = {
     "UnreadableFile": "support.errors",
     "UnsupportedCheckpoint": "support.errors",
     "VerificationFailed": "support.errors",
-    "average": "convert.combining",
+    "average_checkpoints": "convert.combining",
     "best_device": "devices.host",
     "convert_checkpoint": "convert.convert_checkpoint",
     "convert_many": "batch.drive",
-    "diagnose": "doctor.diagnose",
+    "diagnose_checkpoint": "doctor.diagnose",
     "diff_checkpoints": "diff.checkpoints",
-    "edit": "convert.edit",
+    "edit_checkpoint": "convert.edit",
     "execute_plan": "convert.execute",
     "fit_keys": "keys.fitting",
     "inspect_checkpoint": "inspect.facts",
     "limits": "support.limits",
     "load_into": "live.load_into",
     "load_portable": "live.load",
-    "merge": "convert.combining",
+    "merge_checkpoints": "convert.combining",
     "open_checkpoint": "live.opened",
     "plan_conversion": "convert.planner",
     "read_key_rules": "keys.rule_files",
-    "report": "pages.make",
+    "report_checkpoint": "pages.make",
     "save_portable": "live.save",
     "scan_checkpoint": "scan.files",
-    "stats": "values.collect",
+    "stats_checkpoint": "values.collect",
 }
 """Public name → its module, imported on first use, so that `import ckptconv` costs nothing."""
+
+_EARLIER = {
+    "average": "convert.combining",
+    "diagnose": "doctor.diagnose",
+    "edit": "convert.edit",
+    "merge": "convert.combining",
+    "report": "pages.make",
+    "stats": "values.collect",
+}
+"""The names that functions had first, which go on working."""
 
 __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if (home := _HOMES.get(name)) is None:
+    if (home := _HOMES.get(name) or _EARLIER.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{home}"), name)
 

@@ -76,7 +76,7 @@ def stats(
     bits, otherwise off by at most 0.4 %.
     """
     from ckptconv.values import report
-    from ckptconv.values.collect import stats as collected
+    from ckptconv.values.collect import stats_checkpoint as collected
 
     if histogram and given["include"]:
         raise click.UsageError(
@@ -233,7 +233,7 @@ def report(source: Path, html: Path, as_json: bool, **given: Any) -> None:
         terminal.errors_shown(as_json),
         progress_shown(READING_BOTH, silent=as_json) as on_progress,
     ):
-        page = pages.report(source, html, **given, on_progress=on_progress)
+        page = pages.report_checkpoint(source, html, **given, on_progress=on_progress)
     if as_json:
         terminal.print_json(pages.PAGE.of(page))
     else:

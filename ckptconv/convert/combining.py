@@ -66,7 +66,7 @@ class Part:
 
 
 @one_run()
-def merge(
+def merge_checkpoints(
     sources: Iterable[Place | Readable],
     output: Output,
     *,
@@ -86,8 +86,8 @@ def merge(
     of `Options`, but for the rules of keys. A key that two of them have is an error, and nothing is
     written. Raises `CheckpointError`.
 
-    >>> merge(["body.pt", "head.pt"], "model.safetensors",
-    ...       prefix={"head.pt": "head."})  # doctest: +SKIP
+    >>> merge_checkpoints(["body.pt", "head.pt"], "model.safetensors",
+    ...                   prefix={"head.pt": "head."})  # doctest: +SKIP
     """
     begin, request = time.perf_counter(), _request(options)
     with merged_plan(
@@ -100,7 +100,7 @@ def merge(
 
 
 @one_run()
-def average(
+def average_checkpoints(
     sources: Iterable[Place | Readable],
     output: Output,
     *,
@@ -122,7 +122,8 @@ def average(
     or the ``last``. `edits` are made to each source first. The other
     options are those of `Options`, but for the rules of keys. Raises `CheckpointError`.
 
-    >>> average(["epoch_8.pt", "epoch_9.pt"], "swa.pt", weights=[1, 2])  # doctest: +SKIP
+    >>> average_checkpoints(["epoch_8.pt", "epoch_9.pt"], "swa.pt",
+    ...                     weights=[1, 2])  # doctest: +SKIP
     """
     begin, request = time.perf_counter(), _request(options)
     with averaged_plan(
@@ -139,6 +140,9 @@ def average(
             plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
         )
         return result.since(begin)
+
+
+merge, average = merge_checkpoints, average_checkpoints  # the names that they had first
 
 
 _RULES = ("keys", "rules", "reverse", "preset", "strip_prefix", "rename", "regex", "add_prefix")

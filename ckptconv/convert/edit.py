@@ -39,8 +39,11 @@ from ckptconv.keys.key_map import Keys
 from ckptconv.keys.mappings import MappedKeys
 from ckptconv.keys.rule_files import mapping_text
 from ckptconv.support.choices import (
+    DeviceName,
+    Pairs,
     Words,
     listed,
+    plain_name,
     refuse_no_flag,
     refuse_no_path,
     spelling_checked,
@@ -113,20 +116,20 @@ class _Plan:
 
 
 @spelling_checked
-def edit(
+def edit_checkpoint(
     path: str | os.PathLike[str],
     *,
     metadata: Words | Mapping[str, str] = (),
     metadata_from: str | os.PathLike[str] | None = None,
     remove_metadata: Words = (),
-    device: str | None = None,
+    device: DeviceName | None = None,
     keys: Keys = "keep",
     rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = (),
     reverse: bool = False,
     preset: Words = (),
     strip_prefix: Words = (),
-    rename: Words = (),
-    regex: Words = (),
+    rename: Pairs = (),
+    regex: Pairs = (),
     add_prefix: Words = (),
     save_mapping: str | os.PathLike[str] | None = None,
     rewrite: bool = False,
@@ -148,7 +151,8 @@ def edit(
     file that will tell which name became which. Raises `CheckpointError`; the file is as it was
     then.
 
-    >>> edit("model.safetensors", metadata="license=mit", rename="old.=new.")  # doctest: +SKIP
+    >>> edit_checkpoint("model.safetensors", metadata="license=mit",
+    ...                 rename="old.=new.")  # doctest: +SKIP
     """
     refuse_no_path(path=path)
     words = Options(
@@ -163,7 +167,7 @@ def edit(
     )
     asked = HeaderEdit(
         words.request(None).keys,
-        given_strings(listed_strings(metadata), metadata_from, device),
+        given_strings(listed_strings(metadata), metadata_from, plain_name(device)),
         listed(remove_metadata),
     )
     return edit_header(
@@ -176,6 +180,9 @@ def edit(
         verify=verify,
         on_progress=on_progress,
     )
+
+
+edit = edit_checkpoint  # the name that it had first
 
 
 def given_strings(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from ckptconv.formats.target_format import Target
 from ckptconv.support.choices import UNKNOWN, DeviceName, DTypeName, Pairs, Words

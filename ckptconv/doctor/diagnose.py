@@ -20,7 +20,7 @@ from ckptconv.formats.registry import Named, checkpoints_of, open_certain, open_
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.io.location import Location, require
 from ckptconv.io.places import places_of
-from ckptconv.support.choices import refuse_no_paths, spelling_checked
+from ckptconv.support.choices import DeviceName, plain_name, refuse_no_paths, spelling_checked
 from ckptconv.support.errors import (
     CheckpointError,
     DeviceUnavailable,
@@ -39,12 +39,12 @@ from ckptconv.tree.modules import flatten_modules
 
 
 @spelling_checked
-def diagnose(
+def diagnose_checkpoint(
     source: Named,
     *,
     like: str | os.PathLike[str] | None = None,
     model: str | None = None,
-    device: str | None = None,
+    device: DeviceName | None = None,
     values: bool = False,
     size: bool = False,
     tag: str | None = None,
@@ -67,7 +67,10 @@ def diagnose(
     paths = places_of(source)
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
-    return _diagnose(paths, Asked(like, model, device, values, size, tag, on_progress))
+    return _diagnose(paths, Asked(like, model, plain_name(device), values, size, tag, on_progress))
+
+
+diagnose = diagnose_checkpoint  # the name that it had first
 
 
 def diagnose_all(

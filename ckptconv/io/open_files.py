@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NoReturn, Protocol, TypeGuard
 
+from ckptconv.io.crc import crc32
 from ckptconv.io.files import FilePool, FileSource
 from ckptconv.io.location import Alone, Kind
 from ckptconv.io.source import CHUNK, Fingerprint, Source
@@ -90,7 +91,7 @@ class OpenFile(Alone):
             elif self._start == 0 and (fd := _descriptor(file)) is not None:
                 file.flush()
                 return FileSource(self.path, os.dup(fd))
-            source = _SeekSource(file, self._start, self.path)
+            source = SeekSource(file, self._start, self.path)
         if self._start and not source.size:
             self._refuse("is at its end, so there is nothing to read", "seek(0) goes to its start")
         return source
@@ -161,13 +162,14 @@ def _descriptor(file: Any) -> int | None:
     return raw.fileno() if stat.S_ISREG(os.fstat(raw.fileno()).st_mode) else None
 
 
-class _SeekSource(Source):
+class SeekSource(Source):
     """A file that is read by its methods, from byte `start` on; it is left where it was."""
 
     def __init__(self, file: Any, start: int, path: PurePath) -> None:
         self.path, self._file, self._start = path, file, start
         self._lock = threading.Lock()
         self._id = id(file)
+        self._told: Fingerprint | None = None
         self.size = self._end() - start
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -190,7 +192,11 @@ class _SeekSource(Source):
         return found[0] if len(found) == 1 else b"".join(found)
 
     def fingerprint(self) -> Fingerprint:
-        return (self._id, self._start, self.size)
+        if self._told is None:
+            self._told = (self._id, self._start, self.size)
+            if type(self._file) is io.BytesIO:  # who opened it may write others into its place
+                self._told = (crc32(self._file.getbuffer()[self._start :]), self.size)
+        return self._told
 
     def is_file(self) -> bool:
         return True

@@ -59,7 +59,7 @@ def page_headline(page: Page) -> str:
 
 @one_run()
 @spelling_checked
-def report(
+def report_checkpoint(
     source: Named,
     output: Output,
     *,
@@ -81,7 +81,7 @@ def report(
     `on_progress` is called with a `Progress`. Raises `CheckpointError` when a checkpoint cannot be
     read, or the page cannot be written.
 
-    >>> report("model.pt", "model.html", values=True)  # doctest: +SKIP
+    >>> report_checkpoint("model.pt", "model.html", values=True)  # doctest: +SKIP
     """
     refuse_no_output(output)
     refuse_no_flag(values=values, force=force)
@@ -95,6 +95,9 @@ def report(
         found = named_values(checkpoint, only)
         facts = PageFacts((file_facts(source, checkpoint, found, tag, values, on_progress),))
     return _written(facts, place, force=force)
+
+
+report = report_checkpoint  # the name that it had first
 
 
 @one_run()

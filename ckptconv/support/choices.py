@@ -16,7 +16,6 @@ from ckptconv.support.errors import (
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,9 +61,26 @@ class HasName(Protocol):
     def name(self) -> str: ...
 
 
-DTypeName: TypeAlias = "str | torch.dtype | HasName | type[np.generic]"
+class TorchDType(Protocol):
+    """A `torch.dtype`, by what it has."""
+
+    @property
+    def is_floating_point(self) -> bool: ...
+
+
+class TorchDevice(Protocol):
+    """A `torch.device`, by what it has."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def index(self) -> int | None: ...
+
+
+DTypeName: TypeAlias = "str | TorchDType | HasName | type[np.generic]"
 """An element type: its name, or that of torch, of numpy (ml_dtypes too), of a `LazyTensor`."""
-DeviceName: TypeAlias = "str | torch.device"
+DeviceName: TypeAlias = "str | TorchDevice"
 
 
 def plain_name(value: Any) -> Any:

@@ -20,7 +20,7 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 
 @spelling_checked
-def stats(
+def stats_checkpoint(
     source: Named,
     *,
     only: str | None = None,
@@ -47,6 +47,9 @@ def stats(
         others = [item.name for item in found.values if not item.has_numbers]
         known, unread = statistics_of(numbers, on_progress), (*found.unread, *others)
         return CheckpointStatistics(str(checkpoint.path), checkpoint.format, known, unread)
+
+
+stats = stats_checkpoint  # the name that it had first
 
 
 def statistics_of(

@@ -16,8 +16,9 @@ from ckptconv import (
     MalformedCheckpoint,
     OptionRefused,
     RefusedObject,
+    average,
+    merge,
 )
-from ckptconv.convert.combining import average, merge
 from helpers.program import run
 
 FLOATS = [

@@ -296,6 +296,13 @@ def test_tensors_beside_the_state_dict_are_compared_too(label, tmp_path):
     assert any(f"were not compared: {label} (1)" in note for note in notes)
 
 
+def test_a_difference_is_neither_true_nor_false():
+    found = diff_checkpoints(SAMPLES / "ddp_cuda3.pt", SAMPLES / "ddp_cuda3.pt")
+    for ask in (bool, lambda found: not found, lambda found: 1 if found else 2):
+        with pytest.raises(TypeError, match="write .same or not .same"):
+            ask(found)
+
+
 def test_files_without_one_state_dict_are_compared_as_a_whole(tmp_path):
     """A codebook beside the model asks elsewhere; here a difference in it is one."""
 

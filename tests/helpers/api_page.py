@@ -25,11 +25,9 @@ def signature_text(name: str) -> str:
 
 def facts(kind: Any) -> list[str]:
     """The fields of a result, and its properties and methods after them."""
-    own = (
-        [field.name for field in dataclasses.fields(kind)]
-        if dataclasses.is_dataclass(kind)
-        else list(kind._fields)
-    )
+    is_dataclass = dataclasses.is_dataclass(kind)
+    fields = [item.name for item in dataclasses.fields(kind)] if is_dataclass else kind._fields
+    own = [name for name in fields if not name.startswith("_")]
     more = [
         name for name, value in vars(kind).items() if not name.startswith("_") and name not in own
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import zlib
 from contextlib import closing
@@ -12,6 +13,7 @@ import pytest
 
 from ckptconv.io.files import FilePool, FileSource, PooledSource, let_go
 from ckptconv.io.inflate import InflatedSource, Spool
+from ckptconv.io.open_files import OpenFile, SeekSource
 from ckptconv.io.source import CHUNK, SMALL, MemorySource, RangeSource, WrappedSource, merged_runs
 from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
@@ -107,6 +109,38 @@ class TestMemory(SourceConformance):
 
     def source(self, room, content):
         return MemorySource(content, Path("memory"))
+
+
+class TestOpenFile(SourceConformance):
+    """A file that the caller has opened."""
+
+    def source(self, room, content):
+        self.file = written(room, content).open("rb")
+        return self.again(room, content)
+
+    def again(self, room, content):
+        return OpenFile(self.file).open()
+
+    def change(self, room):
+        append(room)
+
+
+class TestOpenFileFromWithin(TestOpenFile):
+    """One that is read from a place within it on, by its own methods."""
+
+    def source(self, room, content):
+        self.file = written(room, b"before" + content).open("rb")
+        return self.again(room, content)
+
+    def again(self, room, content):
+        return SeekSource(self.file, 6, Path("a file"))
+
+
+class TestBytesIO(SourceConformance):
+    CHANGES = False  # what is opened is a copy on write
+
+    def source(self, room, content):
+        return SeekSource(io.BytesIO(b"before" + content), 6, Path("BytesIO"))
 
 
 class TestInflated(SourceConformance):

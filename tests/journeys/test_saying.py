@@ -179,18 +179,18 @@ def test_misplaced_arguments_are_told_where_they_go(tmp_path):
             lambda: ckptconv.convert_checkpoint(DDP, tmp_path / "a.pt", ckptconv.Options()),
         ),
         (r"tolerance=Tolerance\(atol=", lambda: ckptconv.diff_checkpoints(DDP, DDP, atol=1.0)),
-        (r"load_into\(model, path\)", lambda: ckptconv.load_into("model.pt", model)),
+        (r"load_into\(model, source\)", lambda: ckptconv.load_into("model.pt", model)),
         ("did you mean strip_prefixes", lambda: ckptconv.KeyRules(strip_prefix="a.")),
         ("a tolerance is 0 or more", lambda: ckptconv.Tolerance(atol=-1)),
-        ("OLD=NEW", lambda: ckptconv.Options(rename={"a": "b"})),
+        ("OLD=NEW", lambda: ckptconv.Options(rename={"a": 3})),
     ):
         with pytest.raises(OptionRefused, match=match):
             call()
 
 
-def test_an_open_file_is_not_a_path():
+def test_an_open_file_is_not_the_path_of_rules():
     with DDP.open("rb") as file, pytest.raises(OptionRefused, match="an open file is not a path"):
-        ckptconv.load_portable(file)
+        ckptconv.read_key_rules(file)
 
 
 def test_a_wrapper_is_quoted():

@@ -4,7 +4,9 @@ torch itself would.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import io
 import os
 import random
 import sys
@@ -14,6 +16,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.torch
@@ -21,6 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from torch import nn
 
 from ckptconv import (
@@ -31,6 +35,7 @@ from ckptconv import (
     load_portable,
     save_portable,
 )
+from ckptconv.convert.words import OptionWords, TensorWords
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -733,8 +738,6 @@ REFUSED = {
     "module": lambda: nn.Linear(1, 1),
     "path": lambda: Path("a"),
     "array": lambda: np.ones(2),
-    "sparse": lambda: torch.ones(2).to_sparse(),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "meta": lambda: torch.ones(2, device="meta"),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
     "frozen set": lambda: frozenset([object()]),
@@ -810,3 +813,138 @@ def test_a_damaged_mapped_tensor_is_found_when_it_is_verified(tmp_path):
     for how in ({"verify": True}, {"mmap": False}):
         with pytest.raises(MalformedCheckpoint, match="CRC-32"):
             load_portable(path, **how)
+
+
+# ------------------------------------------------------------------- the words of a conversion
+
+
+def of_words() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    weight = torch.randn(6, 4)
+    return {
+        "net.weight": weight, "net.tied": weight, "net.turned": weight.t(), "net.row": weight[2],
+        "net.norm": torch.randn(4), "net.count": torch.arange(3), "head.bias": torch.randn(4),
+        "head.scale": nn.Parameter(torch.randn(4)),
+    }  # fmt: skip
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "torch's type": {"dtype": torch.bfloat16},
+    "its name": {"dtype": "bf16"},
+    "numpy's type": {"dtype": np.float16},
+    "a dtype of numpy": {"dtype": np.dtype("f2")},
+    "a type of ml_dtypes": {"dtype": ml_dtypes.float8_e4m3fn},
+    "all but some": {"dtype": torch.float16, "keep_dtype": ["*.norm", "head.*"]},
+    "some": {"cast": {"head.*": torch.float64, "*.norm": "bf16"}},
+    "a dict of names": {"rename": {"net.": "model.", "head.bias": "b=c"}},
+    "pairs of names": {"rename": [("net.", "model."), "head.=h."]},
+    "patterns": {"regex": {r"^(\w+)\.(\w+)$": r"\2.\1"}},
+    "a choice": {"include": "net.*", "exclude": ["*.count", "*.norm"]},
+    "prefixes": {"strip_prefix": "net.", "add_prefix": "model."},
+    "a part left out": {"drop": "head.bias"},
+    "a function": {"keys": lambda key: None if key.endswith("count") else key.upper()},
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_the_words_of_a_conversion_load_what_it_writes(words, whole, tmp_path):
+    torch.save(of_words(), tmp_path / "m.pt")
+    convert_checkpoint(tmp_path / "m.pt", tmp_path / "o.pt", **words)
+    expected = oracle.load(tmp_path / "o.pt")
+    loaded = load_portable(tmp_path / "m.pt", whole=whole, **words)
+    assert [*loaded] == [*expected] and loaded.keys() != () and len(loaded) > 3
+    for key, value in expected.items():
+        same(loaded[key], value)
+        assert loaded[key].dtype is value.dtype and loaded[key].stride() == value.stride()
+        assert loaded[key].requires_grad == value.requires_grad and type(loaded[key]) is type(value)
+    storages = {key: value.untyped_storage().data_ptr() for key, value in loaded.items()}
+    shared = {key: value.untyped_storage().data_ptr() for key, value in expected.items()}
+    for one in loaded:
+        for other in loaded:
+            assert (storages[one] == storages[other]) == (shared[one] == shared[other])
+
+
+def test_the_words_of_a_load_are_those_of_options():
+    known = {item.name: item.type for item in dataclasses.fields(OptionWords)}
+    for name, kind in TensorWords.__annotations__.items():
+        assert known[name] == kind.__forward_arg__
+
+
+def test_a_word_of_no_load_is_refused(tmp_path):
+    torch.save(of_words(), tmp_path / "m.pt")
+    for match, words in (
+        ("unknown option 'dtpe'; did you mean dtype", {"dtpe": "bf16"}),
+        ("unknown option 'to'", {"to": "torch"}),
+        ("rename=3 is not OLD=NEW", {"rename": 3}),
+        ("regex=.* is not PATTERN=>REPLACEMENT", {"regex": {"": "x"}}),
+        ("is not a floating dtype", {"dtype": torch.int8}),
+        ("is not a floating dtype", {"cast": {"*": np.int64}}),
+        ("gave 3, which is not a key", {"keys": lambda key: 3}),
+        ("both become 'x'", {"keys": lambda key: "x"}),
+        ("matches no key", {"rename": {"none": "x"}}),
+        ("matches no floating tensor", {"cast": {"none": "f16"}}),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            load_portable(tmp_path / "m.pt", **words)
+
+
+def test_codes_are_not_cast_away_from_their_scales(tmp_path):
+    found = {
+        "w": torch.ones(128, 128).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1),
+        "b": torch.ones(3),
+    }  # fmt: skip
+    torch.save(found, tmp_path / "m.pt")
+    with pytest.raises(RefusedObject) as raised:
+        convert_checkpoint(tmp_path / "m.pt", tmp_path / "o.pt", dtype="bf16")
+    with pytest.raises(RefusedObject) as again:
+        load_portable(tmp_path / "m.pt", dtype="bf16")
+    assert (again.value.what, again.value.where) == (raised.value.what, raised.value.where)
+
+
+OF_PARTS = {
+    "coo": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 3, torch.quint8),
+    "channels": lambda x: torch.quantize_per_channel(
+        x, torch.rand(4) + 0.1, torch.arange(4), 0, torch.qint8
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("to", ["torch", "safetensors", "npz"])
+@pytest.mark.parametrize("make", OF_PARTS.values(), ids=OF_PARTS)
+def test_what_is_saved_is_what_a_conversion_makes_of_it(make, to, tmp_path):
+    found = {"w": make(torch.randn(4, 6)), "x": torch.ones(2)}
+    torch.save(found, tmp_path / "m.pt")
+    told = []
+    for save in (
+        lambda output: save_portable(found, output, to=to),
+        lambda output: convert_checkpoint(tmp_path / "m.pt", output, to=to),
+    ):
+        buffer = io.BytesIO()
+        try:
+            save(buffer)
+        except RefusedObject as error:
+            told.append((error.what, error.where, error.hint))
+        else:
+            told.append(buffer.getvalue())
+    assert told[0] == told[1]
+    if to == "torch":
+        same(torch.load(io.BytesIO(told[0]))["w"], found["w"])
+
+
+def test_what_is_saved_has_metadata_and_shards(tmp_path):
+    found = {"a": torch.ones(300), "b": torch.ones(300)}
+    save_portable(
+        found, f"{tmp_path}/folder/", metadata={"license": "mit"}, max_shard_size="1500",
+        to="safetensors",
+    )  # fmt: skip
+    names = sorted(path.name for path in (tmp_path / "folder").glob("*.safetensors"))
+    assert len(names) == 2
+    for name in names:
+        with safe_open(tmp_path / "folder" / name, "pt") as theirs:
+            assert theirs.metadata()["license"] == "mit"
+    same(dict(load_portable(tmp_path / "folder")), found)

@@ -66,6 +66,11 @@ def saved(kind: str, folder, found: dict[str, torch.Tensor]):
         path.write_text(f'{{"weight_map": {{{entries}}}}}')
     elif kind == "npz":
         np.savez(path, **{key: value.float().numpy() for key, value in found.items()})
+    elif kind == "torchscript":
+        holder = torch.nn.Module()
+        for key, value in found.items():
+            holder.register_buffer(key.replace(".", "_"), value)
+        torch.jit.script(holder).save(path)
     elif kind == "dcp":
         save_dcp(found, checkpoint_id=path, no_dist=True)
     else:
@@ -86,13 +91,15 @@ def names_in(path, kind: str, found: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in header if name != "__metadata__"]
 
 
-KINDS = ["pt", "legacy", "pt.gz", "safetensors", "shards", "npz", "dcp"]
+KINDS = ["pt", "legacy", "pt.gz", "safetensors", "shards", "npz", "dcp", "torchscript"]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_container_is_a_mapping_to_what_was_saved(kind, tmp_path):
     found = tensors()
+    if kind == "torchscript":  # no attribute has a dot
+        found = {key.replace(".", "_"): value for key, value in found.items()}
     path = saved(kind, tmp_path, found)
     with open_checkpoint(path) as checkpoint:
         assert isinstance(checkpoint, Mapping)

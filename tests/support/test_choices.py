@@ -56,7 +56,7 @@ def diagnose(**options: Any) -> Callable[[], Any]:
 
 
 TO = "is not a format; choose torch, safetensors, dcp or npz"
-STRIP = "is not a choice; choose strip or keep, or give KeyRules"
+STRIP = "is not a choice; choose strip or keep, or give KeyRules or a function"
 SIZE = "is not a size; write it as '5GB' or '500MB', or give a number of bytes"
 UNKNOWN = "is not a choice; choose refuse, drop or keep"
 FLAG = "is not a choice; choose True or False"
@@ -136,15 +136,15 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
     add(rules, "rules", "is not a tuple of rules", "module.", [("strip-prefix", "a")])
     for empty in ("", 3, b"in.pt", None):
         for name, function in (
-            ("path", ckptconv.open_checkpoint), ("path", ckptconv.load_portable),
-            ("path", ckptconv.scan_checkpoint),
-            ("path", ckptconv.diagnose), ("path", ckptconv.read_key_rules),
-            ("path", lambda path: ckptconv.load_into(nn.Linear(1, 1), path)),
-            ("path", lambda path: ckptconv.save_portable({"w": torch.zeros(1)}, path)),
+            ("source", ckptconv.open_checkpoint), ("source", ckptconv.load_portable),
+            ("source", ckptconv.scan_checkpoint),
+            ("source", ckptconv.diagnose), ("path", ckptconv.read_key_rules),
+            ("source", lambda path: ckptconv.load_into(nn.Linear(1, 1), path)),
+            ("output", lambda path: ckptconv.save_portable({"w": torch.zeros(1)}, path)),
             ("source", lambda path: ckptconv.convert_checkpoint(path, "out.pt")),
             ("source", lambda path: ckptconv.convert_checkpoint(["in.pt", path], "out.pt")),
             ("output", lambda path: ckptconv.convert_checkpoint("in.pt", path)),
-            ("path", lambda path: ckptconv.diff_checkpoints("in.pt", path)),
+            ("source", lambda path: ckptconv.diff_checkpoints("in.pt", path)),
         ):  # fmt: skip
             made.append(
                 (f"{name}={empty!r} {PATH}", lambda function=function, empty=empty: function(empty))

@@ -15,16 +15,17 @@ from ckptconv import (
     CheckpointError,
     Job,
     Options,
+    average,
     convert_checkpoint,
     diagnose,
     diff_checkpoints,
     inspect_checkpoint,
     load_into,
     load_portable,
+    merge,
     open_checkpoint,
 )
 from ckptconv.batch.finding import jobs_below
-from ckptconv.convert.combining import average, merge
 from ckptconv.convert.planner import plan_conversion
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.places import place_of
