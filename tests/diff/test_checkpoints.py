@@ -299,7 +299,7 @@ def test_tensors_beside_the_state_dict_are_compared_too(label, tmp_path):
 def test_a_difference_is_neither_true_nor_false():
     found = diff_checkpoints(SAMPLES / "ddp_cuda3.pt", SAMPLES / "ddp_cuda3.pt")
     for ask in (bool, lambda found: not found, lambda found: 1 if found else 2):
-        with pytest.raises(TypeError, match="write .same or not .same"):
+        with pytest.raises(TypeError, match=r"write \.same or not \.same"):
             ask(found)
 
 
