@@ -62,6 +62,8 @@ class TensorWords(TypedDict, total=False):
     dtype: DTypeName | None
     keep_dtype: Words
     cast: Words | Mapping[str, DTypeName]
+    dequantize: bool
+    scheme: str | None
     drop: Words
 
 

@@ -40,6 +40,7 @@ from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.compaction import CastRule
+from ckptconv.tensors.computed import is_once_rounded
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tree.checkpoint import Checkpoint
@@ -389,14 +390,18 @@ class _Live:
         if dtype is None:
             raise RefusedObject(f"this torch has no dtype {ref.dtype.name}", hint="upgrade torch")
         offset = 0
-        if ref.is_view:
+        target = self._cast(ref)
+        if target is not ref.dtype and ref.is_view and is_once_rounded(ref.storage):
+            storage = self._storages.cast(ref.storage, ref.dtype, target)
+            offset, dtype = ref.storage_offset, self._dtypes[target.name]
+        elif ref.is_view:
             offset = ref.storage_offset
             storage = self._storages.of(ref.storage, ref.dtype)
         else:
             for piece in ref.pieces:
                 self._storages.check_read(piece.storage)
             storage = self._storages.filled(ref._replace(conj=False, neg=False), ref.location)
-        if (target := self._cast(ref)) is not ref.dtype:
+        if target is not ref.dtype and dtype is not self._dtypes[target.name]:
             storage, dtype = self._cast_storage(storage, dtype, self._dtypes[target.name])
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
         tensor.set_(storage, offset, ref.shape, ref.stride)

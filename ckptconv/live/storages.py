@@ -13,6 +13,7 @@ from ckptconv.io.source import CHUNK, Pending, Source
 from ckptconv.support.errors import UnsupportedCheckpoint
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.checksums import check_storage, refuse_crc
+from ckptconv.tensors.computed import iter_cast_chunks
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, TensorRef, whole_storage
 from ckptconv.tensors.stream import iter_chunks
@@ -70,6 +71,7 @@ class Storages:
         self._meter = meter
         self._maps: dict[int, torch.UntypedStorage | None] = {}
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._made_as: dict[tuple[int, str], torch.UntypedStorage] = {}
         self._checked: set[int] = set()
         self._begun: dict[int, tuple[torch.Tensor, Pending]] = {}
 
@@ -156,6 +158,17 @@ class Storages:
         assert isinstance(mapped, self._torch.UntypedStorage)
         return mapped
 
+    def cast(self, storage: Storage, dtype: DType, target: DType) -> torch.UntypedStorage:
+        """The values of a computed storage in the type `target`, of which they are made once."""
+        key = (id(storage), target.name)
+        if key not in self._made_as:
+            whole = whole_storage(storage, 0, storage.nbytes, dtype)
+            nbytes = storage.nbytes // dtype.itemsize * target.itemsize
+            values = self._torch.empty(nbytes, dtype=self._torch.uint8)
+            self._fill(values.numpy().data, iter_cast_chunks(whole, target, [0]))
+            self._made_as[key] = self._restore(values.untyped_storage(), storage.location)
+        return self._made_as[key]
+
     def filled(self, ref: TensorRef, location: str) -> torch.UntypedStorage:
         """A fresh storage with the values of `ref` in C order, where `map_location` wants what was
         saved at `location`.
@@ -164,9 +177,12 @@ class Storages:
 
     def _gathered(self, ref: TensorRef) -> torch.UntypedStorage:
         values = self._torch.empty(ref.nbytes, dtype=self._torch.uint8)
-        view, at = values.numpy().data, 0
-        for chunk in iter_chunks(ref):
+        self._fill(values.numpy().data, iter_chunks(ref))
+        return values.untyped_storage()
+
+    def _fill(self, view: memoryview, chunks: Iterable[memoryview]) -> None:
+        at = 0
+        for chunk in chunks:
             view[at : at + len(chunk)] = chunk
             at += len(chunk)
             self._meter.add(len(chunk))
-        return values.untyped_storage()

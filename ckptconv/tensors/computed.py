@@ -336,6 +336,11 @@ def read_run(storage: Storage, first: int, view: memoryview, note: Note) -> None
     note(ReadRun(storage, first, len(view), crc32(view) if storage.has_crc else 0))
 
 
+def is_once_rounded(storage: Storage) -> bool:
+    """Whether its values are computed, and can be in another type without being rounded twice."""
+    return isinstance(storage.source, ComputedSource) and storage.source.is_once_rounded
+
+
 def read_cast(
     storage: Storage, first: int, view: memoryview, source: DType, target: DType, note: Note
 ) -> Cast:
@@ -345,7 +350,7 @@ def read_cast(
     What an operation rounds once is made in that type at once, and not rounded twice.
     """
     made_by = storage.source
-    if target is not source and isinstance(made_by, ComputedSource) and made_by.is_once_rounded:
+    if target is not source and isinstance(made_by, ComputedSource) and is_once_rounded(storage):
         at = (storage.offset + first) // source.itemsize
         return made_by.computed_as(target, at, len(view) // source.itemsize, note)
     read_run(storage, first, view, note)

@@ -824,7 +824,10 @@ def of_words() -> dict[str, torch.Tensor]:
     return {
         "net.weight": weight, "net.tied": weight, "net.turned": weight.t(), "net.row": weight[2],
         "net.norm": torch.randn(4), "net.count": torch.arange(3), "head.bias": torch.randn(4),
-        "head.scale": nn.Parameter(torch.randn(4)),
+        "head.scale": nn.Parameter(torch.randn(4)), "head.wide": torch.tensor(
+            [1e300, 1e5, 70000, 448.1, 464, -1e6, torch.nan, torch.inf, 1e-8, 1.0000001],
+            dtype=torch.float64,
+        ),
     }  # fmt: skip
 
 
@@ -863,6 +866,20 @@ def test_the_words_of_a_conversion_load_what_it_writes(words, whole, tmp_path):
     for one in loaded:
         for other in loaded:
             assert (storages[one] == storages[other]) == (shared[one] == shared[other])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.float32])
+def test_dequantised_weights_are_those_that_a_conversion_writes(dtype, tmp_path):
+    found = {
+        "net.w.weight": torch.randn(256, 128).to(torch.float8_e4m3fn),
+        "net.w.weight_scale_inv": torch.rand(2, 1) + 0.5, "net.b": torch.randn(3),
+    }  # fmt: skip
+    torch.save(found, tmp_path / "m.pt")
+    words: dict[str, Any] = {"dequantize": True, "dtype": dtype, "strip_prefix": "net."}
+    convert_checkpoint(tmp_path / "m.pt", tmp_path / "o.pt", **words)
+    loaded, expected = load_portable(tmp_path / "m.pt", **words), oracle.load(tmp_path / "o.pt")
+    assert [*loaded] == ["w.weight", "b"]
+    same(dict(loaded), dict(expected))
 
 
 def test_the_words_of_a_load_are_those_of_options():
