@@ -140,9 +140,12 @@ class Program(click.Group):
 
 
 def _nearest(typed: str) -> str:
-    """The command that was meant by another word, or by one that is nearly right."""
+    """The command that was meant by another word, by one that is nearly right, or by a file."""
     import difflib
+    from shlex import quote
 
+    if os.path.exists(typed):  # noqa: PTH110 (a name that no file can have is none)
+        return f"; ckptconv inspect {quote(printable(typed))} shows what is in a file"
     word = typed.lower().replace("_", "-")
     meant = [name for name, words in MEANT.items() if word in words.split()]
     near = meant or difflib.get_close_matches(word, _ROWS, 3, 0.6)

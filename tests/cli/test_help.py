@@ -181,6 +181,15 @@ def test_an_unknown_command_is_answered_with_the_nearest(typed, meant, tmp_path)
     assert meant in assert_one_error(run(typed, "in.pt", cwd=tmp_path), code=2)
 
 
+def test_a_file_alone_is_answered_with_what_shows_it(tmp_path):
+    (tmp_path / "my model.pt").write_bytes(b"")
+    told = assert_one_error(run("my model.pt", cwd=tmp_path), code=2)
+    assert "; ckptconv inspect 'my model.pt' shows what is in a file;" in told
+    for typed in ("", "x" * 5000, "\ud800"):
+        told = assert_one_error(run(typed, cwd=tmp_path), code=2)
+        assert "there is not a command" in told and "inspect" not in told
+
+
 def test_each_word_for_a_command_is_of_one_command_and_names_none():
     words = [word for meant in MEANT.values() for word in meant.split()]
     assert len(words) == len(set(words)) and set(MEANT) <= set(options())
