@@ -26,7 +26,7 @@ from ckptconv.io.outputs import clear_kept
 from ckptconv.io.places import place_of
 from ckptconv.io.remote.hosts import hosts_given
 from ckptconv.io.remote.traffic import count
-from ckptconv.support.choices import refuse_no_flag, refuse_other, spelling_checked
+from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_other, spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
 
 OnError = Literal["continue", "stop"]
@@ -92,10 +92,16 @@ def convert_many(
     refuse_no_flag(retry_failed=retry_failed)
     if type(tries) is not int or tries < 1:
         raise OptionRefused(f"tries={tries!r:.100} is not a number of tries", hint="give 1 or more")
+    if not isinstance(jobs, Iterable):
+        raise OptionRefused(f"jobs={jobs!r:.100} are not jobs", hint="give a list of ckptconv.Job")
+    if report is not None:
+        refuse_no_path(report=report)
+    if on_event is not None and not callable(on_event):
+        raise OptionRefused(f"on_event={on_event!r:.100} cannot be called", hint="give a function")
     listed = list(jobs)
     for job in listed:
         if not isinstance(job, Job):
-            raise OptionRefused(f"{job!r:.100} is not a Job", hint="give ckptconv.Job(...)")
+            raise OptionRefused(f"jobs: {job!r:.100} is not a Job", hint="give ckptconv.Job(...)")
     check_jobs(listed)
     engine = engine_of(executor, workers)
     wanted = Wanted(retry_failed, on_error, tries, on_event)

@@ -23,7 +23,13 @@ from ckptconv.io.places import Output, Place, path_of
 from ckptconv.keys.key_map import KEEP, STRIP, KeyMap, KeyRules, map_keys
 from ckptconv.keys.naming_metadata import followed, naming_entries
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.choices import refuse_no_flag, refuse_no_output, refuse_no_paths
+from ckptconv.support.choices import (
+    refuse_no_callback,
+    refuse_no_flag,
+    refuse_no_output,
+    refuse_no_paths,
+    refuse_no_text,
+)
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
@@ -89,7 +95,8 @@ def merge_checkpoints(
     >>> merge_checkpoints(["body.pt", "head.pt"], "model.safetensors",
     ...                   prefix={"head.pt": "head."})  # doctest: +SKIP
     """
-    begin, request = time.perf_counter(), _request(options)
+    begin = time.perf_counter()
+    request = _request(options, only, on_progress, force=force, fsync=fsync, verify=verify)
     with merged_plan(
         sources, output, request, prefix=prefix or {}, only=only, force=force, edits=edits
     ) as plan:
@@ -125,7 +132,8 @@ def average_checkpoints(
     >>> average_checkpoints(["epoch_8.pt", "epoch_9.pt"], "swa.pt",
     ...                     weights=[1, 2])  # doctest: +SKIP
     """
-    begin, request = time.perf_counter(), _request(options)
+    begin = time.perf_counter()
+    request = _request(options, only, on_progress, force=force, fsync=fsync, verify=verify)
     with averaged_plan(
         sources,
         output,
@@ -148,7 +156,13 @@ merge, average = merge_checkpoints, average_checkpoints  # the names that they h
 _RULES = ("keys", "rules", "reverse", "preset", "strip_prefix", "rename", "regex", "add_prefix")
 
 
-def _request(options: dict[str, Any]) -> Request:
+def _request(
+    options: dict[str, Any], only: object, on_progress: object, **flags: object
+) -> Request:
+    """What the options stand for, all of them checked."""
+    refuse_no_text(only=only)
+    refuse_no_flag(**flags)
+    refuse_no_callback(on_progress)
     if taken := next((name for name in _RULES if name in options), None):
         raise OptionRefused(
             f"{taken} is not an option here", hint="change the keys before, or of the output"

@@ -46,6 +46,8 @@ from ckptconv.support.choices import (
     plain_name,
     refuse_no_flag,
     refuse_no_path,
+    refuse_no_text,
+    refuse_no_words,
     spelling_checked,
 )
 from ckptconv.support.errors import (
@@ -155,6 +157,10 @@ def edit_checkpoint(
     ...                 rename="old.=new.")  # doctest: +SKIP
     """
     refuse_no_path(path=path)
+    files = {"metadata_from": metadata_from, "save_mapping": save_mapping}
+    refuse_no_path(**{name: file for name, file in files.items() if file is not None})
+    refuse_no_words(remove_metadata=remove_metadata)
+    refuse_no_text(device=plain_name(device))
     words = Options(
         keys=keys,
         rules=rules,

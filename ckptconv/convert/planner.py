@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
+from types import NoneType
 
 from ckptconv.convert.beside import Beside
 from ckptconv.convert.casts import cast_rule
@@ -41,6 +42,7 @@ from ckptconv.support.choices import refuse_no_output
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
+    OptionRefused,
     OutputRefused,
     RefusedObject,
 )
@@ -72,6 +74,12 @@ def plan_conversion(
     ...     execute_plan(plan_conversion(checkpoint, "out.safetensors", Options(dtype="bf16")))
     """
     refuse_no_output(output)
+    if not isinstance(checkpoint, Checkpoint):
+        hint = "give what open_checkpoint gives"
+        raise OptionRefused(f"checkpoint={checkpoint!r:.100} is not a Checkpoint", hint=hint)
+    if not isinstance(options, (Options, Request, NoneType)):
+        hint = "leave it out, or give ckptconv.Options(...)"
+        raise OptionRefused(f"options={options!r:.100} is not Options", hint=hint)
     return _planned(
         checkpoint,
         output,

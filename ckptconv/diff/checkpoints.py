@@ -89,7 +89,7 @@ def diff_checkpoints(
     `CheckpointError` when one of them cannot be read, or only one holds no single state dict.
     """
     rules = rules_of(keys)
-    refuse_no_text(only=only, only_b=only_b or None)
+    refuse_no_text(only=only, only_b=only_b or None, tag=tag, tag_b=tag_b)
     refuse_no_flag(whole=whole, ignore_dtype=ignore_dtype, strict_device=strict_device)
     if tolerance is not None and not isinstance(tolerance, Tolerance):
         raise OptionRefused(

@@ -14,7 +14,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, NoReturn, Protocol, TypeGuard
+from typing import Any, NoReturn, Protocol
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.files import FilePool, FileSource
@@ -43,7 +43,7 @@ class Writable(Protocol):
     def write(self, data: bytes, /) -> object: ...
 
 
-def is_open_file(given: object) -> TypeGuard[Any]:
+def is_open_file(given: object) -> bool:
     """Whether it is an open file, and not a path."""
     return hasattr(given, "read") or hasattr(given, "write")
 

@@ -8,9 +8,9 @@ from pathlib import Path, PurePath
 
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
-from ckptconv.io.open_files import OpenFile, OpenPath, Readable, Writable
+from ckptconv.io.open_files import OpenFile, OpenPath, Readable, Writable, is_open_file
 from ckptconv.support.addresses import address_in, holds_credentials, shown
-from ckptconv.support.errors import UnsupportedCheckpoint
+from ckptconv.support.errors import OptionRefused, UnsupportedCheckpoint
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 
@@ -29,6 +29,8 @@ def place_of(named: Place | Readable | Writable | Location) -> Location:
     if isinstance(named, OpenPath) and named.place is not None:
         return named.place
     if not isinstance(named, (str, os.PathLike)):
+        if not is_open_file(named):
+            raise OptionRefused(f"{named!r:.100} is not a path", hint="name a file or a folder")
         return OpenFile(named)
     if (address := address_in(named)) is None:
         path = named if isinstance(named, Path) else Path(named)

@@ -116,7 +116,10 @@ def load_into(
         hint = "the model comes first: load_into(model, source)"
         raise OptionRefused("the model is a path", hint=hint)
     refuse_no_flag(strict=strict, assign=assign)
-    require_torch("loading into a model")
+    torch = require_torch("loading into a model")
+    if not isinstance(model, torch.nn.Module):
+        hint = "give the module itself, such as MyModel()"
+        raise OptionRefused(f"model={model!r:.100} is not a torch.nn.Module", hint=hint)
     target = live_shapes(model)
     state_dict = load_portable(
         source, only=only, tag=tag, unknown=unknown, edits=edits, on_progress=on_progress

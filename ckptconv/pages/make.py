@@ -16,7 +16,13 @@ from ckptconv.io.places import Output, place_of
 from ckptconv.keys.key_map import rules_of
 from ckptconv.pages.facts import PageFacts, file_facts, pairs_of
 from ckptconv.pages.page import page_text
-from ckptconv.support.choices import refuse_no_flag, refuse_no_output, spelling_checked
+from ckptconv.support.choices import (
+    refuse_no_flag,
+    refuse_no_output,
+    refuse_no_paths,
+    refuse_no_text,
+    spelling_checked,
+)
 from ckptconv.support.errors import printable
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
@@ -85,6 +91,9 @@ def report_checkpoint(
     """
     refuse_no_output(output)
     refuse_no_flag(values=values, force=force)
+    refuse_no_text(only=only, only_b=only_b, tag=tag, tag_b=tag_b)
+    if against is not None:
+        refuse_no_paths("against", against)
     if against is not None:
         alike: dict[str, Any] = {"values": values, "force": force, "on_progress": on_progress}
         alike |= {"only": only, "only_b": only_b, "tag": tag, "tag_b": tag_b}

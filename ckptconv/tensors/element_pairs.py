@@ -35,9 +35,9 @@ class Tolerance:
     equal_nan: bool = False
 
     def __post_init__(self) -> None:
-        for bound in (self.atol, self.rtol):
-            if not bound >= 0:
-                raise OptionRefused(f"a tolerance is 0 or more, not {bound!r}")
+        for name, bound in (("atol", self.atol), ("rtol", self.rtol)):
+            if type(bound) is bool or not isinstance(bound, (int, float)) or not bound >= 0:
+                raise OptionRefused(f"{name}: a tolerance is 0 or more, not {bound!r:.100}")
 
 
 def words_of(ref: TensorRef) -> Iterator[Array]:

@@ -4,6 +4,7 @@ and nothing is done.
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 import ckptconv
 from ckptconv import CheckpointError, KeyRules
 from ckptconv.convert.options import Options
+from ckptconv.convert.words import TensorWords
 from ckptconv.support.errors import OptionRefused
 from helpers.program import SAMPLES, assert_one_error, run
 
@@ -219,3 +221,51 @@ def test_the_name_that_an_option_had_once_still_means_it(room):
         ckptconv.stats("in.pt", match="*bias", include="*weight")
     with pytest.raises(ckptconv.UnknownOption, match="did you mean include"):
         ckptconv.stats("in.pt", includ="*bias")
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "load_portable": {"source": DDP},
+    "load_into": {"model": nn.Linear(1, 1), "source": DDP},
+    "save_portable": {"state_dict": {"w": torch.zeros(1)}, "output": "o.pt"},
+    "convert_checkpoint": {"source": DDP, "output": "o.pt"},
+    "merge_checkpoints": {"sources": [DDP, DDP], "output": "o.pt"},
+    "average_checkpoints": {"sources": [DDP, DDP], "output": "o.pt"},
+    "edit_checkpoint": {"path": "e.safetensors"},
+    "open_checkpoint": {"source": DDP},
+    "inspect_checkpoint": {"source": DDP},
+    "scan_checkpoint": {"source": DDP},
+    "stats_checkpoint": {"source": DDP},
+    "diff_checkpoints": {"a": DDP, "b": DDP},
+    "diagnose_checkpoint": {"source": DDP},
+    "report_checkpoint": {"source": DDP, "output": "o.html"},
+    "convert_many": {"jobs": []},
+    "Options": {},
+    "Tolerance": {},
+}
+"""The functions and what they need."""
+NAMED_OTHERWISE = {
+    ("save_portable", "state_dict"),  # by the type of what it holds
+    ("diff_checkpoints", "a"), ("diff_checkpoints", "b"),  # as sources
+    ("diff_checkpoints", "edits_b"),  # as edits
+    ("report_checkpoint", "against"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_is_no_argument_is_refused_by_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function: Callable[..., Any] = getattr(ckptconv, name)
+    parameters = inspect.signature(function).parameters.values()
+    asked = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    if name == "load_portable":
+        asked += TensorWords.__annotations__
+    for option in asked:
+        if (name, option) == ("Tolerance", "equal_nan"):
+            continue
+        with pytest.raises(CheckpointError) as raised:
+            result = function(**{**CALLS[name], option: object()})
+            if name == "convert_many":
+                list(result)
+        told = str(raised.value)
+        assert option in told or (name, option) in NAMED_OTHERWISE, (option, told)
+    assert not list(tmp_path.iterdir())
