@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ckptconv.convert.accounting import refuse_unaccounted
@@ -80,7 +81,8 @@ class ConversionResult:
         return short_repr("ConversionResult", f"{plan.source.name} → {plan.shown_name}", *told)
 
     def _repr_html_(self) -> str:
-        return f"{html_table(repr(self)[1:-1], self.odd_values())}{self.plan._repr_html_()}"
+        odd = ((path, "values:", what) for path, what in self.odd_values())
+        return html_table(repr(self)[1:-1], chain(odd, self.plan.told()))
 
     def odd_values(self) -> Iterator[tuple[str, str]]:
         """The tensors with values that a cast could not hold, or bools that are none, and what

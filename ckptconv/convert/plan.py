@@ -195,12 +195,14 @@ class ConversionPlan:
         ]
 
     def _repr_html_(self) -> str:
+        title = f"{self.source} → {self.output}: {', '.join(filter(None, self._facts()))}"
+        return html_table(title, self.told())
+
+    def told(self) -> Iterator[tuple[str, str, str]]:
+        """What is left out and what is renamed, for a notebook."""
         renamed = ((old, "→", new) for item in self.state_dicts for old, new in item.changed)
         left_out = ((item.path, "skipped:", item.reason) for item in self.skipped)
-        return html_table(
-            f"{self.source} → {self.output}: {', '.join(filter(None, self._facts()))}",
-            chain(left_out, renamed),
-        )
+        return chain(left_out, renamed)
 
     def __reduce__(
         self,

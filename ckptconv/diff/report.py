@@ -133,7 +133,7 @@ def difference_headline(found: Difference) -> str:
 
 
 HEAD = ("key", "differs", "rel L2", "cosine", "max abs", "max rel", "at", "A", "B")
-_LEAVING = ("B", "A", "at", "max rel")
+_LEAVING, _LEAVING_LAST = ("B", "A", "at", "max rel"), ("cosine", "max abs")
 """The columns that are left out where there is no room, the first of them first."""
 
 
@@ -157,7 +157,7 @@ def difference_table(found: Difference, *, most: int | None = LISTED) -> Table:
         rows += of_kind[:most]
         if most is not None and len(of_kind) > most:
             rows.append((f"and {len(of_kind) - most:,} more {kind}; --all shows all",))
-    return Table(HEAD, rows, {"key", "differs", "at"}, _LEAVING)
+    return Table(HEAD, rows, {"key", "differs", "at"}, _LEAVING, _LEAVING_LAST)
 
 
 def difference_rows(found: Difference) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,14 +29,15 @@ from ckptconv.pickles.nodes import Node, children
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
 from ckptconv.support.limits import held, merged
-from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.refs import Storage, TensorRef
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS
+from ckptconv.tensors.refs import Storage, TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import only_training_state
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.producers import offered_prefix, producer_of
 from ckptconv.tree.settling import is_part_of_config, plain_form_at, refused_name
-from ckptconv.tree.walk import label_text, place_text, tensor_of, walk
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import PLAIN, label_text, place_text, tensor_of, walk
 
 if TYPE_CHECKING:
     from ckptconv.convert.prescriptions import Prescription
@@ -110,6 +111,8 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
             },
             modules=checkpoint.modules,
             training_state=only_training_state(checkpoint.root),
+            keys={item.path: len(item.keys) for item in state_dicts.values()},
+            parameters={item.path: _parameters(item) for item in state_dicts.values()},
         ),
         hindrances=Hindrances(
             odd_objects=odd,
@@ -124,6 +127,34 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
         opening=checkpoint.container,
         tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*state_dicts})),
     )
+
+
+def tree_of(checkpoint: Checkpoint, depth: int = 2) -> Part:
+    """The parts of an open checkpoint, as its inspection has them."""
+    state_dicts = {id(item.node): item for item in checkpoint.state_dicts()}
+    overlay: dict[int, Node] = {}
+    for _ in _odd_objects(checkpoint.root, overlay):
+        pass
+    refs, _ = held_in(checkpoint.root, overlay)
+    tree = PartTree(state_dicts, overlay, not refs)
+    return part_of_tree("", checkpoint.root, tree, depth, set())
+
+
+def _parameters(item: StateDict) -> int:
+    """The numbers in a state dict, of quantized and packed tensors those that they stand for."""
+    counted: dict[Hashable, int] = {}
+    others = []
+    for value in item.values:
+        ref = tensor_of(value)
+        if ref is not None and ref.dtype is not FLOAT4_PAIRS:
+            counted[view_identity(ref)] = ref.numel
+        elif type(value) not in PLAIN:
+            others.append(value)
+    if others:
+        from ckptconv.values.named import values_in  # few state dicts need it
+
+        counted |= {view_identity(named.ref): named.numel for named in values_in(others).values}
+    return sum(counted.values())
 
 
 def _other_names(named: Iterable[TensorRef]) -> Iterator[TensorRef]:

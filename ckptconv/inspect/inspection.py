@@ -138,9 +138,10 @@ class Weights:
 
     `state_dicts` maps the path of each state dict to the wrappers found in its keys; `producer` is
     the framework that wrote it, where it can be told; `offered` maps paths of state dicts to a
-    prefix that may be taken off. `modules` counts the whole modules that are shown as their state
-    dicts. `training_state` says whose state all tensors are, where there are no weights (an
-    optimizer's).
+    prefix that may be taken off. `keys` and `parameters` count those of each state dict, the
+    numbers of a tensor under several keys once. `modules` counts the whole modules that are shown
+    as their state dicts. `training_state` says whose state all tensors are, where there are no
+    weights (an optimizer's).
     """
 
     state_dicts: Mapping[str, tuple[str, ...]]
@@ -148,6 +149,8 @@ class Weights:
     offered: Mapping[str, str]
     modules: int = 0
     training_state: str | None = None
+    keys: Mapping[str, int] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +224,8 @@ class Inspection:
     offered = _Of[Mapping[str, str]]("weights")
     modules = _Of[int]("weights")
     training_state = _Of[str | None]("weights")
+    keys = _Of[Mapping[str, int]]("weights")
+    parameters = _Of[Mapping[str, int]]("weights")
     odd_objects = _Of[tuple[OddObject, ...]]("hindrances")
     strays = _Of[tuple[str, ...]]("hindrances")
     protocol = _Of[int | None]("hindrances")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ckptconv.inspect.inspection import Part, TensorFacts
 from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
+from ckptconv.support.text import natural_key
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import PLAIN, label_text, tensor_of, walk
@@ -139,7 +140,10 @@ def _modules(named: Sequence[_Entry], depth: int) -> tuple[Part, ...]:
     for key, node, refs in named:
         head, _, rest = key.partition(".")
         groups.setdefault(head, []).append((rest, node, refs))
-    return tuple(_module(head, group, depth) for head, group in groups.items())
+    heads = [*groups]
+    if all(head.isascii() and head.isdigit() for head in heads):
+        heads.sort(key=natural_key)  # safetensors has 10 before 2
+    return tuple(_module(head, groups[head], depth) for head in heads)
 
 
 def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:

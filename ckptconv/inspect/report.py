@@ -8,16 +8,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptconv.inspect.facts import Surveyed, Unread, is_bloated
+from ckptconv.inspect.facts import Surveyed, Unread, is_bloated, tree_of
 from ckptconv.inspect.inspection import Inspection, Part
 from ckptconv.io.places import path_of
 from ckptconv.support.errors import CheckpointError, printable
-from ckptconv.support.report import LISTED, Fields, Level, Row, error_document, listed, note_rows
+from ckptconv.support.report import (
+    LISTED,
+    Fields,
+    Level,
+    Row,
+    error_document,
+    html_table,
+    listed,
+    note_rows,
+)
 from ckptconv.support.table import Table, wrapped
-from ckptconv.support.text import SHOWN, count_text, part_text, quoted, size_text, some_text
+from ckptconv.support.text import (
+    SHOWN,
+    count_text,
+    of_part,
+    part_text,
+    quoted,
+    size_text,
+    some_text,
+)
 
 if TYPE_CHECKING:
     from ckptconv.convert.prescriptions import Prescription
+    from ckptconv.tree.checkpoint import Checkpoint
 
 
 def inspection_lines(found: Inspection) -> Iterator[Row]:
@@ -29,6 +47,9 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
     yield Row("saved on", _counts(found.locations, "storage") or "no device: it holds no tensors")
     if found.dtypes:
         yield Row("dtypes", _counts(found.dtypes, "tensor"))
+    for path, count in list(found.parameters.items())[:LISTED]:
+        keys = f"{count_text(found.keys[path], 'key')}{of_part(path)}"
+        yield Row("parameters", f"{count:,} in {keys}")
     yield from _key_lines(found)
     if is_bloated(found):
         yield _bloat_line(found)
@@ -89,6 +110,18 @@ def tree_lines(part: Part, width: int, limit: int = 40) -> Iterator[Row]:
         ("name", "size", "what"), [*_branches(part.parts, "", limit)], ("name", "what")
     )
     return branches.lines(width, has_head=False)
+
+
+def tree_html(checkpoint: Checkpoint) -> str:
+    """The tree of an open checkpoint as an HTML table; its files are not looked at."""
+    title = f"{checkpoint.path}: {checkpoint.format}, {size_text(checkpoint.nbytes)}"
+    rows = [*_branches(tree_of(checkpoint).parts, "", LISTED)]
+    notes = [("note", printable(note, 200)) for note in checkpoint.notes]
+    return html_table(title, [*rows, *notes], most=_TREE_LINES, cells=_TREE_CELLS)
+
+
+_TREE_LINES = 100  # in a notebook
+_TREE_CELLS = ' style="text-align: left; white-space: pre"'
 
 
 def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[tuple[str, ...]]:
@@ -210,10 +243,16 @@ _PART: Fields = Fields(
 )
 _INSPECTION = Fields(
     "path format bytes=nbytes tensors stored_bytes=stored dead_bytes=dead used_bytes=used "
-    "locations dtypes state_dicts producer offered_prefixes=offered odd_objects metadata notes "
-    "parts=root.parts portable reasons opened_by=opening.by",
-    state_dicts=lambda found: [
-        {"path": path, "wrappers": list(names)} for path, names in found.items()
+    "locations dtypes state_dicts=weights producer offered_prefixes=offered odd_objects metadata "
+    "notes parts=root.parts portable reasons opened_by=opening.by",
+    state_dicts=lambda weights: [
+        {
+            "path": path,
+            "wrappers": list(names),
+            "keys": weights.keys[path],
+            "parameters": weights.parameters[path],
+        }
+        for path, names in weights.state_dicts.items()
     ],
     odd_objects=Fields("path object=name plain_form=has_plain_form"),
     parts=_PART,

@@ -204,6 +204,11 @@ class OpenCheckpoint(Checkpoint, Mapping[str, LazyTensor]):
     def __enter__(self) -> OpenCheckpoint:
         return self
 
+    def _repr_html_(self) -> str:
+        from ckptconv.inspect.report import tree_html  # only a notebook asks
+
+        return tree_html(self)
+
     @property
     def tree(self) -> Node:
         """Its tree of symbolic nodes: its `root`."""

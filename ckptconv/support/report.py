@@ -148,24 +148,25 @@ def html_table(
     head: tuple[object, ...] = (),
     most: int = LISTED,
     more: int = 0,
+    cells: str = "",
 ) -> str:
     """A table of at most `most` rows, with a caption, as HTML; `more` rows are not among those
-    given.
+    given, `cells` are the attributes of all cells.
 
     >>> html_table("<a>", [("keys", 2)])
     '<table><caption>&lt;a&gt;</caption><tr><td>keys</td><td>2</td></tr></table>'
     """
     remaining = iter(rows)
-    shown = [_html_row(row, "td") for row in islice(remaining, most)]
+    shown = [_html_row(row, "td", cells) for row in islice(remaining, most)]
     if head and shown:
         shown.insert(0, _html_row(head, "th"))
     if left := more + sum(1 for _ in remaining):
-        shown.append(_html_row((f"and {left:,} more",), "td"))
+        shown.append(_html_row((f"and {left:,} more",), "td", cells))
     return f"<table><caption>{_cell(title)}</caption>{''.join(shown)}</table>"
 
 
-def _html_row(row: Iterable[object], tag: str) -> str:
-    cells = "".join(f"<{tag}>{_cell(cell)}</{tag}>" for cell in row)
+def _html_row(row: Iterable[object], tag: str, attributes: str = "") -> str:
+    cells = "".join(f"<{tag}{attributes}>{_cell(cell)}</{tag}>" for cell in row)
     return f"<tr>{cells}</tr>"
 
 

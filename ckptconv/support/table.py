@@ -20,14 +20,16 @@ class Table:
 
     `texts` are the columns whose cells begin at the left; in the others, numbers end at the right.
     Where there is no room, the columns `leaving` are left out, the first of them first; then names
-    are cut in the middle. The last cell of a row that is shorter than the head may run on below the
-    columns that it does not have. `levels` are those of the rows (none: all plain).
+    are cut in the middle, and at last the columns `leaving_last` go. The last cell of a row that is
+    shorter than the head may run on below the columns that it does not have. `levels` are those of
+    the rows (none: all plain).
     """
 
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     texts: Collection[str]
     leaving: tuple[str, ...] = ()
+    leaving_last: tuple[str, ...] = ()
     levels: Sequence[Level] = ()
 
     def lines(
@@ -81,13 +83,14 @@ class Table:
     def _fitting(self, widths: Sequence[int], width: int) -> list[int]:
         """The numbers of the columns that there is room for."""
         shown = [*range(len(self.head))]
-        needed = min(widths[0], _NAMES) + sum(size + GAP for size in widths[1:])
-        for name in self.leaving:
-            if needed <= width:
-                break
-            at = self.head.index(name)
-            shown.remove(at)
-            needed -= widths[at] + GAP
+        needed = sum(size + GAP for size in widths[1:])
+        for columns_left, names in ((self.leaving, _NAMES), (self.leaving_last, _NARROWEST)):
+            for name in columns_left:
+                if needed + min(widths[0], names) <= width:
+                    break
+                at = self.head.index(name)
+                shown.remove(at)
+                needed -= widths[at] + GAP
         return shown
 
 

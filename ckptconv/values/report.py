@@ -142,7 +142,7 @@ def statistics_lines(
     """
     levels: list[Level] = ["warning" if _is_odd(item) else "plain" for item in tensors]
     leaving = tuple(name for name in _LEAVING if name != sort)
-    yield from Table(HEAD, [*map(row, tensors)], HEAD[:3], leaving, levels).lines(width)
+    yield from Table(HEAD, [*map(row, tensors)], HEAD[:3], leaving, levels=levels).lines(width)
     if more := len(found.tensors) - len(tensors):
         yield Row("", f"and {more:,} more")
     if found.unread:

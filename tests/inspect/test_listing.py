@@ -152,6 +152,20 @@ def test_every_container_lists_the_tensors_that_inspect_counts(name, produced):
             assert Path(item.extent.file).stat().st_size >= item.extent.offset + item.nbytes
 
 
+def test_inspect_counts_the_numbers_of_a_state_dict(model, tmp_path):
+    """As the sum of `numel` of the parameters of a module, which has tied ones once."""
+    folder, tensors = model
+    document = run("inspect", "legacy.pt", "--json", cwd=folder).json()["state_dicts"][0]
+    numel = sum(value.numel() for value in tensors.values())
+    assert (document["keys"], document["parameters"]) == (14, numel)
+    torch.save({"a": tensors["embed.weight"], "b": tensors["embed.weight"]}, tmp_path / "tied.pt")
+    assert "  parameters  20 in 2 keys\n" in run("inspect", "tied.pt", cwd=tmp_path).out
+    plain = torch.randn(4, 6)
+    quantized = torch.quantize_per_channel(plain, torch.ones(4), torch.zeros(4), 0, torch.qint8)
+    torch.save({"fc.weight": quantized, "fc.bias": torch.ones(4)}, tmp_path / "q.pt")
+    assert "  parameters  28 in 2 keys\n" in run("inspect", "q.pt", cwd=tmp_path).out
+
+
 def test_names_of_files_cannot_write_to_a_terminal(tmp_path):
     torch.save({"a\x1b[31m\nb": torch.ones(1)}, tmp_path / "m.pt")
     done = run("ls", "m.pt", "-l", cwd=tmp_path)
