@@ -270,7 +270,7 @@ def _by_now(made: Any) -> dict[str, Any]:
 
 def _lost(task: Task, why: str) -> Receipt:
     message = f"its worker was lost ({why}), {task.tries + 1} times"
-    hint = "it may need more memory than there is, or be a file that crashes what reads it"
+    hint = "it may need more memory than there is, or the file crashes whatever reads it"
     return Receipt(
         names_of(task.job),
         str(task.job.output),

@@ -40,7 +40,7 @@ from ckptconv.support.limits import held
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
 from ckptconv.tree.old_tensors import complete_tensors
 
-_HINT = "please report this; without --verify it is converted anyway"
+_HINT = "please report this; without --verify it is still converted"
 
 Key = tuple[str, str, int, int]
 """What a storage is known by: its file's path, its name, where it begins; and the stream within the

@@ -206,8 +206,7 @@ def merged_plan(
                     raise KeyConflict(
                         f"{printable(owners[new])} and {printable(part.path)} both have this key",
                         where=new,
-                        hint=f"put something before the keys of one: --prefix "
-                        f"{printable(named)}=NAME.",
+                        hint=f"give the keys of one a prefix: --prefix {printable(named)}=NAME.",
                     )
                 owners[new], values[new] = part.path, value
         metadata = _metadata(opened, parts, [prefix.get(named, "") for named in names])

@@ -429,7 +429,7 @@ def _compare(source: Source, start: int, made: Path, made_start: int, path: Path
         for number, (before, after) in enumerate(pairs):
             if before != after:
                 raise VerificationFailed(
-                    f"what was written differs in the {CHUNK} bytes from {number * CHUNK} on",
+                    f"the written file differs in the {CHUNK} bytes from {number * CHUNK} on",
                     path=path,
                     hint="the disk or the memory is failing; the file is unchanged",
                 )

@@ -99,7 +99,7 @@ def _renamed(names: list[str], rules: KeyRules) -> dict[str, str]:
             hint="leave them out with: ckptconv convert IN OUT",
         )
     if RESERVED in new:
-        raise KeyConflict("a tensor may not be called __metadata__ in safetensors", where=RESERVED)
+        raise KeyConflict("a tensor cannot be named __metadata__ in safetensors", where=RESERVED)
     return dict(zip(names, new, strict=True))
 
 

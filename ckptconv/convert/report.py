@@ -67,7 +67,7 @@ def _file_lines(plan: ConversionPlan) -> Iterator[Row]:
         yield Row(
             "tied",
             f"{count_text(len(plan.tied), 'name')} kept in the metadata alone: {some_text(pairs)}; "
-            "load_file does not give such names, safetensors.torch.load_model, transformers and "
+            "load_file does not return such names, safetensors.torch.load_model, transformers and "
             "load_portable do (--tied duplicate writes them)",
         )
 

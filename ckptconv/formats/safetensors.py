@@ -303,7 +303,7 @@ class SafetensorsFile(TargetFormat):
         sizes, at = [], 0
         for key, ref, dtype in ordered:
             if key == RESERVED:
-                what = "a tensor may not be called __metadata__ in safetensors"
+                what = "a tensor cannot be named __metadata__ in safetensors"
                 raise CheckpointError(what, where=key, hint="use --rename")
             nbytes = ref.numel * dtype.bits >> 3
             code, shape = written_form(ref) or (dtype.safetensors, ref.shape)

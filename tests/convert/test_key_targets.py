@@ -514,7 +514,7 @@ def test_what_load_file_does_not_give_is_said_and_another_name_may_stay(tied_net
             assert load_model(tied_net.Net(), tmp_path / "out.safetensors") == (set(), [])
         assert load_portable(tmp_path / "out.safetensors").keys() >= {"embed.weight", "head.weight"}
         seen[tied] = lacking
-        assert ("load_file does not give" in done.err) == bool(lacking)
+        assert ("load_file does not return" in done.err) == bool(lacking)
         assert all(f"{name} = " in done.err for name in lacking)
         for like, severity in ((None, "warning"), ("in.pt", "error")):
             found = diagnose(tmp_path / "out.safetensors", like=like and tmp_path / like)

@@ -271,7 +271,9 @@ def _told(error: BaseException, service: str) -> StoreError:
             "denied", f"{who} cannot be asked: {_WHO[failed[1]][0]}", hint=_WHO[failed[1]][1]
         )
     if is_nobody or _ASKING_WHO(text):
-        return StoreError("denied", f"{who} needs credentials, and none work", hint=CREDENTIALS)
+        return StoreError(
+            "denied", f"{who} needs credentials, and those found fail", hint=CREDENTIALS
+        )
     if isinstance(error, FileNotFoundError) and status is None:
         return StoreError("missing", "no such file", hint="check the address")
     if code or status:

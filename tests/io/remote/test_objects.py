@@ -455,7 +455,7 @@ def test_an_empty_object_is_opened_though_the_answer_that_says_so_is_lost_once(
 
 def test_other_errors_of_obstore():
     told = told_by_obstore(UnauthenticatedError("External AWS credential provider: MARKED"), "s3")
-    assert (told.kind, told.what) == ("denied", "S3 needs credentials, and none work")
+    assert (told.kind, told.what) == ("denied", "S3 needs credentials, and those found fail")
     told = told_by_obstore(FileNotFoundError("credentials/token request.pt not found"), "s3")
     assert told.kind == "missing"
     assert isinstance(told_by_obstore(PermissionDeniedError("MARKED"), "gs"), Forbidden)
