@@ -1,5 +1,5 @@
 """The values of the quantised types of GGUF: from whole blocks of bytes to float32, and one element
-once more in numbers of Python.
+once more in numbers of Python; the operation ``unblock``.
 
 A block is codes and what they are read with: a scale ``d`` (and a minimum ``m``) in float16, for
 the types with a K also a small factor of either for each group of 16 or 32 elements. A value is
@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptconv.tensors.dtypes import BLOCKS, DType
+from ckptconv.tensors.casting import Cast, cast
+from ckptconv.tensors.dtypes import BLOCKS, BY_NAME, DType
+from ckptconv.tensors.refs import Shape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -396,3 +398,48 @@ DECODERS: dict[DType, Decoder] = {
 """The types whose values are read. The others need tables of a few kB (IQ1, IQ2, IQ3) or are hardly
 ever met (TQ, Q1_0).
 """
+
+
+# ------------------------------------------------------------------------------ the operation
+
+Box = tuple[Shape, Shape]
+
+
+def block_needs(names: tuple[str], box: Box, count: int) -> Sequence[Box]:
+    """The blocks for a box of values; the parameter is the name of their type."""
+    (*outer, first), (*sizes, number) = box
+    start, blocks = _blocks_of(_BY_NAME[names[0]].dtype, first, number)
+    return [((*outer, start), (*sizes, blocks))]
+
+
+def _blocks_of(dtype: DType, first: int, number: int) -> tuple[int, int]:
+    """The first of the blocks that hold some values of a row, and how many these are."""
+    start = first // dtype.elements
+    return start, -(-(first + number) // dtype.elements) - start
+
+
+def block_values(
+    names: tuple[str], box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> Cast:
+    """The values of a box, of the bytes of the blocks that it needs."""
+    import numpy as np
+
+    decoder = _BY_NAME[names[0]]
+    (*_, first), (*_, number) = box
+    _, blocks = _blocks_of(decoder.dtype, first, number)
+    octets = np.frombuffer(raw[0], np.uint8).reshape(-1, decoder.dtype.itemsize)
+    rows = decoder.decode(octets).reshape(-1, blocks * decoder.dtype.elements)
+    skipped = first % decoder.dtype.elements
+    made = np.ascontiguousarray(rows[:, skipped : skipped + number])
+    return cast(made.reshape(-1).view(np.uint8).data, BY_NAME["float32"], target)
+
+
+def block_plain(names: tuple[str], box: Box, numbers: Sequence[Sequence[Any]]) -> float:
+    """One value, of its block, which is read as one number."""
+    decoder = _BY_NAME[names[0]]
+    ((block,),) = numbers
+    raw = block.to_bytes(decoder.dtype.itemsize, "little")
+    return decoder.plain(raw, box[0][-1] % decoder.dtype.elements)
+
+
+_BY_NAME = {dtype.name: decoder for dtype, decoder in DECODERS.items()}

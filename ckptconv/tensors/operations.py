@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.decoding import decode_needs, decode_plain, decode_values
 from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.gguf_blocks import block_needs, block_plain, block_values
 from ckptconv.tensors.refs import Shape
 
 if TYPE_CHECKING:
@@ -146,5 +147,6 @@ def _plain_sum(numbers: Sequence[float], weights: Sequence[float]) -> float:
 OPERATIONS = {
     "cast": Operation(_the_same, _cast, _itself),
     "mean": Operation(_the_same, _mean, _plain_mean),
+    "unblock": Operation(block_needs, block_values, block_plain, is_once_rounded=True),
     "decode": Operation(decode_needs, decode_values, decode_plain, is_once_rounded=True),
 }

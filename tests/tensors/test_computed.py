@@ -388,7 +388,7 @@ class TestDecodeOfTransposedWords(TestDecodeOfStraddlingCodes):
 
 
 def test_every_operation_has_a_class_here():
-    assert set(OPERATIONS) == {"cast", "mean", "decode"}
+    assert set(OPERATIONS) == {"cast", "mean", "decode", "unblock"}
 
 
 # ------------------------------------------------------------------------------- as a whole program

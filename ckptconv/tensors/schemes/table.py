@@ -15,6 +15,7 @@ from ckptconv.tensors.schemes.bitsandbytes import SCHEMES as BITSANDBYTES
 from ckptconv.tensors.schemes.comfy import SCHEMES as COMFY
 from ckptconv.tensors.schemes.compressed import SCHEMES as COMPRESSED
 from ckptconv.tensors.schemes.experts import SCHEMES as EXPERTS
+from ckptconv.tensors.schemes.gguf import unblocked
 from ckptconv.tensors.schemes.gptq import SCHEMES as GPTQ
 from ckptconv.tensors.schemes.mlx import SCHEMES as MLX
 from ckptconv.tensors.schemes.modelopt import SCHEMES as MODELOPT
@@ -69,6 +70,9 @@ def decode_all(tensors: Mapping[str, TensorRef], facts: Facts) -> Iterator[Decod
             f"--scheme {printable(facts.scheme, 60)} is not a scheme",
             hint=f"choose one of {', '.join(WORDS)}",
         )
+    for key, ref in tensors.items():
+        if ref.dtype.is_block:
+            yield Decoded(key, (), key, unblocked(key, ref, facts), f"GGUF {ref.dtype.name}")
     for item in find_scaled(tensors):
         keys = (item.codes, *item.needed)
         prefix, _, _ = item.codes.rpartition(".")
