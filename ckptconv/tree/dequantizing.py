@@ -11,7 +11,7 @@ from typing import Any
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
 from ckptconv.keys.naming_metadata import naming_entries
-from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.pickles.substitution import containers, substituted, with_pairs
 from ckptconv.support.choices import refuse_no_text
 from ckptconv.support.errors import (
@@ -23,8 +23,15 @@ from ckptconv.support.errors import (
 from ckptconv.support.json_text import read_object
 from ckptconv.support.text import count_text, first_few, size_text
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.schemes.base import FLOAT8, QUANTIZATION_KEYS, Facts, known_dtype
+from ckptconv.tensors.schemes.base import (
+    FLOAT8,
+    QUANTIZATION_KEYS,
+    Facts,
+    Group,
+    known_dtype,
+)
 from ckptconv.tensors.schemes.table import Decoded, beside_values, decode_all
+from ckptconv.tensors.schemes.torchao import torchao_weight
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of
@@ -66,7 +73,10 @@ class Dequantize:
         stand_ins: dict[int, Node] = {}
         gone: dict[int, str] = {}
         for state_dict in checkpoint.state_dicts():
-            done = list(decode_all(dict(state_dict.tensors()), facts))
+            done = [
+                *decode_all(dict(state_dict.tensors()), facts),
+                *_of_subclasses(state_dict, facts, gone),
+            ]
             if not done:
                 continue
             _refuse_left(state_dict, done)
@@ -102,6 +112,44 @@ def _refuse_left(state_dict: StateDict, done: list[Decoded]) -> None:
                 where=key,
                 hint="its scale may be in another file of the set, or is missing",
             )
+
+
+_REBUILD = "torch._tensor._rebuild_from_type_v2"
+_TORCHAO = "torchao."
+
+
+def _of_subclasses(state_dict: StateDict, facts: Facts, gone: dict[int, str]) -> Iterator[Decoded]:
+    """The weights that are pickled objects of torchao's classes, none of which is imported; their
+    tensors but for the codes are noted as `gone`.
+    """
+    for key, node in zip(state_dict.keys, state_dict.values, strict=True):
+        if not isinstance(node, Call) or node.name != _REBUILD or len(node.args) != 4:
+            continue
+        _, cls, arguments, state = node.args
+        if not (isinstance(cls, Global) and spoken(cls).startswith(_TORCHAO)):
+            continue
+        if not (isinstance(arguments, tuple) and len(arguments) > 1 and isinstance(state, Dict)):
+            continue
+        fields = {name: value for name, value in state.pairs if isinstance(name, str)}
+        tensors = {name: ref for name, ref in fields.items() if isinstance(ref, TensorRef)}
+        if "qdata" not in tensors:
+            what = f"is {spoken(cls)}, whose codes cannot be read here"
+            raise RefusedObject(what, where=key, hint="dequantise it with torchao")
+        told = {name: _told(value) for name, value in fields.items()}
+        told["dtype"] = _told(arguments[1])
+        parts = {name: name for name in tensors if name != "qdata"}
+        gone.update((id(tensors[name]), f"{state_dict.prefix}{key}.{name}") for name in parts)
+        group = Group(key, "", {**tensors, key: tensors["qdata"]})
+        kind = spoken(cls).rpartition(".")[2]
+        made = torchao_weight(group, facts, key, kind, told, parts)
+        yield Decoded(key, (), key, made.values, made.scheme)
+
+
+def _told(value: Node) -> object:
+    """An attribute as its JSON has it: a dtype by its name, a tuple as a list."""
+    if isinstance(value, Global):
+        return spoken(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _stand_ins(

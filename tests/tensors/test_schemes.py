@@ -21,14 +21,15 @@ from helpers.http_server import HttpServer
 from helpers.paths import NUMBERS
 
 SAMPLES = sorted(
-    path.with_name(path.name.replace(".expected", ""))
+    made
     for path in NUMBERS.glob("*/*.expected.safetensors")
-    if path.with_name(path.name.replace(".expected", "")).exists()
+    for ending in (".safetensors", ".pt", ".gguf")
+    if (made := path.with_name(path.name.replace(".expected.safetensors", ending))).exists()
 )
 
 
 def name_of(sample: Path) -> str:
-    return f"{sample.parent.name}/{sample.stem}"
+    return f"{sample.parent.name}/{sample.name}"
 
 
 def expected_of(sample: Path) -> dict[str, torch.Tensor]:
