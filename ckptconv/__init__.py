@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from ckptconv.tensors.refs import TensorRef as TensorRef
     from ckptconv.tensors.statistics import Statistics as Statistics
     from ckptconv.tree.checkpoint import Checkpoint as Checkpoint
+    from ckptconv.tree.dequantizing import Dequantize as Dequantize
     from ckptconv.tree.dropping import Drop as Drop
     from ckptconv.tree.renaming import RenameKeys as RenameKeys
     from ckptconv.tree.state_dicts import StateDict as StateDict
@@ -104,6 +105,7 @@ _HOMES = {
     "ConversionResult": "convert.execute",
     "DeviceUnavailable": "support.errors",
     "Diagnosis": "doctor.report",
+    "Dequantize": "tree.dequantizing",
     "Difference": "diff.report",
     "Drop": "tree.dropping",
     "Finding": "doctor.report",

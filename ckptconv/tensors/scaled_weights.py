@@ -233,7 +233,7 @@ def refuse_mean(tensors: Mapping[str, TensorRef]) -> None:
             f"holds {tensors[codes].dtype.name} codes that need their scale {scale}, and a mean "
             "of them is not that of the values",
             where=codes,
-            hint="average the weights as they were before they were quantised",
+            hint="convert each with --dequantize first, and average what that gives",
         )
 
 
@@ -250,7 +250,7 @@ def refuse_cast(tensors: Mapping[str, TensorRef], kept: Set[str], dtype: DType, 
         for item in find_scaled(tensors)
         if item.codes in kept or not kept.isdisjoint(item.needed)
     ]
-    hint = "leave --dtype out, or leave them out with --exclude, the scale too"
+    hint = "add --dequantize, leave --dtype out, or leave out codes and scales with --exclude"
     if found:
         codes, scale, _ = found[0]
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""

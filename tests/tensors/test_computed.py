@@ -20,7 +20,7 @@ from ckptconv.tensors.casting import Cast
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, Widener, computed, elementwise
 from ckptconv.tensors.decoding import Decoding
-from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.dtypes import BLOCKS, BY_NAME
 from ckptconv.tensors.fold import RunningCrc, fold
 from ckptconv.tensors.operations import OPERATIONS
 from ckptconv.tensors.packed import packed
@@ -385,6 +385,36 @@ class TestDecodeOfTransposedWords(TestDecodeOfStraddlingCodes):
 
     def test_each_input_is_read_once_for_its_values_and_its_checksum(self):
         """Not those: their bytes are not read in order, so a checksum takes a pass of its own."""
+
+
+class TestUnblock(ComputedConformance):
+    """Blocks of Q8_0: a scale in float16 and 32 codes of int8."""
+
+    SHAPE = (600, 31 * 32)
+
+    def inputs(self):
+        torch.manual_seed(8)
+        scale = torch.rand(600, 31, 1).to(torch.float16).view(torch.uint8)
+        codes = torch.randint(0, 256, (600, 31, 32), dtype=torch.uint8)
+        return [torch.cat([scale, codes], -1).reshape(600, 31 * 34)]
+
+    def small(self):
+        return self.inputs()
+
+    def made(self, inputs):
+        [octets] = inputs
+        blocks = next(dtype for dtype in BLOCKS if dtype.name == "Q8_0")
+        ref = whole_view(octets.storage, blocks, (600, 31))
+        value = Computed("unblock", (ref,), ("Q8_0",), BY_NAME["float32"], self.SHAPE)
+        return computed(value, "a weight")
+
+    def expected(self, inputs):
+        blocks = inputs[0].reshape(600, 31, 34)
+        scale = blocks[..., :2].contiguous().view(torch.float16).float()
+        return (scale * blocks[..., 2:].contiguous().view(torch.int8).float()).reshape(self.SHAPE)
+
+    def test_each_input_is_read_once_for_its_values_and_its_checksum(self):
+        """A block that two runs need is read again, as codes are that straddle words."""
 
 
 def test_every_operation_has_a_class_here():
