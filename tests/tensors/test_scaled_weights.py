@@ -237,7 +237,7 @@ def test_types_that_only_scales_and_codes_have_are_not_cast(dtype, tmp_path):
     for output in ("out.pt", "out.safetensors"):
         with pytest.raises(
             RefusedObject,
-            match=r"odd: float[48].* not for values, so it is not cast to bfloat16; .*leave --dtype",
+            match=r"odd: float[48].* not for values, so it is not cast to .*leave --dtype",
         ):
             convert_checkpoint(source, tmp_path / output, dtype="bf16")
     convert_checkpoint(source, tmp_path / "out.pt", fsync=False)
