@@ -25,6 +25,8 @@ from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storage
+from ckptconv.tensors.schemes.base import Facts
+from ckptconv.tensors.schemes.gguf import unblocked
 from ckptconv.tree.walk import label_text
 
 Label = tuple[str, str, int]
@@ -60,9 +62,8 @@ class Differences:
         self.tensors += 1
         if ours.dtype is not theirs.dtype:
             self.dtypes.append(Changed(path, ours.dtype.name, theirs.dtype.name))
-            if ours.dtype.is_block or theirs.dtype.is_block:  # whose elements nobody compares
-                self.others.append(Changed(path, _spoken(ours), _spoken(theirs)))
-                return
+            if ignore_dtype:
+                ours, theirs = _unblocked(path, ours), _unblocked(path, theirs)
         if ours.shown_shape != theirs.shown_shape:
             self.shapes.append(Reshaped(path, tuple(ours.shown_shape), tuple(theirs.shown_shape)))
         if ours.pieces and theirs.pieces and ours.location != theirs.location:
@@ -70,6 +71,11 @@ class Differences:
         is_one_type = ours.dtype is theirs.dtype or ignore_dtype
         if ours.shape == theirs.shape and is_one_type and ours.numel:
             self.pairs.append((path, ours, theirs))
+
+
+def _unblocked(path: str, ref: TensorRef) -> TensorRef:
+    """The values of a tensor of blocks of GGUF, of any other itself."""
+    return unblocked(path, ref, Facts()) if ref.dtype.is_block else ref
 
 
 def walk_together(

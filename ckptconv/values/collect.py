@@ -73,7 +73,7 @@ def statistics_of(
 
 def _folded(items: Sequence[NamedValue], on_progress: OnProgress | None) -> list[StatisticsFolder]:
     """The folder of each of some tensors after a pass over all of them."""
-    by_ref = {id(item.ref): item for item in items}
+    by_ref = {id(item.read): item for item in items}
 
     def folders(ref: TensorRef) -> list[StatisticsFolder]:
         one = by_ref[id(ref)]
@@ -81,7 +81,7 @@ def _folded(items: Sequence[NamedValue], on_progress: OnProgress | None) -> list
         return [StatisticsFolder(ref.dtype, numel, one.decode, bits=bits, numbers=one.numbers)]
 
     made = fold_all(
-        [item.ref for item in items],
+        [item.read for item in items],
         folders,
         lambda nbytes: Meter("read", nbytes, on_progress),
         threads=_THREADS,

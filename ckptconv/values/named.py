@@ -15,8 +15,11 @@ from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.errors import OptionRefused, UnsupportedCheckpoint, printable
 from ckptconv.support.text import quoted
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
+from ckptconv.tensors.gguf_blocks import DECODERS
 from ckptconv.tensors.packing import BITS, float4_numbers
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef
+from ckptconv.tensors.schemes.base import Facts
+from ckptconv.tensors.schemes.gguf import unblocked
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import find
@@ -37,7 +40,8 @@ class NamedValue:
 
     `ref` are the bytes, `shape` is that of the values. Where the bytes are codes, `dtype` is the
     quantized or packed type, `bits` are those of a code, `numbers` are what each code stands for,
-    and `decode` makes the numbers where that depends on the place.
+    and `decode` makes the numbers where that depends on the place; `unblocked` are the values of
+    blocks of GGUF.
     """
 
     name: str
@@ -47,6 +51,12 @@ class NamedValue:
     decode: Decode | None = None
     bits: int = 8
     numbers: Array | None = None
+    unblocked: TensorRef | None = None
+
+    @property
+    def read(self) -> TensorRef:
+        """The tensor that its values are read from."""
+        return self.ref if self.unblocked is None else self.unblocked
 
     @property
     def numel(self) -> int:
@@ -56,7 +66,7 @@ class NamedValue:
     @property
     def has_numbers(self) -> bool:
         """Whether ckptconv knows what its bytes stand for."""
-        return self.numbers is not None or self.dtype.kind != "bits"
+        return self.numbers is not None or self.read.dtype.kind != "bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +156,12 @@ def _values(name: str, value: Node) -> list[NamedValue] | None:
 
 
 def _plain(name: str, ref: TensorRef) -> NamedValue:
-    """A tensor that stands for itself; of pairs of 4-bit floats each is a value."""
+    """A tensor that stands for itself; of pairs of 4-bit floats each is a value, and so is each
+    element of a block of GGUF.
+    """
+    if ref.dtype in DECODERS:
+        made = unblocked(name, ref, Facts())
+        return NamedValue(name, ref, ref.dtype, ref.shown_shape, unblocked=made)
     if ref.dtype is not FLOAT4_PAIRS:
         return NamedValue(name, ref, ref.dtype, ref.shown_shape)
     shape = (*ref.shape[:-1], 2 * ref.shape[-1]) if ref.shape else (2,)
@@ -220,9 +235,7 @@ def array_of(ref: TensorRef, start: Shape | None = None, shape: Shape | None = N
     shape = ref.shape if shape is None else shape
     kind = numpy_type(ref.dtype)
     if kind is None and ref.dtype.name != "complex32":
-        hint = "convert it with --dequantize" if ref.dtype.is_block else None
-        what = f"numpy has no type for elements of {ref.dtype.name}"
-        raise UnsupportedCheckpoint(what, hint=hint)
+        raise UnsupportedCheckpoint(f"numpy has no type for elements of {ref.dtype.name}")
     raw = read_box(ref, start, shape).view(np.uint8) if 0 not in shape else np.zeros(0, np.uint8)
     values: Array = raw.view("<f2").astype(np.float32) if kind is None else raw
     return values.view(np.complex64 if kind is None else kind).reshape(shape)

@@ -189,7 +189,7 @@ def values_of(item: NamedValue, box: Box) -> Array:
             return np.concatenate(parts, at - sum(box.gone[:at]))
     starts, shape = _hull(box.ranges)
     if item.bits >= 8 and item.decode is None:
-        return _stepped(array_of(item.ref, starts, shape), box)
+        return _stepped(array_of(item.read, starts, shape), box)
     return _stepped(_decoded(item, starts, shape), box)
 
 
@@ -223,7 +223,7 @@ def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
     if not out.size:
         return out
     rows = out.reshape(-1, shape[-1]) if shape else out.reshape(1, 1)
-    whole = array_of(item.ref, starts, shape).reshape(rows.shape) if item.bits >= 8 else None
+    whole = array_of(item.read, starts, shape).reshape(rows.shape) if item.bits >= 8 else None
     for at, (row, place) in enumerate(zip(rows, _rows_of(starts, shape), strict=True)):
         before = _flat_place(item.shape, place)
         if whole is not None:
@@ -336,13 +336,12 @@ def _written_type(item: NamedValue) -> DType:
     """The type that numpy gets; `OptionRefused` for one that it does not have by itself (bfloat16,
     8-bit floats).
     """
-    dtype = BY_NAME["float64"] if item.decode is not None else item.dtype
+    dtype = BY_NAME["float64"] if item.decode is not None else item.read.dtype
     dtype = BY_NAME["complex64"] if dtype.name == "complex32" else dtype
     if not holds(dtype):
-        how = "--dequantize" if item.dtype.is_block else "--dtype f32"
         raise OptionRefused(
             f"numpy has no dtype {item.dtype.name} by itself",
-            hint=f"write it as float32 with: ckptconv convert IN OUT.npz --include NAME {how}",
+            hint="write it as float32 with: ckptconv convert IN OUT.npz --include NAME --dtype f32",
         )
     return dtype
 

@@ -102,7 +102,9 @@ def _by_name(name: str, place: Location) -> Part | None:
     named = first_few(others, _NAMED)
     mark = f"{told.number}{told.of}" if told.of else f"{told.stem}{told.number}"
     what = f"is by its name only one part of a checkpoint; the others: {named}"
-    hint = f"name all, or their index; one is converted alone to an OUT with {mark} in its name"
+    # a set of GGUF has no index
+    together = "folder" if told.end == ".gguf" else "index"
+    hint = f"name all, or their {together}; one is converted alone to an OUT with {mark} in its name"
     return Part(what, hint, mark)
 
 
