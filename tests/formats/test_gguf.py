@@ -188,7 +188,7 @@ def test_a_set_is_opened_as_one_by_its_folder_or_by_all_its_names(tmp_path):
 
 
 def test_one_file_of_a_set_is_not_taken_for_all_of_it_whatever_its_name(tmp_path):
-    with pytest.raises(CheckpointError, match="only one part of a checkpoint.*or their folder"):
+    with pytest.raises(CheckpointError, match=r"only one part of a checkpoint.*or their folder"):
         convert_checkpoint(SET[0], tmp_path / "out.safetensors")
     renamed = tmp_path / "model.gguf"
     shutil.copy(SET[1], renamed)
@@ -308,7 +308,7 @@ def test_stats_and_show_have_its_values(tmp_path):
     (found, _) = stats(source).tensors
     assert (found.dtype, found.shape, found.nbytes) == ("Q4_0", (2, 64), 72)
     counted = found.statistics
-    assert (counted.minimum, counted.maximum, counted.numel) == (expected.min(), expected.max(), 128)
+    assert (counted.minimum, counted.maximum) == (expected.min(), expected.max())
     assert run("show", source, "w", "--npy", "w.npy", cwd=tmp_path).exit == 0
     assert np.load(tmp_path / "w.npy").tobytes() == expected.tobytes()
 

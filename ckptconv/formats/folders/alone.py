@@ -104,7 +104,8 @@ def _by_name(name: str, place: Location) -> Part | None:
     what = f"is by its name only one part of a checkpoint; the others: {named}"
     # a set of GGUF has no index
     together = "folder" if told.end == ".gguf" else "index"
-    hint = f"name all, or their {together}; one is converted alone to an OUT with {mark} in its name"
+    alone = f"one is converted alone to an OUT with {mark} in its name"
+    hint = f"name all, or their {together}; {alone}"
     return Part(what, hint, mark)
 
 
