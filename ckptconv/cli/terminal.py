@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -226,9 +228,11 @@ _ENDLESS = 1_000_000
 
 def print_table(rows: Iterable[Row], *, indent: str = "") -> None:
     """The texts of rows that are broken into lines already, each in the colour of its level."""
-    for row in rows:
-        bold = True if row.level == "heading" else None  # False is a code of its own
-        click.secho(indent + row.text, bold=bold, fg=_COLORS[row.level])
+    for _, alike in groupby(rows, key=attrgetter("level")):
+        while some := [*islice(alike, 1000)]:  # in one go: there may be 100,000
+            bold = True if some[0].level == "heading" else None  # False is a code of its own
+            text = "\n".join(indent + row.text for row in some)
+            click.secho(text, bold=bold, fg=_COLORS[some[0].level])
 
 
 _COLORS: dict[Level, str | None] = {

@@ -207,6 +207,8 @@ _OF_PAIRS = (("relL2", "relative L2"), ("state", "difference"))
 def _map(facts: PageFacts) -> str:
     is_pair = facts.difference is not None
     offered = [*_OF_PAIRS, *_COLORINGS] if is_pair else [*_COLORINGS]
+    if facts.difference is not None and not facts.difference.values:
+        offered[:2] = offered[1::-1]  # none has a distance: what is shown first is the state
     if facts.has_values:
         offered += _OF_VALUES
     options = "".join(f'<option value="{key}">{label}</option>' for key, label in offered)
