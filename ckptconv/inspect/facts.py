@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckptconv.formats.registry import Named, checkpoints_of, open_to_look
@@ -147,7 +148,7 @@ def _parameters(item: StateDict) -> int:
     for value in item.values:
         ref = tensor_of(value)
         if ref is not None and ref.dtype is not FLOAT4_PAIRS:
-            counted[view_identity(ref)] = ref.numel
+            counted[view_identity(ref)] = prod(ref.shown_shape)
         elif type(value) not in PLAIN:
             others.append(value)
     if others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,12 @@ def test_inspect_counts_the_numbers_of_a_state_dict(model, tmp_path):
     quantized = torch.quantize_per_channel(plain, torch.ones(4), torch.zeros(4), 0, torch.qint8)
     torch.save({"fc.weight": quantized, "fc.bias": torch.ones(4)}, tmp_path / "q.pt")
     assert "  parameters  28 in 2 keys\n" in run("inspect", "q.pt", cwd=tmp_path).out
+
+
+def test_a_block_of_gguf_counts_each_of_its_numbers(tmp_path):
+    path = CORPUS.parent / "numbers" / "gguf" / "all_types.gguf"
+    values = sum(math.prod(item.shape) for item in list_tensors(path).tensors)
+    assert f"  parameters  {values:,} in 15 keys\n" in run("inspect", path, cwd=tmp_path).out
 
 
 def test_names_of_files_cannot_write_to_a_terminal(tmp_path):
