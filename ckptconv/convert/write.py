@@ -23,7 +23,7 @@ from ckptconv.tensors.compute_ahead import (
 from ckptconv.tensors.computed import ReadRun, iter_cast_chunks, read_cast
 from ckptconv.tensors.fold import OddBools, fold
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
-from ckptconv.tensors.stream import verbatim_runs
+from ckptconv.tensors.stream import verbatim_range, verbatim_runs
 
 _WORTH_THREADS = 8 << 20
 """Bytes of values to be computed from which threads are started for them."""
@@ -123,16 +123,26 @@ def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, t
         return crc32(values)
     if item.dtype.kind == "bool":
         return _write_bools(values, stream, checksums, tally)
+    if (whole := _whole(item, values)) is not None:
+        return _copy_whole(whole, stream)
     runs = verbatim_runs(values)
     if runs is None:
         return _write_gathered(item, values, stream, checksums, tally)
     if _is_computed(item):
         return _write_cuts(item, _computed_here(item, runs, stream), checksums, tally)
-    if len(runs) == 1:
-        [(storage, _, _)] = runs
-        if item.nbytes == storage.nbytes and storage.part_of is None:
-            return _copy_whole(storage, stream)
     return _write_runs(runs, stream, checksums)
+
+
+def _whole(item: WriteItem, values: TensorRef) -> Storage | None:
+    """The storage of which an item is all bytes, as they are. Nearly all are of that kind."""
+    if item.dtype is not values.dtype or len(values.pieces) != 1:
+        return None
+    storage = values.pieces[0].storage
+    if item.nbytes != storage.nbytes or storage.part_of is not None:
+        return None
+    if isinstance(storage.source, DerivedSource) or verbatim_range(values) is None:
+        return None
+    return storage
 
 
 def _write_bools(

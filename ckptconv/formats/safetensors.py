@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
+from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -31,7 +32,7 @@ from ckptconv.support.errors import (
     malformed,
     printable,
 )
-from ckptconv.support.json_text import read_object
+from ckptconv.support.json_text import read_object, refuse_crowded, value_at
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
@@ -57,18 +58,10 @@ def open_safetensors(source: Source) -> Checkpoint:
     alias of one that is there (as the library's `save_model` records tied tensors) becomes a second
     key of that tensor. The metadata's ``device`` becomes the location tag.
     """
-    header, start = read_header(source)
-    metadata = _metadata(source, header.pop(RESERVED, None))
-    location = metadata.get("device", "cpu")
-    tensors = {}
-    spans = []
-    for key in list(header):
-        # of a million entries, those that are read already would take 500 MB
-        dtype, shape, begin, end = _entry(source, key, header.pop(key))
-        spans.append((begin, end))
-        fields = (source, start + begin, end - begin, location, key, dtype, None, False, None)
-        tensors[key] = whole_view(made(Storage, fields), dtype, shape)
-    _refuse_gaps(source, spans, source.size - start)
+    raw, start = _raw_header(source)
+    metadata, tensors = _read_plain(source, raw, start) or _read_any(source, raw, start)
+    del raw
+    _refuse_gaps(source, tensors.values(), start)
     aliases = aliases_in(metadata, tensors)
     notes = tuple(
         f"the metadata entry {printable(name)} = {printable(value)} is taken for a text, not for a "
@@ -84,8 +77,83 @@ def open_safetensors(source: Source) -> Checkpoint:
     return Checkpoint(source.path, CONTAINER, root, source.size, metadata, notes, (source,))
 
 
+_Read = tuple[dict[str, str], dict[str, TensorRef]]
+"""The metadata and the tensors of a file."""
+
+
+def _read_any(source: Source, raw: bytes, start: int) -> _Read:
+    """Read a header that is JSON of any form, or say what is wrong with it."""
+    header = read_object(raw, source.path, "header")
+    metadata = _metadata(source, header.pop(RESERVED, None))
+    location = metadata.get("device", "cpu")
+    tensors = {}
+    for key in list(header):
+        # of a million entries, those that are read already would take 500 MB
+        dtype, shape, begin, end = _entry(source, key, header.pop(key))
+        fields = (source, start + begin, end - begin, location, key, dtype, None, False, None)
+        tensors[key] = whole_view(made(Storage, fields), dtype, shape)
+    return metadata, tensors
+
+
+def _read_plain(source: Source, raw: bytes, start: int) -> _Read | None:
+    """Read a header as its libraries write it, without spaces and escapes, and with the metadata
+    first: entry by entry, in a third of the time, and without the objects of JSON, which take 500
+    bytes of memory for each tensor. None where it is of another form, or anything is wrong.
+    """
+    refuse_crowded(raw, source.path, "header")
+    try:
+        text = raw.decode()
+        metadata, at = _plain_metadata(source, text)
+        location = metadata.get("device", "cpu")
+        tensors: dict[str, TensorRef] = {}
+        forms: dict[tuple[str, str], tuple[DType, tuple[int, ...], int]] = {}
+        count, behind = 0, ","
+        while behind == ",":
+            if (entry := _PLAIN_ENTRY(text, at)) is None:
+                return None
+            key, code, sizes, first, stop, behind = entry.groups()
+            if (form := forms.get((code, sizes))) is None:
+                shape = list(map(int, sizes.split(","))) if sizes else []
+                form = forms[code, sizes] = _form(source, key, BY_SAFETENSORS[code], shape)
+            dtype, dims, nbytes = form
+            begin = int(first)
+            if int(stop) - begin != nbytes:
+                return None
+            fields = (source, start + begin, nbytes, location, key, dtype, None, False, None)
+            tensors[key] = whole_view(made(Storage, fields), dtype, dims)
+            count, at = count + 1, entry.end()
+    except (ValueError, KeyError, RecursionError, CheckpointError):
+        return None
+    return None if len(tensors) != count or RESERVED in tensors else (metadata, tensors)
+
+
+def _plain_metadata(source: Source, text: str) -> tuple[dict[str, str], int]:
+    """The metadata that a header begins with, if it has some, and where its first entry begins."""
+    if not text.startswith(_BEFORE_METADATA):
+        return {}, 1
+    found, behind = value_at(text, len(_BEFORE_METADATA))
+    if not text.startswith(",", behind):
+        raise ValueError
+    return _metadata(source, found), behind + 1
+
+
+_BEFORE_METADATA = f'{{"{RESERVED}":'
+_SIZE = "(?:0|[1-9][0-9]{0,17})"
+_PLAIN_ENTRY = re.compile(
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+)",'
+    rf'"shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],"data_offsets":\[({_SIZE}),({_SIZE})\]\}}'
+    r"(,|\} *\Z)"
+).match
+
+
 def read_header(source: Source) -> tuple[dict[str, Any], int]:
     """The header of a file, whose entries are not checked yet, and where its data begin."""
+    raw, start = _raw_header(source)
+    return read_object(raw, source.path, "header"), start
+
+
+def _raw_header(source: Source) -> tuple[bytes, int]:
+    """The text of a header, and where the data begin."""
     if source.size < 8:
         raise MalformedCheckpoint("is too short for a header", path=source.path)
     size = int.from_bytes(source.read(0, 8), "little")
@@ -96,8 +164,7 @@ def read_header(source: Source) -> tuple[dict[str, Any], int]:
     raw = source.read(8, size)
     if not raw.startswith(b"{"):
         raise malformed("does not begin with '{'", source.path, "header")
-    header = read_object(raw, source.path, "header")
-    return header, 8 + size
+    return raw, 8 + size
 
 
 def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
@@ -161,8 +228,25 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     if not are_lists or not _are_sizes([*shape, *offsets]):
         what = "its shape or data_offsets hold something other than sizes"
         raise malformed(what, source.path, key)
-    refuse_dimensions(len(shape), key)  # before sizes are multiplied
     begin, end = offsets
+    dtype, dims, nbytes = _form(source, key, dtype, shape)
+    if nbytes != end - begin:
+        what = f"its shape needs {nbytes} bytes, its data_offsets span {end - begin}"
+        raise malformed(what, source.path, key)
+    if not key.isascii():
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            what = "its name holds half a character (a lone surrogate)"
+            raise malformed(what, source.path, key) from None
+    return dtype, dims, begin, end
+
+
+def _form(
+    source: Source, key: str, dtype: DType, shape: list[int]
+) -> tuple[DType, tuple[int, ...], int]:
+    """The type and the shape of the tensor of an entry, and how many bytes it takes."""
+    refuse_dimensions(len(shape), key)  # before sizes are multiplied
     if dtype is FLOAT4_PAIRS:
         if not shape or shape[-1] % 2:
             dtype = FLOAT4
@@ -176,31 +260,25 @@ def _entry(source: Source, key: str, entry: Any) -> tuple[DType, tuple[int, ...]
     if nbits % 8:
         what = f"its {numel} elements of {dtype.bits} bits do not fill whole bytes"
         raise malformed(what, source.path, key)
-    if nbits // 8 != end - begin:
-        what = f"its shape needs {nbits // 8} bytes, its data_offsets span {end - begin}"
-        raise malformed(what, source.path, key)
-    if not key.isascii():
-        try:
-            key.encode()
-        except UnicodeEncodeError:
-            what = "its name holds half a character (a lone surrogate)"
-            raise malformed(what, source.path, key) from None
-    return dtype, tuple(shape), begin, end
+    return dtype, tuple(shape), nbits // 8
 
 
 def _are_sizes(values: Sequence[Any]) -> bool:
     return {*map(type, values)} == {int} and min(values) >= 0 and not max(values) >> 63
 
 
-def _refuse_gaps(source: Source, spans: list[tuple[int, int]], available: int) -> None:
-    at = 0
-    for begin, end in sorted(spans):
-        if begin != at:
-            what = f"leave a gap or overlap at byte {min(at, begin)} of the data"
+def _refuse_gaps(source: Source, tensors: Iterable[TensorRef], start: int) -> None:
+    storages = [ref.storage for ref in tensors]
+    storages.sort(key=attrgetter("offset", "nbytes"))
+    at = start
+    for _, offset, nbytes, *_ in storages:
+        if offset != at:
+            what = f"leave a gap or overlap at byte {min(at, offset) - start} of the data"
             raise malformed(what, source.path, "data_offsets")
-        at = end
-    if at != available:
-        raise malformed(f"has {available} bytes where the header needs {at}", source.path, "data")
+        at += nbytes
+    if at != source.size:
+        what = f"has {source.size - start} bytes where the header needs {at - start}"
+        raise malformed(what, source.path, "data")
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -212,6 +290,9 @@ def header_text(header: Mapping[str, Any]) -> bytes:
 
 
 _SHORTEST = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
+_quoted = json.encoder.encode_basestring
 
 
 def header_bytes(text: bytes, nbytes: int | None = None) -> bytes:
@@ -299,25 +380,31 @@ class SafetensorsFile(TargetFormat):
         so that each is aligned in the file.
         """
         ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
-        header: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
-        sizes, at = [], 0
+        entries = [f'"{RESERVED}":{header_text(metadata).decode()}'] if metadata else []
+        ends, at = [], 0
         for key, ref, dtype in ordered:
             if key == RESERVED:
                 what = "a tensor cannot be named __metadata__ in safetensors"
                 raise CheckpointError(what, where=key, hint="use --rename")
-            nbytes = ref.numel * dtype.bits >> 3
-            code, shape = written_form(ref) or (dtype.safetensors, ref.shape)
+            shape = ref.shape
+            end = at + (prod(shape) * dtype.bits >> 3)
+            code, shape = written_form(ref) or (dtype.safetensors, shape)
             if dtype is FLOAT4_PAIRS and shape:
                 shape = (*shape[:-1], shape[-1] * 2)
-            header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-            sizes.append(nbytes)
-            at += nbytes
-        lead = whole = header_bytes(header_text(header))
-        items, at = [], len(whole)
-        for (key, ref, dtype), nbytes in zip(ordered, sizes, strict=True):
-            items.append(WriteItem(key, lead, at, nbytes, ref, dtype))
-            lead, at = b"", at + nbytes
-        return Layout(tuple(items), at, ending=lambda _crcs: lead)
+            sizes = ",".join(map(str, shape))
+            # as json writes it, which would take a dict and two lists of each tensor
+            entries.append(
+                f'{_quoted(key)}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{at},{end}]}}'
+            )
+            ends.append(end)
+            at = end
+        lead = whole = header_bytes(f"{{{','.join(entries)}}}".encode())
+        entries.clear()
+        items, start, at = [], len(whole), 0
+        for (key, ref, dtype), end in zip(ordered, ends, strict=True):
+            items.append(made(WriteItem, (key, lead, start + at, end - at, ref, dtype)))
+            lead, at = b"", end
+        return Layout(tuple(items), start + at, ending=lambda _crcs: lead)
 
     def load_checker(self, nbytes: int) -> None:
         import safetensors  # noqa: F401

@@ -48,16 +48,17 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Retag) -> Layout:
         )
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
-    contents: tuple[tuple[str, bytes | NewStorage], ...] = (
-        ("data.pkl", pickle),
-        (".format_version", b"1"),
-        (".storage_alignment", b"%d" % ALIGNMENT),
-        ("byteorder", b"little"),
-        *((f"data/{number}", new) for number, new in enumerate(ordered)),
-        ("version", b"3\n"),
-        (".data/serialization_id", _serialization_id(pickle)),
+    return lay_out_records(
+        [
+            _record("data.pkl", pickle),
+            _record(".format_version", b"1"),
+            _record(".storage_alignment", b"%d" % ALIGNMENT),
+            _record("byteorder", b"little"),
+            *[_storage_record(number, new) for number, new in enumerate(ordered)],
+            _record("version", b"3\n"),
+            _record(".data/serialization_id", _serialization_id(pickle)),
+        ]
     )
-    return lay_out_records(_record(name, content) for name, content in contents)
 
 
 def _serialization_id(pickle: bytes) -> bytes:
@@ -67,12 +68,14 @@ def _serialization_id(pickle: bytes) -> bytes:
     return b"%030d%010d" % (len(pickle), crc32(pickle))
 
 
-def _record(name: str, content: bytes | NewStorage) -> NewRecord:
-    path = f"{ROOT}/{name}".encode()
-    if isinstance(content, bytes):
-        return NewRecord(name, path, b"", len(content), content, UINT8)
-    values, dtype, _, _, nbytes = content
-    return made(NewRecord, (name, path, b"", nbytes, values, dtype))
+def _record(name: str, content: bytes) -> NewRecord:
+    return NewRecord(name, f"{ROOT}/{name}".encode(), b"", len(content), content, UINT8)
+
+
+def _storage_record(number: int, new: NewStorage) -> NewRecord:
+    values, dtype, _, _, nbytes = new
+    name = f"data/{number}"
+    return made(NewRecord, (name, f"{ROOT}/{name}".encode(), b"", nbytes, values, dtype))
 
 
 _NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out (--exclude)"

@@ -30,6 +30,14 @@ def read_object(raw: bytes, path: PurePath, where: str) -> dict[str, Any]:
     return found
 
 
+def value_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value at a place of a text, and the place behind it; `ValueError` where there is
+    none, or a name is repeated.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    return decoder.raw_decode(text, at)
+
+
 def refuse_crowded(raw: bytes, path: PurePath, where: str | None) -> None:
     """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as
     large in memory.

@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 
 from ckptconv.io.source import Source
 from ckptconv.tensors.computed import ComputedSource
-from ckptconv.tensors.refs import Piece, Storage, TensorRef, box_of, origins
+from ckptconv.tensors.refs import DerivedSource, Piece, Storage, TensorRef, box_of, origins
 from ckptconv.tensors.stream import verbatim_runs
 
 Run = tuple[Source, int, int]
@@ -26,7 +26,11 @@ def read_soon(*values: Iterable[TensorRef | Storage]) -> Iterator[None]:
     """
     near: dict[int, bool] = {}
     runs: list[Run] = []
-    for value in chain.from_iterable(zip_longest(*values)):
+    given = list(map(list, values))
+    if _all_are_near(given):
+        yield
+        return
+    for value in chain.from_iterable(zip_longest(*given)):
         if value is None:
             continue
         is_near = True
@@ -49,6 +53,18 @@ def read_soon(*values: Iterable[TensorRef | Storage]) -> Iterator[None]:
             far.append((at[0], at[1], nbytes))
     with reading_ahead(far):
         yield
+
+
+def _all_are_near(values: Sequence[Sequence[TensorRef | Storage]]) -> bool:
+    """Whether all are in files of this host and nothing is computed: told of very many at once."""
+    refs = [value for each in values for value in each if type(value) is TensorRef]
+    if len(refs) < sum(map(len, values)):
+        return False
+    sources = {piece.storage.source for ref in refs for piece in ref.pieces}
+    return not any(
+        isinstance(source, DerivedSource) or source.fetched_from(0) is not None
+        for source in sources
+    )
 
 
 def runs_of(value: TensorRef | Storage) -> list[Run]:

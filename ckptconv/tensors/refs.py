@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -213,6 +214,7 @@ def view_identity(ref: TensorRef) -> Hashable:
     return id(pieces[0][0]), pieces[0][1], shape, stride, dtype, conj, neg
 
 
+@lru_cache(maxsize=1 << 14)  # shapes repeat, and then so does the tuple
 def contiguous_stride(shape: Shape) -> Shape:
     """The C-order strides of `shape` in elements, as torch computes them (a size of 0 counts as 1).
 

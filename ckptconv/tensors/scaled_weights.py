@@ -28,7 +28,8 @@ Float8 tensors without any scale beside them are values: plain fp8 checkpoints a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
+from functools import lru_cache
 from typing import NamedTuple
 
 from ckptconv.support.errors import RefusedObject, printable
@@ -76,6 +77,8 @@ def _names_scale(name: str) -> bool:
 
 def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
     """The weights of a state dict that are codes, each with its scale, in the order of the keys."""
+    if not may_hold_codes(tensors.values()):
+        return []
     scales = _Scales(tensors)
     found = []
     for key, ref in tensors.items():
@@ -86,13 +89,18 @@ def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
     return found
 
 
+def may_hold_codes(refs: Iterable[TensorRef]) -> bool:
+    """Whether some of the tensors are of a type that codes have."""
+    return any(map(_is_of_codes, {ref.dtype for ref in refs}))
+
+
 def _may_be_codes(key: str, dtype: DType) -> bool:
     name = key.rpartition(".")[2]
-    return (
-        (_is_float8(dtype) or dtype.kind in ("int", "bits"))
-        and name != _MARK
-        and not _names_scale(name)
-    )
+    return _is_of_codes(dtype) and name != _MARK and not _names_scale(name)
+
+
+def _is_of_codes(dtype: DType) -> bool:
+    return _is_float8(dtype) or dtype.kind in ("int", "bits")
 
 
 def _is_float8(dtype: DType) -> bool:
@@ -152,6 +160,7 @@ class _Scales:
                 yield pair
 
 
+@lru_cache(maxsize=4096)  # a model of 100,000 tensors has few last names
 def _scaled_by(name: str) -> str | None:
     """The name of what a tensor of this name is read with; None where it names no scale, nor what
     stands beside one.

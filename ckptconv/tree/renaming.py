@@ -22,7 +22,7 @@ from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
-from ckptconv.tensors.scaled_weights import refuse_apart
+from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, fitted
@@ -63,7 +63,7 @@ def refuse_codes_apart(item: StateDict, names: Mapping[str, str | None]) -> None
     are read with; a key without a name is left out.
     """
     tensors = dict(item.tensors())
-    if all(names.get(key) == key for key in tensors):
+    if not may_hold_codes(tensors.values()) or all(names.get(key) == key for key in tensors):
         return
     before = {item.prefix + key: ref for key, ref in tensors.items()}
     named = ((names.get(key), ref) for key, ref in tensors.items())

@@ -512,6 +512,54 @@ def test_headers_that_the_library_accepts_are_accepted(tmp_path):
             }
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"__metadata__":{}8"w":ENTRY}',
+        b'{"w":ENTRY,}',
+        b'{"w":ENTRY}}',
+        b'{"w":ENTRY',
+        b'{"w\n":ENTRY}',
+        b'{"w\xff":ENTRY}',
+        b'{"w":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}',
+        b'{"w":{"dtype":"F32","shape":[1,],"data_offsets":[0,4]}}',
+    ],
+)
+def test_a_header_without_spaces_is_still_json(header, tmp_path):
+    entry = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    text = header.replace(b"ENTRY", entry)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load_file(path)
+    with pytest.raises(MalformedCheckpoint):
+        open_checkpoint(path)
+
+
+def test_headers_with_and_without_spaces_hold_the_same_tensors(tmp_path):
+    tensors = {
+        "a.b": torch.rand(2, 3),
+        "é": torch.arange(4),
+        "e": torch.rand(0, 2),
+        "s": torch.rand(()),
+    }
+    safetensors.torch.save_file(tensors, tmp_path / "plain.safetensors", {"device": "cuda:1"})
+    raw = (tmp_path / "plain.safetensors").read_bytes()
+    size = 8 + int.from_bytes(raw[:8], "little")
+    spaced = json.dumps(json.loads(raw[8:size])).encode()
+    whole = len(spaced).to_bytes(8, "little") + spaced + raw[size:]
+    (tmp_path / "spaced.safetensors").write_bytes(whole)
+    described = []
+    for name in ("plain", "spaced"):
+        with open_checkpoint(tmp_path / f"{name}.safetensors") as opened:
+            described.append([(key, ref.dtype, ref.location) for key, ref in opened.tensors()])
+        loaded = load_portable(tmp_path / f"{name}.safetensors", map_location="cpu")
+        assert loaded.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert_equal(loaded[key], tensor)
+    assert described[0] == described[1]
+
+
 def test_a_shorter_file_is_refused(tmp_path):
     output = convert({"a": torch.ones(100)}, tmp_path)
     output.write_bytes(output.read_bytes()[:-1])
