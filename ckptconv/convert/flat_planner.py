@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from pathlib import PurePath
 from typing import Any
 
@@ -32,7 +33,7 @@ from ckptconv.support.errors import OptionRefused, printable, warn
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.refs import TensorRef, expanded, view_identity
+from ckptconv.tensors.refs import TensorRef, expanded, homes, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.flattening import (
@@ -69,9 +70,10 @@ def plan_flat(
     held_from = len(skipped)
     flattened = flatten(*with_filled(found, keys), skipped, encode=to.encodes, output=to.noun)
     _refuse_scaled(found, keys, options)
-    named = list(flattened.tensors)
+    named = flattened.tensors
     cast = _cast_named(flattened, options)
-    to.refuse((key, ref, cast(ref)) for key, ref in named)
+    kept = [(key, ref, cast(ref)) for key, ref in named]
+    to.refuse(kept)
     refuse_nothing_left(len(named), [keys], options.keys)
     refuse_idle([keys], options.keys)
     names = dict(zip(keys.old, keys.new, strict=True))
@@ -81,9 +83,11 @@ def plan_flat(
     strings = _strings(checkpoint, to, options, flattened)
     tied = _tied(to, named, strings, options.tied)
     _refuse_taken(options, flattened.tensors, strings)
-    kept = [(key, ref, cast(ref)) for key, ref in named if key not in tied]
+    if tied:
+        kept = [item for item in kept if item[0] not in tied]
+    sizes = [prod(ref.shape) * dtype.bits >> 3 for _, ref, dtype in kept]
     if not to.shares_storages:
-        _refuse_blow_up(sum(ref.numel * dtype.bits >> 3 for _, ref, dtype in kept), checkpoint)
+        _refuse_blow_up(sum(sizes), checkpoint)
     refs = [ref for _, ref in named]
     renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
     shared = renamed
@@ -93,7 +97,7 @@ def plan_flat(
     group = _same_storage if to.shares_storages else view_identity
     plan_file = partial(_planned, to, metadata, tied, options)
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
-    files, index = _split(output, kept, plan_file, options.shard_bytes, group, of_index)
+    files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, group, of_index)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -171,6 +175,8 @@ def _refuse_taken(
     options: Request, named: Sequence[tuple[str, TensorRef]], strings: Mapping[str, str]
 ) -> None:
     """Refuse metadata that a reader would take for the alias of a tensor."""
+    if not options.metadata:
+        return
     read = aliases_in(strings, {key for key, _ in named})
     for name, value in options.metadata:
         if name in read:
@@ -227,6 +233,7 @@ def _planned(
 def _split(
     output: PurePath,
     kept: Sequence[NamedTensor],
+    sizes: Sequence[int],
     plan_file: Callable[[PurePath, Sequence[NamedTensor]], PlannedFile],
     limit: int | None,
     group: Callable[[TensorRef], Hashable],
@@ -235,19 +242,22 @@ def _split(
     """The files of a flat output and their index; one file, which needs no index, unless a limit
     asks for more.
 
-    Tensors of which `group` says the same stay together.
+    `sizes` are the bytes of the tensors. Those of which `group` says the same stay together.
     """
     if limit is None:
         return (plan_file(output, kept),), None
-    sizes = [ref.numel * dtype.bits >> 3 for _, ref, dtype in kept]
-    groups = [group(ref) for _, ref, _ in kept]
+    groups: Sequence[Hashable] = homes(ref for _, ref, _ in kept)
+    if len(set(groups)) < len(groups):
+        groups = [group(ref) for _, ref, _ in kept]
     parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
     paths = shard_paths(output, len(parts))
     files = tuple(map(plan_file, paths, parts))
     if len(files) == 1:
         return files, None
-    where = {key: path.name for path, part in zip(paths, parts, strict=True) for key, _, _ in part}
-    raw = index_text({key: where[key] for key, _, _ in kept}, sum(sizes), metadata)
+    where = dict.fromkeys([key for key, _, _ in kept], "")  # in this order
+    for path, part in zip(paths, parts, strict=True):
+        where |= dict.fromkeys([key for key, _, _ in part], path.name)
+    raw = index_text(where, sum(sizes), metadata)
     return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
 
 

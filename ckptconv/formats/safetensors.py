@@ -36,7 +36,14 @@ from ckptconv.support.json_text import read_object, refuse_crowded, value_at
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
-from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions, view_identity, whole_view
+from ckptconv.tensors.refs import (
+    Storage,
+    TensorRef,
+    homes,
+    refuse_dimensions,
+    view_identity,
+    whole_view,
+)
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY, Container
 from ckptconv.tree.flattening import refuse_unholdable
@@ -47,7 +54,9 @@ CONTAINER = Container(
 RESERVED = "__metadata__"
 """The name in a header that is not a tensor's: an object of strings."""
 
-_NOT_ALIASES = ("format", "device", ENCODINGS)
+_NOT_ALIASES = frozenset(("format", "device", ENCODINGS))
+_ORDINARY = frozenset(BY_SAFETENSORS.values()) - {FLOAT4, FLOAT4_PAIRS}
+"""The types whose tensors can all be written, of any shape."""
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -327,7 +336,8 @@ class SafetensorsFile(TargetFormat):
 
     def refuse(self, named: Iterable[NamedTensor]) -> None:
         for key, ref, dtype in named:
-            refuse_unholdable(key, ref, dtype)
+            if not _ORDINARY.issuperset((dtype, ref.dtype)):
+                refuse_unholdable(key, ref, dtype)
 
     def aliases(
         self, named: Sequence[tuple[str, TensorRef]], metadata: Mapping[str, str], stays: str = ""
@@ -338,6 +348,8 @@ class SafetensorsFile(TargetFormat):
         A name is not dropped that the file's metadata needs for something else, or that a reader
         would take for a text.
         """
+        if not metadata.keys() - _NOT_ALIASES and not _are_shared(named):
+            return {}
         views: dict[Hashable, list[str]] = {}
         for key, ref in named:
             if ref.numel:
@@ -364,7 +376,7 @@ class SafetensorsFile(TargetFormat):
             del metadata[name]
         if metadata.get("format") not in _OTHER_FRAMEWORKS:
             metadata["format"] = "pt"
-        tags = {retag(ref.location) for ref in named.values()}
+        tags = set(map(retag, {ref.location for ref in named.values()}))
         for tag in tags:
             if not tag.isascii():
                 what = f"the location tag '{printable(tag)}' is not a device"
@@ -469,13 +481,18 @@ def _seen_by_library(name: PurePath) -> Iterator[None]:
         raise VerificationFailed(what, path=name) from error
 
 
+def _are_shared(named: Sequence[tuple[str, TensorRef]]) -> bool:
+    """Whether some tensors share bytes."""
+    return len(set(homes(ref for _, ref in named))) < len(named)
+
+
 _OTHER_FRAMEWORKS = ("mlx", "flax", "tf")
 """What transformers reads in another way than torch's files."""
 
 
 def _aliases_of(checkpoint: Checkpoint) -> Collection[str]:
     """The metadata entries of a safetensors source that became keys."""
-    if not checkpoint.metadata:
+    if not checkpoint.metadata.keys() - _NOT_ALIASES:
         return ()
     tensors = (ref for found in checkpoint.state_dicts() for _, ref in found.tensors())
     own = {ref.storage.name for ref in tensors if ref.is_view}

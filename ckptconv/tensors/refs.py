@@ -204,6 +204,13 @@ class TensorObject:
     state: Any = None
 
 
+def homes(refs: Iterable[TensorRef]) -> list[int]:
+    """For each tensor, the `id` of what it can share with others: of its storage, or of itself
+    where it is put together from pieces. Where all differ, no two tensors share bytes.
+    """
+    return [id(pieces[0][0]) if len(pieces := ref.pieces) == 1 else id(ref) for ref in refs]
+
+
 def view_identity(ref: TensorRef) -> Hashable:
     """What the names of one tensor have in common: tensors with the same have the same values. Of
     one put together from pieces, only itself has it.

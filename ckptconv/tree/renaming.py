@@ -22,6 +22,7 @@ from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
+from ckptconv.tensors.refs import homes
 from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint
@@ -181,8 +182,8 @@ def renamed_keys(
     `modules`: what became of its module paths, where that is recorded.
     """
     recorded = modules or _recorded(item, keys)
-    held = [None if new in unheld else new for new in keys.new]
-    pairs = list(zip(keys.old, held, strict=True))
+    held = tuple([None if new in unheld else new for new in keys.new]) if unheld else keys.new
+    pairs = () if held == keys.old else tuple(zip(keys.old, held, strict=True))
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
     left_out = tuple([old for old, new in pairs if new is None])
     filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
@@ -190,15 +191,11 @@ def renamed_keys(
     if not "".join(keys.old).isprintable():
         odd = tuple(key for key in keys.old if not key.isprintable())
     gone = set(left_out)
-    storages = [
-        id(pieces[0].storage) if len(pieces := ref.pieces) == 1 else id(ref)
-        for key, ref in item.tensors()
-        if key not in gone
-    ]
+    storages = homes(ref for key, ref in item.tensors() if key not in gone)
     shared = len(storages) - len(set(storages))
 
     def mapped() -> MappedKeys:
-        if len(now := dict(pairs)) != len(pairs):
+        if len(now := dict(zip(keys.old, held, strict=True))) != len(held):
             raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
         modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
         for path, name in recorded():

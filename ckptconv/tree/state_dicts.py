@@ -89,7 +89,9 @@ class StateDict:
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""
         for key, value in zip(self.keys, self.values, strict=True):
-            if (tensor := tensor_of(value)) is not None:
+            if type(value) is TensorRef:  # nearly all are
+                yield key, value
+            elif (tensor := tensor_of(value)) is not None:
                 yield key, tensor
 
     def __repr__(self) -> str:
