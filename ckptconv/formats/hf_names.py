@@ -184,10 +184,14 @@ def index_text(
     document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": {}}
     try:
         around = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-        lines = [f"    {_quoted(key)}: {_quoted(name)}" for key, name in weight_map.items()]
+        if not weight_map:
+            return f"{around}\n".encode()
         # json indents in Python, entry by entry
-        entries = "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
-        return f"{around.removesuffix(_NO_ENTRIES)}{entries}\n}}\n".encode()
+        text = bytearray(around.removesuffix(_NO_ENTRIES).encode() + b"{\n")
+        for key, name in weight_map.items():
+            text += f"    {_quoted(key)}: {_quoted(name)},\n".encode()
+        text[-2:] = b"\n  }\n}\n"  # for the last comma
+        return bytes(text)
     except ValueError as error:  # a number beyond any float, half a character
         what, hint = f"cannot be written as JSON ({error})", "correct the index of the source"
         raise CheckpointError(what, where="index", hint=hint) from None

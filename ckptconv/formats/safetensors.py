@@ -304,20 +304,20 @@ _SHORTEST = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 _quoted = json.encoder.encode_basestring
 
 
-def header_bytes(text: bytes, nbytes: int | None = None) -> bytes:
+def header_bytes(text: bytes | bytearray, nbytes: int | None = None) -> bytes:
     """What a file begins with: the length, the text, and spaces up to `nbytes` bytes in all (None:
     to a multiple of 8, as the library does).
 
     Raises `LimitExceeded` for a header that is too long for the library.
     """
-    raw = text + b" " * (-len(text) % 8 if nbytes is None else nbytes - 8 - len(text))
-    what = f"its header would take {len(raw)} bytes"
+    size = len(text) + -len(text) % 8 if nbytes is None else nbytes - 8
+    what = f"its header would take {size} bytes"
     advice = (
         "the safetensors library opens headers of at most 100,000,000 bytes: write a torch file, "
         "or shards"
     )
-    refuse_beyond("safetensors_header_bytes", len(raw), what, advice=advice)
-    return len(raw).to_bytes(8, "little") + raw
+    refuse_beyond("safetensors_header_bytes", size, what, advice=advice)
+    return b"".join((size.to_bytes(8, "little"), text, b" " * (size - len(text))))
 
 
 class SafetensorsFile(TargetFormat):
@@ -392,7 +392,10 @@ class SafetensorsFile(TargetFormat):
         so that each is aligned in the file.
         """
         ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
-        entries = [f'"{RESERVED}":{header_text(metadata).decode()}'] if metadata else []
+        # as json writes it, which would take a dict and two lists of each tensor
+        text = bytearray(b"{")
+        if metadata:
+            text += b'"%s":%s,' % (RESERVED.encode(), header_text(metadata))
         ends, at = [], 0
         for key, ref, dtype in ordered:
             if key == RESERVED:
@@ -404,14 +407,14 @@ class SafetensorsFile(TargetFormat):
             if dtype is FLOAT4_PAIRS and shape:
                 shape = (*shape[:-1], shape[-1] * 2)
             sizes = ",".join(map(str, shape))
-            # as json writes it, which would take a dict and two lists of each tensor
-            entries.append(
-                f'{_quoted(key)}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{at},{end}]}}'
-            )
+            fields = f'"dtype":"{code}","shape":[{sizes}],"data_offsets":[{at},{end}]'
+            text += f"{_quoted(key)}:{{{fields}}},".encode()
             ends.append(end)
             at = end
-        lead = whole = header_bytes(f"{{{','.join(entries)}}}".encode())
-        entries.clear()
+        del text[max(1, len(text) - 1) :]  # the last comma
+        text += b"}"
+        lead = whole = header_bytes(text)
+        del text
         items, start, at = [], len(whole), 0
         for (key, ref, dtype), end in zip(ordered, ends, strict=True):
             items.append(made(WriteItem, (key, lead, start + at, end - at, ref, dtype)))

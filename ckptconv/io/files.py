@@ -107,7 +107,11 @@ class FileSource(Source):
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         """Bytes without what follows them."""
-        whole = bytearray(nbytes)
+        with self._read_errors():
+            raw = platforms.read_at(self._descriptor(), nbytes, offset)
+        if len(raw) == nbytes:
+            return raw
+        whole = bytearray(nbytes)  # in pieces, or not all there
         self.read_into(offset, memoryview(whole))
         return bytes(whole)
 

@@ -29,7 +29,7 @@ from ckptconv.formats.folders.steps import weight_files
 from ckptconv.formats.hf_names import IS_INDEX
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, is_plain_path, read_small, within
-from ckptconv.pickles.nodes import Node, ordered_dict
+from ckptconv.pickles.nodes import Node, mapping_pairs, ordered_dict
 from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import (
     AmbiguousStateDict,
@@ -307,13 +307,13 @@ def _pairs(
     index: Location, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
 ) -> list[tuple[str, Node]]:
     """The tensors by key, in the index's order."""
-    held: dict[str, tuple[str, Node]] = {}
+    held: dict[str, tuple[str, tuple[str, Node]]] = {}
     for name, shard in shards.items():
-        for key, value in state_dict_pairs(shard):
-            if key in held:
+        for pair in state_dict_pairs(shard):
+            if (key := pair[0]) in held:
                 both = f"{printable(held[key][0])} and {printable(name)}"
                 raise _malformed(index, key, f"is in two shards, {both}")
-            held[key] = name, value
+            held[key] = name, pair
     for key, name in weight_map.items():
         if held.get(key, ("",))[0] != name:
             raise _malformed(index, key, f"is not in {printable(name)}, where the index puts it")
@@ -323,13 +323,16 @@ def _pairs(
         if shards[own].metadata.get(key) not in held:
             raise _malformed(index, key, f"is in {printable(own)} but not in the index")
     # the others are aliases of tied tensors
-    return [(key, held[key][1]) for key in (*weight_map, *others)]
+    return [held[key][1] for key in (*weight_map, *others)]
 
 
-def state_dict_pairs(shard: Checkpoint) -> list[tuple[str, Node]]:
+def state_dict_pairs(shard: Checkpoint) -> Sequence[tuple[str, Node]]:
     """The tensors of a shard by key."""
     with errors_at(path=shard.path):
         found = shard.state_dict()
+    pairs = mapping_pairs(found.node)
+    if pairs is not None and tuple([key for key, _ in pairs]) == found.keys:
+        return pairs  # not copied: there may be a million
     return list(zip(found.keys, found.values, strict=True))
 
 
