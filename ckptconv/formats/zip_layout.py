@@ -61,25 +61,27 @@ def lay_out_records(records: Iterable[NewRecord]) -> Layout:
     """The archive of these records, in this order."""
     items: list[WriteItem] = []
     slots: list[_Slot] = []
-    heads: list[bytes] = []
+    heads: dict[int, bytes] = {}  # of those that have one; torch's records have none
     end = 0
     for called, name, head, nbytes, values, dtype in records:
         slot, lead, offset, end = _placed(name, end, len(head) + nbytes)
         slots.append(slot)
-        heads.append(head)
+        if head:
+            heads[len(items)] = head
         at = offset + len(head)
         items.append(made(WriteItem, (called, lead + head, at, nbytes, values, dtype)))
 
     def whole_crc(index: int, crc: int) -> int:
-        head = heads[index]
+        head = heads.get(index)
         return combined_crc(crc32(head), crc, items[index].nbytes) if head else crc
 
-    return Layout(
-        tuple(items),
-        end + _ending_size(slots),
-        lambda index, crc: _descriptor(slots[index], whole_crc(index, crc)),
-        lambda crcs: _ending(slots, [whole_crc(*one) for one in enumerate(crcs)], end),
-    )
+    def trail(index: int, crc: int) -> bytes:
+        return _descriptor(slots[index], whole_crc(index, crc) if heads else crc)
+
+    def ending(crcs: Sequence[int]) -> bytes:
+        return _ending(slots, [whole_crc(*one) for one in enumerate(crcs)] if heads else crcs, end)
+
+    return Layout(tuple(items), end + _ending_size(slots), trail, ending)
 
 
 def _placed(name: bytes, header: int, size: int) -> tuple[_Slot, bytes, int, int]:
