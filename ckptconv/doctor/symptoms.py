@@ -376,8 +376,8 @@ def _scaled(case: Case) -> Iterator[Symptom]:
             "computes nonsense"
         )
         advice = (
-            "load it with the library that wrote it; ckptconv copies codes and scales as they "
-            "are, and refuses --dtype"
+            "load it with the library that wrote it, or make values of it with --dequantize "
+            "(ckptconv copies codes and scales as they are, and refuses --dtype alone)"
         )
         cause = f"weights{of_part(path)} are codes beside scales: {names}"
         yield info("scaled-weights", cause, effect, advice=advice)

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ckptconv.inspect.inspection import (
     Inspection,
     OddObject,
     Part,
+    Quantized,
     TensorFacts,
     TensorList,
     Weights,
@@ -26,12 +28,12 @@ from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location
 from ckptconv.io.places import places_of
 from ckptconv.keys.wrappers import find_wrappers
-from ckptconv.pickles.nodes import Node, children
+from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
 from ckptconv.support.limits import held, merged
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS
-from ckptconv.tensors.refs import Storage, TensorRef, view_identity
+from ckptconv.tensors.refs import Storage, TensorRef, origins, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import only_training_state
 from ckptconv.tree.labels import names_training_state
@@ -42,6 +44,7 @@ from ckptconv.tree.walk import PLAIN, label_text, place_text, tensor_of, walk
 
 if TYPE_CHECKING:
     from ckptconv.convert.prescriptions import Prescription
+    from ckptconv.tensors.schemes.table import Decoded
 
 
 @spelling_checked
@@ -91,6 +94,7 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     root = part_of_tree("", checkpoint.root, PartTree(state_dicts, overlay, not refs), depth, set())
     named = (ref for item in state_dicts.values() for _, ref in item.tensors())
     files = files_of(checkpoint)
+    decoded, problem = _quantized(checkpoint, state_dicts.values())
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
@@ -113,7 +117,11 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
             modules=checkpoint.modules,
             training_state=only_training_state(checkpoint.root),
             keys={item.path: len(item.keys) for item in state_dicts.values()},
-            parameters={item.path: _parameters(item) for item in state_dicts.values()},
+            parameters={
+                item.path: _parameters(item, decoded.get(item.path, ()))
+                for item in state_dicts.values()
+            },
+            quantized=tuple(_schemes(chain.from_iterable(decoded.values()), problem)),
         ),
         hindrances=Hindrances(
             odd_objects=odd,
@@ -141,11 +149,61 @@ def tree_of(checkpoint: Checkpoint, depth: int = 2) -> Part:
     return part_of_tree("", checkpoint.root, tree, depth, set())
 
 
-def _parameters(item: StateDict) -> int:
+def _quantized(
+    checkpoint: Checkpoint, found: Iterable[StateDict]
+) -> tuple[dict[str, list[Decoded]], str]:
+    """The quantised weights by the paths of their state dicts, or why it cannot be told how they
+    are quantised.
+
+    Over a network it is not looked at: each small tensor costs a request.
+    """
+    is_plain = all(_is_plain(value) for item in found for value in item.values)
+    if is_plain or checkpoint.is_far:
+        return {}, ""
+    from ckptconv.tree.dequantizing import quantized_in  # few checkpoints need it
+
+    try:
+        return quantized_in(checkpoint), ""
+    except CheckpointError as error:
+        return {}, f"{error.where}: {error.what}" if error.where else error.what
+
+
+def _schemes(decoded: Iterable[Decoded], problem: str) -> Iterator[Quantized]:
+    """The ways in which weights are quantised."""
+    if problem:
+        yield Quantized(None, problem=problem)
+    by_scheme: dict[str, list[TensorRef]] = {}
+    for item in decoded:
+        by_scheme.setdefault(item.scheme, []).append(item.values)
+    for scheme, values in by_scheme.items():
+        stored = {id(one): one.nbytes for one in origins(values)}
+        types = ", ".join(sorted({ref.dtype.name for ref in values}))
+        nbytes = sum(ref.nbytes for ref in values)
+        yield Quantized(scheme, len(values), sum(stored.values()), nbytes, types)
+
+
+def _is_plain(value: Node) -> bool:
+    """Whether a value of a state dict cannot be codes."""
+    ref = tensor_of(value)
+    if ref is None:
+        return type(value) is not Call or value.name != "torch._tensor._rebuild_from_type_v2"
+    dtype = ref.dtype
+    is_small = dtype.kind == "int" and dtype.itemsize <= 4
+    return not (is_small or dtype.kind == "bits" or dtype.name.startswith("float8"))
+
+
+def _parameters(item: StateDict, decoded: Sequence[Decoded]) -> int:
     """The numbers in a state dict, of quantized and packed tensors those that they stand for."""
-    counted: dict[Hashable, int] = {}
+    counted: dict[Hashable, int] = {id(one): one.values.numel for one in decoded}
+    read = {key for one in decoded for key in (one.codes, *one.used)}
+    if read:
+        from ckptconv.tensors.schemes.table import beside_values  # imported by then
+
+        read.update(filter(beside_values, item.keys))
     others = []
-    for value in item.values:
+    for key, value in zip(item.keys, item.values, strict=True):
+        if key in read:
+            continue
         ref = tensor_of(value)
         if ref is not None and ref.dtype is not FLOAT4_PAIRS:
             counted[view_identity(ref)] = prod(ref.shown_shape)

@@ -133,6 +133,22 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantized:
+    """Weights that are codes beside scales: how they are quantised, in words, and how many are so;
+    the bytes of codes and scales, those of the values that `dequantize` makes, and their dtype.
+
+    Where it cannot be told how (`scheme` is None), `problem` says why.
+    """
+
+    scheme: str | None
+    weights: int = 0
+    stored: int = 0
+    values: int = 0
+    dtype: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Whose weights a checkpoint holds, and under which keys.
 
@@ -141,7 +157,7 @@ class Weights:
     prefix that may be taken off. `keys` and `parameters` count those of each state dict, the
     numbers of a tensor under several keys once. `modules` counts the whole modules that are shown
     as their state dicts. `training_state` says whose state all tensors are, where there are no
-    weights (an optimizer's).
+    weights (an optimizer's). `quantized` are the ways in which weights are quantised.
     """
 
     state_dicts: Mapping[str, tuple[str, ...]]
@@ -151,6 +167,7 @@ class Weights:
     training_state: str | None = None
     keys: Mapping[str, int] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
+    quantized: tuple[Quantized, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +243,7 @@ class Inspection:
     training_state = _Of[str | None]("weights")
     keys = _Of[Mapping[str, int]]("weights")
     parameters = _Of[Mapping[str, int]]("weights")
+    quantized = _Of[tuple[Quantized, ...]]("weights")
     odd_objects = _Of[tuple[OddObject, ...]]("hindrances")
     strays = _Of[tuple[str, ...]]("hindrances")
     protocol = _Of[int | None]("hindrances")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptconv.inspect.facts import Surveyed, Unread, is_bloated, tree_of
-from ckptconv.inspect.inspection import Inspection, Part
+from ckptconv.inspect.inspection import Inspection, Part, Quantized
 from ckptconv.io.places import path_of
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.report import (
@@ -47,6 +47,8 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
     yield Row("saved on", _counts(found.locations, "storage") or "no device: it holds no tensors")
     if found.dtypes:
         yield Row("dtypes", _counts(found.dtypes, "tensor"))
+    for item in found.quantized[:LISTED]:
+        yield Row("quantised", _quantized_text(item))
     for path, count in list(found.parameters.items())[:LISTED]:
         keys = f"{count_text(found.keys[path], 'key')}{of_part(path)}"
         yield Row("parameters", f"{count:,} in {keys}")
@@ -57,6 +59,13 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
     for name, value in list(found.metadata.items())[:SHOWN]:
         yield Row("metadata", f"{printable(name)} = {printable(value, 80)}")
     yield from note_rows(found.notes)
+
+
+def _quantized_text(item: Quantized) -> str:
+    if item.scheme is None:
+        return f"in a way that --dequantize cannot read: {printable(item.problem)}"
+    sizes = f"{size_text(item.stored)} → {size_text(item.values)} as {item.dtype}"
+    return f"{printable(item.scheme)}: {count_text(item.weights, 'weight')}, {sizes}"
 
 
 def _key_lines(found: Inspection) -> Iterator[Row]:
@@ -243,8 +252,8 @@ _PART: Fields = Fields(
 )
 _INSPECTION = Fields(
     "path format bytes=nbytes tensors stored_bytes=stored dead_bytes=dead used_bytes=used "
-    "locations dtypes state_dicts=weights producer offered_prefixes=offered odd_objects metadata "
-    "notes parts=root.parts portable reasons opened_by=opening.by",
+    "locations dtypes quantized state_dicts=weights producer offered_prefixes=offered "
+    "odd_objects metadata notes parts=root.parts portable reasons opened_by=opening.by",
     state_dicts=lambda weights: [
         {
             "path": path,
@@ -255,6 +264,7 @@ _INSPECTION = Fields(
         for path, names in weights.state_dicts.items()
     ],
     odd_objects=Fields("path object=name plain_form=has_plain_form"),
+    quantized=Fields("scheme weights stored_bytes=stored value_bytes=values dtype problem"),
     parts=_PART,
     reasons=Fields("code what"),
 )

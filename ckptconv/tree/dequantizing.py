@@ -73,10 +73,7 @@ class Dequantize:
         stand_ins: dict[int, Node] = {}
         gone: dict[int, str] = {}
         for state_dict in checkpoint.state_dicts():
-            done = [
-                *decode_all(dict(state_dict.tensors()), facts),
-                *_of_subclasses(state_dict, facts, gone),
-            ]
+            done = _decoded(state_dict, facts, gone)
             if not done:
                 continue
             _refuse_left(state_dict, done)
@@ -98,6 +95,20 @@ class Dequantize:
             notes=(*checkpoint.notes, *_notes(found, list(gone.values()), facts)),
             dropped=(*checkpoint.dropped, *dropped),
         )
+
+
+def _decoded(state_dict: StateDict, facts: Facts, gone: dict[int, str]) -> list[Decoded]:
+    tensors = decode_all(dict(state_dict.tensors()), facts)
+    return [*tensors, *_of_subclasses(state_dict, facts, gone)]
+
+
+def quantized_in(checkpoint: Checkpoint) -> dict[str, list[Decoded]]:
+    """The quantised weights of the state dicts of a checkpoint, by their paths, without a change.
+
+    Raises what `Dequantize` raises.
+    """
+    facts = facts_beside(checkpoint)
+    return {item.path: _decoded(item, facts, {}) for item in checkpoint.state_dicts()}
 
 
 def _refuse_left(state_dict: StateDict, done: list[Decoded]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptconv import convert_checkpoint, load_portable
+from ckptconv import convert_checkpoint, inspect_checkpoint, load_portable
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject
 from ckptconv.tree.dequantizing import Dequantize
 from helpers.http_server import HttpServer
@@ -274,3 +274,12 @@ def test_the_config_of_the_copy_does_not_say_that_it_is_quantised(tmp_path):
     convert_checkpoint(source, plain, to="safetensors", with_files=True)
     for name in ("config.json", "hf_quant_config.json"):
         assert (plain / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_inspect_tells_of_all_weights_and_counts_what_they_stand_for(sample):
+    expected = expected_of(sample)
+    found = inspect_checkpoint(sample)
+    assert all(item.scheme is not None for item in found.quantized)
+    assert sum(item.weights for item in found.quantized) > 0
+    assert found.parameters[""] == sum(value.numel() for value in expected.values())
