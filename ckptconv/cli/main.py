@@ -108,7 +108,7 @@ class Program(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in _ROWS and not (args[0].startswith("-") or ctx.resilient_parsing):
-            ctx.fail(f"there is not a command {printable(args[0])}{_nearest(args[0])}")
+            ctx.fail(f"{printable(args[0]) or repr(args[0])} is not a command{_nearest(args[0])}")
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -205,6 +205,16 @@ def main() -> None:
         raise
 
 
+def _usage_text(error: click.UsageError) -> str:
+    """What is wrong with a command line; click's words of an option change with its versions."""
+    if not isinstance(error, click.NoSuchOption):
+        return error.format_message()
+    near = error.possibilities
+    return f"{error.option_name} is not an option" + (
+        f"; did you mean {' or '.join(near)}?" if near else ""
+    )
+
+
 _INTERRUPTED = "interrupted; no unfinished file was left behind"
 _TOO_LATE = "stopped by a signal, but too late: the command had come to its end"
 
@@ -221,7 +231,7 @@ def _stop_for(error: BaseException) -> None:
         return
     if isinstance(error, click.UsageError):
         program = error.ctx.command_path if error.ctx else "ckptconv"
-        what = printable(error.format_message(), 2000).rstrip(".?")
+        what = printable(_usage_text(error), 2000).rstrip(".?")
         terminal.stop(kind, what, 2, hint=f"see {program} --help")
     if isinstance(error, click.ClickException):
         terminal.stop(kind, printable(error.format_message(), 2000), 1)

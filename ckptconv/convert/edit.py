@@ -60,7 +60,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.report import short_repr
 from ckptconv.support.signals import held_back
-from ckptconv.support.text import count_text, size_text
+from ckptconv.support.text import as_argument, count_text, quoted, size_text
 from ckptconv.tensors.scaled_weights import refuse_apart
 from ckptconv.tree.walk import tensors_of
 
@@ -225,7 +225,7 @@ def edit_header(
                 raise UnsupportedCheckpoint(
                     f"is {checkpoint.format}, and only safetensors files are edited in place",
                     path=path,
-                    hint="make a new file with: ckptconv convert IN OUT",
+                    hint=f"make a new file with: ckptconv convert {quoted(as_argument(path))} OUT",
                 )
             plan = _planned(checkpoint.sources[0], asked, path, rewrite=rewrite)
             if plan.changed.renamed:

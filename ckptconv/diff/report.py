@@ -157,7 +157,8 @@ def difference_table(found: Difference, *, most: int | None = LISTED) -> Table:
         rows += of_kind[:most]
         if most is not None and len(of_kind) > most:
             rows.append((f"and {len(of_kind) - most:,} more {kind}; --all shows all",))
-    return Table(HEAD, rows, {"key", "differs", "at"}, _LEAVING, _LEAVING_LAST)
+    head = HEAD if found.values else HEAD[:2]
+    return Table(head, rows, {"key", "differs", "at"}, _LEAVING, _LEAVING_LAST)
 
 
 def difference_rows(found: Difference) -> Iterator[Row]:
@@ -171,8 +172,9 @@ def difference_rows(found: Difference) -> Iterator[Row]:
         text = f"rel L2 and cosine leave out NaN and infinity ({count_text(apart, 'value')})"
         yield Row("note", text)
     yield from note_rows(found.notes)
-    if found.dtypes and not found.ignore_dtype and len(found.dtypes) == found.tensors:
-        yield Row("note", "all dtypes differ; --ignore-dtype compares the numbers", "warning")
+    if found.dtypes and not found.ignore_dtype:
+        text = "values of different dtypes are not compared; --ignore-dtype compares them"
+        yield Row("note", text, "warning")
 
 
 def _key(key: str) -> str:

@@ -127,8 +127,10 @@ def _end_record(source: Source, tail: bytes) -> int:
         at = tail.rfind(_END_SIGNATURE, 0, at)
     if not found:
         what = "the archive has no end record at its end"
-        cut_off = "the file is cut off, or something was appended"
-        hint = f"{cut_off}, which its library may accept and ckptconv does not"
+        hint = (
+            "the file is cut off (fetch or save it again), or something was appended, which its "
+            "library may accept and ckptconv does not"
+        )
         raise MalformedCheckpoint(what, code="cut-off", path=source.path, hint=hint)
     if len(found) > 1:
         raise malformed(source, "holds two end records, each of which could be the real one")

@@ -108,7 +108,7 @@ def danger_note(named: Iterable[tuple[str, str]], calls: Iterable[Call] = ()) ->
     return f"{DANGER}the file names {path}{more} ({verdict.reason}); {DO_NOT_LOAD}"
 
 
-DO_NOT_LOAD = "do not load it, for its code is dangerous: see ckptconv scan FILE"
+DO_NOT_LOAD = "do not load it, for its code is dangerous: ckptconv scan says more"
 
 
 def gives_what_was_there(module: str, name: str) -> bool:

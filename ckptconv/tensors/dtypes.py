@@ -193,6 +193,6 @@ def floating_dtype(name: str) -> DType:
     dtype = BY_NAME.get(_SHORT_NAMES.get(plain, plain))
     if dtype is None or not dtype.is_floating:
         long = ", ".join(item.name for item in DTYPES if item.is_floating)
-        hint = f"choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}; torch's names do too ({long})"
+        hint = f"choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}; torch's names work too ({long})"
         raise OptionRefused(f"{printable(name, 60)!r} is not a floating dtype", hint=hint)
     return dtype

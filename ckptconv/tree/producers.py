@@ -142,18 +142,21 @@ def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
     """A prefix on every key that names what the framework wrapped around the model: offered, never
     taken off unasked.
 
-    Lightning saves the module that holds the user's model under an attribute (``model.``), peft its
-    own two wrappers.
+    Lightning saves the module that holds the user's model under an attribute (``model.``), which
+    may be in DDP (``model.module.``), peft its own two wrappers.
     """
     if all_start(keys, _PEFT):
         return _PEFT
     first = keys[0].partition(".")[0] + "." if keys else ""
     is_attribute = not first.removesuffix(".").isdecimal()  # a number is a layer of Sequential
     is_whole = is_attribute and all_start(keys, first)
-    return first if is_whole and _VERSION in _labels(root) else None
+    if not is_whole or _VERSION not in _labels(root):
+        return None
+    return f"{first}{_DDP}" if all_start(keys, f"{first}{_DDP}") else first
 
 
 _PEFT = "base_model.model."
+_DDP = "module."
 
 
 def _labels(root: Node) -> Labels:

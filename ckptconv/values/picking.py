@@ -24,7 +24,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
-from ckptconv.support.text import first_few, look_hint
+from ckptconv.support.text import first_few, look_hint, quoted
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType
 from ckptconv.tensors.packing import packed_nbytes, unpacked
@@ -62,10 +62,18 @@ def picked(found: NamedValues, name: str, path: PurePath, *, is_whole: bool = Fa
     elif name in found.unread:
         what, hint = "its numbers cannot be read", None
     else:
-        near = get_close_matches(name, [item.name for item in found.values], 3, 0.6)
-        what = "no tensor has this name"
-        hint = f"did you mean {first_few(near, 3)}" if near else look_hint(path)
+        what, hint = "no tensor has this name", _meant(found, name) or look_hint(path)
     raise MissingTensor(what, path=path, where=name, hint=hint)
+
+
+def _meant(found: NamedValues, name: str) -> str | None:
+    """What was meant by a name that no tensor has: one with indices behind it, or one like it."""
+    names = [item.name for item in found.values]
+    bare, opening, indices = name.partition("[")
+    if opening and bare in names:
+        return f"give the indices as a word of their own: {quoted(bare)} {quoted('[' + indices)}"
+    near = get_close_matches(name, names, 3, 0.6)
+    return f"did you mean {first_few(near, 3)}" if near else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,8 @@ def test_the_columns_of_all_sections_begin_at_the_same_place(tmp_path):
         ("strip_module", "did you mean strip-module"),
         ("conver", "did you mean convert"),
         ("avrage", "did you mean average"),
-        ("zzz", "there is not a command zzz; see ckptconv --help"),
-        ("\x1b[31m", "there is not a command \\x1b[31m"),
+        ("zzz", "error: zzz is not a command; see ckptconv --help"),
+        ("\x1b[31m", "\\x1b[31m is not a command"),
     ],
 )
 def test_an_unknown_command_is_answered_with_the_nearest(typed, meant, tmp_path):
@@ -187,7 +187,7 @@ def test_a_file_alone_is_answered_with_what_shows_it(tmp_path):
     assert "; ckptconv inspect 'my model.pt' shows what is in a file;" in told
     for typed in ("", "x" * 5000, "\ud800"):
         told = assert_one_error(run(typed, cwd=tmp_path), code=2)
-        assert "there is not a command" in told and "inspect" not in told
+        assert "is not a command" in told and "inspect" not in told
 
 
 def test_each_word_for_a_command_is_of_one_command_and_names_none():

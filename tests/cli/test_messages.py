@@ -548,7 +548,7 @@ def test_dtypes_have_the_names_that_people_use(alias, name):
 def test_another_dtype_is_told_all_that_there_are(room):
     error = said(room, "convert", "a.pt", "b.pt", "--dtype", "int8", code=2)
     assert (
-        "choose f32, f16, bf16, f64, f8_e4m3 or f8_e5m2; torch's names do too (float64, float32, "
+        "choose f32, f16, bf16, f64, f8_e4m3 or f8_e5m2; torch's names work too (float64, float32, "
         "float16, bfloat16" in error
     )
 
