@@ -249,7 +249,7 @@ def _saying(item: Companion, dtype: DType) -> Companion:
         return item
     try:
         raw = item.raw or read_small(item.place, "index_bytes")
-        read_object(raw, item.place.path, "config")
+        read_object(raw, item.place.path, "config", of_python=True)
     except CheckpointError:
         return item
     said = _DTYPE.sub(rb"\1" + dtype.name.encode() + rb"\3", raw)
@@ -275,7 +275,8 @@ _OF_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quantizatio
 def _unquantized(item: Companion) -> Companion:
     if item.name != "config.json":
         return item
-    config = read_object(read_small(item.place, "index_bytes"), item.place.path, "config")
+    raw = read_small(item.place, "index_bytes")
+    config = read_object(raw, item.place.path, "config", of_python=True)
     for part in (config, *config.values()):
         for name in QUANTIZATION_KEYS if isinstance(part, dict) else ():
             part.pop(name, None)

@@ -18,11 +18,17 @@ from ckptconv.support.errors import malformed
 # ------------------------------------------------------------------------------------------- read
 
 
-def read_object(raw: bytes, path: PurePath, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `MalformedCheckpoint` if it is another value or repeats a name."""
+def read_object(
+    raw: bytes, path: PurePath, where: str, *, of_python: bool = False
+) -> dict[str, Any]:
+    """The JSON object in `raw`; `MalformedCheckpoint` if it is another value or repeats a name.
+
+    `of_python`: it may hold NaN and Infinity, as Python writes them (``config.json`` of Mamba 2).
+    """
     refuse_crowded(raw, path, where)
+    constant = None if of_python else _refuse_constant
     try:
-        found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise malformed(f"is not valid JSON ({error})", path=path, where=where) from None
     if not isinstance(found, dict):

@@ -82,7 +82,7 @@ def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
     scales = _Scales(tensors)
     found = []
     for key, ref in tensors.items():
-        if _may_be_codes(key, ref.dtype):
+        if _may_be_codes(key, ref.dtype) or scales.has_state(key):
             needed = tuple(dict.fromkeys(scales.of(key, ref.dtype)))
             if (scale := scales.first(needed, ref.dtype)) is not None:
                 found.append(ScaledWeight(key, scale, needed))
@@ -127,6 +127,10 @@ class _Scales:
 
     def _add(self, prefix: str, scaled: str, key: str) -> None:
         self._named.setdefault(prefix, {}).setdefault(scaled, []).append(key)
+
+    def has_state(self, key: str) -> bool:
+        """Whether bitsandbytes says how a tensor is read, whose codes may be stored as any type."""
+        return any(_QUANT_STATE in each for each in self._named.get(key, {}).get("", ()))
 
     def first(self, keys: tuple[str, ...], dtype: DType) -> str | None:
         """The first of these that scales codes of this type.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ckptconv.io.location import Location, read_small
@@ -40,9 +41,6 @@ _LISTED = 4
 _PARTS_OF_WEIGHTS = frozenset(
     ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2")
 )
-_PARTS_OF_WEIGHTS = frozenset(
-    ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +68,15 @@ class Dequantize:
         checkpoint.refuse_part()
         facts = facts_beside(checkpoint, self.scheme)
         found: list[Decoded] = []
-        stand_ins: dict[int, Node] = {}
-        gone: dict[int, str] = {}
+        stand_ins: dict[int, list[_Renamed]] = {}
+        gone: dict[int, list[str]] = {}
         for state_dict in checkpoint.state_dicts():
             done = _decoded(state_dict, facts, gone)
             if not done:
                 continue
             _refuse_left(state_dict, done)
             found += done
-            stand_ins.update(_stand_ins(state_dict, done, gone))
+            _note_stand_ins(state_dict, done, stand_ins, gone)
         if not found:
             raise OptionRefused(
                 "nothing in it is quantised in a way that is known",
@@ -87,17 +85,18 @@ class Dequantize:
         root = _edited(checkpoint.root, stand_ins, gone)
         named = naming_entries(checkpoint.metadata)
         metadata = {key: text for key, text in checkpoint.metadata.items() if key not in named}
-        dropped = [node for node in _values(checkpoint.root) if id(node) in gone]
+        kept = set(map(id, _values(root)))
+        dropped = [node for node in _values(checkpoint.root) if id(node) in gone.keys() - kept]
         return replace(
             checkpoint,
             root=root,
             metadata=metadata,
-            notes=(*checkpoint.notes, *_notes(found, list(gone.values()), facts)),
+            notes=(*checkpoint.notes, *_notes(found, [*chain(*gone.values())], facts)),
             dropped=(*checkpoint.dropped, *dropped),
         )
 
 
-def _decoded(state_dict: StateDict, facts: Facts, gone: dict[int, str]) -> list[Decoded]:
+def _decoded(state_dict: StateDict, facts: Facts, gone: dict[int, list[str]]) -> list[Decoded]:
     tensors = decode_all(dict(state_dict.tensors()), facts)
     return [*tensors, *_of_subclasses(state_dict, facts, gone)]
 
@@ -115,8 +114,7 @@ def _refuse_left(state_dict: StateDict, done: list[Decoded]) -> None:
     """Refuse what looks like codes, and was not decoded, beside what was: its scale is missing."""
     read = {key for item in done for key in (item.codes, *item.used)}
     for key, ref in state_dict.tensors():
-        is_part = ref.dtype in FLOAT8 or key.rpartition(".")[2] in _PARTS_OF_WEIGHTS
-        if is_part and key not in read and not beside_values(key):
+        if _is_part(key, ref) and key not in read and not beside_values(key):
             raise RefusedObject(
                 f"is {ref.dtype.name} without what it is read with, beside "
                 f"{count_text(len(done), 'weight')} that can be dequantised",
@@ -125,11 +123,21 @@ def _refuse_left(state_dict: StateDict, done: list[Decoded]) -> None:
             )
 
 
+def _is_part(key: str, ref: TensorRef) -> bool:
+    """Whether a tensor is codes, or read with codes, by its type and its name."""
+    name = key.rpartition(".")[2]
+    is_mx = ref.dtype.name == "uint8" and name.endswith(("_blocks", "_scales"))
+    is_codes = name == "weight" and ref.dtype.kind in ("int", "bits")
+    return ref.dtype in FLOAT8 or name in _PARTS_OF_WEIGHTS or is_codes or is_mx
+
+
 _REBUILD = "torch._tensor._rebuild_from_type_v2"
 _TORCHAO = "torchao."
 
 
-def _of_subclasses(state_dict: StateDict, facts: Facts, gone: dict[int, str]) -> Iterator[Decoded]:
+def _of_subclasses(
+    state_dict: StateDict, facts: Facts, gone: dict[int, list[str]]
+) -> Iterator[Decoded]:
     """The weights that are pickled objects of torchao's classes, none of which is imported; their
     tensors but for the codes are noted as `gone`.
     """
@@ -149,7 +157,8 @@ def _of_subclasses(state_dict: StateDict, facts: Facts, gone: dict[int, str]) ->
         told = {name: _told(value) for name, value in fields.items()}
         told["dtype"] = _told(arguments[1])
         parts = {name: name for name in tensors if name != "qdata"}
-        gone.update((id(tensors[name]), f"{state_dict.prefix}{key}.{name}") for name in parts)
+        for name in parts:
+            gone.setdefault(id(tensors[name]), []).append(f"{state_dict.prefix}{key}.{name}")
         group = Group(key, "", {**tensors, key: tensors["qdata"]})
         kind = spoken(cls).rpartition(".")[2]
         made = torchao_weight(group, facts, key, kind, told, parts)
@@ -163,10 +172,16 @@ def _told(value: Node) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _stand_ins(
-    state_dict: StateDict, done: list[Decoded], gone: dict[int, str]
-) -> Iterator[tuple[int, Node]]:
-    """What stands in for the codes, by the identity of their values; what goes is noted."""
+def _note_stand_ins(
+    state_dict: StateDict,
+    done: list[Decoded],
+    stand_ins: dict[int, list[_Renamed]],
+    gone: dict[int, list[str]],
+) -> None:
+    """Note what stands in for the codes, by the identity of their values, and what goes.
+
+    A tensor may be there under several keys; codes that are read with the same give the same.
+    """
     values = dict(zip(state_dict.keys, state_dict.values, strict=True))
     there = {key for key in values if key not in {item.codes for item in done}}
     used = {key for item in done for key in item.used}
@@ -175,10 +190,19 @@ def _stand_ins(
             what = "stands beside the codes of which it would be made"
             raise KeyConflict(what, where=item.key)
         node = values[item.codes]
-        yield id(node), _Renamed(item.codes, item.key, item.values)
+        known = stand_ins.setdefault(id(node), [])
+        like = [each.values for each in known if _is_same(each.values, item.values)]
+        known.append(_Renamed(item.codes, item.key, like[0] if like else item.values))
     for key in values:
         if key in used or (beside_values(key) and tensor_of(values[key]) is not None):
-            gone[id(values[key])] = state_dict.prefix + key
+            gone.setdefault(id(values[key]), []).append(state_dict.prefix + key)
+
+
+def _is_same(one: TensorRef, other: TensorRef) -> bool:
+    """Whether two tensors are computed in the same way of the same."""
+    return one.shape == other.shape and (
+        one.storage.source.fingerprint() == other.storage.source.fingerprint()
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +236,20 @@ def _values(root: Node) -> Iterator[Node]:
             yield value
 
 
-def _edited(root: Node, stand_ins: Mapping[int, Node], gone: Mapping[int, str]) -> Node:
+def _chosen(known: list[_Renamed], label: Node) -> _Renamed | None:
+    """What stands in for codes under this label; `RefusedObject` where there is a choice."""
+    named = [each for each in known if type(label) is str and each.before.endswith(label)]
+    fitting = named or known
+    if any(each.values is not fitting[0].values for each in fitting):
+        names = " and ".join(each.before for each in fitting[:2])
+        what = f"is one tensor of codes, which {names} read with different scales"
+        raise RefusedObject(what, where=fitting[0].before)
+    return fitting[0] if fitting else None
+
+
+def _edited(
+    root: Node, stand_ins: Mapping[int, list[_Renamed]], gone: Mapping[int, list[str]]
+) -> Node:
     """The tree with values in the places of codes, and without what these were read with."""
     made: dict[int, Node] = {}
     for holder in containers(root):
@@ -221,11 +258,11 @@ def _edited(root: Node, stand_ins: Mapping[int, Node], gone: Mapping[int, str]) 
             continue
         kept = []
         for label, value in pairs:
-            new = stand_ins.get(id(value))
+            new = _chosen(stand_ins.get(id(value), []), label)
             if new is not None:
                 kept.append((new.label(label), new.values))
-            elif id(value) not in gone:
-                kept.append((label, value))
+            elif not any(key.endswith(str(label)) for key in gone.get(id(value), ())):
+                kept.append((label, value))  # a scale may be a value too, under another name
         made[id(holder)] = with_pairs(holder, kept)
     return substituted(root, containers(root), made)
 
@@ -287,7 +324,7 @@ def _json(home: Location, name: str) -> dict[str, Any]:
     place = home.child(name)
     if not place.is_file():
         return {}
-    return read_object(read_small(place, "index_bytes"), place.path, name)
+    return read_object(read_small(place, "index_bytes"), place.path, name, of_python=True)
 
 
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")

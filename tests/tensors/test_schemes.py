@@ -217,6 +217,139 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, folder, c
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def seen_as(ending: str, change):
+    """A part in another shape or type."""
+
+    def changed(tensors):
+        key = part(tensors, ending)
+        tensors[key] = change(tensors[key]).clone().contiguous()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("folder", "change"),
+    [
+        ("gptq4_noact_v1", seen_as("g_idx", lambda t: t[None])),
+        ("gptq4_noact_v1", seen_as("g_idx", lambda t: t[0])),
+        ("gptq4_act_v1", without("g_idx")),  # the config says desc_act
+        ("gptq4_noact_v1", seen_as("scales", lambda t: t.long())),
+        ("ct_pack_int4_asym", seen_as("weight_scale", lambda t: t.long())),
+        ("ct_pack_int4_asym", seen_as("weight_packed", lambda t: t[None])),
+        ("ct_pack_int4_asym", seen_as("weight_zero_point", lambda t: torch.stack([t, t]))),
+        ("ct_mxfp4", seen_as("weight_scale", lambda t: t.double())),
+        ("ct_int8_channel", seen_as("weight_scale", lambda t: t.to(torch.complex64))),
+        ("ct_int8_channel", seen_as("weight_scale", lambda t: t.T)),
+    ],
+)
+def test_parts_of_other_shapes_and_types_are_refused_before_anything_is_computed(
+    tmp_path, folder, change
+):
+    test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, folder, change)
+
+
+def dequantized(tmp_path: Path, tensors: dict[str, torch.Tensor], **options) -> dict:
+    """What becomes of tensors in a torch file."""
+    torch.save(tensors, tmp_path / "in.pt")
+    out = tmp_path / "out.pt"
+    convert_checkpoint(tmp_path / "in.pt", out, dequantize=True, dtype="f32", **options)
+    return torch.load(out)
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    numbers = torch.arange(torch.Size(shape).numel()) % 17
+    return (numbers - 8.0).reshape(shape).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_scale"),
+    [
+        ((8, 8), (8, 1)),
+        ((8, 8), (1, 8)),
+        ((2, 8, 8), (2, 1, 8)),
+        ((2, 8, 8), (2, 8, 1)),
+        ((8, 8, 3), (8, 1, 1)),
+        ((3, 4, 8), ()),
+        ((8, 8, 3, 3), (8, 1, 1, 1)),
+    ],
+)
+def test_scales_of_as_many_dimensions_as_the_weight_stand_where_broadcasting_takes_them(
+    tmp_path, shape, of_scale
+):
+    codes, scale = fp8(*shape), torch.rand(of_scale) + 0.5
+    made = dequantized(tmp_path, {"a.weight": codes, "a.weight_scale": scale}, verify=True)
+    assert torch.equal(made["a.weight"], codes.float() * scale)
+
+
+def test_a_scale_for_each_input_of_a_convolution_is_refused(tmp_path):
+    tensors = {"a.weight": fp8(8, 8, 1, 1), "a.weight_scale": torch.rand(1, 8, 1, 1)}
+    with pytest.raises(MalformedCheckpoint, match=r"weight_scale of \[1, 8, 1, 1\]"):
+        dequantized(tmp_path, tensors)
+
+
+# ---------------------------------------------------------------------------- one tensor, two names
+
+
+def test_codes_under_two_names_are_read_each_with_its_own_scale(tmp_path):
+    codes, one, other = fp8(4, 4), torch.rand(4, 1), torch.rand(4, 1)
+    tensors = {"a.weight": codes, "a.weight_scale": one}
+    tensors |= {"b.weight": codes, "b.weight_scale": other}
+    made = dequantized(tmp_path, tensors)
+    assert torch.equal(made["a.weight"], codes.float() * one)
+    assert torch.equal(made["b.weight"], codes.float() * other)
+
+
+def test_where_their_names_do_not_tell_them_apart_they_are_refused(tmp_path):
+    codes = fp8(4, 4)
+    tensors = {name: {"weight": codes, "weight_scale": torch.rand(4, 1)} for name in "ab"}
+    with pytest.raises(RefusedObject, match="with different scales"):
+        dequantized(tmp_path, tensors)
+
+
+def test_tied_codes_become_tied_values(tmp_path):
+    codes, scale = fp8(4, 4), torch.rand(4, 1)
+    tensors = {f"{name}.weight": codes for name in "ab"}
+    made = dequantized(tmp_path, tensors | {f"{name}.weight_scale": scale for name in "ab"})
+    assert torch.equal(made["b.weight"], codes.float() * scale)
+    assert made["a.weight"].data_ptr() == made["b.weight"].data_ptr()
+
+
+def test_a_scale_that_is_a_value_too_stays_one(tmp_path):
+    codes, scale = fp8(4, 4), torch.rand(4)
+    tensors = {"a.weight": codes, "a.weight_scale": scale, "norm.weight": scale}
+    made = dequantized(tmp_path, tensors)
+    assert set(made) == {"a.weight", "norm.weight"} and torch.equal(made["norm.weight"], scale)
+
+
+@pytest.mark.parametrize(
+    "lone",
+    [
+        {"b.weight": torch.ones(4, 4, dtype=torch.int8)},
+        {"b.weight": torch.ones(4, 4, dtype=torch.uint8)},
+        {"b.w_blocks": torch.ones(1, 4, 1, 16, dtype=torch.uint8)},
+        {"b.w_scales": torch.ones(1, 4, 1, dtype=torch.uint8)},
+    ],
+)
+def test_integer_codes_or_scales_alone_beside_what_is_decoded_are_refused(tmp_path, lone):
+    tensors = {"a.weight": fp8(4, 4), "a.weight_scale": torch.rand(4, 1), **lone}
+    with pytest.raises(RefusedObject, match="without what it is read with"):
+        dequantized(tmp_path, tensors)
+
+
+def test_an_index_of_groups_that_nothing_was_put_into_is_none(tmp_path):
+    """compressed-tensors fills it with -1 before it calibrates."""
+    sample = NUMBERS / "ct_pack_int4_asym" / "model.safetensors"
+    [columns] = {value.shape[1] for value in expected_of(sample).values() if value.dim() == 2}
+
+    def change(tensors):
+        key = part(tensors, "weight_packed").replace("packed", "g_idx")
+        tensors[key] = torch.full((columns,), -1, dtype=torch.int32)
+
+    path = damaged(tmp_path, "ct_pack_int4_asym", change)
+    convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True, dtype="f32")
+    check(sample, load_file(tmp_path / "out.safetensors"))
+
+
 def bnb(tmp_path: Path, change) -> Path:
     tensors = load_file(NUMBERS / "bnb" / "nf4_nested.safetensors")
     change(tensors)
@@ -246,6 +379,7 @@ def state(**changes):
         state(shape=[1 << 40, 1 << 40]),
         state(quant_type="nf9"),
         state(nested_blocksize="many"),
+        state(nested_offset=10**400),
         filled("bitsandbytes__nf4", 123),
     ],
 )
@@ -255,7 +389,33 @@ def test_a_quant_state_that_lies_is_refused(tmp_path, change):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_codes_of_bitsandbytes_may_be_stored_as_another_type(tmp_path):
+    """As ``bnb_4bit_quant_storage`` does, for FSDP."""
+
+    def change(tensors):
+        key = next(key for key in tensors if f"{key}.absmax" in tensors)
+        tensors[key] = tensors[key].reshape(-1).view(torch.bfloat16).reshape(-1, 1)
+
+    out = tmp_path / "out.safetensors"
+    convert_checkpoint(bnb(tmp_path, change), out, dequantize=True, dtype="f32")
+    check(NUMBERS / "bnb" / "nf4_nested.safetensors", load_file(out))
+
+
 # ------------------------------------------------------------------------------- the config beside
+
+
+def test_a_config_may_hold_what_python_writes(tmp_path):
+    """Mamba 2 has a limit of ``Infinity``, which strict readers of JSON refuse."""
+    source = tmp_path / "in"
+    copied("fp8_block_deepseek", source)
+    config = json.loads((source / "config.json").read_text())
+    config["time_step_limit"] = [0.0, float("inf")]
+    (source / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, to="safetensors", dequantize=True, dtype="f32", with_files=True)
+    told = json.loads((out / "config.json").read_text())
+    assert told["time_step_limit"] == config["time_step_limit"]
+    assert "quantization_config" not in told and told["torch_dtype"] == "float32"
 
 
 def test_the_config_of_the_copy_does_not_say_that_it_is_quantised(tmp_path):

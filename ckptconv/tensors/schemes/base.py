@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckptconv.support.errors import MalformedCheckpoint, RefusedObject
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed
-from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.decoding import Decoding, decode_needs
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape, TensorRef, box_of, whole_view
 from ckptconv.tensors.stream import iter_chunks
@@ -146,17 +146,16 @@ def read_integers(ref: TensorRef, where: str) -> tuple[int, ...]:
 
 def check_groups(group: Group, name: str, columns: int, groups: int) -> None:
     """Refuse an index of groups that is not one number below `groups` for each column."""
-    index = group.need(name)
-    if index.shape != (columns,) or index.dtype.name not in ("int32", "int64"):
-        group.fail(f"{name} has to be {columns} integers")
-    numbers = all_integers(group, name)
+    numbers = all_integers(group, name, columns)
     if numbers and not (min(numbers) >= 0 and max(numbers) < groups):
         group.fail(f"{name} names a group beyond the {groups} that are there")
 
 
-def all_integers(group: Group, name: str) -> tuple[int, ...]:
-    """The values of a tensor of integers in one dimension."""
+def all_integers(group: Group, name: str, count: int) -> tuple[int, ...]:
+    """The values of a tensor of so many integers in one dimension."""
     index = group.need(name)
+    if index.shape != (count,) or index.dtype.name not in ("int32", "int64"):
+        group.fail(f"{name} has to be {count} integers")
     found: list[int] = []
     for at in range(0, index.shape[0], 8192):  # of a bounded size each
         part = box_of(index, (at,), (min(8192, index.shape[0] - at),))
@@ -217,7 +216,10 @@ def grid_of(group: Group, name: str, shape: Shape, block: tuple[int, int]) -> Te
     wanted = (*outer, -(-rows // block[0]), -(-columns // block[1]))
     if ref.shape == wanted:
         return ref
-    if _large(ref.shape) != _large(wanted):
+    if ref.numel == 1 and wanted[-2:] == (1, 1):
+        return _for_all(ref, wanted)
+    # with as many dimensions, each stands for itself: [1, n] is not one for each of n rows
+    if len(ref.shape) == len(wanted) or _large(ref.shape) != _large(wanted):
         group.fail(
             f"is {list(shape)}, in blocks of {block[0]} x {block[1]}, so {name} has to be "
             f"{list(wanted)}, and is {list(ref.shape)}"
@@ -225,22 +227,30 @@ def grid_of(group: Group, name: str, shape: Shape, block: tuple[int, int]) -> Te
     return reshaped(ref, wanted, group.prefix + name)
 
 
+def _for_all(ref: TensorRef, shape: Shape) -> TensorRef:
+    """One element as all those of a shape."""
+    stride = (0,) * len(shape)
+    piece = ref.pieces[0]._replace(shape=shape, stride=stride, start=stride)
+    return ref._replace(shape=shape, stride=stride, pieces=(piece,))
+
+
 def block_of(group: Group, scale: TensorRef, shape: Shape, given: object = None) -> tuple[int, int]:
     """The rows and columns of a block: as a configuration says (`given`), else by the shape of the
     scales: one for all, one for each row, or a grid whose blocks have a power of two of rows and of
-    columns.
+    columns. Scales of as many dimensions as the weight are a grid.
 
     The block is never the size divided by that of the grid: blocks at the edges are cut.
     """
     *outer, rows, columns = shape
     sizes = _large(scale.shape)
-    if sizes in ([], _large(outer)):
+    is_grid = len(scale.shape) == len(shape) and list(scale.shape[:-2]) == outer
+    if not sizes or (scale.shape[-2:] == (1, 1) if is_grid else sizes == _large(outer)):
         return max(rows, 1), max(columns, 1)
     if isinstance(given, (list, tuple)) and len(given) == 2 and all(map(_is_size, given)):
         return given[0], given[1]
-    if sizes == _large((*outer, rows)):
+    if not is_grid and len(scale.shape) != len(shape) and sizes == _large((*outer, rows)):
         return 1, max(columns, 1)
-    if len(scale.shape) != len(shape) or list(scale.shape[:-2]) != outer:
+    if not is_grid or (scale.shape[-2:] == (1, rows) and rows not in (1, columns)):
         group.fail(f"is {list(shape)}, which scales of {list(scale.shape)} do not fit")
     return (
         power_of(group, rows, scale.shape[-2]),
@@ -294,10 +304,29 @@ def decoded(
     Their type is `dtype`, that which the configuration names, or bfloat16.
     """
     target = dtype or facts.dtype or BFLOAT16
+    check_inputs(group, how, inputs, shape)
     refs = tuple(inputs[role] for role in how.roles)
     value = Computed("decode", refs, how, target, shape)
     made = computed(value, group.key, facts.checked)
     return whole_view(made.storage, target, shape if final is None else final)
+
+
+def check_inputs(
+    group: Group, how: Decoding, inputs: Mapping[str, TensorRef], shape: Shape
+) -> None:
+    """Refuse inputs that are not of the shapes and the kinds of types that the values need."""
+    needed = decode_needs(how, ((0,) * len(shape), shape), len(how.roles))
+    for role, (_, wanted) in zip(how.roles, needed, strict=True):
+        ref = inputs[role]
+        if ref.shape != wanted:
+            group.fail(f"needs a {role} of {list(wanted)}, and has one of {list(ref.shape)}")
+        is_number = ref.dtype.is_floating or ref.dtype.kind == "int"
+        if role == "scale" and how.scale_as:
+            is_number = ref.dtype.itemsize == 1
+        elif role in ("scale", "second", "bias"):
+            is_number = ref.dtype.is_floating
+        if role != "codes" and (not is_number or ref.dtype.numpy is None):
+            group.fail(f"has a {role} of {ref.dtype.name}, a type in which none is stored")
 
 
 def check_words(group: Group, codes: TensorRef, bits: int, columns: int) -> None:

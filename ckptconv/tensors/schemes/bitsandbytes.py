@@ -22,6 +22,7 @@ from ckptconv.tensors.schemes.base import (
     Group,
     Scheme,
     Weight,
+    check_inputs,
     decoded,
     known_dtype,
     read_integers,
@@ -134,11 +135,20 @@ def _absmax(group: Group, state: Mapping[str, Any], blocks: int) -> TensorRef:
         "scale": reshaped(inner, (1, inner.numel), group.key),
         "table": _table(group, "nested_quant_map", 256),
     }
-    plus = rounded(float(offset), FLOAT32)
-    assert isinstance(plus, float)
+    plus = _offset(group, offset)
     how = Decoding(tuple(inputs), "uint", (1, size), table=256, plus=plus)
+    check_inputs(group, how, inputs, (1, blocks))
     value = Computed("decode", tuple(inputs.values()), how, FLOAT32, (1, blocks))
     return whole_view(computed(value, group.key).storage, FLOAT32, (1, blocks))
+
+
+def _offset(group: Group, offset: float) -> float:
+    try:
+        plus = rounded(float(offset), FLOAT32)
+    except OverflowError:  # an integer of hundreds of digits
+        group.fail("has a nested_offset that is not a float")
+    assert isinstance(plus, float)
+    return plus
 
 
 def _eight_bits(group: Group, facts: Facts) -> Weight:

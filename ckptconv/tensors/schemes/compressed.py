@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
     E4M3,
+    E8M0,
     Facts,
     Group,
     Scheme,
     Weight,
+    all_integers,
     as_scale,
     block_of,
     check_groups,
@@ -56,7 +59,9 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
     bits = _bits(group, config, columns)
     check_words(group, codes, bits, columns)
     inputs = {"codes": codes}
-    index = group.first(f"{base}_g_idx")
+    index = _order(group, f"{base}_g_idx", columns)
+    if f"{base}_g_idx" not in group.parts and config.get("actorder") in ("group", True):
+        group.fail(f"is quantised in act order, and has no {base}_g_idx")
     size = config.get("group_size")
     given = (1, size) if isinstance(size, int) and size > 0 else None
     scale = group.need(f"{base}_scale")
@@ -88,6 +93,14 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
     kind = f"int{bits}" + (", asymmetric" if zero is not None else "")
     order = ", act order" if index is not None else ""
     return Weight(base, values, f"{kind}, {block_text(block, shape)}{order}")
+
+
+def _order(group: Group, name: str, columns: int) -> TensorRef | None:
+    """The index of groups; None where there is none, or nothing was put into it (all are -1)."""
+    index = group.first(name)
+    if index is None or set(all_integers(group, name, columns)) == {-1}:
+        return None
+    return index
 
 
 def _shape(group: Group) -> tuple[int, ...]:
@@ -128,10 +141,11 @@ def _float(group: Group, facts: Facts) -> Weight:
         group.fail(f"is {list(codes.shape)}, which scales of {list(scale.shape)} do not fit")
     octets, rest = divmod(codes.shape[-1], scale.shape[-1])  # bytes of codes for a scale
     is_nv = scale.dtype is E4M3 and second is not None
+    is_mx = as_scale(scale) or scale.dtype is E8M0
     bits, size = {(True, 8): (4, 16), (False, 16): (4, 32), (False, 24): (6, 32)}.get(
         (is_nv, octets), (0, 0)
     )
-    if rest or not bits or (second is not None) != is_nv:
+    if rest or not bits or (second is not None) != is_nv or not (is_nv or is_mx):
         what = f"{scale.dtype.name} scales for {octets} bytes each"
         group.refuse(f"is packed in a way that is not known: {what}")
     shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)

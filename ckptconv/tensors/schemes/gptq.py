@@ -78,6 +78,8 @@ def _gptq(group: Group, facts: Facts) -> Weight:
         group.fail(f"has zeros for {zeros.shape[0]} groups, and scales for {groups}")
     inputs = {"codes": transposed(codes), "scale": transposed(scales), "zero": transposed(zeros)}
     is_ordered = index is not None and _is_act_order(group, size, count)
+    if index is None and facts.config.get("desc_act") is True and groups > 1:
+        group.fail("is quantised in act order (desc_act), and has no g_idx")
     if index is not None and is_ordered:
         check_groups(group, "g_idx", count, groups)
         inputs["groups"] = index
@@ -125,8 +127,8 @@ def _group_size(group: Group, facts: Facts, count: int, groups: int) -> int:
 
 def _is_act_order(group: Group, size: int, count: int) -> bool:
     """Whether the inputs are not in the order of their groups."""
-    numbers = all_integers(group, "g_idx")
-    return len(numbers) != count or any(at // size != number for at, number in enumerate(numbers))
+    numbers = all_integers(group, "g_idx", count)
+    return any(at // size != number for at, number in enumerate(numbers))
 
 
 def _awq(group: Group, facts: Facts) -> Weight:

@@ -89,11 +89,21 @@ def scaled(group: Group, facts: Facts, words: str) -> Weight:
         "scale": grid_of(group, name, shape, block),
     }
     zero = f"{group.name}_zero_point"
+    for beside in (name, zero):
+        _refuse_kernels(group, beside)
     if zero in group.parts:
         inputs["zero"] = grid_of(group, zero, shape, block)
     how = Decoding(tuple(inputs), codes.dtype.name, block, scale_as=as_scale(scale))
     values = decoded(group, facts, how, inputs, shape, None, codes.shape)
     return Weight(group.name, values, f"{words}, {block_text(block, shape)}")
+
+
+def _refuse_kernels(group: Group, name: str) -> None:
+    """Refuse what is not one for each output of a convolution, or one for all."""
+    ref = group.parts.get(name)
+    is_like = ref is not None and len(ref.shape) == len(group.codes.shape) > 3
+    if ref is not None and is_like and any(size != 1 for size in ref.shape[1:]):
+        group.fail(f"is {list(group.codes.shape)}, which {name} of {list(ref.shape)} does not fit")
 
 
 def _at_least_two(shape: Shape) -> Shape:

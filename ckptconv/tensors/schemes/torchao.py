@@ -85,7 +85,7 @@ def _spelt(value: object) -> object:
 def _rows(
     group: Group, facts: Facts, told: Mapping[str, Any], parts: Mapping[str, str], dtype: Any
 ) -> tuple[TensorRef, str]:
-    codes = group.codes
+    codes, scale = group.codes, _need(group, parts, "scale")
     block = told.get("block_size")
     sizes = list(codes.shape)
     if not isinstance(block, list) or len(block) != len(sizes) or len(sizes) < 2:
@@ -93,13 +93,20 @@ def _rows(
     if any(type(size) is not int or size < 1 for size in block) or any(n != 1 for n in block[:-2]):
         group.refuse(f"has blocks of {block!r:.60}, which are not of rows and columns")
     pair = (block[-2], block[-1])
-    inputs = {"codes": codes, "scale": grid_of(group, parts["scale"], codes.shape, pair)}
+    inputs = {"codes": codes, "scale": grid_of(group, scale, codes.shape, pair)}
     if "zero_point" in parts:
         inputs["zero"] = grid_of(group, parts["zero_point"], codes.shape, pair)
     how = Decoding(tuple(inputs), codes.dtype.name, pair)
     values = decoded(group, facts, how, inputs, codes.shape, dtype)
     kind = _spelt(told.get("target_dtype")) or codes.dtype.name
     return values, f"{kind}, {block_text(pair, codes.shape)}"
+
+
+def _need(group: Group, parts: Mapping[str, str], part: str) -> str:
+    """The name of a tensor in the group."""
+    if part not in parts:
+        group.fail(f"is quantised by torchao, and has no {part}")
+    return parts[part]
 
 
 def _micro(
@@ -111,7 +118,8 @@ def _micro(
     dtype: Any,
 ) -> tuple[TensorRef, str]:
     """MX and NVFP4: nibbles, the low one first, or bytes."""
-    codes, scale = group.codes, group.need(parts.get("scale", "scale"))
+    codes, name = group.codes, _need(group, parts, "scale")
+    scale = group.need(name)
     is_nv = kind == "NVFP4Tensor"
     size = told.get("block_size")
     size = size if type(size) is int and size > 0 else (16 if is_nv else 32)
@@ -122,10 +130,10 @@ def _micro(
         wanted = (-(-rows // 128) * 128, -(-columns // 4) * 4)
         if len(shape) != 2 or scale.numel != wanted[0] * wanted[1]:
             group.fail(f"has swizzled scales of {list(scale.shape)}, not {list(wanted)}")
-        tiles = reshaped(scale, wanted, group.prefix + parts["scale"])
-        grid = cut(unswizzled(tiles, group.prefix + parts["scale"]), (rows, columns))
+        tiles = reshaped(scale, wanted, group.prefix + name)
+        grid = cut(unswizzled(tiles, group.prefix + name), (rows, columns))
     else:
-        grid = grid_of(group, parts["scale"], shape, (1, size))
+        grid = grid_of(group, name, shape, (1, size))
     inputs = {"codes": codes, "scale": grid}
     if "per_tensor_scale" in parts:
         inputs["second"] = one_number(group, parts["per_tensor_scale"])
