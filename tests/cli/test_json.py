@@ -166,7 +166,13 @@ def test_inspect_prints_what_the_page_says(room):
     folder = room / "run" / "checkpoint-5"
     folder.mkdir(parents=True)
     shutil.copy(room / "ddp_cuda3.pt", folder / "pytorch_model.bin")
-    names = ("ddp_cuda3_train.pt", "rich.pt", "w.safetensors", "shared.pt", "lightning.pt", "run")
+    codes = {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale": one[:1]}
+    save_file(codes, room / "fp8.safetensors")
+    torch.save({"qweight": one.int(), "scales": one}, room / "odd.pt")  # codes of nobody
+    names = (
+        *("ddp_cuda3_train.pt", "rich.pt", "w.safetensors", "shared.pt", "lightning.pt", "run"),
+        *("fp8.safetensors", "odd.pt"),
+    )
     found = [document("inspect", name, "--depth", "3", cwd=room) for name in names]
     hold("inspect", [*found, document("inspect", "no.pt", cwd=room, code=1)])
     assert found[1]["parts"][1]["value"] == "nan"
