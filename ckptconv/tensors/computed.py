@@ -224,7 +224,7 @@ class ComputedSource(DerivedSource):
         value, parts, overflowed = self.value, [], 0
         types = [ref.dtype for ref in self.inputs]
         make = OPERATIONS[value.operation].values
-        for box in flat_boxes(value.shape, first, first + count):
+        for box in _steps(value.shape, first, first + count):
             needed = zip(self.inputs, self._needed(box), strict=True)
             raw = [_read_box(ref, *part, note) for ref, part in needed]
             made = make(value.parameters, box, types, raw, target)
@@ -236,6 +236,25 @@ class ComputedSource(DerivedSource):
         """The box of each input that is read for a box of the output."""
         operation = OPERATIONS[self.value.operation]
         return operation.needs(self.value.parameters, box, len(self.inputs))
+
+
+_STEP = 1 << 17
+"""About the elements that are computed at a time: of arrays of 2 MB and more, the allocator gives
+the memory back each time, and clearing it anew takes longer than to compute.
+"""
+
+
+def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
+    """The boxes that some elements are, in their order, each of about so many; steps end with rows
+    where these are short.
+    """
+    row = shape[-1] if shape else 1
+    while first < stop:
+        end = min(stop, first + _STEP)
+        if end < stop and end // row * row > first:
+            end = end // row * row
+        yield from flat_boxes(shape, first, end)
+        first = end
 
 
 def _read_box(ref: TensorRef, start: Shape, shape: Shape, note: Note) -> memoryview:

@@ -409,22 +409,58 @@ def _by_tables(
     numbers = _numbers(how.numbers, 8, how.offset)
     stored = np.frombuffer(codes[0], np.uint8).reshape(-1, rows, columns)
     grid = scale.reshape(-1, *scale.shape[-2:])
-    made = np.empty(stored.shape, f"<u{target.itemsize}")
-    overflowed = 0
-    for outer, down, across in np.ndindex(*grid.shape):
-        first_row = max(0, (row // high + down) * high - row)
-        first = max(0, (column // wide + across) * wide - column)
-        down_to = (row // high + down + 1) * high - row
-        across_to = (column // wide + across + 1) * wide - column
-        table = numbers * grid[outer, down, across]
-        result = cast(table.view(np.uint8).data, _FLOAT32, target)
-        there = (outer, slice(first_row, down_to), slice(first, across_to))
-        taken = stored[there]
-        made[there] = np.take(np.frombuffer(result.data, made.dtype), taken, mode="clip")
+    wanted = np.multiply(grid[..., None], numbers)
+    result = cast(wanted.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    tables = np.frombuffer(result.data, f"<u{target.itemsize}").reshape(wanted.shape)
+    made = np.empty(stored.shape, tables.dtype)
+    is_whole = column % wide == 0 and columns % wide == 0 and grid.shape[2] <= _MOST_TABLES
+    lost = 0
+    for outer, down in np.ndindex(*grid.shape[:2]):
+        there = slice(
+            max(0, (row // high + down) * high - row), (row // high + down + 1) * high - row
+        )
+        band, out, own = stored[outer, there], made[outer, there], tables[outer, down]
+        if is_whole:
+            _look_up_bands(own, band, out, wide)
+        else:
+            _look_up_blocks(own, band, out, column, wide)
         if result.overflowed:
-            lost = np.isfinite(table) & ~np.isfinite(_floats(result.data, target, (256,)))
-            overflowed += int(np.count_nonzero(lost[taken]))
-    return Cast(made.reshape(-1).view(np.uint8).data, overflowed)
+            became = np.isfinite(_floats(own.reshape(-1).view(np.uint8).data, target, own.shape))
+            counted = np.isfinite(wanted[outer, down]) & ~became
+            number = (column + np.arange(columns)) // wide - column // wide
+            lost += int(np.count_nonzero(counted[number, band]))
+    return Cast(made.reshape(-1).view(np.uint8).data, lost)
+
+
+_MOST_TABLES = 256
+"""Tables whose entries a number of 16 bits counts."""
+
+_BAND = 1 << 15
+"""Elements that are looked up at a time: their indices are of 8 bytes for numpy, and have to stay
+within a second-level cache.
+"""
+
+
+def _look_up_bands(tables: Array, codes: Array, out: Array, wide: int) -> None:
+    """The entries of codes, each block of `wide` columns in a table of its own."""
+    import numpy as np
+
+    rows, columns = codes.shape
+    count = max(1, _BAND // max(1, columns))
+    offsets = (np.arange(len(tables), dtype=np.uint16) * np.uint16(256))[:, None]
+    flat = tables.reshape(-1)
+    for first in range(0, rows, count):
+        band = codes[first : first + count]
+        index = band.reshape(len(band), -1, wide) + offsets
+        np.take(flat, index.reshape(-1), out=out[first : first + count].reshape(-1), mode="clip")
+
+
+def _look_up_blocks(tables: Array, codes: Array, out: Array, column: int, wide: int) -> None:
+    """The same where blocks are cut at the edges."""
+    for number, table in enumerate(tables):
+        first = max(0, (column // wide + number) * wide - column)
+        columns = slice(first, (column // wide + number + 1) * wide - column)
+        out[:, columns] = table.take(codes[:, columns], mode="clip")
 
 
 # ------------------------------------------------------------------------------- one element
