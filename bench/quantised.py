@@ -1,5 +1,5 @@
-"""What dequantising costs: `convert --dequantize` with one thread and two against `cp` of its output,
-and the peak of memory; each scheme on random codes. `make bench-quantised`.
+"""What dequantising costs: `convert --dequantize`, by one thread and by two, against `cp` of its
+output, and the peak of memory; each scheme on random codes. `make bench-quantised`.
 """
 
 from __future__ import annotations

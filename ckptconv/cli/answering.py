@@ -19,7 +19,14 @@ from ckptconv.cli.completion import (
     offer_steps,
     offer_steps_of_b,
 )
-from ckptconv.cli.options import JSON, LIMIT, TAG, choice_options, key_options
+from ckptconv.cli.options import (
+    DEQUANTIZE,
+    JSON,
+    LIMIT,
+    TAG,
+    choice_options,
+    key_options,
+)
 from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import COMPARING, READING, SCANNING, progress_shown
 from ckptconv.support.errors import CheckpointError, printable
@@ -221,6 +228,7 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @option("--rtol NUMBER", "Relative tolerance.", click.FloatRange(min=0), section="Values")
 @option("--equal-nan", "With a tolerance: NaN equals NaN.", section="Values")
 @option("--ignore-dtype", "Compare tensors of different dtypes by their values.", section="Values")
+@DEQUANTIZE
 @option("--strict-device", "Count different device tags as a difference.", section="Values")
 @option("--all", "Show all keys that differ, not the first 20 of a kind.", section="Output")
 @option(

@@ -21,6 +21,7 @@ from ckptconv.support.errors import CheckpointError, OptionRefused, printable
 if TYPE_CHECKING:
     from ckptconv.convert.options import Options
     from ckptconv.keys.key_map import KeyRules
+    from ckptconv.tree.edits import Edit
 
 
 def engine_of_words(given: dict[str, Any], count: int) -> Any:
@@ -115,6 +116,15 @@ def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
     return KeyRules.of(rules, wrappers)
 
 
+def to_look_through(dequantize: bool, *, if_quantized: bool = False) -> tuple[Edit, ...]:
+    """The edits of what is only looked at."""
+    if not dequantize:
+        return ()
+    from ckptconv.tree.dequantizing import Dequantize  # seldom needed
+
+    return (Dequantize(if_quantized=if_quantized),)
+
+
 def comparison(given: dict[str, Any]) -> dict[str, Any]:
     """What `diff_checkpoints` is asked by the command line."""
     from ckptconv.keys.key_map import KEEP
@@ -138,7 +148,9 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
-    return {"keys": keys, "tolerance": tolerance, **{name: given[name] for name in taken}}
+    edits = to_look_through(given["dequantize"], if_quantized=True)
+    made = {"keys": keys, "tolerance": tolerance, "edits": edits}
+    return made | {name: given[name] for name in taken}
 
 
 def options_of(given: dict[str, Any], keys: Any, *, are_sent: bool = False) -> Options:

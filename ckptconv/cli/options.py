@@ -68,6 +68,11 @@ def key_options(default: str) -> Callable[[F], F]:
     return together(*_words(["keys"], default=default), *_words(RULES))
 
 
+DEQUANTIZE = option(
+    "--dequantize",
+    "Take the values of quantised weights, under the model's names.",
+    section="Values",
+)
 TAG = option(
     "--tag STEP",
     "The step or variant to read, if IN is a folder of several: step-500, 500, fp16.",

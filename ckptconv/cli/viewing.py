@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from ckptconv.cli import terminal
+from ckptconv.cli.asked import to_look_through
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import JSON, LIMIT, TAG
+from ckptconv.cli.options import DEQUANTIZE, JSON, LIMIT, TAG
 from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
 from ckptconv.support.errors import printable
@@ -56,6 +57,7 @@ Exit code: 0 done, 1 it cannot be opened or is damaged, 2 wrong usage.""",
     "Draw histogram and quantiles of the tensors whose names match. Repeatable.",
     multiple=True,
 )
+@DEQUANTIZE
 @TAG
 @LIMIT
 @JSON
@@ -83,6 +85,7 @@ def stats(
             "--histogram and --include both choose tensors; leave one of them out"
         )
     given["include"] = histogram or given["include"]
+    given["edits"] = to_look_through(given.pop("dequantize"))
     with terminal.errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = collected(source, **given, on_progress=on_progress)
     shown = report.in_order(found, sort, top)
@@ -117,6 +120,7 @@ Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage."
     section="Output",
 )
 @option("-f --force", "Replace the file of --npy or --npz if it exists.", section="Safety")
+@DEQUANTIZE
 @TAG
 @LIMIT
 @JSON
@@ -127,6 +131,7 @@ def show(
     npz: Path | None,
     force: bool,
     tag: str | None,
+    dequantize: bool,
     as_json: bool,
 ) -> None:
     """Show the values of TENSOR in checkpoint IN, as numpy prints them; INDICES are those of numpy,
@@ -139,11 +144,15 @@ def show(
     from ckptconv.values import picking, report
     from ckptconv.values.named import named_values
 
+    edits = to_look_through(dequantize)
     wanted = _with_indices(names, several=npz is not None)
     if npy is not None and npz is not None:
         raise click.UsageError("--npy and --npz are both given; leave one of them out")
     output = npz or npy
-    with terminal.errors_shown(as_json), open_checkpoint(source, tag=tag) as checkpoint:
+    with (
+        terminal.errors_shown(as_json),
+        open_checkpoint(source, tag=tag, edits=edits) as checkpoint,
+    ):
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
             item = picking.picked(found, name, checkpoint.path)

@@ -195,6 +195,7 @@ def merged_plan(
             hint=f"they are: {first_few(names, 5)}",
         )
     _refuse_mapping(request)
+    request, edits = _edits_apart(request, edits)
     opening = _opened(sources, output, request, only=only, force=force, edits=edits)
     with opening as (opened, parts):
         values: dict[str, Node] = {}
@@ -276,6 +277,7 @@ def averaged_plan(
     if integers not in INTEGERS:
         raise OptionRefused(f"integers={integers!r:.50} is not one of {', '.join(INTEGERS)}")
     _refuse_mapping(request)
+    request, edits = _edits_apart(request, edits)
     opening = _opened(sources, output, request, only=only, force=force, edits=edits)
     with opening as (opened, parts):
         for part in parts:
@@ -346,6 +348,20 @@ def _spelled(source: Place | Readable) -> str:
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(Path(source))
     return str(path_of(source))
+
+
+def _edits_apart(request: Request, edits: Sequence[Edit]) -> tuple[Request, Sequence[Edit]]:
+    """The request without what is done to each source first, and the edits of each source: codes of
+    several are not put together, nor averaged.
+    """
+    if not request.edits:
+        return request, edits
+    from ckptconv.tree.dequantizing import Dequantize  # seldom needed
+
+    first = [edit for edit in request.edits if isinstance(edit, Dequantize)]
+    rest = tuple(edit for edit in request.edits if not isinstance(edit, Dequantize))
+    each = [replace(edit, if_quantized=True) for edit in first]
+    return replace(request, edits=rest), (*edits, *each)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.report import Fields, short_repr
 from ckptconv.support.text import count_text, size_text
+from ckptconv.tree.edits import Edit
 from ckptconv.values.named import named_values, values_in
 
 
@@ -122,6 +124,8 @@ def report_difference(
     only_b: str | None = None,
     tag: str | None = None,
     tag_b: str | None = None,
+    edits: Sequence[Edit] = (),
+    edits_b: Sequence[Edit] | None = None,
     on_progress: OnProgress | None = None,
     **given: Any,
 ) -> tuple[Page, Difference]:
@@ -130,8 +134,10 @@ def report_difference(
     rules = rules_of(keys)
     with collector_paused(), ExitStack() as opened:
         both = (
-            opened.enter_context(open_certain(a, tag=tag)),
-            opened.enter_context(open_certain(b, tag=tag_b)),
+            opened.enter_context(open_certain(a, tag=tag, edits=edits)),
+            opened.enter_context(
+                open_certain(b, tag=tag_b, edits=edits if edits_b is None else edits_b)
+            ),
         )
         refuse_inputs([place.path])
         parts = (only, only if only_b is None else only_b or None)

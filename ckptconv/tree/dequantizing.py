@@ -14,7 +14,7 @@ from ckptconv.io.places import place_of
 from ckptconv.keys.naming_metadata import naming_entries
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.pickles.substitution import containers, substituted, with_pairs
-from ckptconv.support.choices import refuse_no_text
+from ckptconv.support.choices import refuse_no_flag, refuse_no_text
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
@@ -56,13 +56,15 @@ class Dequantize:
 
     Raises `RefusedObject` where the scheme of a weight cannot be told or is not known,
     `MalformedCheckpoint` where codes and scales do not fit, `OptionRefused` where nothing is
-    quantised.
+    quantised, unless `if_quantized`: then such a checkpoint stays as it is.
     """
 
     scheme: str | None = None
+    if_quantized: bool = False
 
     def __post_init__(self) -> None:
         refuse_no_text(scheme=self.scheme)
+        refuse_no_flag(if_quantized=self.if_quantized)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         checkpoint.refuse_part()
@@ -77,6 +79,8 @@ class Dequantize:
             _refuse_left(state_dict, done)
             found += done
             _note_stand_ins(state_dict, done, stand_ins, gone)
+        if not found and self.if_quantized:
+            return checkpoint
         if not found:
             raise OptionRefused(
                 "nothing in it is quantised in a way that is known",

@@ -14,11 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptconv import convert_checkpoint, inspect_checkpoint, load_portable
+from ckptconv import (
+    average_checkpoints,
+    convert_checkpoint,
+    inspect_checkpoint,
+    load_portable,
+)
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject
 from ckptconv.tree.dequantizing import Dequantize
 from helpers.http_server import HttpServer
 from helpers.paths import NUMBERS
+from helpers.program import run
 
 SAMPLES = sorted(
     made
@@ -443,3 +449,37 @@ def test_inspect_tells_of_all_weights_and_counts_what_they_stand_for(sample):
     assert all(item.scheme is not None for item in found.quantized)
     assert sum(item.weights for item in found.quantized) > 0
     assert found.parameters[""] == sum(value.numel() for value in expected.values())
+
+
+# ---------------------------------------------------------------------------- looked at through it
+
+
+def test_who_looks_at_values_takes_those_of_quantised_weights(tmp_path):
+    sample = NUMBERS / "gptq4_act_v1" / "model.safetensors"
+    key = "model.layers.0.mlp.down_proj.weight"
+    plain = tmp_path / "plain.safetensors"
+    convert_checkpoint(sample, plain, dequantize=True)
+    exact = load_file(plain)[key]
+    assert run("diff", sample, plain, cwd=tmp_path).exit == 1
+    assert run("diff", sample, plain, "--dequantize", cwd=tmp_path).exit == 0
+    assert run("diff", sample, plain, "--dequantize", "--html", "p.html", cwd=tmp_path).exit == 0
+    told = json.loads(run("stats", sample, "--dequantize", "--json", cwd=tmp_path).out)
+    [largest] = [item["max"] for item in told["tensors"] if item["name"] == key]
+    assert largest == exact.max().item()
+    shown = json.loads(run("show", sample, key, "[3]", "--dequantize", "--json", cwd=tmp_path).out)
+    assert shown["tensors"][0]["values"] == exact[3].tolist()
+    done = run("stats", plain, "--dequantize", cwd=tmp_path)
+    assert done.exit == 1 and "nothing in it is quantised" in done.err
+
+
+def test_a_mean_with_quantised_weights_is_that_of_their_values(tmp_path):
+    sample = NUMBERS / "gptq4_act_v1" / "model.safetensors"
+    other = {key: value.half() + 1 for key, value in expected_of(sample).items()}
+    save_file(other, tmp_path / "other.safetensors")
+    with pytest.raises(RefusedObject, match="need their scale"):
+        average_checkpoints([sample, sample], tmp_path / "no.safetensors")
+    sources, out = [sample, tmp_path / "other.safetensors"], tmp_path / "out.safetensors"
+    average_checkpoints(sources, out, dequantize=True, verify=True)
+    for key, value in load_file(out).items():
+        one = expected_of(sample)[key].half().double()
+        assert is_same(value, ((one + other[key].double()) / 2).half()), key
