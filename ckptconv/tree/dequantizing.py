@@ -22,7 +22,7 @@ from ckptconv.support.errors import (
     RefusedObject,
 )
 from ckptconv.support.json_text import read_object
-from ckptconv.support.text import count_text, first_few, size_text
+from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
     FLOAT8,
@@ -273,10 +273,7 @@ def _edited(
 
 def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]:
     for scheme, count in Counter(item.scheme for item in found).items():
-        made = [item.values for item in found if item.scheme == scheme]
-        types = ", ".join(sorted({ref.dtype.name for ref in made}))
-        size = size_text(sum(ref.nbytes for ref in made))
-        yield f"{count_text(count, 'weight')} dequantised to {types} ({size}): {scheme}"
+        yield f"{count_text(count, 'weight')} dequantised: {scheme}"
     if gone:
         listed = first_few(gone, _LISTED)
         yield f"left out with them, as they mean nothing without codes: {listed}"
