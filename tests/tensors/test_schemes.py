@@ -483,3 +483,40 @@ def test_a_mean_with_quantised_weights_is_that_of_their_values(tmp_path):
     for key, value in load_file(out).items():
         one = expected_of(sample)[key].half().double()
         assert is_same(value, ((one + other[key].double()) / 2).half()), key
+
+
+def nvfp4(rows: int, columns: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(9)
+    scale = torch.rand(rows, columns // 16).to(torch.float8_e4m3fn)
+    return {
+        "x.weight": torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
+        "x.weight_scale": scale,
+        "x.weight_scale_2": torch.tensor(0.5),
+    }
+
+
+def test_two_layouts_of_nvfp4_under_the_same_names_are_asked_for(tmp_path):
+    """Of 128 rows and 64 columns the scales in tiles have the shape of those in rows."""
+    path, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    tensors = nvfp4(128, 64)
+    save_file(tensors, path)
+    with pytest.raises(RefusedObject) as error:
+        convert_checkpoint(path, out, dequantize=True)
+    for word in ("modelopt-nvfp4", "comfy-nvfp4"):
+        assert f"--scheme {word}" in (error.value.hint or "")
+    octets = tensors["x.weight"]
+    low = torch.stack([octets & 15, octets >> 4], -1).reshape(128, 64)
+    high = torch.stack([octets >> 4, octets & 15], -1).reshape(128, 64)
+    grid = tensors["x.weight_scale"].float()
+    tiles = grid.reshape(1, 1, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(128, 4)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    for word, codes, scale in (("modelopt-nvfp4", low, grid), ("comfy-nvfp4", high, tiles)):
+        convert_checkpoint(path, out, dequantize=True, scheme=word, dtype="f32", force=True)
+        spread = (scale * 0.5).repeat_interleave(16, 1)
+        assert is_same(load_file(out)["x.weight"], values[codes.long()] * spread), word
+
+
+def test_a_layout_of_nvfp4_that_only_one_has_is_not_asked_for(tmp_path):
+    save_file(nvfp4(96, 64), tmp_path / "in.safetensors")
+    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize=True)

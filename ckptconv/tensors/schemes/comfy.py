@@ -24,6 +24,7 @@ from ckptconv.tensors.schemes.base import (
     one_number,
     read_small,
 )
+from ckptconv.tensors.schemes.modelopt import is_nvfp4
 from ckptconv.tensors.schemes.scaled import scaled
 from ckptconv.tensors.views import cut, unswizzled
 
@@ -96,10 +97,26 @@ def _tiled(group: Group, facts: Facts, kind: str) -> Weight:
 
 def _tiles(group: Group, scale: TensorRef, shape: Shape, size: int) -> TensorRef:
     rows, columns = shape[0], -(-shape[1] // size)
-    wanted = (-(-rows // 128) * 128, -(-columns // 4) * 4)
+    wanted = _whole_tiles(rows, columns)
     if scale.shape != wanted:
         group.fail(f"has scales of {list(scale.shape)}, which have to be {list(wanted)}")
     return cut(unswizzled(scale, f"{group.prefix}weight_scale"), (rows, columns))
+
+
+def _whole_tiles(rows: int, columns: int) -> Shape:
+    return -(-rows // 128) * 128, -(-columns // 4) * 4
+
+
+def _is_tiled_nvfp4(group: Group, _: Facts) -> bool:
+    """NVFP4 of which nothing tells, its scales as many as in whole tiles; ModelOpt's may be too."""
+    if not is_nvfp4(group) or len(group.codes.shape) != 2:
+        return False
+    rows, octets = group.codes.shape
+    return group.parts["weight_scale"].shape == _whole_tiles(rows, -(-2 * octets // 16))
+
+
+def _tiled_nvfp4(group: Group, facts: Facts) -> Weight:
+    return _tiled(group, facts, "nvfp4")
 
 
 def _is_marked(group: Group, _: Facts) -> bool:
@@ -119,5 +136,6 @@ def _marked(group: Group, facts: Facts) -> Weight:
 
 SCHEMES = (
     Scheme("comfy", (), _is_comfy, _comfy, is_certain=True),
+    Scheme("comfy-nvfp4", (), _is_tiled_nvfp4, _tiled_nvfp4),
     Scheme("comfy-scaled", (), _is_marked, _marked, is_certain=True),
 )
