@@ -277,11 +277,30 @@ def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]
     if gone:
         listed = first_few(gone, _LISTED)
         yield f"left out with them, as they mean nothing without codes: {listed}"
+    if listed_as_plain := [item.codes for item in found if _is_listed(item.key, facts)]:
+        yield (
+            "the config names these among the modules that are not quantised, and they are: "
+            f"{first_few(listed_as_plain, _LISTED)}"
+        )
     if facts.config.get("transform_config"):
         yield (
             "its weights were rotated before they were quantised (transform_config): the values "
             "belong to the rotated model"
         )
+
+
+_PLAIN_LISTS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
+
+
+def _is_listed(key: str, facts: Facts) -> bool:
+    """Whether a config lists a module, by its path or the end of it, as not quantised."""
+    module = key.rpartition(".")[0]
+    listed = [facts.config.get(name) for name in _PLAIN_LISTS]
+    names = [name for item in listed if isinstance(item, list) for name in item]
+    return any(
+        isinstance(name, str) and name and (module == name or module.endswith(f".{name}"))
+        for name in names
+    )
 
 
 # ------------------------------------------------------------------------- what stands beside it

@@ -520,3 +520,13 @@ def test_two_layouts_of_nvfp4_under_the_same_names_are_asked_for(tmp_path):
 def test_a_layout_of_nvfp4_that_only_one_has_is_not_asked_for(tmp_path):
     save_file(nvfp4(96, 64), tmp_path / "in.safetensors")
     convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize=True)
+
+
+def test_a_config_that_lists_a_quantised_module_as_plain_is_told_of(tmp_path):
+    path = copied("fp8_block_deepseek", tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "self_attn.o_proj"]
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    done = convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
+    [note] = [note for note in done.plan.notes if "not quantised, and they are" in note]
+    assert "o_proj" in note and "q_a_proj" not in note
