@@ -9,10 +9,11 @@ shares, fingerprints, accounting) asks `origins`, so that no operation can be fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Fingerprint, Source, WrappedSource
@@ -225,12 +226,39 @@ class ComputedSource(DerivedSource):
         types = [ref.dtype for ref in self.inputs]
         make = OPERATIONS[value.operation].values
         for box in _steps(value.shape, first, first + count):
-            needed = zip(self.inputs, self._needed(box), strict=True)
-            raw = [_read_box(ref, *part, note) for ref, part in needed]
+            needed = self._needed(box)
+            raw = [self._box(index, *part, note) for index, part in enumerate(needed)]
             made = make(value.parameters, box, types, raw, target)
             parts.append(made.data)
             overflowed += made.overflowed
         return Cast(parts[0] if len(parts) == 1 else memoryview(b"".join(parts)), overflowed)
+
+    def _box(self, index: int, start: Shape, shape: Shape, note: Note) -> memoryview:
+        """The bytes of a box of an input in C order; `note` is told what was read."""
+        ref = self.inputs[index]
+        found = verbatim_range(ref)
+        if found is None or not is_run(shape, ref.shape):
+            return self._gathered(index, start, shape, note)
+        storage, at = found
+        steps = contiguous_stride(ref.shape)
+        first = sum(place * step for place, step in zip(start, steps, strict=True))
+        raw = memoryview(bytearray(prod(shape) * ref.dtype.itemsize))
+        read_run(storage, at + first * ref.dtype.itemsize, raw, note)
+        return raw
+
+    def _gathered(self, index: int, start: Shape, shape: Shape, note: Note) -> memoryview:
+        """The bytes of a box of what does not lie in order."""
+        ref = self.inputs[index]
+        if len(shape) < 2:
+            _note_all(ref, note)
+            return read_box(ref, start, shape).data.cast("B")
+        box = strip_of(ref, start, shape)
+        strip = _strips.get(self, index, box, note)
+        within = tuple(
+            slice(at - begin, at - begin + size)
+            for at, begin, size in zip(start, box[0], shape, strict=True)
+        )
+        return _in_order(strip[within])
 
     def _needed(self, box: Box) -> Sequence[Box]:
         """The box of each input that is read for a box of the output."""
@@ -257,19 +285,6 @@ def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
         first = end
 
 
-def _read_box(ref: TensorRef, start: Shape, shape: Shape, note: Note) -> memoryview:
-    """The bytes of a box of a tensor in C order, little-endian; `note` is told what was read."""
-    found = verbatim_range(ref)
-    if found is None or not is_run(shape, ref.shape):
-        return _gathered(ref, start, shape, note)
-    storage, at = found
-    steps = contiguous_stride(ref.shape)
-    first = sum(place * step for place, step in zip(start, steps, strict=True))
-    raw = memoryview(bytearray(prod(shape) * ref.dtype.itemsize))
-    read_run(storage, at + first * ref.dtype.itemsize, raw, note)
-    return raw
-
-
 # ------------------------------------------------------------- what does not lie in order is kept
 
 _KEPT = 64 << 20
@@ -291,20 +306,6 @@ def strip_of(ref: TensorRef, start: Shape, shape: Shape) -> Box:
     return (*outer, begin, 0), (*counts, end - begin, columns)
 
 
-def _gathered(ref: TensorRef, start: Shape, shape: Shape, note: Note) -> memoryview:
-    """The bytes of a box of what does not lie in order."""
-    if len(shape) < 2:
-        _note_all(ref, note)
-        return read_box(ref, start, shape).data.cast("B")
-    box = strip_of(ref, start, shape)
-    strip = _strips.get(ref, box, note)
-    within = tuple(
-        slice(at - begin, at - begin + size)
-        for at, begin, size in zip(start, box[0], shape, strict=True)
-    )
-    return _in_order(strip[within])
-
-
 def _in_order(values: Array) -> memoryview:
     import numpy as np
 
@@ -317,27 +318,34 @@ def _note_all(ref: TensorRef, note: Note) -> None:
 
 
 class _Strips:
-    """The strips of inputs that were gathered last, of all threads."""
+    """The strips of inputs that were gathered last; they go with what they are for."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[Hashable, tuple[TensorRef, Array]] = {}
-        self._nbytes = 0
+        # what is gathered may be computed itself, of what has to be gathered
+        self._lock = threading.RLock()
+        self._kept: WeakKeyDictionary[ComputedSource, dict[tuple[int, Box], Array]]
+        self._kept = WeakKeyDictionary()
 
-    def get(self, ref: TensorRef, box: Box, note: Note) -> Array:
-        """The values of the box `box`, gathered now or before."""
-        key = (id(ref), box)
+    def get(self, source: ComputedSource, index: int, box: Box, note: Note) -> Array:
+        """The values of a box of the input with this number, gathered now or before."""
         with self._lock:  # one thread gathers, the others have it then
-            found = self._kept.get(key)
+            own = self._kept.setdefault(source, {})
+            found = own.get((index, box))
             if found is None:
+                ref = source.inputs[index]
                 _note_all(ref, note)
-                values = read_box(ref, *box).reshape(box[1])
-                self._kept[key] = found = ref, values  # ref: so that its id stays its own
-                self._nbytes += values.nbytes
-                while self._nbytes > _KEPT and len(self._kept) > 1:
-                    _, gone = self._kept.pop(next(iter(self._kept)))
-                    self._nbytes -= gone.nbytes
-        return found[1]
+                found = read_box(ref, *box).reshape(box[1])
+                self._make_room(found.nbytes)
+                self._kept.setdefault(source, {})[index, box] = found
+            return found
+
+    def _make_room(self, nbytes: int) -> None:
+        """Forget the oldest strips where the new one would be too much."""
+        for source in list(self._kept):
+            held = sum(strip.nbytes for own in self._kept.values() for strip in own.values())
+            if held + nbytes <= _KEPT:
+                return
+            del self._kept[source]
 
 
 _strips = _Strips()

@@ -530,3 +530,20 @@ def test_a_config_that_lists_a_quantised_module_as_plain_is_told_of(tmp_path):
     done = convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
     [note] = [note for note in done.plan.notes if "not quantised, and they are" in note]
     assert "o_proj" in note and "q_a_proj" not in note
+
+
+def test_scales_in_tiles_that_are_cut_in_both_directions(tmp_path):
+    """Their tiles are gathered of what is gathered itself."""
+    rows, columns = 112, 80
+    tensors = nvfp4(rows, columns)
+    grid = torch.rand(128, 8).to(torch.float8_e4m3fn)
+    tiles = grid.float().reshape(1, 4, 32, 2, 4).permute(0, 3, 2, 1, 4).contiguous()
+    tensors["x.weight_scale"] = tiles.reshape(128, 8).to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "in.safetensors")
+    out = tmp_path / "out.safetensors"
+    convert_checkpoint(tmp_path / "in.safetensors", out, dequantize=True, dtype="f32", verify=True)
+    octets = tensors["x.weight"]
+    codes = torch.stack([octets >> 4, octets & 15], -1).reshape(rows, columns)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    spread = (grid.float()[:rows, :5] * 0.5).repeat_interleave(16, 1)
+    assert is_same(load_file(out)["x.weight"], torch.cat([values, -values])[codes.long()] * spread)
