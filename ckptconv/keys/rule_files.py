@@ -89,7 +89,8 @@ def _text(raw: bytes, path: PurePath) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise KeyConflict("is not UTF-8 text", path=path) from None
+        hint = "rules stand in a .json, .toml or .yaml file"
+        raise KeyConflict("is not UTF-8 text", path=path, hint=hint) from None
 
 
 # -------------------------------------------------------------------------------------------- rules

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 KEYS = ("strip", "keep")
 WRAPPERS = ("strip", "module", "add-module", "keep")
 UNKNOWN = ("refuse", "drop", "keep")
-NOUNS = {"to": "a format", "max_shard_size": "a size", "dtype": "a floating dtype"}
+NOUNS = {"to": "a format"}
 """What an option is, where that is more than a choice."""
 
 
@@ -37,14 +37,9 @@ def refuse_other(option: str, given: object, choices: Sequence[str], *, further:
     ckptconv.support.errors.OptionRefused: keys='both' is not a choice; choose strip or keep
     """
     if type(given) is not str or given not in choices:
-        raise not_one(option, given, f"choose {', '.join(choices[:-1])} or {choices[-1]}{further}")
-
-
-def not_one(option: str, given: object, hint: str) -> OptionRefused:
-    """The refusal of what is given for an option."""
-    return OptionRefused(
-        f"{option}={given!r:.100} is not {NOUNS.get(option, 'a choice')}", hint=hint
-    )
+        what = f"{option}={given!r:.100} is not {NOUNS.get(option, 'a choice')}"
+        hint = f"choose {', '.join(choices[:-1])} or {choices[-1]}{further}"
+        raise OptionRefused(what, hint=hint)
 
 
 def refuse_no_keys(given: object) -> None:

@@ -88,7 +88,7 @@ class NamedValues:
                 hint = f"the first are: {', '.join(map(printable, names[:3])) or 'none'}"
                 if any(name.startswith(f"{glob}.") for name in names):
                     hint = f"what is in it matches {quoted(f'{glob}.*')}"
-                what = f"{told_as}{printable(glob)} matches the name of no tensor"
+                what = f"{told_as}{printable(glob)} matches no tensor"
                 raise OptionRefused(what, hint=hint)
 
         def is_met(name: str) -> bool:

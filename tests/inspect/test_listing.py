@@ -105,7 +105,7 @@ def test_globs_choose_and_one_that_meets_nothing_is_an_error(model):
     done = run("ls", "zip.pt", "*.bias", cwd=folder)
     assert (done.exit, done.out) == (1, "")
     assert done.err == (
-        "error: *.bias matches the name of no tensor; the first are: embed.weight, "
+        "error: *.bias matches no tensor; the first are: embed.weight, "
         "layers.0.weight, layers.1.weight\n"
     )
 

@@ -97,6 +97,7 @@ def make(folder: Path) -> None:
     }
     for name, tree in files.items():
         torch.save(tree, folder / name)
+    torch.save(torch.nn.Linear(3, 4), folder / "module.pt")
     whole = (folder / "a.pt").read_bytes()
     (folder / "cut.pt").write_bytes(whole[: len(whole) // 2])
     flipped = bytearray(whole)

@@ -18,7 +18,7 @@ import ckptconv
 from ckptconv import CheckpointError, KeyRules
 from ckptconv.convert.options import Options
 from ckptconv.convert.words import TensorWords
-from ckptconv.support.errors import OptionRefused
+from ckptconv.support.errors import OptionRefused, on_command_line
 from helpers.program import SAMPLES, assert_one_error, run
 
 DDP = SAMPLES / "ddp_cuda3.pt"
@@ -159,7 +159,7 @@ def cases() -> list[tuple[str, Callable[[], Any]]]:
 )
 def test_what_is_no_choice_is_refused_by_an_error_that_names_the_choices(says, call, room):
     before = sorted(room.iterdir())
-    with pytest.raises(OptionRefused) as caught:
+    with on_command_line(False), pytest.raises(OptionRefused) as caught:
         call()
     assert str(caught.value).startswith(says), str(caught.value)
     assert isinstance(caught.value, CheckpointError) and isinstance(caught.value, ValueError)

@@ -63,7 +63,10 @@ def join_ranks(opened: Sequence[Checkpoint]) -> Checkpoint:
     for rank in ranks:
         if not rank.shards:
             what = "holds no shards of tensors, so it is not the file of one rank"
-            hint = "name one file, or the files of all ranks"
+            hint = (
+                "name one file, or the files of all ranks; ckptconv merge, average and batch take "
+                "several checkpoints"
+            )
             raise UnsupportedCheckpoint(what, path=rank.checkpoint.path, hint=hint)
     refuse_flat((str(labels[-1]) for labels in ranks[0].shards), ranks[0].checkpoint.path)
     ranks.sort(key=lambda rank: rank.number)
