@@ -166,7 +166,14 @@ def _of_subclasses(
         group = Group(key, "", {**tensors, key: tensors["qdata"]})
         kind = spoken(cls).rpartition(".")[2]
         made = torchao_weight(group, facts, key, kind, told, parts)
+        if len(arguments) < 3 or _size(arguments[2]) != made.values.shape:
+            group.refuse(f"has values of {list(made.values.shape)}, and says another shape")
         yield Decoded(key, (), key, made.values, made.scheme)
+
+
+def _size(node: Node) -> Node:
+    """A size, which some pickle as a call."""
+    return node.args[0] if isinstance(node, Call) and len(node.args) == 1 else node
 
 
 def _told(value: Node) -> object:

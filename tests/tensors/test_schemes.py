@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -405,6 +407,107 @@ def test_codes_of_bitsandbytes_may_be_stored_as_another_type(tmp_path):
     out = tmp_path / "out.safetensors"
     convert_checkpoint(bnb(tmp_path, change), out, dequantize=True, dtype="f32")
     check(NUMBERS / "bnb" / "nf4_nested.safetensors", load_file(out))
+
+
+# ---------------------------------------------------------------------------------------- torchao
+
+
+INT8 = {
+    "qdata": torch.full((4, 8), 3, dtype=torch.int8),
+    "scale": torch.ones(4, 1),
+    "block_size": [1, 8],
+}
+
+
+def of_torchao(monkeypatch, tmp_path: Path, shape=(4, 8), kind="Int8Tensor", **changes) -> dict:
+    """What becomes of an object that is pickled as one of torchao's class of this name is."""
+    state = {name: part for name, part in (INT8 | changes).items() if part is not None}
+
+    def reduced(self: object, protocol: object):
+        sizes = (torch.bfloat16, shape, (1,) * len(shape), 0)
+        arguments = (cls, *sizes, torch.strided, torch.device("cpu"), False)
+        rebuild = torch._utils._rebuild_wrapper_subclass
+        return torch._tensor._rebuild_from_type_v2, (rebuild, cls, arguments, state)
+
+    cls = type(kind, (), {"__module__": "torchao.quantization", "__reduce_ex__": reduced})
+    module = types.ModuleType("torchao.quantization")
+    setattr(module, kind, cls)
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", module)
+    return dequantized(tmp_path, {"a.weight": cls()})
+
+
+def test_a_whole_object_of_torchao_is_read(monkeypatch, tmp_path):
+    made = of_torchao(monkeypatch, tmp_path)
+    assert torch.equal(made["a.weight"], torch.full((4, 8), 3.0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale": None},
+        {"shape": (8, 4)},
+        {"qdata": torch.ones(4, 8)},
+        {"qdata": torch.ones(4, 8, dtype=torch.bool)},
+        {"act_pre_scale": torch.ones(8)},
+        {"kind": "MXTensor", "qdata": torch.ones(8, dtype=torch.int8), "shape": (8,)},
+        {"kind": "MXTensor", "qdata": torch.ones((), dtype=torch.int8), "shape": ()},
+    ],
+)
+def test_an_object_of_torchao_that_does_not_fit_is_refused(monkeypatch, tmp_path, changes):
+    with pytest.raises((MalformedCheckpoint, RefusedObject), match=r"a\.weight"):
+        of_torchao(monkeypatch, tmp_path, **changes)
+
+
+def test_torchao_with_a_scale_of_inputs_is_refused_in_safetensors_too(tmp_path):
+    data = {"_type": "Int8Tensor", "_data": {"block_size": [1, 8]}}
+    data["_tensor_data_names"] = ["qdata", "scale", "act_pre_scale"]
+    tensors = {f"_w_{name}": INT8[name] for name in ("qdata", "scale")}
+    path = tmp_path / "in.safetensors"
+    save_file(tensors | {"_w_act_pre_scale": torch.ones(8)}, path, {"w": json.dumps(data)})
+    with pytest.raises(RefusedObject, match="act_pre_scale"):
+        convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
+
+
+# --------------------------------------------------------------------------------- time and memory
+
+
+def test_an_expanded_index_is_not_read_number_by_number(tmp_path):
+    """67 million groups of a file of 2 kB took half a minute."""
+    columns = 1 << 26
+    word = torch.zeros(1, dtype=torch.int32)
+    tensors = {
+        "a.weight_packed": word.expand(2, columns // 8),
+        "a.weight_scale": torch.ones(2, 1),
+        "a.weight_shape": torch.tensor([2, columns]),
+        "a.weight_g_idx": word.expand(columns),
+    }
+    with pytest.raises(RefusedObject, match="g_idx is read for"):
+        dequantized(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", r"(a*)\1\1$", ".*a.*a.*a.*a.*a.*a.*b"])
+def test_a_pattern_of_a_config_that_may_take_for_ever_is_refused(tmp_path, pattern):
+    path = copied("ct_pack_int4_asym", tmp_path / "in")
+    config = json.loads(path.with_name("config.json").read_text())
+    for item in config["quantization_config"]["config_groups"].values():
+        item["targets"] = [f"re:{pattern}"]
+    path.with_name("config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedObject, match="for ever"):
+        convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
+
+
+def test_the_metadata_of_comfyui_are_not_parsed_layer_by_layer(tmp_path, monkeypatch):
+    layers = {f"b.{number}": {"format": "float8_e4m3fn"} for number in range(20)}
+    tensors = {f"{name}.weight": fp8(2, 2) for name in layers}
+    tensors |= {f"{name}.weight_scale": torch.ones(()) for name in layers}
+    path, seen, loads = tmp_path / "in.safetensors", [], json.loads
+    save_file(tensors, path, {"_quantization_metadata": json.dumps({"layers": layers})})
+    monkeypatch.setattr(
+        json, "loads", lambda text, **rest: seen.append(text) or loads(text, **rest)
+    )
+    convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
+    assert len([text for text in seen if "layers" in str(text)[:10]]) < 5
 
 
 # ------------------------------------------------------------------------------- the config beside

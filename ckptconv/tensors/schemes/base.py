@@ -32,6 +32,13 @@ _MOST = 1 << 16
 """The most bytes of a tensor that is read while a conversion is planned: a shape, a JSON text."""
 
 
+_MOST_REPEATS = 6
+"""The most repeats in a pattern that a checkpoint brings: more may take too long."""
+
+_MOST_COLUMNS = 1 << 20
+"""The most integers that are read one by one: no model has so many inputs, but an expanded view."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What is known beside the tensors of a state dict.
@@ -156,6 +163,8 @@ def all_integers(group: Group, name: str, count: int) -> tuple[int, ...]:
     index = group.need(name)
     if index.shape != (count,) or index.dtype.name not in ("int32", "int64"):
         group.fail(f"{name} has to be {count} integers")
+    if count > _MOST_COLUMNS:
+        group.refuse(f"has {count} columns; {name} is read for {_MOST_COLUMNS} at most")
     found: list[int] = []
     for at in range(0, index.shape[0], 8192):  # of a bounded size each
         part = box_of(index, (at,), (min(8192, index.shape[0] - at),))
@@ -176,7 +185,7 @@ def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
     if not isinstance(groups, dict):
         return {}
     found = [item for item in groups.values() if isinstance(item, dict)]
-    named = [item for item in found if _targets(item, group.module)]
+    named = [item for item in found if _targets(item, group)]
     chosen = named if named else found
     if len(chosen) != 1:
         return {}
@@ -184,20 +193,26 @@ def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
     return weights if isinstance(weights, dict) else {}
 
 
-def _targets(item: Mapping[str, Any], module: str) -> bool:
+def _targets(item: Mapping[str, Any], group: Group) -> bool:
     """Whether a group names a module: by its class it cannot be told here."""
     targets = item.get("targets")
     for target in targets if isinstance(targets, list) else ():
         if not isinstance(target, str):
             continue
-        if target == module:
+        if target == group.module:
             return True
-        if target.startswith("re:") and _matches(target[3:], module):
+        if target.startswith("re:") and _matches(target[3:], group):
             return True
     return False
 
 
-def _matches(pattern: str, module: str) -> bool:
+_SLOW = re.compile(r"\)[*+{]|\\[1-9]")
+
+
+def _matches(pattern: str, group: Group) -> bool:
+    if _SLOW.search(pattern) or sum(map(pattern.count, "*+{")) > _MOST_REPEATS:
+        group.refuse(f"is described by the pattern {pattern!r:.60}, which may take for ever")
+    module = group.module
     try:
         return re.match(pattern, module) is not None
     except re.error:
@@ -311,6 +326,10 @@ def decoded(
     return whole_view(made.storage, target, shape if final is None else final)
 
 
+_NUMBERS = ("uint", "e2m1", "e2m3", "int8", *(dtype.name for dtype in FLOAT8))
+"""What codes may be."""
+
+
 def check_inputs(
     group: Group, how: Decoding, inputs: Mapping[str, TensorRef], shape: Shape
 ) -> None:
@@ -325,7 +344,11 @@ def check_inputs(
             is_number = ref.dtype.itemsize == 1
         elif role in ("scale", "second", "bias"):
             is_number = ref.dtype.is_floating
-        if role != "codes" and (not is_number or ref.dtype.numpy is None):
+        if role == "codes":
+            is_number = ref.dtype.itemsize == how.word and how.numbers in _NUMBERS
+        elif ref.dtype.numpy is None:
+            is_number = False
+        if not is_number:
             group.fail(f"has a {role} of {ref.dtype.name}, a type in which none is stored")
 
 

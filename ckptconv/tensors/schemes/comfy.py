@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from ckptconv.tensors.decoding import Decoding
@@ -39,21 +40,27 @@ def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
     if inline is not None:
         return _object(group, read_small(inline, group.prefix + _INLINE))
     text = facts.metadata.get(_METADATA)
-    layers = _object(group, text.encode()).get("layers") if text is not None else None
+    layers = None if text is None else _object(group, text).get("layers")
     if not isinstance(layers, dict):
         return None
     found = layers.get(group.module, layers.get(group.module.removeprefix(_BASE)))
     return found if isinstance(found, dict) else None
 
 
-def _object(group: Group, raw: bytes) -> Mapping[str, Any]:
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        found = None
+def _object(group: Group, raw: bytes | str) -> Mapping[str, Any]:
+    found = _parsed(raw)
     if not isinstance(found, dict):
         group.fail("is described by ComfyUI's metadata, which are not a JSON object")
     return found
+
+
+@lru_cache(maxsize=1)
+def _parsed(raw: bytes | str) -> object:
+    """What a JSON text says, None if it is not one; the text is asked for layer by layer."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _is_comfy(group: Group, facts: Facts) -> bool:

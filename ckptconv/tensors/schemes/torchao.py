@@ -25,7 +25,7 @@ from ckptconv.tensors.schemes.base import (
 from ckptconv.tensors.schemes.scaled import block_text
 from ckptconv.tensors.views import cut, reshaped, unswizzled
 
-_CODES = "_qdata"
+_CODES, _OF_INPUTS = "_qdata", "act_pre_scale"
 _ROWS = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
 
 
@@ -53,6 +53,9 @@ def _torchao(group: Group, facts: Facts) -> Weight:
     found = described(group.prefix + name, facts)
     assert found is not None
     parts = {part.removeprefix(f"_{name}_"): part for part in group.parts}
+    beside = found.get("_tensor_data_names")
+    if isinstance(beside, list) and _OF_INPUTS in beside:
+        parts[_OF_INPUTS] = f"_{name}_{_OF_INPUTS}"
     return torchao_weight(group, facts, name, str(found.get("_type")), found["_data"], parts)
 
 
@@ -67,6 +70,8 @@ def torchao_weight(
     """The values of a tensor of the class `kind`, whose attributes `told` are, and whose tensors
     are called `parts` in the group.
     """
+    if _OF_INPUTS in parts:
+        group.refuse(f"has an {_OF_INPUTS}, which belongs to the inputs of its layer")
     dtype = facts.dtype or known_dtype(_spelt(told.get("dtype", told.get("orig_dtype"))))
     if kind in _ROWS:
         values, words = _rows(group, facts, told, parts, dtype)
@@ -119,6 +124,8 @@ def _micro(
 ) -> tuple[TensorRef, str]:
     """MX and NVFP4: nibbles, the low one first, or bytes."""
     codes, name = group.codes, _need(group, parts, "scale")
+    if len(codes.shape) < 2:
+        group.fail(f"is {list(codes.shape)}, which are not rows and columns")
     scale = group.need(name)
     is_nv = kind == "NVFP4Tensor"
     size = told.get("block_size")
