@@ -19,7 +19,7 @@ from typing import Any
 from ckptconv.io.destination import output_errors
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
-from ckptconv.support.errors import CheckpointError, OptionRefused
+from ckptconv.support.errors import CheckpointError, OptionRefused, is_on_command_line
 from ckptconv.support.json_text import read_object
 
 _UNITS = {"": 1}
@@ -52,7 +52,9 @@ def shard_limit(given: int | str | None) -> int | None:
     elif given is None or (type(given) is int and given > 0):
         return given
     hint = "write it as '5GB' or '500MB', or give a number of bytes"
-    raise OptionRefused(f"--max-shard-size {given!r:.100} is not a size", hint=hint)
+    is_typed = type(given) is str and is_on_command_line()
+    option = "--max-shard-size " if is_typed else "max_shard_size="
+    raise OptionRefused(f"{option}{given!r:.100} is not a size", hint=hint)
 
 
 def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:
