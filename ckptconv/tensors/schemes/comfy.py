@@ -136,7 +136,7 @@ def _marked(group: Group, facts: Facts) -> Weight:
     if len(without) == 1:
         group.refuse(
             "is fp8 in a checkpoint of scaled fp8, and has no scale",
-            hint="leave it out with --exclude, or convert without --dequantize",
+            hint="convert without --dequantize",
         )
     return scaled(Group(group.key, group.prefix, without), facts, "ComfyUI scaled fp8")
 

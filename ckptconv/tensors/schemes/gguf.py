@@ -20,7 +20,7 @@ def unblocked(key: str, ref: TensorRef, facts: Facts) -> TensorRef:
         raise RefusedObject(
             f"is {ref.dtype.name} of GGUF, whose values cannot be read here",
             where=key,
-            hint="leave it out with --exclude, or dequantise the file with llama.cpp",
+            hint="dequantise the file with llama.cpp",
         )
     dtype, shape = facts.dtype or FLOAT32, ref.shown_shape
     made = computed(
