@@ -72,9 +72,15 @@ class Dequantize:
         found: list[Decoded] = []
         stand_ins: dict[int, list[_Renamed]] = {}
         gone: dict[int, list[str]] = {}
+        plain: list[str] = []
         for state_dict in checkpoint.state_dicts():
             done = _decoded(state_dict, facts, gone)
             if not done:
+                plain += [
+                    state_dict.prefix + key
+                    for key, ref in state_dict.tensors()
+                    if ref.dtype in FLOAT8
+                ]
                 continue
             _refuse_left(state_dict, done)
             found += done
@@ -95,7 +101,11 @@ class Dequantize:
             checkpoint,
             root=root,
             metadata=metadata,
-            notes=(*checkpoint.notes, *_notes(found, [*chain(*gone.values())], facts)),
+            notes=(
+                *checkpoint.notes,
+                *_notes(found, [*chain(*gone.values())], facts),
+                *_plain_notes(plain),
+            ),
             dropped=(*checkpoint.dropped, *dropped),
         )
 
@@ -293,6 +303,14 @@ def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]
         yield (
             "its weights were rotated before they were quantised (transform_config): the values "
             "belong to the rotated model"
+        )
+
+
+def _plain_notes(plain: list[str]) -> Iterator[str]:
+    if plain:
+        yield (
+            "float8 tensors without scales stay as they are, in a state dict where nothing is "
+            f"quantised: {first_few(plain, _LISTED)}"
         )
 
 

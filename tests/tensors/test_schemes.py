@@ -650,3 +650,23 @@ def test_scales_in_tiles_that_are_cut_in_both_directions(tmp_path):
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     spread = (grid.float()[:rows, :5] * 0.5).repeat_interleave(16, 1)
     assert is_same(load_file(out)["x.weight"], torch.cat([values, -values])[codes.long()] * spread)
+
+
+def test_float8_without_scales_in_another_state_dict_is_told_of(tmp_path):
+    codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    model = {"a.weight": codes, "a.weight_scale": torch.ones(1)}
+    torch.save({"state_dict": model, "ema": {"a.weight": codes.clone()}}, tmp_path / "in.pt")
+    done = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", dequantize=True)
+    assert any("stay as they are" in note and "ema.a.weight" in note for note in done.plan.notes)
+    made = torch.load(tmp_path / "out.pt")
+    assert made["state_dict"]["a.weight"].dtype is torch.bfloat16
+    assert made["ema"]["a.weight"].dtype is torch.float8_e4m3fn
+
+
+def test_the_zeros_of_auto_round_are_asked_for(tmp_path):
+    path = copied("gptq4_noact_v1", tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "auto-round"
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedObject, match="stored less one"):
+        convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)

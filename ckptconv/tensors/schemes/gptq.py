@@ -48,8 +48,8 @@ def _gptq_version(facts: Facts) -> str:
     """
     if facts.scheme in ("gptq", "gptq-v2"):
         return facts.scheme.replace("-", "_")
-    if facts.method != "gptq" and "bits" not in facts.config:
-        return ""
+    if facts.method not in ("", "gptq") or "bits" not in facts.config:
+        return ""  # of others with these names (auto-round) it is not known
     named = facts.config.get("checkpoint_format") or facts.config.get("format") or "gptq"
     return named if isinstance(named, str) else ""
 
