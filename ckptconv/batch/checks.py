@@ -38,7 +38,7 @@ def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
 def check_apart(
     jobs: Sequence[Job], places: Sequence[Location], pages: Sequence[Location] = ()
 ) -> None:
-    """Raise `BatchRefused` where `places`, such as a report, and `pages` are one place, or that of
+    """Raise `BatchRefused` where `places`, such as a ledger, and `pages` are one place, or that of
     something that a job reads or writes, or where a page lies in a source.
     """
     real = real_names()

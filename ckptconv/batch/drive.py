@@ -36,7 +36,7 @@ FIRST, LONGEST = 0.5, 30.0
 """Seconds before the second try of a job, and at most before any other; drawn between half and
 all."""
 _AHEAD = 64
-"""Jobs of which the report says at once that they begin: each such line waits for the disk."""
+"""Jobs of which the ledger says at once that they begin: each such line waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def convert_many(
     *,
     executor: EngineNamed = "serial",
     workers: int | None = None,
-    report: str | os.PathLike[str] | None = None,
+    ledger: str | os.PathLike[str] | None = None,
     retry_failed: bool = False,
     on_error: OnError = "continue",
     tries: int = 3,
@@ -73,7 +73,7 @@ def convert_many(
     `executor` says who runs them: ``serial`` (here, one after the other), ``processes`` (as many
     as `workers` on this host; None: one for each core), ``ray`` (on the cluster that this process
     is connected to), or any `concurrent.futures.Executor`, which stays its owner's. With a
-    `report`, a local file of JSON lines, a job that an earlier run finished is not run again, and
+    `ledger`, a local file of JSON lines, a job that an earlier run finished is not run again, and
     gives its receipt with ``earlier=True``; one that failed is run again with `retry_failed` only,
     or when its source or its options have changed. Errors of the network, and jobs whose worker was
     lost, are tried `tries` times in all. `on_error` = ``stop`` begins nothing after a failure. A
@@ -81,7 +81,7 @@ def convert_many(
     iterator early cancels what runs.
 
     Raises `CheckpointError` before anything is written when two jobs have one output, an output is
-    in a source, a source is missing, or another process has the report.
+    in a source, a source is missing, or another process has the ledger.
 
     >>> for receipt in convert_many(
     ...     [Job("a.pt", "a.safetensors"), Job("b.pt", "b.safetensors")], executor="processes"
@@ -94,8 +94,8 @@ def convert_many(
         raise OptionRefused(f"tries={tries!r:.100} is not a number of tries", hint="give 1 or more")
     if not isinstance(jobs, Iterable):
         raise OptionRefused(f"jobs={jobs!r:.100} are not jobs", hint="give a list of ckptconv.Job")
-    if report is not None:
-        refuse_no_path(report=report)
+    if ledger is not None:
+        refuse_no_path(ledger=ledger)
     if on_event is not None and not callable(on_event):
         raise OptionRefused(f"on_event={on_event!r:.100} cannot be called", hint="give a function")
     listed = list(jobs)
@@ -105,7 +105,7 @@ def convert_many(
     check_jobs(listed)
     engine = engine_of(executor, workers)
     wanted = Wanted(retry_failed, on_error, tries, on_event)
-    return receipts_of(listed, engine, wanted, None if report is None else Path(report))
+    return receipts_of(listed, engine, wanted, None if ledger is None else Path(ledger))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +119,13 @@ class Wanted:
 
 
 def receipts_of(
-    jobs: Sequence[Job], engine: Engine, wanted: Wanted, report: Path | None
+    jobs: Sequence[Job], engine: Engine, wanted: Wanted, path: Path | None
 ) -> Iterator[Receipt]:
     """The receipts of jobs that were checked, as they end."""
     with ExitStack() as leaving:
         ledger = None
-        if report is not None:
-            ledger = leaving.enter_context(closing(Ledger(report)))
+        if path is not None:
+            ledger = leaving.enter_context(closing(Ledger(path)))
             told = {"ckptconv": code_version(), "engine": engine.name}
             ledger.begin(map(key_of, jobs), told)
             engine.hold(ledger.descriptor())
@@ -180,7 +180,7 @@ class _Run:
                 yield from self._choose()
 
     def _choose(self) -> Iterator[Receipt]:
-        """Some more jobs become ready, and the report says so first."""
+        """Some more jobs become ready, and the ledger says so first."""
         chosen: list[Task] = []
         for number in self._todo:
             found = self._looked_at(number)

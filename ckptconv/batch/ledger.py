@@ -1,4 +1,4 @@
-"""The report of a batch: one JSON object a line, appended as jobs begin and end.
+"""The ledger of a batch: one JSON object a line, appended as jobs begin and end.
 
 | line | what it says |
 |---|---|
@@ -26,14 +26,14 @@ from ckptconv.support.errors import MalformedCheckpoint
 
 VERSION = 1
 _BEGINNING = f'{{"batch": {VERSION},'.encode()
-"""How each report begins, of which a full disk may have a part."""
+"""How each ledger begins, of which a full disk may have a part."""
 _SYNC_EVERY = 0.25
 """Seconds after which what became of jobs is on the disk; what is lost is found out again."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What a report tells: of each output the last receipt, and the outputs that were begun since.
+    """What a ledger tells: of each output the last receipt, and the outputs that were begun since.
 
     `runs` counts the runs; `torn` the lines that were cut off; `jobs` is the number of jobs of the
     last run (None: not said), `other` are the outputs that are not of it, `begun` and `last` the
@@ -50,8 +50,8 @@ class Known:
     other: frozenset[str] = frozenset()
 
 
-def read_report(path: Path) -> Known:
-    """What a report tells; nothing where there is none.
+def read_ledger(path: Path) -> Known:
+    """What a ledger tells; nothing where there is none.
 
     Raises `MalformedCheckpoint` for a file that is something else, which is thus never appended to.
     """
@@ -62,7 +62,7 @@ def read_report(path: Path) -> Known:
         if line is None:
             if first and raw.strip() and not _BEGINNING.startswith(raw[: len(_BEGINNING)]):
                 raise MalformedCheckpoint(
-                    "is not a batch report", path=path, hint="name another file"
+                    "is not a batch ledger", path=path, hint="name another file"
                 )
             known.torn += bool(raw.strip())
             continue
@@ -104,12 +104,12 @@ def _take(known: Known, line: dict[str, Any]) -> None:
 
 
 class Ledger:
-    """The report of a run that goes on; other processes are kept from it until it is closed."""
+    """The ledger of a run that goes on; other processes are kept from it until it is closed."""
 
     def __init__(self, path: Path) -> None:
-        read_report(path)  # something else is refused before it is locked
+        read_ledger(path)  # something else is refused before it is locked
         self._file = AppendedLines(path)
-        self.known = read_report(path)
+        self.known = read_ledger(path)
         self._pending = 0
         self._synced = time.monotonic()
 

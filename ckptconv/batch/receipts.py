@@ -1,4 +1,4 @@
-"""What became of one job, as a value and as a line of a report."""
+"""What became of one job, as a value and as a line of a ledger."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "verified": (int, type(None)),
     "found": (bool,),
 }
-"""What a line of a report may say, beside what every one has to."""
+"""What a line of a ledger may say, beside what every one has to."""
 
 
 def _is_kind(value: Any, kinds: tuple[type, ...]) -> bool:
@@ -109,7 +109,7 @@ def _is_kind(value: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def receipt_of(line: Mapping[str, Any]) -> Receipt:
-    """The receipt that a line of a report tells of; `ValueError` for what is not one."""
+    """The receipt that a line of a ledger tells of; `ValueError` for what is not one."""
     known = {item.name for item in fields(Receipt)} - set(_UNTOLD)
     told = {name: value for name, value in line.items() if name in known}
     source, notes = told.get("source"), told.get("notes", [])

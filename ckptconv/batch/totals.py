@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptconv.batch.ledger import read_report
+from ckptconv.batch.ledger import read_ledger
 from ckptconv.batch.receipts import Receipt
 from ckptconv.support.errors import printable
 from ckptconv.support.report import LISTED, Fields, Row
@@ -66,15 +66,15 @@ class Totals:
         return time.monotonic() - self.begun if self.seconds is None else self.seconds
 
 
-def totals_of(reports: Sequence[Path]) -> Totals:
-    """What reports say of the jobs of their last runs, of several the sum.
+def totals_of(ledgers: Sequence[Path]) -> Totals:
+    """What ledgers say of the jobs of their last runs, of several the sum.
 
     What was done, and begun again since, is not done.
     """
     totals = Totals(0, seconds=0.0)
     running: list[str] = []
-    for path in reports:
-        known = read_report(path)
+    for path in ledgers:
+        known = read_ledger(path)
         if totals.jobs is not None:
             totals.jobs = None if known.jobs is None else totals.jobs + known.jobs
         for key, receipt in known.receipts.items():
@@ -100,7 +100,7 @@ def totals_headline(totals: Totals) -> str:
     return ", ".join(told)
 
 
-def totals_lines(totals: Totals, reports: Sequence[Path]) -> Iterator[Row]:
+def totals_lines(totals: Totals, ledgers: Sequence[Path]) -> Iterator[Row]:
     """Bytes, time and rate, and what failed, as rows."""
     seconds = totals.passed()
     if totals.done:
@@ -118,11 +118,11 @@ def totals_lines(totals: Totals, reports: Sequence[Path]) -> Iterator[Row]:
     for receipt in failures[:LISTED]:
         yield Row("failed", printable(failure_text(receipt), 2000), "error")
     if len(failures) > LISTED:
-        yield Row("failed", f"{len(failures) - LISTED:,} more; the report has them", "error")
+        yield Row("failed", f"{len(failures) - LISTED:,} more; the ledger has them", "error")
     noted = sum(bool(receipt.notes) for receipt in totals.receipts)
     if noted:
-        yield Row("notes", f"{count_text(noted, 'conversion')} with notes; the report has them")
-    yield Row("report", ", ".join(printable(path) for path in reports))
+        yield Row("notes", f"{count_text(noted, 'conversion')} with notes; the ledger has them")
+    yield Row("ledger", ", ".join(printable(path) for path in ledgers))
 
 
 def failure_text(receipt: Receipt) -> str:

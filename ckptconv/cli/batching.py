@@ -45,10 +45,10 @@ _REPORT = "ckptconv-batch"
 @command(
     """
   ckptconv batch runs/ --out-dir portable/ --to safetensors --dtype bf16
-  ckptconv batch manifest.jsonl --jobs 8 --report report.jsonl
+  ckptconv batch manifest.jsonl --jobs 8 --ledger ledger.jsonl
   ckptconv batch manifest.jsonl --share 3/16
   ckptconv batch manifest.jsonl --retry-failed
-  ckptconv batch --status report.jsonl
+  ckptconv batch --status ledger.jsonl
 
 A line of a manifest: {"source": "a.pt", "output": "a.safetensors", "dtype": "bf16"}
 
@@ -69,10 +69,11 @@ Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each oth
     once="--shard",
 )
 @option(
-    "--report FILE",
+    "--ledger FILE",
     "The file that records what is done; a batch that is run again resumes from it.",
     NEW_FILE,
     section="Many",
+    once="--report",
 )
 @option("--retry-failed", "Try again what failed in an earlier run.", section="Many")
 @option(
@@ -82,7 +83,7 @@ Exit code: 0 all done, 1 some failed or left, 2 wrong usage, or jobs in each oth
     default="continue",
     section="Many",
 )
-@option("--status", "PATHs are reports: show their progress.", section="Many")
+@option("--status", "PATHs are ledgers: show their progress.", section="Many")
 @option(
     "--html FILE", "Write an HTML page with the outcome of each job.", NEW_FILE, section="Output"
 )
@@ -112,7 +113,7 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
     passed: list[Passed] = []
     with terminal.errors_shown(as_json, code=2), problems_shown(as_json):
         listed = _listed(paths, given["out_dir"], common, passed)
-        report = _report_of(paths, given, part)
+        ledger = _ledger_of(paths, given, part)
         jobs, refused = listed.jobs[share], None
         try:
             check_jobs(listed.jobs, listed.names)
@@ -125,11 +126,11 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
             return
         pages = _pages(given)
         manifests = [] if given["out_dir"] is not None else list(map(place_of, paths))
-        check_apart(listed.jobs, [*manifests, place_of(report)], pages)
+        check_apart(listed.jobs, [*manifests, place_of(ledger)], pages)
         for page in pages:
             check_place_free(page, is_folder=False, force=given["force"])
     _tell_passed(passed, silent=as_json or given["quiet"])
-    _run(jobs, report, given)
+    _run(jobs, ledger, given)
 
 
 def _pages(given: dict[str, Any]) -> list[Location]:
@@ -170,7 +171,7 @@ def _common(given: dict[str, Any], keys: str) -> Job:
 
 
 def _share(text: str | None) -> tuple[slice, str]:
-    """The jobs that are the share ``I/N``, and what the name of its report has."""
+    """The jobs that are the share ``I/N``, and what the name of its ledger has."""
     if text is None:
         return slice(None), ""
     number, _, of = text.partition("/")
@@ -223,14 +224,14 @@ def _is_text_of_jobs(place: Location) -> bool:
     return head.startswith(b"{") and b'"source"' in head
 
 
-def _report_of(paths: tuple[Any, ...], given: dict[str, Any], part: str) -> Path:
-    """The report: the one that is named, else one beside the outputs or the manifest."""
-    if given["report"] is not None:
-        return local_path(place_of(given["report"]), "a report is a file of this machine")
+def _ledger_of(paths: tuple[Any, ...], given: dict[str, Any], part: str) -> Path:
+    """The ledger: the one that is named, else one beside the outputs or the manifest."""
+    if given["ledger"] is not None:
+        return local_path(place_of(given["ledger"]), "a ledger is a file of this machine")
     if given["out_dir"] is None:
         first = Path(paths[0])
         return first.with_name(f"{first.name.removesuffix('.jsonl')}{part}.report.jsonl")
-    what = "there is no place for the report: name one with --report"
+    what = "there is no place for the ledger: name one with --ledger"
     folder = local_path(place_of(given["out_dir"]), what)
     if not given["dry_run"]:
         try:
@@ -277,7 +278,7 @@ def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
     terminal.print_lines(shown, err=True)
 
 
-def _run(jobs: Sequence[Job], report: Path, given: dict[str, Any]) -> None:
+def _run(jobs: Sequence[Job], ledger: Path, given: dict[str, Any]) -> None:
     from ckptconv.batch.drive import Wanted, receipts_of
     from ckptconv.batch.totals import Totals
     from ckptconv.cli.progress_display import batch_shown
@@ -290,34 +291,34 @@ def _run(jobs: Sequence[Job], report: Path, given: dict[str, Any]) -> None:
         engine = engine_of_words(given, len(jobs))
         display.workers = engine.workers
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
-        for receipt in receipts_of(jobs, engine, wanted, report):
+        for receipt in receipts_of(jobs, engine, wanted, ledger):
             totals.add(receipt)
             display.ended(receipt)
-    _show_totals(totals, [report], given)
+    _show_totals(totals, [ledger], given)
 
 
 def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """What reports say."""
+    """What ledgers say."""
     from ckptconv.batch.checks import check_apart
     from ckptconv.batch.totals import totals_of
 
     check_apart((), [*map(place_of, dict.fromkeys(paths))], _pages(given))
-    reports = [local_path(place_of(path), "a report is a file of this machine") for path in paths]
-    for path in reports:
+    ledgers = [local_path(place_of(path), "a ledger is a file of this machine") for path in paths]
+    for path in ledgers:
         if not path.exists():
             raise MissingFile("no such file", path=path, hint="check the path")
-    _show_totals(totals_of(reports), reports, given)
+    _show_totals(totals_of(ledgers), ledgers, given)
 
 
-def _show_totals(totals: Any, reports: list[Path], given: dict[str, Any]) -> None:
+def _show_totals(totals: Any, ledgers: list[Path], given: dict[str, Any]) -> None:
     """The end of a batch, or how far it is: a table, a page, the exit code."""
     from ckptconv.batch.totals import TOTALS, totals_headline, totals_lines
 
     if given["as_json"]:
-        terminal.print_json({"reports": list(map(str, reports)), **TOTALS.of(totals)})
+        terminal.print_json({"reports": list(map(str, ledgers)), **TOTALS.of(totals)})
     elif not given["quiet"] or totals.failed:
         terminal.print_headline(totals_headline(totals), err=not given["status"])
-        terminal.print_lines(totals_lines(totals, reports), err=not given["status"])
+        terminal.print_lines(totals_lines(totals, ledgers), err=not given["status"])
     if given["html"] is not None:
         from ckptconv.pages.batch_page import write_batch_page
 

@@ -281,6 +281,7 @@ _ONCE = (
     ("tag_against", "tag_b"),
     ("path", "output"),
     ("path", "source"),
+    ("report", "ledger"),
 )
 """The names of options by those that they had once, which still do."""
 

@@ -73,9 +73,9 @@ DONE, EARLIER = ("done", False), ("done", True)
 
 def test_what_is_done_is_not_done_again(room):
     report = room / "r.jsonl"
-    assert ran(jobs_in(room), report=report) == [DONE] * 4
+    assert ran(jobs_in(room), ledger=report) == [DONE] * 4
     before = made(room)
-    assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+    assert ran(jobs_in(room), ledger=report) == [EARLIER] * 4
     assert made(room) == before
     assert ran(jobs_in(room)) == [("failed", False)] * 4  # without a report, they are in the way
     assert made(room) == before
@@ -83,7 +83,7 @@ def test_what_is_done_is_not_done_again(room):
 
 def test_a_report_tells_each_step(room):
     report = room / "r.jsonl"
-    ran(jobs_in(room, 2), report=report)
+    ran(jobs_in(room, 2), ledger=report)
     told = lines(report)
     assert (told[0]["batch"], told[0]["jobs"], told[0]["engine"]) == (1, 2, "serial")
     assert [line.get("state") for line in told[1:]] == ["started", "started", "done", "done"]
@@ -97,7 +97,7 @@ def test_what_has_changed_is_done_again(what, room):
     (room / "rules.toml").write_text('[[rules]]\nrename = {"a." = "c."}\n')
     if what == "rules":
         options = {"rules": str(room / "rules.toml")}
-    assert ran(jobs_in(room, **options), report=report) == [DONE] * 4
+    assert ran(jobs_in(room, **options), ledger=report) == [DONE] * 4
     if what == "source":
         checkpoint(room / "1.pt", 99)
     elif what == "rules":
@@ -109,7 +109,7 @@ def test_what_has_changed_is_done_again(what, room):
     else:
         options = {"dtype": "bf16"}
     before = made(room)
-    found = ran(jobs_in(room, **options), report=report)
+    found = ran(jobs_in(room, **options), ledger=report)
     after = made(room)
     written = {name for name in after if before.get(name) != after[name]}
     if what in ("options", "rules"):
@@ -126,51 +126,51 @@ def test_what_has_changed_is_done_again(what, room):
 
 def test_an_output_that_somebody_else_made_is_not_replaced(room):
     report = room / "r.jsonl"
-    ran(jobs_in(room), report=report)
+    ran(jobs_in(room), ledger=report)
     theirs = b"something else"
     (room / "out/2.safetensors").write_bytes(theirs)
-    receipts = list(convert_many(jobs_in(room, dtype="bf16"), report=report))
+    receipts = list(convert_many(jobs_in(room, dtype="bf16"), ledger=report))
     assert [receipt.state for receipt in receipts] == ["done", "done", "failed", "done"]
     assert receipts[2].error.kind == "OutputRefused" and "exists" in receipts[2].error.message
     assert (room / "out/2.safetensors").read_bytes() == theirs
     again = [replace(job, force=True) for job in jobs_in(room, dtype="bf16")]
-    assert ran(again, report=report, retry_failed=True) == [EARLIER, EARLIER, DONE, EARLIER]
+    assert ran(again, ledger=report, retry_failed=True) == [EARLIER, EARLIER, DONE, EARLIER]
 
 
 def test_what_was_begun_and_is_whole_is_found_so(room):
     """The driver was killed when the output had its name and the report did not say so yet."""
     report = room / "r.jsonl"
-    ran(jobs_in(room), report=report)
+    ran(jobs_in(room), ledger=report)
     before = made(room)
     kept = [line for line in report.read_text().splitlines() if '"done"' not in line]
     report.write_text("\n".join([*kept, '{"key": "/torn', ""]))
-    receipts = list(convert_many(jobs_in(room), report=report))
+    receipts = list(convert_many(jobs_in(room), ledger=report))
     assert [(one.state, one.earlier, one.found) for one in receipts] == [("done", False, True)] * 4
     assert made(room) == before
-    assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+    assert ran(jobs_in(room), ledger=report) == [EARLIER] * 4
 
 
 def test_what_is_made_anew_and_was_begun_replaces_what_was_made_before(room):
     """The options changed, and the driver was killed before the new output was there."""
     report = room / "r.jsonl"
-    ran(jobs_in(room), report=report)
+    ran(jobs_in(room), ledger=report)
     with report.open("a") as file:
         for number in range(4):
             key = str((room / f"out/{number}.safetensors").absolute())
             file.write(json.dumps({"state": "started", "key": key}) + "\n")
-    assert ran(jobs_in(room, dtype="bf16"), report=report) == [DONE] * 4
+    assert ran(jobs_in(room, dtype="bf16"), ledger=report) == [DONE] * 4
     assert load_file(room / "out/0.safetensors")["a.weight"].dtype is torch.bfloat16
 
 
 def test_what_was_begun_and_is_something_else_is_not_replaced(room):
     report = room / "r.jsonl"
-    ran(jobs_in(room), report=report)
+    ran(jobs_in(room), ledger=report)
     kept = [line for line in report.read_text().splitlines() if '"done"' not in line]
     report.write_text("\n".join([*kept, ""]))
     raw = bytearray((room / "out/3.safetensors").read_bytes())
     raw[-1] ^= 1  # one bit of the last tensor
     (room / "out/3.safetensors").write_bytes(raw)
-    receipts = list(convert_many(jobs_in(room), report=report))
+    receipts = list(convert_many(jobs_in(room), ledger=report))
     assert [one.state for one in receipts] == ["done", "done", "done", "failed"]
     assert (room / "out/3.safetensors").read_bytes() == raw
 
@@ -180,26 +180,26 @@ def test_a_set_of_which_only_shards_have_their_names_is_made_whole(room):
     torch.save(tensors, room / "big.pt")
     job = Job(room / "big.pt", room / "out/model.safetensors", Options(max_shard_size=90_000))
     report = room / "r.jsonl"
-    (whole,) = convert_many([job], report=report)
+    (whole,) = convert_many([job], ledger=report)
     assert len(whole.made) == 4  # three shards and the index
     expected = {path.name: path.read_bytes() for path in (room / "out").iterdir()}
     for name in ("model.safetensors.index.json", "model-00002-of-00003.safetensors"):
         (room / "out" / name).unlink()
     report.write_text("\n".join(report.read_text().splitlines()[:2]) + "\n")
-    (again,) = convert_many([job], report=report)
+    (again,) = convert_many([job], ledger=report)
     assert (again.state, again.error) == ("done", None)
     assert {path.name: path.read_bytes() for path in (room / "out").iterdir()} == expected
 
 
 def test_verify_is_asked_of_what_was_not_verified(room):
     report = room / "r.jsonl"
-    ran(jobs_in(room), report=report)
+    ran(jobs_in(room), ledger=report)
     before = made(room)
     verified = [replace(job, verify=True) for job in jobs_in(room)]
-    receipts = list(convert_many(verified, report=report))
+    receipts = list(convert_many(verified, ledger=report))
     assert [(one.earlier, one.found, one.verified) for one in receipts] == [(False, True, 2)] * 4
     assert made(room) == before
-    assert ran(verified, report=report) == [EARLIER] * 4
+    assert ran(verified, ledger=report) == [EARLIER] * 4
 
 
 # ---------------------------------------------------------------------------------------- failures
@@ -209,14 +209,14 @@ def test_what_failed_is_told_again_and_tried_again_only_when_asked(room):
     report = room / "r.jsonl"
     (room / "1.pt").write_bytes(b"nothing")
     expected = [DONE, ("failed", False), DONE, DONE]
-    assert ran(jobs_in(room), report=report) == expected
-    assert ran(jobs_in(room), report=report) == [EARLIER, ("failed", True), EARLIER, EARLIER]
-    (first,) = [one for one in convert_many(jobs_in(room), report=report) if one.error]
+    assert ran(jobs_in(room), ledger=report) == expected
+    assert ran(jobs_in(room), ledger=report) == [EARLIER, ("failed", True), EARLIER, EARLIER]
+    (first,) = [one for one in convert_many(jobs_in(room), ledger=report) if one.error]
     assert first.error.kind == "UnsupportedCheckpoint" and "1.pt" in first.error.message
-    again = ran(jobs_in(room), report=report, retry_failed=True)
+    again = ran(jobs_in(room), ledger=report, retry_failed=True)
     assert again == [EARLIER, ("failed", False), EARLIER, EARLIER]
     checkpoint(room / "1.pt", 1)  # now it is another one
-    assert ran(jobs_in(room), report=report) == [EARLIER, DONE, EARLIER, EARLIER]
+    assert ran(jobs_in(room), ledger=report) == [EARLIER, DONE, EARLIER, EARLIER]
 
 
 def test_of_many_failures_the_first_are_told_and_the_others_counted(tmp_path):
@@ -227,16 +227,16 @@ def test_of_many_failures_the_first_are_told_and_the_others_counted(tmp_path):
     told = run("batch", *names, *asked, cwd=tmp_path).lines
     failed = [line[10:] for line in told if line.startswith("  failed  ")]
     assert [line.partition(": ")[0] for line in failed[:-1]] == names[:20]
-    assert failed[-1] == "3 more; the report has them"
+    assert failed[-1] == "3 more; the ledger has them"
 
 
 def test_a_batch_stops_at_a_failure_where_that_is_asked(room):
     report = room / "r.jsonl"
     (room / "1.pt").write_bytes(b"nothing")
-    receipts = list(convert_many(jobs_in(room), report=report, on_error="stop"))
+    receipts = list(convert_many(jobs_in(room), ledger=report, on_error="stop"))
     assert [one.state for one in receipts] == ["done", "failed"]
     assert list(made(room)) == ["0.safetensors"]
-    assert ran(jobs_in(room), report=report) == [EARLIER, ("failed", True), DONE, DONE]
+    assert ran(jobs_in(room), ledger=report) == [EARLIER, ("failed", True), DONE, DONE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ def test_a_poison_file_fails_alone(room):
     report = room / "r.jsonl"
     found = {
         receipt.output: receipt
-        for receipt in convert_many(jobs, executor="processes", workers=2, report=report)
+        for receipt in convert_many(jobs, executor="processes", workers=2, ledger=report)
     }
     states = [found[str(job.output)].state for job in jobs]
     assert states == ["done", "failed", "done", "done"]
@@ -304,7 +304,7 @@ def test_jobs_in_each_others_way_are_all_told_before_anything_is_written(room):
         Job(room / "3.pt", room / "3.pt", force=True),
     ]
     with pytest.raises(BatchRefused) as raised:
-        convert_many(jobs, report=room / "r.jsonl")
+        convert_many(jobs, ledger=room / "r.jsonl")
     problems = raised.value.problems
     assert [problem.partition(":")[0] for problem in problems] == [
         "job 2", "job 4", "job 5", "job 7", "job 6",
@@ -342,17 +342,17 @@ def test_what_is_not_a_job_is_refused(room):
 def test_of_two_drivers_with_one_report_the_second_is_told(room, monkeypatch):
     monkeypatch.setattr("ckptconv.io.appended._PATIENCE", 0.1)
     report = room / "r.jsonl"
-    first = convert_many(jobs_in(room), report=report)
+    first = convert_many(jobs_in(room), ledger=report)
     next(first)
     with pytest.raises(OutputRefused, match="a batch that runs now"):
-        next(convert_many(jobs_in(room), report=report))
+        next(convert_many(jobs_in(room), ledger=report))
     first.close()
-    assert ran(jobs_in(room), report=report)[0] == EARLIER
+    assert ran(jobs_in(room), ledger=report)[0] == EARLIER
 
 
 def test_a_driver_that_was_killed_keeps_the_next_from_its_report_only_while_its_workers_live(room):
     report = room / "r.jsonl"
-    first = convert_many(jobs_in(room), executor="processes", workers=1, report=report)
+    first = convert_many(jobs_in(room), executor="processes", workers=1, ledger=report)
     next(first)
     done = threading.Event()
 
@@ -365,7 +365,7 @@ def test_a_driver_that_was_killed_keeps_the_next_from_its_report_only_while_its_
     first_over: list[float] = []
     thread = threading.Thread(target=later)
     thread.start()
-    receipts = list(convert_many(jobs_in(room), report=report))
+    receipts = list(convert_many(jobs_in(room), ledger=report))
     thread.join()
     assert done.is_set() and len(receipts) == 4 and receipts[0].earlier
 
@@ -373,28 +373,28 @@ def test_a_driver_that_was_killed_keeps_the_next_from_its_report_only_while_its_
 @pytest.mark.parametrize("text", ["model,size\n", "[1]\n", '{"a": 1}\n{"state": "done"}\n'])
 def test_a_file_that_is_not_a_report_is_not_written_to(text, room):
     (room / "mine.csv").write_text(text)
-    with pytest.raises(Exception, match="is not a batch report"):
-        list(convert_many(jobs_in(room), report=room / "mine.csv"))
+    with pytest.raises(Exception, match="is not a batch ledger"):
+        list(convert_many(jobs_in(room), ledger=room / "mine.csv"))
     assert (room / "mine.csv").read_text() == text
 
 
 def test_a_torn_or_forged_line_is_passed_over(room):
     report = room / "r.jsonl"
-    ran(jobs_in(room), report=report)
+    ran(jobs_in(room), ledger=report)
     with report.open("a") as file:
         key = json.dumps(str(room / "out/0.safetensors"))
         file.write(f'{{"key": {key}, "state": "done", "source": 7, "output": "x"}}\n')
         file.write(f'{{"key": {key}, "state": "failed", "sour')
-    assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+    assert ran(jobs_in(room), ledger=report) == [EARLIER] * 4
     assert report.read_text().endswith("\n")
-    assert ran(jobs_in(room), report=report) == [EARLIER] * 4
+    assert ran(jobs_in(room), ledger=report) == [EARLIER] * 4
 
 
 # ------------------------------------------------------------------------- what is part of a job
 
 
 def states(jobs: list[Job], room: Path, **given: object) -> list[tuple[str, bool]]:
-    found = list(convert_many(jobs, report=room / "r.jsonl", **given))
+    found = list(convert_many(jobs, ledger=room / "r.jsonl", **given))
     return [(receipt.state, receipt.earlier) for receipt in found]
 
 

@@ -89,10 +89,10 @@ def test_one_that_is_gone_is_made_again(room):
 def test_what_a_killed_worker_left_is_removed_by_the_next_run_though_nothing_is_left_to_do(room):
     jobs = [Job(room / "a.pt", room / "x/1.pt")]
     report = room / "r.jsonl"
-    assert [one.state for one in convert_many(jobs, report=report)] == ["done"]
+    assert [one.state for one in convert_many(jobs, ledger=report)] == ["done"]
     (room / "x/.ckptconv-batch.0123abcd.ckptconv-tmp").mkdir()
     (room / "x/.ckptconv-batch.0123abcd.ckptconv-tmp/2.pt").write_bytes(b"half")
-    assert [one.earlier for one in convert_many(jobs, report=report)] == [True]
+    assert [one.earlier for one in convert_many(jobs, ledger=report)] == [True]
     assert hidden(room / "x") == []
 
 

@@ -115,7 +115,7 @@ def test_a_node_that_is_killed_in_the_middle_loses_nothing(cluster, second, tmp_
     killed = killing(cluster, second, tmp_path)
     receipts = list(
         convert_many(
-            jobs, executor="ray", report=report, on_event=lambda event: events.append(event.what)
+            jobs, executor="ray", ledger=report, on_event=lambda event: events.append(event.what)
         )
     )
     assert killed.wait(1)
@@ -126,7 +126,7 @@ def test_a_node_that_is_killed_in_the_middle_loses_nothing(cluster, second, tmp_
     )
     assert "again" in events
     assert [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
-    again = list(convert_many(jobs, executor="ray", report=report))
+    again = list(convert_many(jobs, executor="ray", ledger=report))
     assert all(receipt.earlier for receipt in again)
 
 
@@ -159,7 +159,7 @@ def test_workers_read_from_a_store_and_write_to_it(cluster, servers, tmp_path, m
     ray_env = {"env_vars": dict(server.environment)}
     jobs = [Job(f"{base}/{number}.pt", f"{base}/{number}.safetensors") for number in expected]
     engine = OnRay(runtime_env=ray_env)
-    receipts = list(convert_many(jobs, executor=engine, report=tmp_path / "r.jsonl"))
+    receipts = list(convert_many(jobs, executor=engine, ledger=tmp_path / "r.jsonl"))
     assert [receipt.error for receipt in receipts] == [None] * 4
     assert all(receipt.network["requests"] > 0 for receipt in receipts)
     for number, tensors in expected.items():
@@ -168,7 +168,7 @@ def test_workers_read_from_a_store_and_write_to_it(cluster, servers, tmp_path, m
         (tmp_path / f"{number}.safetensors").write_bytes(source.read(0, source.size))
         source.close()
         assert made_right(tmp_path / f"{number}.safetensors", tensors)
-    again = list(convert_many(jobs, executor=OnRay(), report=tmp_path / "r.jsonl"))
+    again = list(convert_many(jobs, executor=OnRay(), ledger=tmp_path / "r.jsonl"))
     assert all(receipt.earlier for receipt in again)
 
 

@@ -30,7 +30,7 @@ WORDS = ("batch", "runs", "--out-dir", "out", "--to", "safetensors")
 def test_a_folder_is_converted_and_not_again(how, room):
     done = run_process(*WORDS, *how, cwd=room)
     assert (done.exit, done.out) == (0, ""), done.err
-    assert "2 of 2 done" in done.err and "report  out/ckptconv-batch.jsonl" in done.err
+    assert "2 of 2 done" in done.err and "ledger  out/ckptconv-batch.jsonl" in done.err
     assert re.search(r"^\[2/2\] done    runs/\S+ → out/\S+ \(.* s\)$", done.err, re.M)
     expected = {name.removeprefix("module."): tensor for name, tensor in
                 torch.load(room / "runs/a.pt", map_location="cpu").items()}  # fmt: skip
@@ -142,7 +142,7 @@ def test_words_that_cannot_be_meant_so_are_refused_by_name(words, said, room):
         (("batch", "s3://b/m.jsonl"), "s3://b/m.jsonl: is a manifest, which is read on this"),
         (("batch", "none", "--out-dir", "o", "--to", "torch"), "no such file"),
         (("batch", "--status", "none"), "no such file"),
-        (("batch", "--status", "runs/a.pt"), "is not a batch report"),
+        (("batch", "--status", "runs/a.pt"), "is not a batch ledger"),
     ],
 )
 def test_wrong_usage_is_told(words, said, room):
@@ -210,7 +210,7 @@ def test_ctrl_c_stops_at_once_and_the_next_run_goes_on(room):
 
 def test_a_report_has_no_place_in_a_store(room):
     done = run("batch", "runs", "--out-dir", "s3://bucket/x", "--to", "torch", cwd=room)
-    assert done.exit == 2 and "--report" in done.err
+    assert done.exit == 2 and "--ledger" in done.err
     assert Path(room / "runs/a.pt").exists()
 
 
@@ -270,7 +270,7 @@ def test_lines_of_a_report_that_say_nonsense_are_passed_over(told, room):
     )
     status = run("batch", "--status", "r.jsonl", "--html", "p.html", cwd=room)
     assert status.exit == 1 and "0 done" in status.out, status.err
-    done = run(*WORDS, "--engine", "serial", "--report", "r.jsonl", cwd=room)
+    done = run(*WORDS, "--engine", "serial", "--ledger", "r.jsonl", cwd=room)
     assert done.exit == 0 and "2 of 2 done" in done.err, done.err
 
 
@@ -284,7 +284,7 @@ def test_a_status_is_that_of_the_jobs_of_the_last_run(room):
     """Outputs that an earlier manifest named do not stand for those that are left."""
     names = [f"o/{number}.pt" for number in range(6)]
     lines = [json.dumps({"source": "runs/a.pt", "output": name}) for name in names]
-    words = ("batch", "m.jsonl", "--report", "r.jsonl", "--engine", "serial", "-q")
+    words = ("batch", "m.jsonl", "--ledger", "r.jsonl", "--engine", "serial", "-q")
     (room / "m.jsonl").write_text("\n".join(lines[:4]))
     assert run(*words, cwd=room).exit == 0
     assert run("batch", "--status", "r.jsonl", cwd=room).exit == 0
@@ -308,7 +308,7 @@ def test_what_is_begun_again_is_not_done(room):
     assert status.exit == 1 and "1 of 2 done, 1 left" in status.out
 
 
-@pytest.mark.parametrize("option", ["--html", "--report"])
+@pytest.mark.parametrize("option", ["--html", "--ledger"])
 @pytest.mark.parametrize("name", ["m.jsonl", "runs/a.pt", "o/a.safetensors"])
 def test_a_page_and_a_report_do_not_take_the_place_of_what_is_converted(option, name, room):
     (room / "o").mkdir()

@@ -1244,7 +1244,7 @@ COMMANDS = {
         "--engine",
         "--address",
         "--share",
-        "--report",
+        "--ledger",
         "--retry-failed",
         "--on-error",
         "--status",

@@ -132,11 +132,11 @@ class EngineConformance:
         (room / "4.pt").write_bytes(b"nothing")
         jobs = [Job(room / f"{number}.pt", room / f"{number}.safetensors") for number in range(5)]
         with self.engine() as engine:
-            first = list(convert_many(jobs, executor=engine, report=room / "report.jsonl"))
+            first = list(convert_many(jobs, executor=engine, ledger=room / "report.jsonl"))
         assert sorted(receipt.state for receipt in first) == ["done"] * 4 + ["failed"]
         stamps = {path: path.stat().st_mtime_ns for path in room.glob("*.safetensors")}
         with self.engine() as engine:
-            second = list(convert_many(jobs, executor=engine, report=room / "report.jsonl"))
+            second = list(convert_many(jobs, executor=engine, ledger=room / "report.jsonl"))
         assert all(receipt.earlier for receipt in second) and len(second) == 5
         assert stamps == {path: path.stat().st_mtime_ns for path in room.glob("*.safetensors")}
 

@@ -61,7 +61,7 @@ def make_inputs(room: Path) -> None:
 
 def start(room: Path, report: str) -> subprocess.Popen[bytes]:
     """The batch, in a session of its own."""
-    words = ["batch", "m.jsonl", "--jobs", "2", "--report", report, "-q"]
+    words = ["batch", "m.jsonl", "--jobs", "2", "--ledger", report, "-q"]
     return subprocess.Popen(
         [sys.executable, "-m", "ckptconv", *words],
         cwd=room,
