@@ -130,7 +130,7 @@ def read_casts(words: Iterable[str]) -> tuple[tuple[str, DType], ...]:
             raise OptionRefused(
                 f"--cast {printable(word)} is not GLOB=DTYPE", hint="such as lm_head.*=f32"
             )
-        found.append((glob, floating_dtype(dtype)))
+        found.append((glob, floating_dtype(dtype, f"--cast {printable(glob)}=")))
     return tuple(found)
 
 

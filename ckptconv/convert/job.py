@@ -16,7 +16,12 @@ from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import one_run
 from ckptconv.io.outputs import check_place_free
 from ckptconv.io.places import Output, place_of
-from ckptconv.support.choices import refuse_no_flag, refuse_no_output, refuse_no_paths
+from ckptconv.support.choices import (
+    refuse_no_flag,
+    refuse_no_output,
+    refuse_no_paths,
+    refuse_no_text,
+)
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.limits import Limits, held, in_force
 from ckptconv.support.progress import OnProgress
@@ -46,6 +51,7 @@ class Job:
     def __post_init__(self) -> None:
         refuse_no_paths("source", self.source)
         refuse_no_output(self.output)
+        refuse_no_text(tag=self.tag)
         refuse_no_flag(force=self.force, fsync=self.fsync, verify=self.verify)
         kinds = (("options", (Options, Request)), ("limits", (Limits,)))
         for name, wanted in kinds:

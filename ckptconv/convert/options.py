@@ -204,7 +204,7 @@ class Options(OptionWords):
         )
 
     def _dtype(self) -> DType | None:
-        return None if self.dtype is None else floating_dtype(plain_name(self.dtype))
+        return None if self.dtype is None else floating_dtype(plain_name(self.dtype), "--dtype")
 
     def _casts(self) -> tuple[tuple[str, DType], ...]:
         return read_casts(listed(self.cast if not isinstance(self.cast, Mapping) else ()))

@@ -46,7 +46,7 @@ from ckptconv.tensors.deviation import deviation
 from ckptconv.tensors.element_pairs import Tolerance
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.edits import Edit, refuse_no_edits
 from ckptconv.tree.renaming import with_filled
 from ckptconv.tree.state_dicts import StateDict, find
 from ckptconv.tree.walk import tensors_of
@@ -96,6 +96,7 @@ def diff_checkpoints(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
     edits_b = edits if edits_b is None else edits_b
+    refuse_no_edits(edits_b, "edits" if edits_b is edits else "edits_b")
     with (
         open_certain(a, tag=tag, edits=edits) as first,
         open_certain(b, tag=tag_b, edits=edits_b) as second,

@@ -24,6 +24,7 @@ from ckptconv.keys.name_matching import (
     suffixes,
 )
 from ckptconv.keys.presets import PRESETS, Preset
+from ckptconv.support.errors import OptionRefused
 
 _NEAREST = 3  # candidates that are named for one key
 _NEAREST_FOR = 1000  # missing keys for which candidates are looked for
@@ -50,6 +51,11 @@ def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
     >>> fit_keys({"embed.w": (2,)}, target, [("embed.w", "head.w")]).filled
     {'head.w': 'embed.w'}
     """
+    for name, shapes in (("source", source), ("target", target)):
+        if not isinstance(shapes, Mapping):
+            raise OptionRefused(f"{name}={shapes!r:.100} is not a dict of shapes by keys")
+    if not isinstance(ties, Iterable):
+        raise OptionRefused(f"ties={ties!r:.100} is not a list of groups of keys")
     fit = _fit_ties(source, target, ties)
     return fit if fit.fits else replace(fit, preset=_preset(source, target, ties))
 

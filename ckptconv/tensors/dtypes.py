@@ -180,9 +180,9 @@ CHOICES = ("f32", "f16", "bf16", "f64", "f8_e4m3", "f8_e5m2")
 """The floating types by their short names, those that are wanted most first."""
 
 
-def floating_dtype(name: str) -> DType:
+def floating_dtype(name: str, option: str = "") -> DType:
     """The floating type that a user means by `name`: torch's name, safetensors' code or the usual
-    short form.
+    short form. `option` is what an error calls it.
 
     >>> [floating_dtype(name).name for name in ("bf16", "torch.float16", "F8_E4M3")]
     ['bfloat16', 'float16', 'float8_e4m3fn']
@@ -194,5 +194,6 @@ def floating_dtype(name: str) -> DType:
     if dtype is None or not dtype.is_floating:
         long = ", ".join(item.name for item in DTYPES if item.is_floating)
         hint = f"choose {', '.join(CHOICES[:-1])} or {CHOICES[-1]}; torch's names work too ({long})"
-        raise OptionRefused(f"{printable(name, 60)!r} is not a floating dtype", hint=hint)
+        what = f"{option} {printable(name, 60)!r} is not a floating dtype".lstrip()
+        raise OptionRefused(what, hint=hint)
     return dtype

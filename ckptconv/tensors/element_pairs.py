@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.choices import refuse_no_flag
 from ckptconv.support.errors import OptionRefused
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import BY_NAME, DType
@@ -38,6 +39,7 @@ class Tolerance:
         for name, bound in (("atol", self.atol), ("rtol", self.rtol)):
             if type(bound) is bool or not isinstance(bound, (int, float)) or not bound >= 0:
                 raise OptionRefused(f"{name}: a tolerance is 0 or more, not {bound!r:.100}")
+        refuse_no_flag(equal_nan=self.equal_nan)
 
 
 def words_of(ref: TensorRef) -> Iterator[Array]:

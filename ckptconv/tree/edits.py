@@ -48,8 +48,8 @@ def _checked(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     return replace(after, metadata=followed(before.metadata, names))
 
 
-def refuse_no_edits(edits: object) -> None:
-    """Raise `OptionRefused` unless `edits` are a list of edits."""
+def refuse_no_edits(edits: object, name: str = "edits") -> None:
+    """Raise `OptionRefused` unless `edits` are a list of edits; `name` is that of the argument."""
     if not isinstance(edits, (list, tuple)) or not all(map(callable, edits)):
-        what = f"edits={edits!r:.100} is not a list of edits"
-        raise OptionRefused(what, hint="write it as edits=[Drop('optimizer')]")
+        what = f"{name}={edits!r:.100} is not a list of edits"
+        raise OptionRefused(what, hint=f"write it as {name}=[Drop('optimizer')]")
