@@ -145,7 +145,8 @@ def test_a_dead_end_is_none_and_says_what_to_do(tmp_path):
 def test_what_a_fix_would_lose_is_named(tmp_path):
     with open_checkpoint(saved(tmp_path, Holder())) as opened:
         assert workable(Fix(), opened).lost == ("scale (1 tensor)",)
-    assert "leaves out scale (1 tensor). Fix: " in run("inspect", "made.pt", cwd=tmp_path).out
+    shown = run("inspect", "made.pt", cwd=tmp_path).out
+    assert "leaves out scale (1 tensor)\nFix: " in shown
     assert (
         "loses   left out, without a plain form: scale (1 tensor)"
         in run("doctor", "made.pt", cwd=tmp_path).out

@@ -321,7 +321,7 @@ def test_without_a_command_the_help_is_shown(tmp_path):
     assert done.exit == 2
     assert "Traceback" not in done.err
     assert "\\n" not in done.out + done.err  # line breaks, not their escapes
-    assert any(line.strip() == "Commands:" for line in (done.out + done.err).splitlines())
+    assert any(line.strip() == "Convert:" for line in (done.out + done.err).splitlines())
 
 
 def test_the_program_runs_as_a_module_and_as_a_function(tmp_path):
