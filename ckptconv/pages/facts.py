@@ -23,9 +23,8 @@ from ckptconv.tensors.deviation import Deviation
 from ckptconv.tensors.refs import Shape, TensorRef, view_identity
 from ckptconv.tensors.statistics import Statistics
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.walk import tensor_of
 from ckptconv.values.collect import statistics_of
-from ckptconv.values.named import NamedValue, NamedValues, values_in
+from ckptconv.values.named import NamedValue, NamedValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +217,14 @@ def file_facts(
     if values:
         statistics = [item.statistics for item in statistics_of(found.values, on_progress)]
     tensors = page_tensors(found.values, statistics)
-    of, count = _parameters(checkpoint, found, tensors)
+    of, count = _parameters(checkpoint, inspection, tensors)
     shared = shared_storages([item.ref for item in found.values])
     name, scan = ", ".join(map(str, paths)), _scanned(paths)
     return FileFacts(name, inspection, scan, *fix, count, of, tensors, shared, found.unread)
 
 
 def _parameters(
-    checkpoint: Checkpoint, found: NamedValues, tensors: Sequence[PageTensor]
+    checkpoint: Checkpoint, found: Inspection, tensors: Sequence[PageTensor]
 ) -> tuple[str | None, int]:
     """The path of the state dict that is the model, and the numbers in it; where there is not one,
     None and the numbers of all tensors.
@@ -234,15 +233,7 @@ def _parameters(
         model = checkpoint.state_dict()
     except CheckpointError:
         return None, _numel(tensors)
-    refs = {id(ref) for value in model.values if (ref := tensor_of(value)) is not None}
-    if len(refs) < len({id(value) for value in model.values}):  # some are made of several
-        return model.path, _numel(page_tensors(values_in(list(model.values)).values))
-    firsts = {
-        at if item.same_as is None else item.same_as: item.numel
-        for at, (value, item) in enumerate(zip(found.values, tensors, strict=True))
-        if id(value.ref) in refs
-    }
-    return model.path, sum(firsts.values())
+    return model.path, found.parameters.get(model.path, _numel(tensors))
 
 
 def _numel(tensors: Sequence[PageTensor]) -> int:

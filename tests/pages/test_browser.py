@@ -313,7 +313,7 @@ def test_a_tensor_shows_its_statistics_histogram_and_quantiles(browser, page):
     told = dict(
         zip(browser.texts("#detail-body dt"), browser.texts("#detail-body dd"), strict=True)
     )
-    assert told["dtype"] == "float32" and told["shape"] == "16" and told["NaN"] == "1 (6.25 %)"
+    assert told["dtype"] == "float32" and told["shape"] == "[16]" and told["NaN"] == "1 (6.25 %)"
     assert told["smallest"] == told["largest"] == told["mean"] == "1" and told["std"] == "0"
     browser.press("ESCAPE")
     browser.click(ROWS, 0)
