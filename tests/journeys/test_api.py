@@ -193,7 +193,7 @@ REVEALED = [
     "collections.OrderedDict[str, torch._tensor.Tensor]", "Any",
     "tuple[int, ...]", "int | None", "bool",
     "Literal['plain'] | Literal['unknown'] | Literal['dangerous']",
-    "str | None", "str | None",
+    "str | None", "str | ckptconv.support.choices.TorchDevice | None",
 ]  # fmt: skip
 
 
