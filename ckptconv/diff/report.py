@@ -187,10 +187,6 @@ def _changes(what: str, items: Sequence[Changed]) -> list[tuple[str, ...]]:
     ]
 
 
-def _shape_row(item: Reshaped) -> tuple[str, ...]:
-    return _key(item.key), f"shape: {list(item.a)} / {list(item.b)}"
-
-
 def _pairs(items: Sequence[Changed], *, is_counted: bool) -> list[str]:
     """What differs, counted by pairs, and whether that is a difference."""
     counted = "" if is_counted else " (not counted)"

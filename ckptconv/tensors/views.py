@@ -52,6 +52,11 @@ def cut(ref: TensorRef, shape: Shape) -> TensorRef:
     return box_of(ref, (0,) * len(shape), shape)
 
 
+def whole_tiles(rows: int, columns: int) -> Shape:
+    """The size of scales in tiles of 128 x 4, of which the last ones may be filled in part."""
+    return -(-rows // 128) * 128, -(-columns // 4) * 4
+
+
 def unswizzled(ref: TensorRef, where: str) -> TensorRef:
     """Scales in tiles of 128 x 4, as cuBLAS reads them, in the order of rows and columns.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from os.path import commonprefix
 from typing import Any
 
 from ckptconv.io.location import Location, read_small
@@ -238,17 +239,9 @@ class _Renamed:
         """The label in a dict, whose end is the end of the key."""
         if type(label) is not str:
             return label
-        at = len(_common(self.before, self.after))
+        at = len(commonprefix((self.before, self.after)))  # noqa: RUF071 (of characters)
         removed, added = self.before[at:], self.after[at:]
         return label.removesuffix(removed) + added if label.endswith(removed) else label
-
-
-def _common(one: str, other: str) -> str:
-    """What two keys begin with alike."""
-    at = 0
-    while at < min(len(one), len(other)) and one[at] == other[at]:
-        at += 1
-    return one[:at]
 
 
 def _values(root: Node) -> Iterator[Node]:

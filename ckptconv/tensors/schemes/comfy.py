@@ -27,7 +27,7 @@ from ckptconv.tensors.schemes.base import (
 )
 from ckptconv.tensors.schemes.modelopt import is_nvfp4
 from ckptconv.tensors.schemes.scaled import scaled
-from ckptconv.tensors.views import cut, unswizzled
+from ckptconv.tensors.views import cut, unswizzled, whole_tiles
 
 _METADATA, _INLINE, _MARK = "_quantization_metadata", "comfy_quant", "scaled_fp8"
 _BASE = "model.diffusion_model."  # third parties leave it out in the metadata
@@ -104,14 +104,10 @@ def _tiled(group: Group, facts: Facts, kind: str) -> Weight:
 
 def _tiles(group: Group, scale: TensorRef, shape: Shape, size: int) -> TensorRef:
     rows, columns = shape[0], -(-shape[1] // size)
-    wanted = _whole_tiles(rows, columns)
+    wanted = whole_tiles(rows, columns)
     if scale.shape != wanted:
         group.fail(f"has scales of {list(scale.shape)}, which have to be {list(wanted)}")
     return cut(unswizzled(scale, f"{group.prefix}weight_scale"), (rows, columns))
-
-
-def _whole_tiles(rows: int, columns: int) -> Shape:
-    return -(-rows // 128) * 128, -(-columns // 4) * 4
 
 
 def _is_tiled_nvfp4(group: Group, _: Facts) -> bool:
@@ -119,7 +115,7 @@ def _is_tiled_nvfp4(group: Group, _: Facts) -> bool:
     if not is_nvfp4(group) or len(group.codes.shape) != 2:
         return False
     rows, octets = group.codes.shape
-    return group.parts["weight_scale"].shape == _whole_tiles(rows, -(-2 * octets // 16))
+    return group.parts["weight_scale"].shape == whole_tiles(rows, -(-2 * octets // 16))
 
 
 def _tiled_nvfp4(group: Group, facts: Facts) -> Weight:

@@ -23,7 +23,7 @@ from ckptconv.tensors.schemes.base import (
     one_number,
 )
 from ckptconv.tensors.schemes.scaled import block_text
-from ckptconv.tensors.views import cut, reshaped, unswizzled
+from ckptconv.tensors.views import cut, reshaped, unswizzled, whole_tiles
 
 _CODES, _OF_INPUTS = "_qdata", "act_pre_scale"
 _ROWS = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
@@ -134,7 +134,7 @@ def _micro(
     shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
     if told.get("is_swizzled_scales"):
         rows, columns = shape[-2], -(-shape[-1] // size)
-        wanted = (-(-rows // 128) * 128, -(-columns // 4) * 4)
+        wanted = whole_tiles(rows, columns)
         if len(shape) != 2 or scale.numel != wanted[0] * wanted[1]:
             group.fail(f"has swizzled scales of {list(scale.shape)}, not {list(wanted)}")
         tiles = reshaped(scale, wanted, group.prefix + name)
