@@ -62,6 +62,10 @@ class Preset(Rule):
     def leaves_out(self) -> bool:
         return any(part.leaves_out for part in PRESETS[self.name])
 
+    @property
+    def parts(self) -> Sequence[Rule]:
+        return PRESETS[self.name]
+
     def step(self, keys: Sequence[str]) -> Step:
         steps = []
         for part in PRESETS[self.name]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import FrameType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from ckptconv.support import platforms
 from ckptconv.support.errors import KeyConflict, LimitExceeded, printable
@@ -63,6 +63,20 @@ class Rule:
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
         """Whether taking these wrapper segments off has done all that the rule is for."""
         return False
+
+    @property
+    def parts(self) -> Sequence[Rule]:
+        """The rules that it stands for, in their order: itself, but where it is a name of some."""
+        return (self,)
+
+    @property
+    def needs_config(self) -> bool:
+        """Whether it has to be settled by the model's config before it is applied."""
+        return False
+
+    def with_config(self, config: Mapping[str, Any]) -> Rule:
+        """The rule for the model that has this ``config.json``."""
+        return self
 
 
 def _option(name: str, text: str) -> str:
