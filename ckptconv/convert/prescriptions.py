@@ -26,10 +26,12 @@ from ckptconv.tree.walk import tensors_of
 class Fix:
     """A conversion that fixes: options of `ckptconv convert`, None where the default will do.
 
-    `suffix` is that of the output's name, which decides its format.
+    `suffix` is that of the output's name, which decides its format; empty for a folder, whose
+    format `to` says.
     """
 
     suffix: str | None = None
+    to: str | None = None
     tag: str | None = None
     device: str | None = None
     only: str | None = None
@@ -41,6 +43,13 @@ class Fix:
     tied: str | None = None
     unknown: Unknown | None = None
     drop_unexpected: bool | None = None
+    dequantize: bool | None = None
+    with_files: bool | None = None
+
+    @property
+    def ending(self) -> str:
+        """How the name of the output ends."""
+        return ".pt" if self.suffix is None else self.suffix
 
     def with_(self, other: Fix) -> Fix:
         """Both: what the other one asks for goes before what this one does."""
@@ -84,7 +93,7 @@ def workable(
 ) -> Prescription | CheckpointError:
     """The fix, without objects that have no plain form if need be; or why it would not work."""
     try:
-        plan = plan_trial(checkpoint, f"OUT{fix.suffix or '.pt'}", fix.options(target))
+        plan = plan_trial(checkpoint, f"OUT{fix.ending}", fix.options(target))
     except RefusedObject as error:
         return error if fix.unknown == "drop" else _dropping(fix, checkpoint, target, error)
     except CheckpointError as error:
@@ -135,7 +144,7 @@ def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]
 
 def command(fix: Fix, paths: Sequence[PurePath], output: PurePath | None = None) -> str:
     """The command line, ready for a POSIX shell; without an `output` it gets a free name."""
-    made = output or output_beside(paths[0], fix.suffix or ".pt")
+    made = output or output_beside(paths[0], fix.ending)
     return " ".join(
         map(quote, ("ckptconv", "convert", *map(as_argument, (*paths, made)), *fix.arguments()))
     )

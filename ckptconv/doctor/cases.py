@@ -125,6 +125,17 @@ class Case:
         return sorted(found, key=lambda item: is_average(item.path))
 
     @cached_property
+    def values_of_codes(self) -> Fix | None:
+        """What makes values of the quantised weights: a folder like this one where a config stands
+        beside them, which has to change with them; None where nothing is quantised.
+        """
+        if not self.facts.quantized:
+            return None
+        if self.places[0].is_folder() and self.places[0].child("config.json").is_file():
+            return Fix(suffix="", to="safetensors", dequantize=True, with_files=True)
+        return Fix(dequantize=True)
+
+    @cached_property
     def scaled(self) -> dict[str, list[ScaledWeight]]:
         """The weights that are codes beside a scale, by the path of their state dict."""
         found = {item.path: find_scaled(dict(item.tensors())) for item in self.state_dicts}

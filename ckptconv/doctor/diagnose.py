@@ -138,11 +138,14 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, PurePath]
     if one.fix is None:
         return one.finding
     found = case.workable(fix.with_(one.fix))
+    if isinstance(found, CheckpointError) and case.values_of_codes:
+        # blocks of GGUF and objects of torchao can be written as values alone
+        as_values = case.workable(fix.with_(one.fix).with_(case.values_of_codes))
+        found = found if isinstance(as_values, CheckpointError) else as_values
     if isinstance(found, CheckpointError):
         return replace(one.finding, advice=str(found))
-    suffix = found.fix.suffix or ".pt"
     if found.fix not in outputs:
-        outputs[found.fix] = output_beside(case.paths[0], suffix, outputs.values())
+        outputs[found.fix] = output_beside(case.paths[0], found.fix.ending, outputs.values())
     lost = f"{LEFT_OUT}{some(found.lost)}" if found.lost else one.finding.advice
     return replace(
         one.finding, command=command(found.fix, case.paths, outputs[found.fix]), advice=lost

@@ -13,6 +13,7 @@ from ckptconv.devices.host import require_device
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, warning
 from ckptconv.doctor.report import Finding
+from ckptconv.doctor.runtimes import runtimes_for
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_certain
 from ckptconv.inspect.facts import is_bloated, newer_protocol, training_states
@@ -27,9 +28,10 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.report import danger_in
-from ckptconv.support.text import look_hint, of_part, part_text
+from ckptconv.support.text import count_text, look_hint, of_part, part_text, size_text
 from ckptconv.tensors.scaled_weights import quantization_scales
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY
+from ckptconv.tree.dequantizing import facts_beside
 from ckptconv.tree.fitted_keys import refusal
 from ckptconv.tree.producers import averages_weights
 
@@ -369,18 +371,46 @@ def _aliases(case: Case) -> Iterator[Symptom]:
 
 def _scaled(case: Case) -> Iterator[Symptom]:
     """Weights that are codes beside a scale, which a model without them takes for values."""
+    known = [item for item in case.facts.quantized if item.scheme is not None]
+    if known:
+        told = some([f"{item.scheme} ({count_text(item.weights, 'weight')})" for item in known])
+        sizes = size_text(sum(item.stored for item in known))
+        values = size_text(sum(item.values for item in known))
+        types = ", ".join(dict.fromkeys(item.dtype for item in known))
+        cause = f"weights are quantised: {told}; {sizes}, and {values} as values of {types}"
+        effect = _readers_text(case)
+        if case.scaled:  # the blocks of GGUF and the objects of torchao nobody takes for values
+            effect = f"{effect}; {_NONSENSE}"
+        yield info("scaled-weights", cause, effect, case.values_of_codes, chosen=True)
+        return
+    fix = case.values_of_codes
     for path, scaled in case.scaled.items():
         names = some([f"{item.codes} with {item.scale}" for item in scaled])
-        effect = (
-            "a model that does not know of the scales uses the codes as values, and silently "
-            "computes nonsense"
-        )
         advice = (
             "load it with the library that wrote it, or make values of it with --dequantize "
             "(ckptconv copies codes and scales as they are, and refuses --dtype alone)"
         )
         cause = f"weights{of_part(path)} are codes beside scales: {names}"
-        yield info("scaled-weights", cause, effect, advice=advice)
+        yield info("scaled-weights", cause, _NONSENSE, fix, advice=advice, chosen=True)
+
+
+_NONSENSE = (
+    "a model that does not know of the scales uses the codes as values, and silently computes "
+    "nonsense"
+)
+
+
+def _readers_text(case: Case) -> str:
+    """Which programs read quantised weights as they are."""
+    method = facts_beside(case.checkpoint).method
+    words = [item.word for item in case.facts.quantized]
+    each = [runtimes_for(method, word) for word in words]
+    all_of = [name for name in each[0] if all(name in names for names in each)]
+    if all_of:
+        return f"{', '.join(all_of)} can read them as they are"
+    if method:
+        return f"no program is known here that reads {printable(method, 40)} as it is"
+    return "no config.json says how, so no program reads them as they are"
 
 
 def _precision(case: Case) -> Iterator[Symptom]:

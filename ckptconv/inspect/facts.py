@@ -172,14 +172,14 @@ def _schemes(decoded: Iterable[Decoded], problem: str) -> Iterator[Quantized]:
     """The ways in which weights are quantised."""
     if problem:
         yield Quantized(None, problem=problem)
-    by_scheme: dict[str, list[TensorRef]] = {}
+    by_scheme: dict[tuple[str, str], list[TensorRef]] = {}
     for item in decoded:
-        by_scheme.setdefault(item.scheme, []).append(item.values)
-    for scheme, values in by_scheme.items():
+        by_scheme.setdefault((item.scheme, item.word), []).append(item.values)
+    for (scheme, word), values in by_scheme.items():
         stored = {id(one): one.nbytes for one in origins(values)}
         types = ", ".join(sorted({ref.dtype.name for ref in values}))
         nbytes = sum(ref.nbytes for ref in values)
-        yield Quantized(scheme, len(values), sum(stored.values()), nbytes, types)
+        yield Quantized(scheme, len(values), sum(stored.values()), nbytes, types, word=word)
 
 
 def _is_plain(value: Node) -> bool:

@@ -137,7 +137,8 @@ class Quantized:
     """Weights that are codes beside scales: how they are quantised, in words, and how many are so;
     the bytes of codes and scales, those of the values that `dequantize` makes, and their dtype.
 
-    Where it cannot be told how (`scheme` is None), `problem` says why.
+    `word` is that of ``--scheme`` (``gguf`` for GGUF). Where it cannot be told how (`scheme` is
+    None), `problem` says why.
     """
 
     scheme: str | None
@@ -146,6 +147,7 @@ class Quantized:
     values: int = 0
     dtype: str = ""
     problem: str = ""
+    word: str = ""
 
 
 @dataclass(frozen=True, slots=True)

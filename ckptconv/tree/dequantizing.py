@@ -179,7 +179,7 @@ def _of_subclasses(
         made = torchao_weight(group, facts, key, kind, told, parts)
         if len(arguments) < 3 or _size(arguments[2]) != made.values.shape:
             group.refuse(f"has values of {list(made.values.shape)}, and says another shape")
-        yield Decoded(key, (), key, made.values, made.scheme)
+        yield Decoded(key, (), key, made.values, made.scheme, "torchao")
 
 
 def _size(node: Node) -> Node:
@@ -370,14 +370,15 @@ _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vis
 
 def _quantization(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """The quantization that a model's config names, itself or in a part of it; that of MLX has
-    another name.
+    another name, and stands there a second time under the usual one, without a method.
     """
     parts = [part for part in (model, *map(model.get, _PARTS)) if isinstance(part, dict)]
     for name in QUANTIZATION_KEYS:
         for part in parts:
             found = part.get(name)
             if isinstance(found, dict) and found:
-                return {"quant_method": "mlx", **found} if name == "quantization" else found
+                is_mlx = isinstance(part.get("quantization"), dict)
+                return {"quant_method": "mlx", **found} if is_mlx else found
     return {}
 
 

@@ -222,6 +222,9 @@ FIXED: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "model.safetensors")),
     "a safetensors file as .pt": ("wrong-name", foreign_name),
     "a shard beside its index": ("lone-shard", shard),
+    "codes beside a scale": ("scaled-weights", lambda at: saved(at, {
+        "q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "q.weight_scale_inv": torch.ones(1, 1)})),
 }  # fmt: skip
 """What a file has → (the finding's code, how it is made); for each of them doctor has a command."""
 
@@ -299,16 +302,8 @@ def test_obeying_the_printed_command_clears_the_finding(what, tmp_path):
 
 UNFIXED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a device that is not here": ("no-such-device", lambda at: saved(at, weights())),
-    "codes beside a scale": (
-        "scaled-weights",
-        lambda at: saved(
-            at,
-            {
-                "q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
-                "q.weight_scale_inv": torch.ones(1, 1),
-            },
-        ),
-    ),
+    "codes of an unknown order": ("scaled-weights", lambda at: saved(at, {
+        "q.trellis": torch.ones(1, 1, 4, dtype=torch.int16), "q.suh": torch.ones(8).half()})),
     "a meta tensor": (
         "no-values",
         lambda at: saved(at, {**weights(), "m": torch.ones(2, device="meta")}),
@@ -319,7 +314,7 @@ UNFIXED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "infinity": ("infinite", lambda at: saved(at, {"w": torch.tensor([float("inf"), 1.0]).half()})),
     "an optimizer's state alone": ("no-weights", lambda at: saved(at, adam())),
     "a tensor alone": ("bare-tensor", lambda at: saved(at, torch.ones(3))),
-}
+}  # fmt: skip
 """The same for what no conversion fixes."""
 
 

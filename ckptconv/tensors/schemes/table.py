@@ -49,7 +49,7 @@ _ACTIVATIONS = frozenset((
 
 class Decoded(NamedTuple):
     """A weight that was decoded: its key before, and what it was decoded from, by their keys; its
-    key and its values; the scheme in words.
+    key and its values; the scheme in words, and its word in ``--scheme`` (GGUF: ``gguf``).
     """
 
     codes: str
@@ -57,6 +57,7 @@ class Decoded(NamedTuple):
     key: str
     values: TensorRef
     scheme: str
+    word: str
 
 
 def decode_all(tensors: Mapping[str, TensorRef], facts: Facts) -> Iterator[Decoded]:
@@ -72,7 +73,8 @@ def decode_all(tensors: Mapping[str, TensorRef], facts: Facts) -> Iterator[Decod
         )
     for key, ref in tensors.items():
         if ref.dtype.is_block:
-            yield Decoded(key, (), key, unblocked(key, ref, facts), f"GGUF {ref.dtype.name}")
+            values, told = unblocked(key, ref, facts), f"GGUF {ref.dtype.name}"
+            yield Decoded(key, (), key, values, told, "gguf")
     for item in find_scaled(tensors):
         keys = (item.codes, *item.needed)
         prefix, _, _ = item.codes.rpartition(".")
@@ -85,7 +87,7 @@ def decode_all(tensors: Mapping[str, TensorRef], facts: Facts) -> Iterator[Decod
         except CheckpointError as error:
             raise error.at(where=item.codes) from None
         used = tuple(key for key in item.needed if not _is_mark(key))
-        yield Decoded(item.codes, used, prefix + made.name, made.values, made.scheme)
+        yield Decoded(item.codes, used, prefix + made.name, made.values, made.scheme, scheme.name)
 
 
 def beside_values(key: str) -> bool:
