@@ -85,6 +85,12 @@ def computed(value: Computed, name: str, checked: Checksums | None = None) -> Te
     return whole_view(storage, value.dtype, value.shape)
 
 
+def computed_value(ref: TensorRef) -> Computed | None:
+    """What a tensor is computed from; None for one that is stored, or put together of several."""
+    source = ref.pieces[0].storage.source if len(ref.pieces) == 1 else None
+    return source.value if isinstance(source, ComputedSource) else None
+
+
 def elementwise(
     operation: str,
     inputs: Sequence[TensorRef],

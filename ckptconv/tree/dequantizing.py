@@ -32,6 +32,7 @@ from ckptconv.tensors.schemes.base import (
     Group,
     known_dtype,
 )
+from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
 from ckptconv.tensors.schemes.table import Decoded, beside_values, decode_all
 from ckptconv.tensors.schemes.torchao import torchao_weight
 from ckptconv.tree.checkpoint import Checkpoint
@@ -105,6 +106,7 @@ class Dequantize:
             notes=(
                 *checkpoint.notes,
                 *_notes(found, [*chain(*gone.values())], facts),
+                *_zero_notes(found, facts),
                 *_plain_notes(plain),
             ),
             dropped=(*checkpoint.dropped, *dropped),
@@ -297,6 +299,35 @@ def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]
             "its weights were rotated before they were quantised (transform_config): the values "
             "belong to the rotated model"
         )
+
+
+def _zero_notes(found: list[Decoded], facts: Facts) -> Iterator[str]:
+    """Tell of zeros of GPTQ that other readers take for something else."""
+    if facts.config.get("sym") is True:
+        return  # then each zero is the middle, and to read them all tells nothing
+    left = _MOST_ZEROS
+    wrapped: list[str] = []
+    for item in found:
+        zeros = stepped_zeros(item.values)
+        if zeros is None:
+            continue
+        left -= zeros.words.nbytes
+        if left < 0:
+            yield "not all zeros are looked at: some may stand for 0, which gptqmodel misreads"
+            break
+        if has_all_ones(zeros):
+            wrapped.append(item.codes)
+    if wrapped:
+        yield (
+            "some stored zeros are all ones, which stand for 0; gptqmodel adds one to the whole "
+            f"word, and reads the next zero wrong too: {first_few(wrapped, _LISTED)}"
+        )
+
+
+_MOST_ZEROS = 1 << 28
+"""The most bytes of zeros that are read while a conversion is planned: a model of 60 billion
+weights in groups of 128 has them, and a tensor that is expanded claims any number.
+"""
 
 
 def _plain_notes(plain: list[str]) -> Iterator[str]:

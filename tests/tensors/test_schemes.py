@@ -21,6 +21,7 @@ from ckptconv import (
     convert_checkpoint,
     inspect_checkpoint,
     load_portable,
+    open_checkpoint,
 )
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject
 from ckptconv.tree.dequantizing import Dequantize
@@ -670,3 +671,53 @@ def test_the_zeros_of_auto_round_are_asked_for(tmp_path):
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedObject, match="stored less one"):
         convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
+
+
+# ------------------------------------------------------------------------------- zeros of GPTQ v1
+
+
+def zeros_told(sample: Path) -> str:
+    with open_checkpoint(sample, edits=[Dequantize()]) as checkpoint:
+        return " ".join(checkpoint.notes)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("at", [0, 10, 31, 63])
+def test_a_zero_that_wraps_is_told_of(tmp_path, bits, at):
+    sample = copied(f"gptq{bits}_act_v1", tmp_path / "sample")
+    tensors = load_file(sample)
+    key = part(tensors, "qzeros")
+    tensors[key].zero_()
+    save_file(tensors, sample)
+    assert "all ones" not in zeros_told(sample)
+    stream = (1 << bits) - 1 << bits * at  # end to end from the lowest bit on
+    raw = bytearray(stream.to_bytes(4 * tensors[key].shape[1], "little"))
+    tensors[key][-1] = torch.frombuffer(raw, dtype=torch.int32)
+    save_file(tensors, sample)
+    codes = key.replace("qzeros", "qweight")
+    assert f"reads the next zero wrong too: {codes}" in zeros_told(sample)
+
+
+@pytest.mark.parametrize("folder", ["gptq4_act_v2", "gptq3_act_v2", "awq_gemm"])
+def test_zeros_that_are_stored_as_they_are_do_not_wrap(tmp_path, folder):
+    sample = copied(folder, tmp_path / "sample")
+    tensors = load_file(sample)
+    tensors[part(tensors, "qzeros")].fill_(-1)
+    save_file(tensors, sample)
+    assert "all ones" not in zeros_told(sample)
+
+
+def test_what_fills_up_the_last_word_of_zeros_is_none(tmp_path):
+    """Of 4 bits, 12 outputs take a word and a half."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensors = {
+        "q.qweight": torch.zeros(1, 12, dtype=torch.int32),
+        "q.qzeros": torch.tensor([[0, -65536]], dtype=torch.int32),
+        "q.scales": torch.ones(1, 12, dtype=torch.float16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "all ones" not in zeros_told(tmp_path / "model.safetensors")
+    tensors["q.qzeros"][0, 1] = 15
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "all ones" in zeros_told(tmp_path / "model.safetensors")

@@ -7,7 +7,11 @@ AWQ packs along the outputs, in an order of its own.
 
 from __future__ import annotations
 
-from ckptconv.tensors.decoding import Decoding
+from typing import NamedTuple
+
+from ckptconv.tensors.computed import computed_value
+from ckptconv.tensors.decoding import Decoding, unpacked
+from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
     Facts,
     Group,
@@ -18,6 +22,7 @@ from ckptconv.tensors.schemes.base import (
     decoded,
     power_of,
 )
+from ckptconv.tensors.stream import read_box
 from ckptconv.tensors.views import transposed
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -97,6 +102,46 @@ def _gptq(group: Group, facts: Facts) -> Weight:
     values = decoded(group, facts, how, inputs, shape, facts.dtype or scales.dtype)
     told = f"GPTQ {bits} bit, groups of {size}{', act order' if is_ordered else ''}"
     return Weight("weight", values, told)
+
+
+class Zeros(NamedTuple):
+    """Packed zeros, one added to each: as words and groups, of so many rows."""
+
+    words: TensorRef
+    how: Decoding
+    rows: int
+
+
+def stepped_zeros(values: TensorRef) -> Zeros | None:
+    """The zeros of a weight of the first version of GPTQ; None for any other."""
+    value = computed_value(values)
+    how = None if value is None else value.parameters
+    if value is None or not isinstance(how, Decoding) or not how.zero_step:
+        return None
+    return Zeros(value.inputs[how.roles.index("zero")], how, value.shape[-2])
+
+
+def has_all_ones(zeros: Zeros) -> bool:
+    """Whether a stored zero is all ones: it stands for 0, and gptqmodel's own reader carries the
+    one that it adds into the next zero. What only fills up the last word does not count.
+    """
+    import numpy as np
+
+    words, how, rows = zeros
+    ones = (1 << how.bits) - 1
+    for group in range(words.shape[1]):
+        for row in range(0, rows, _ROWS):
+            count = min(_ROWS, rows - row)
+            first, size = row * how.bits // 32, -(-count * how.bits // 32)
+            stored = np.frombuffer(read_box(words, (first, group), (size, 1)), "<u4")
+            fields = unpacked(stored.reshape(size, 1), how._replace(axis=-2), 0, count)
+            if (fields == ones).any():
+                return True
+    return False
+
+
+_ROWS = 1 << 18
+"""Zeros that are looked at in one go: they begin with a word, so it is a multiple of 32."""
 
 
 def _bits(group: Group, facts: Facts, words: int, outputs: int) -> int:
