@@ -7,7 +7,7 @@ Nothing is written when a plan fails. A plan's layout is executed by `execute`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
@@ -50,7 +50,7 @@ from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
 from ckptconv.support.text import some_text
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import edited
+from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts
@@ -126,7 +126,7 @@ def _planned(
             whole = checkpoint
             if not keeps_modules(to, options):
                 whole = flatten_modules(checkpoint)
-            checkpoint = edited(whole, options.edits)
+            checkpoint = edited(whole, _edits_of(options))
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
@@ -164,6 +164,15 @@ def _with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
         return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     beside, told = _companions(plan, options)
     return replace(plan, beside=beside, notes=(*plan.notes, *notes, *told))
+
+
+def _edits_of(options: Request) -> Iterable[Edit]:
+    """The edits, which know the rules that come after them."""
+    if not options.edits:
+        return ()
+    from ckptconv.tree.dequantizing import with_rules  # seldom needed
+
+    return with_rules(options.edits, options.keys)
 
 
 def _dequantizes(options: Request) -> bool:

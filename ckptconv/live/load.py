@@ -141,6 +141,10 @@ def load_portable(
     refuse_other("unknown", unknown, UNKNOWN)
     refuse_no_edits(edits)
     edits = (*edits, *request.edits)
+    if edits:
+        from ckptconv.tree.dequantizing import with_rules  # seldom needed
+
+        edits = tuple(with_rules(edits, request.keys))
     refuse_no_text(only=only)
     refuse_no_flag(whole=whole, mmap=mmap, verify=verify)
     require_torch("making live tensors")

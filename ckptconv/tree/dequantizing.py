@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from os.path import commonprefix
@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
+from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.naming_metadata import naming_entries
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.pickles.substitution import containers, substituted, with_pairs
@@ -36,6 +37,8 @@ from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
 from ckptconv.tensors.schemes.table import Decoded, beside_values, decode_all
 from ckptconv.tensors.schemes.torchao import torchao_weight
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.edits import Edit
+from ckptconv.tree.renaming import map_state_dict
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of
 
@@ -58,13 +61,18 @@ class Dequantize:
 
     Raises `RefusedObject` where the scheme of a weight cannot be told or is not known,
     `MalformedCheckpoint` where codes and scales do not fit, `OptionRefused` where nothing is
-    quantised, unless `if_quantized`: then such a checkpoint stays as it is.
+    quantised, unless `if_quantized`: then such a checkpoint stays as it is. `keys` are the rules
+    that come after it (a conversion has its own): what they leave out need not be known.
     """
 
     scheme: str | None = None
     if_quantized: bool = False
+    keys: KeyRules | None = None
 
     def __post_init__(self) -> None:
+        if self.keys is not None and not isinstance(self.keys, KeyRules):
+            what = f"keys={self.keys!r:.100} is not KeyRules"
+            raise OptionRefused(what, hint="write it as keys=KeyRules(exclude=['lm_head.*'])")
         refuse_no_text(scheme=self.scheme)
         refuse_no_flag(if_quantized=self.if_quantized)
 
@@ -76,7 +84,9 @@ class Dequantize:
         gone: dict[int, list[str]] = {}
         plain: list[str] = []
         for state_dict in checkpoint.state_dicts():
-            done = _decoded(state_dict, facts, gone)
+            left_out = self._left_out(state_dict)
+            with self._hinting():
+                done = _decoded(state_dict, facts, gone, left_out.__contains__)
             if not done:
                 plain += [
                     state_dict.prefix + key
@@ -84,7 +94,8 @@ class Dequantize:
                     if ref.dtype in FLOAT8
                 ]
                 continue
-            _refuse_left(state_dict, done)
+            with self._hinting():
+                _refuse_left(state_dict, done, left_out)
             found += done
             _note_stand_ins(state_dict, done, stand_ins, gone)
         if not found and self.if_quantized:
@@ -112,10 +123,48 @@ class Dequantize:
             dropped=(*checkpoint.dropped, *dropped),
         )
 
+    def _left_out(self, state_dict: StateDict) -> frozenset[str]:
+        """The keys that nobody wants after the rules."""
+        if self.keys is None:
+            return frozenset()
+        try:
+            names = map_state_dict(state_dict, self.keys, None)
+        except CheckpointError:  # told of by whoever applies them
+            return frozenset()
+        pairs = zip(names.old, names.new, strict=True)
+        return frozenset(old for old, new in pairs if new is None)
 
-def _decoded(state_dict: StateDict, facts: Facts, gone: dict[int, list[str]]) -> list[Decoded]:
-    tensors = decode_all(dict(state_dict.tensors()), facts)
-    return [*tensors, *_of_subclasses(state_dict, facts, gone)]
+    @contextmanager
+    def _hinting(self) -> Iterator[None]:
+        """Errors about a weight say how to leave it out, where that is possible."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.keys is not None and error.where is not None:
+                error.hint = f"{error.hint}, or {_LEAVE}" if error.hint else _LEAVE
+            raise
+
+
+_LEAVE = "leave it out (--exclude)"
+
+
+def with_rules(edits: Iterable[Edit], rules: KeyRules) -> Iterator[Edit]:
+    """The same edits, before the rules of a conversion."""
+    for edit in edits:
+        if isinstance(edit, Dequantize) and edit.keys is None:
+            yield replace(edit, keys=rules)
+        else:
+            yield edit
+
+
+def _decoded(
+    state_dict: StateDict,
+    facts: Facts,
+    gone: dict[int, list[str]],
+    is_left_out: Callable[[str], bool] = lambda _: False,
+) -> list[Decoded]:
+    tensors = decode_all(dict(state_dict.tensors()), facts, is_left_out)
+    return [*tensors, *_of_subclasses(state_dict, facts, gone, is_left_out)]
 
 
 def quantized_in(checkpoint: Checkpoint) -> dict[str, list[Decoded]]:
@@ -127,11 +176,12 @@ def quantized_in(checkpoint: Checkpoint) -> dict[str, list[Decoded]]:
     return {item.path: _decoded(item, facts, {}) for item in checkpoint.state_dicts()}
 
 
-def _refuse_left(state_dict: StateDict, done: list[Decoded]) -> None:
+def _refuse_left(state_dict: StateDict, done: list[Decoded], left_out: Set[str]) -> None:
     """Refuse what looks like codes, and was not decoded, beside what was: its scale is missing."""
     read = {key for item in done for key in (item.codes, *item.used)}
     for key, ref in state_dict.tensors():
-        if _is_part(key, ref) and key not in read and not beside_values(key):
+        is_wanted = key not in read and key not in left_out and not beside_values(key)
+        if is_wanted and _is_part(key, ref):
             raise RefusedObject(
                 f"is {ref.dtype.name} without what it is read with, beside "
                 f"{count_text(len(done), 'weight')} that can be dequantised",
@@ -153,13 +203,18 @@ _TORCHAO = "torchao."
 
 
 def _of_subclasses(
-    state_dict: StateDict, facts: Facts, gone: dict[int, list[str]]
+    state_dict: StateDict,
+    facts: Facts,
+    gone: dict[int, list[str]],
+    is_left_out: Callable[[str], bool],
 ) -> Iterator[Decoded]:
     """The weights that are pickled objects of torchao's classes, none of which is imported; their
     tensors but for the codes are noted as `gone`.
     """
     for key, node in zip(state_dict.keys, state_dict.values, strict=True):
         if not isinstance(node, Call) or node.name != _REBUILD or len(node.args) != 4:
+            continue
+        if is_left_out(key):
             continue
         _, cls, arguments, state = node.args
         if not (isinstance(cls, Global) and spoken(cls).startswith(_TORCHAO)):

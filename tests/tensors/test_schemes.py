@@ -721,3 +721,64 @@ def test_what_fills_up_the_last_word_of_zeros_is_none(tmp_path):
     tensors["q.qzeros"][0, 1] = 15
     save_file(tensors, tmp_path / "model.safetensors")
     assert "all ones" in zeros_told(tmp_path / "model.safetensors")
+
+
+# ------------------------------------------------------------------- what the rules leave out
+
+
+def unknown_beside_known() -> dict[str, torch.Tensor]:
+    """An order of codes that is not known (ExLlama 3), beside fp8."""
+    return {
+        "a.trellis": torch.ones(1, 1, 4, dtype=torch.int16),
+        "a.suh": torch.ones(8, dtype=torch.float16),
+        "b.weight": fp8(4, 8),
+        "b.weight_scale": torch.full((1,), 0.5),
+    }
+
+
+@pytest.mark.parametrize(
+    "rules", [{"exclude": "a.*"}, {"include": "b.*"}, {"exclude": "x.a.*", "add_prefix": "x."}]
+)
+def test_what_is_left_out_need_not_be_known(tmp_path, rules):
+    save_file(unknown_beside_known(), tmp_path / "in.safetensors")
+    with pytest.raises(RefusedObject, match="leave it out") as error:
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "no.pt", dequantize=True)
+    assert "(--exclude)" in (error.value.hint or "")
+    made = tmp_path / "out.safetensors"
+    convert_checkpoint(tmp_path / "in.safetensors", made, dequantize=True, verify=True, **rules)
+    (values,) = load_file(made).values()
+    wanted = (unknown_beside_known()["b.weight"].float() * 0.5).to(torch.bfloat16)
+    assert is_same(values, wanted)
+    loaded = load_portable(tmp_path / "in.safetensors", edits=[Dequantize()], **rules)
+    assert is_same(next(iter(loaded.values())), wanted) and len(loaded) == 1
+
+
+def test_a_part_of_what_is_left_out_is_not_written_alone(tmp_path):
+    tensors = unknown_beside_known() | {
+        "c.qweight": torch.ones(1, 8, dtype=torch.int32),
+        "c.qzeros": torch.ones(1, 1, dtype=torch.int32),
+        "c.scales": torch.ones(1, 8, dtype=torch.float16),
+    }
+    save_file(tensors, tmp_path / "in.safetensors")
+    with pytest.raises(RefusedObject, match=r"c\.qzeros: is int32 without what it is read with"):
+        load_portable(
+            tmp_path / "in.safetensors", edits=[Dequantize()], exclude=["a.*", "c.qweight"]
+        )
+    load_portable(tmp_path / "in.safetensors", edits=[Dequantize()], exclude=["a.*", "c.*"])
+
+
+def test_a_type_of_gguf_that_is_not_known_can_be_left_out(tmp_path):
+    raw = bytearray((NUMBERS / "gguf" / "all_types.gguf").read_bytes())
+    expected = load_file(NUMBERS / "gguf" / "all_types.expected.safetensors")
+    name = b"t.Q3_K"
+    kind = raw.index(name) + len(name) + 4 + 8 * len(expected[name.decode()].shape)
+    assert raw[kind] == 11
+    raw[kind] = 21  # IQ3_S, whose blocks are as large
+    (tmp_path / "other.gguf").write_bytes(raw)
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(RefusedObject, match="is IQ3_S of GGUF, whose values cannot be read here"):
+        convert_checkpoint(tmp_path / "other.gguf", out, dequantize=True)
+    convert_checkpoint(tmp_path / "other.gguf", out, dequantize=True, exclude="t.Q3*")
+    made = load_file(out)
+    assert set(made) == set(expected) - {"t.Q3_K"}
+    assert all(is_same(value, expected[key]) for key, value in made.items())

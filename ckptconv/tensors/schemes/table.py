@@ -4,12 +4,12 @@ these leave a choice, an error lists it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckptconv.support.errors import CheckpointError, OptionRefused, RefusedObject, printable
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.scaled_weights import find_scaled
+from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.tensors.schemes.base import Facts, Group, Scheme
 from ckptconv.tensors.schemes.bitsandbytes import SCHEMES as BITSANDBYTES
 from ckptconv.tensors.schemes.comfy import SCHEMES as COMFY
@@ -60,11 +60,16 @@ class Decoded(NamedTuple):
     word: str
 
 
-def decode_all(tensors: Mapping[str, TensorRef], facts: Facts) -> Iterator[Decoded]:
+def decode_all(
+    tensors: Mapping[str, TensorRef],
+    facts: Facts,
+    is_left_out: Callable[[str], bool] = lambda _: False,
+) -> Iterator[Decoded]:
     """The weights of a state dict that are codes, decoded, in the order of the keys.
 
-    Raises `RefusedObject` for one whose scheme is not known or cannot be told, and
-    `MalformedCheckpoint` where what belongs together does not fit.
+    `is_left_out` says of the key of codes that nobody wants them. Raises `RefusedObject` for others
+    whose scheme is not known or cannot be told, and `MalformedCheckpoint` where what belongs
+    together does not fit.
     """
     if facts.scheme is not None and facts.scheme not in _BY_WORD:
         raise OptionRefused(
@@ -73,21 +78,34 @@ def decode_all(tensors: Mapping[str, TensorRef], facts: Facts) -> Iterator[Decod
         )
     for key, ref in tensors.items():
         if ref.dtype.is_block:
-            values, told = unblocked(key, ref, facts), f"GGUF {ref.dtype.name}"
-            yield Decoded(key, (), key, values, told, "gguf")
+            try:
+                values = unblocked(key, ref, facts)
+            except CheckpointError:
+                if not is_left_out(key):
+                    raise
+                continue
+            yield Decoded(key, (), key, values, f"GGUF {ref.dtype.name}", "gguf")
     for item in find_scaled(tensors):
-        keys = (item.codes, *item.needed)
-        prefix, _, _ = item.codes.rpartition(".")
-        prefix = f"{prefix}." if prefix else ""
-        parts = {key.removeprefix(prefix): tensors[key] for key in keys}
-        group = Group(item.codes, prefix, parts)
-        scheme = _scheme_of(group, facts)
         try:
-            made = scheme.decode(group, facts)
-        except CheckpointError as error:
-            raise error.at(where=item.codes) from None
-        used = tuple(key for key in item.needed if not _is_mark(key))
-        yield Decoded(item.codes, used, prefix + made.name, made.values, made.scheme, scheme.name)
+            yield _decoded(item, tensors, facts)
+        except CheckpointError:
+            if not is_left_out(item.codes):
+                raise
+
+
+def _decoded(item: ScaledWeight, tensors: Mapping[str, TensorRef], facts: Facts) -> Decoded:
+    keys = (item.codes, *item.needed)
+    prefix, _, _ = item.codes.rpartition(".")
+    prefix = f"{prefix}." if prefix else ""
+    parts = {key.removeprefix(prefix): tensors[key] for key in keys}
+    group = Group(item.codes, prefix, parts)
+    scheme = _scheme_of(group, facts)
+    try:
+        made = scheme.decode(group, facts)
+    except CheckpointError as error:
+        raise error.at(where=item.codes) from None
+    used = tuple(key for key in item.needed if not _is_mark(key))
+    return Decoded(item.codes, used, prefix + made.name, made.values, made.scheme, scheme.name)
 
 
 def beside_values(key: str) -> bool:
