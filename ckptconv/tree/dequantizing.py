@@ -22,6 +22,7 @@ from ckptconv.support.errors import (
     KeyConflict,
     OptionRefused,
     RefusedObject,
+    printable,
 )
 from ckptconv.support.json_text import read_object
 from ckptconv.support.text import count_text, first_few
@@ -101,10 +102,7 @@ class Dequantize:
         if not found and self.if_quantized:
             return checkpoint
         if not found:
-            raise OptionRefused(
-                "nothing in it is quantised in a way that is known",
-                hint="leave --dequantize out",
-            )
+            raise _nothing_found(facts)
         root = _edited(checkpoint.root, stand_ins, gone)
         named = naming_entries(checkpoint.metadata)
         metadata = {key: text for key, text in checkpoint.metadata.items() if key not in named}
@@ -155,6 +153,17 @@ def with_rules(edits: Iterable[Edit], rules: KeyRules) -> Iterator[Edit]:
             yield replace(edit, keys=rules)
         else:
             yield edit
+
+
+def _nothing_found(facts: Facts) -> OptionRefused:
+    if facts.method:
+        return OptionRefused(
+            f"its config names the quantisation {printable(facts.method)}, and no weight in it is "
+            "quantised in a way that is known here",
+            hint="dequantise it with what wrote it",
+        )
+    what = "nothing in it is quantised in a way that is known"
+    return OptionRefused(what, hint="leave --dequantize out")
 
 
 def _decoded(

@@ -156,6 +156,14 @@ def test_what_is_not_quantised_is_not_dequantised(tmp_path):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "o.pt", scheme="gptq")
 
 
+def test_a_quantisation_that_the_config_names_and_nothing_shows_is_told_by_its_name(tmp_path):
+    """To say "leave --dequantize out" would call codes of an unknown order values."""
+    save_file({"a.indices": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "vptq"}}')
+    with pytest.raises(CheckpointError, match="its config names the quantisation vptq"):
+        convert_checkpoint(tmp_path, tmp_path / "o.pt", dequantize=True)
+
+
 # ------------------------------------------------------------------------------ what does not fit
 
 
