@@ -18,13 +18,13 @@ from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
 from ckptconv.convert.verify import refuse_unread, verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import index_path, moved_index
+from ckptconv.io.commit import ShardNames
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.guarded import check_places
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_nbytes, folder_output
 from ckptconv.io.places import local_path, place_of
-from ckptconv.io.staging import ShardNames
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OutputRefused

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePath
 from shlex import quote
 
+from ckptconv.io.commit import FAILED
 from ckptconv.io.location import Location
 from ckptconv.io.source import Source
 from ckptconv.io.stream import RESERVE_FROM, FileSink, OutputStream
@@ -260,7 +261,7 @@ def output_errors(path: PurePath) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise OutputRefused(
-            f"cannot be written: {_reason(error)}", path=path, hint="nothing was left behind"
+            f"{FAILED}{_reason(error)}", path=path, hint="nothing was left behind"
         ) from error
 
 

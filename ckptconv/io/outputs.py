@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckptconv.io.commit import ShardNames, put_set
 from ckptconv.io.destination import (
     Destination,
     Draft,
@@ -35,7 +36,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import local_path
 from ckptconv.io.source import Source
-from ckptconv.io.staging import ShardNames, put_file, put_folder, put_new_folder, put_set
+from ckptconv.io.staging import NamesBeside, put_file, put_folder, put_new_folder
 from ckptconv.support import platforms
 from ckptconv.support.errors import OutputRefused
 from ckptconv.support.signals import held_back
@@ -269,7 +270,7 @@ class SetOutput(_Staged):
         _close_replaced(
             inputs, lambda: [self.path, *(folder / name for name in self._files.earlier())]
         )
-        put_set(made, self._files, self.path, force=self._force, fsync=self._fsync)
+        put_set(NamesBeside(made, self.path, fsync=self._fsync), self._files, force=self._force)
 
 
 class FolderOutput(_Staged):

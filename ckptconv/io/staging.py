@@ -8,10 +8,11 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from ckptconv.io.commit import Names, ShardNames, exists_by_now
 from ckptconv.io.destination import check_folder, check_output, followed, output_errors
 from ckptconv.io.hidden_folders import OLD, SHARDS, hidden_name, remove_hidden, remove_leftovers
 from ckptconv.io.journals import journal_path
@@ -51,7 +52,7 @@ def put_folder(made: Path, path: Path, *, force: bool, fsync: bool) -> None:
         aside = None
         if not _rename_folder(made, target):
             if not force:
-                raise _exists_by_now(path)
+                raise exists_by_now(path)
             aside = _swap(made, target)
         if fsync:
             _confirm(target.parent, path)
@@ -75,141 +76,96 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class ShardNames:
-    """A checkpoint of many files by their names in a folder, wherever that is: its shards and its
-    index, or one file without an index. `claimed` are other names that must be free. `companions`
-    are files that come along, in that folder or in a folder in it.
+class NamesBeside(Names):
+    """The names beside `path`; the files for them were made in the hidden folder `made`.
 
-    `earlier()` are the files that are there by now under these names or others of such a set;
-    `moved_index(folder)` is an index of the same shards in `folder`, a folder beside the index.
+    A link that has the name of a shard is replaced; `path` itself, where there is no index, is
+    followed.
     """
 
-    shards: Sequence[str]
-    index: str | None
-    earlier: Callable[[], Sequence[str]]
-    moved_index: Callable[[str], bytes]
-    claimed: Sequence[str] = ()
-    companions: Sequence[str] = ()
+    path: Path
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The shards, and the index if there is one."""
-        return (*self.shards, *([self.index] if self.index is not None else []))
+    def __init__(self, made: Path, path: Path, *, fsync: bool) -> None:
+        self.path, self._made, self._fsync = path, made, fsync
+        self._folders: set[str] = set()
+        self._passing: Path | None = None
 
-    def taken(self) -> Iterator[str]:
-        """What it takes the place of or removes, but for indexes: they go with their shards."""
-        yield from self.shards
-        yield from self.companions
-        yield from (name for name in self.earlier() if not name.endswith(".index.json"))
+    def _at(self, name: str) -> Path:
+        return followed(self.path) if name == self.path.name else self.path.parent / name
 
+    def name(self, name: str) -> None:
+        _name(self._made / name, self._at(name))
 
-def put_set(made: Path, files: ShardNames, path: Path, *, force: bool, fsync: bool) -> None:
-    """Give the files in the folder `made` their names beside `path`, so that an index never names a
-    mixture, and remove earlier ones.
+    def replace(self, name: str) -> None:
+        _replace(self._made / name, self._at(name))
 
-    Names that are free are taken first, and the index last; companions that are replaced follow.
-    Where shards of the index that is there have the same names, the new ones are first named by a
-    passing index, where they lie in a hidden folder; then they get their own names, and the new
-    index follows. Where a file system has no hard links, there is no index for that moment.
-    """
-    home = path.parent
-    with output_errors(path), folder_held(path), held_back():
-        earlier = files.earlier()
-        replaced = [name for name in files.companions if os.path.lexists(home / name)]
-        there = [*earlier, *replaced]
-        if there and not force:
-            raise _exists_by_now(home / there[0])
-        left = made
-        with _taken_back(path, home / (files.index or path.name)) as placed:
-            new = [name for name in files.companions if name not in replaced]
-            _name_companions(made, new, home, placed, fsync=fsync)
-            if files.index is None:
-                put_file(made / path.name, path, force=force, fsync=fsync)
-            elif files.index in earlier and set(files.shards) & set(earlier):
-                left = _put_over(made, files, path, placed, fsync=fsync)
+    def remove(self, name: str) -> None:
+        if name in self._folders:
+            self._at(name).rmdir()
+        else:
+            self._at(name).unlink(missing_ok=True)
+
+    def there(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if os.path.lexists(self._at(name))]
+
+    def sync(self, names: Sequence[str], *, are_last: bool = False) -> None:
+        if not self._fsync:
+            return
+        for folder in {self._at(name).parent for name in names}:
+            if are_last:
+                _confirm(folder, self.path)
             else:
-                _put_new(made, files, path, placed, force=force, fsync=fsync)
+                fsync_folder(folder)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        with folder_held(self.path), super().lock():
+            try:
+                yield
+            finally:
+                if self._passing is not None:
+                    remove_hidden(self._passing)
+            remove_leftovers(self.path, SHARDS)
+
+    def make_folder(self, name: str) -> bool:
+        if self._at(name).exists():
+            return False
+        self._at(name).mkdir()
+        self._folders.add(name)
+        return True
+
+    def put_over(self, files: ShardNames, done: list[str]) -> bool:
+        """The new shards are first named by a passing index, where they lie in a hidden folder;
+        then they get their own names, and the new index follows. That takes hard links.
+        """
+        assert files.index is not None
+        made, path, index = self._made, self.path, self._at(files.index)
+        if not _has_links(made / index.name):
+            return False
+        passing = hidden_name(path, SHARDS)
+        _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=self._fsync)
+        for name in (_PASSING_INDEX, index.name):
+            _take_over(made / name, index.stat())
+        # who may read the shards by their own names may do so meanwhile
+        shutil.copymode(path.parent, made)
+        with _renamed(made, passing, path, "the folder {} is left behind; remove it"):
+            if self._fsync:
+                fsync_folder(passing)
+                fsync_folder(path.parent)
+            platforms.replace(passing / _PASSING_INDEX, index)
+        done.clear()
         try:
-            _replace_companions(left, replaced, path, fsync=fsync)
-        finally:
-            if left != made:
-                remove_hidden(left)
-        own = {*files.files}
-        for name in earlier:
-            if name not in own:
-                with _after_it(
-                    path, name, "removed", "remove it: a program may take it for the checkpoint"
-                ):
-                    (home / name).unlink(missing_ok=True)
-        remove_leftovers(path, SHARDS)
+            _rename_behind_index(passing, files.shards, index, fsync=self._fsync)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            what = f"is in place, but its shards could not get their names: {why}"
+            hint = f"they are complete, in {passing.name}; run the command again"
+            raise OutputRefused(what, path=path, hint=hint) from error
+        self._made = self._passing = passing
+        return True
 
-
-@contextlib.contextmanager
-def _taken_back(path: Path, last: Path) -> Iterator[list[Path]]:
-    """What is put into the list within the block loses its name again where the block fails before
-    the checkpoint is in place, which `last` tells: after that, it belongs to it.
-    """
-    before, placed = _identity(last), list[Path]()
-    try:
-        yield placed
-    except BaseException as error:
-        now = _identity(last)
-        if now is not None and now != before:
-            raise
-        left = [item for item in reversed(placed) if not _is_removed(item)]
-        if left:
-            names = ", ".join(printable(item.name) for item in left)
-            raise _not_undone(error, path, f"{names} may be left behind; remove it") from error
-        raise
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _name_companions(
-    made: Path, names: Sequence[str], home: Path, placed: list[Path], *, fsync: bool
-) -> None:
-    """Give companions names that are free."""
-    folders = set()
-    for item in (home / name for name in names):
-        if item.parent != home and not item.parent.exists():
-            item.parent.mkdir()
-            placed.append(item.parent)
-            folders.add(home)
-        _name(made / item.relative_to(home), item)
-        placed.append(item)
-        folders.add(item.parent)
-    if fsync:
-        for folder in folders:
-            fsync_folder(folder)
-
-
-def _replace_companions(made: Path, names: Sequence[str], path: Path, *, fsync: bool) -> None:
-    """Companions in the places of earlier ones, each in one step, when the checkpoint is in its."""
-    items = [path.parent / name for name in names]
-    for name, item in zip(names, items, strict=True):
-        with _after_it(path, name, "replaced", "copy it, or run the command again"):
-            _replace(made / name, item)
-    if fsync:
-        for folder in {item.parent for item in items}:
-            _confirm(folder, path)
-
-
-@contextlib.contextmanager
-def _after_it(path: Path, name: str, done: str, hint: str) -> Iterator[None]:
-    """The block does something about a file of the earlier checkpoint; the new one is in place."""
-    try:
-        yield
-    except OSError as error:
-        why, last = os.strerror(error.errno or 0), Path(name).name
-        what = f"is in place, but {last} of the earlier one cannot be {done}: {why}"
-        raise OutputRefused(what, path=path, hint=hint) from error
+    def told(self) -> AbstractContextManager[object]:
+        return output_errors(self.path)
 
 
 # ------------------------------------------------------------------------------------------ locking
@@ -248,12 +204,6 @@ def _lock_patiently(lock: platforms.FolderLock, path: Path) -> None:
 # -------------------------------------------------------------------------------------------- names
 
 
-def _exists_by_now(path: Path) -> OutputRefused:
-    return OutputRefused(
-        "exists now", path=path, hint="another process wrote it; add --force to replace it"
-    )
-
-
 def _name(made: Path, target: Path) -> None:
     """Give a free name: a hard link fails when it is taken.
 
@@ -262,7 +212,7 @@ def _name(made: Path, target: Path) -> None:
     try:
         platforms.link(made, target)
     except FileExistsError:
-        raise _exists_by_now(target) from None
+        raise exists_by_now(target) from None
     except OSError:
         check_output(target, force=False)
         _rename_file(made, target)
@@ -276,7 +226,7 @@ def _rename_file(made: Path, target: Path) -> None:
     try:
         platforms.rename(made, target)
     except FileExistsError:
-        raise _exists_by_now(target) from None
+        raise exists_by_now(target) from None
 
 
 def _replace(made: Path, target: Path) -> None:
@@ -297,34 +247,6 @@ def _take_over(made: Path, before: os.stat_result) -> None:
     made.chmod(stat.S_IMODE(before.st_mode) & 0o777)
 
 
-def _put_new(
-    made: Path, files: ShardNames, path: Path, placed: list[Path], *, force: bool, fsync: bool
-) -> None:
-    """Shards under names that no index names by now, then the index, in one step."""
-    put = _replace if force else _name
-    for name in files.shards:
-        put(made / name, path.with_name(name))
-        placed.append(path.with_name(name))
-    if fsync:
-        fsync_folder(path.parent)
-    assert files.index is not None
-    put(made / files.index, path.with_name(files.index))
-    placed.clear()  # they belong to it now, whatever is not known of the disk
-    if fsync:
-        _confirm(path.parent, path)
-
-
-def _is_removed(path: Path) -> bool:
-    try:
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink()
-    except OSError:
-        return False
-    return True
-
-
 def _not_undone(error: BaseException, path: Path, left: str) -> BaseException:
     """What is raised instead of `error` when what was done until then cannot be undone either."""
     try:
@@ -333,38 +255,6 @@ def _not_undone(error: BaseException, path: Path, left: str) -> BaseException:
     except OutputRefused as refused:
         refused.hint = left
         return refused
-
-
-def _put_over(
-    made: Path, files: ShardNames, path: Path, placed: list[Path], *, fsync: bool
-) -> Path:
-    """Shards under names that the index names, and a new index; where what is left of `made` is."""
-    assert files.index is not None
-    index = path.with_name(files.index)
-    if not _has_links(made / index.name):
-        index.unlink()
-        _put_new(made, files, path, placed, force=True, fsync=fsync)
-        return made
-    passing = hidden_name(path, SHARDS)
-    _write(made / _PASSING_INDEX, files.moved_index(passing.name), fsync=fsync)
-    for name in (_PASSING_INDEX, index.name):
-        _take_over(made / name, index.stat())
-    # who may read the shards by their own names may do so meanwhile
-    shutil.copymode(path.parent, made)
-    with _renamed(made, passing, path, "the folder {} is left behind; remove it"):
-        if fsync:
-            fsync_folder(passing)
-            fsync_folder(path.parent)
-        platforms.replace(passing / _PASSING_INDEX, index)
-    try:
-        _rename_behind_index(passing, files.shards, index, fsync=fsync)
-    except OSError as error:
-        why = os.strerror(error.errno or 0)
-        what = f"is in place, but its shards could not get their names: {why}"
-        raise OutputRefused(
-            what, path=path, hint=f"they are complete, in {passing.name}; run the command again"
-        ) from error
-    return passing
 
 
 def _rename_behind_index(passing: Path, shards: Sequence[str], index: Path, *, fsync: bool) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv.io.commit import ShardNames
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_output
-from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import DestinationConformance
 

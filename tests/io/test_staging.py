@@ -577,6 +577,18 @@ def test_a_passing_folder_that_cannot_go_back_is_told_of(tmp_path, monkeypatch):
     assert caught.value.hint == f"the folder {left} is left behind; remove it"
 
 
+def test_without_hard_links_a_set_that_was_half_replaced_says_so(tmp_path, monkeypatch):
+    torch.save(dict(NEW), tmp_path / "in.pt")
+    options: Any = {"max_shard_size": 900, "fsync": False}
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", **options)
+    failing(monkeypatch, "link", lambda made, target: True)
+    failing(monkeypatch, "replace", lambda made, target: target.name.endswith("index.json"))
+    with pytest.raises(OutputRefused, match="cannot be written: Input/output error") as caught:
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", force=True, **options)
+    assert "replaced by now; run the command again" in caught.value.hint
+    assert not (tmp_path / "out.safetensors.index.json").exists() and not hidden(tmp_path)
+
+
 def test_an_earlier_folder_that_cannot_come_back_is_told_of(room, monkeypatch):
     convert_checkpoint(room / "old.pt", room / "out", to="dcp", fsync=False)
     monkeypatch.setattr(platforms, "exchange", lambda one, other: False)

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ckptconv.io.commit import ShardNames
 from ckptconv.io.destination import Destination
 from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_output
 from ckptconv.io.source import CHUNK
-from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import FaultyDestination, pattern
 from helpers.examples import examples

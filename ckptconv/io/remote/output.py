@@ -1,18 +1,17 @@
 """Outputs in stores: uploads that become objects together, or not at all.
 
-An object appears as a whole when its upload is finished. A set appears by its index, which comes
-last; where shards that the earlier index names are replaced, that index goes first, so that no
-index ever names a mixture. An output that is read back is made under hidden keys beside its place,
-and moved by the store.
+An object appears as a whole when its upload is finished. An output that is read back is made under
+hidden keys beside its place, and moved by the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 
+from ckptconv.io.commit import FAILED, Names, ShardNames, exists_by_now, put_set
 from ckptconv.io.destination import Destination, Draft, output_errors
 from ckptconv.io.files import refuse_inputs
 from ckptconv.io.location import Location
@@ -22,9 +21,8 @@ from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.uploads import hidden_key
 from ckptconv.io.source import Source
-from ckptconv.io.staging import ShardNames
 from ckptconv.io.stream import OutputStream, Sink
-from ckptconv.support.errors import CheckpointError, OutputRefused, printable
+from ckptconv.support.errors import CheckpointError, OutputRefused
 from ckptconv.support.signals import held_back
 
 _NOTHING_LEFT = "nothing was left behind"
@@ -86,12 +84,6 @@ def _exists(place: Location) -> OutputRefused:
     return OutputRefused("exists", path=place.path, hint="add --force to replace it")
 
 
-def _exists_by_now(place: Location) -> OutputRefused:
-    return OutputRefused(
-        "exists now", path=place.path, hint="another process wrote it; add --force to replace it"
-    )
-
-
 @contextmanager
 def _told(place: Location, *, is_begun: bool = True) -> Iterator[None]:
     """Errors of the store and of the system as `OutputRefused` of the output."""
@@ -100,11 +92,11 @@ def _told(place: Location, *, is_begun: bool = True) -> Iterator[None]:
             yield
     except StoreError as error:
         if error.kind == "exists":
-            raise _exists_by_now(place) from None
+            raise exists_by_now(place.path) from None
         is_known = error.kind != "passing" or not is_begun
         hints = (error.hint, _NOTHING_LEFT if is_known else _MAY_BE_LEFT)
         raise OutputRefused(
-            f"cannot be written: {error.what}",
+            f"{FAILED}{error.what}",
             path=place.path,
             hint="; ".join(hint for hint in hints if hint),
         ) from None
@@ -202,6 +194,42 @@ class RemoteDraft(Draft):
         return _is_removed(RemotePlace(self.target.site, self._hidden or ""))
 
 
+class _ObjectNames(Names):
+    """Keys beside that of the output, and the drafts for them by their names.
+
+    Objects are where they are as soon as the store answers, and nothing locks a folder: the
+    condition of each request decides between two writers.
+    """
+
+    def __init__(self, place: RemotePlace, drafts: Mapping[str, RemoteDraft]) -> None:
+        self.path, self._place, self._drafts = place.path, place, drafts
+
+    def name(self, name: str) -> None:
+        self._drafts[name].put(create=True)
+
+    def replace(self, name: str) -> None:
+        self._drafts[name].put(create=False)
+
+    def remove(self, name: str) -> None:
+        item = self._place.parent.child(name)
+        asked(lambda: item.site.store.remove(item.key))
+
+    def there(self, names: Sequence[str]) -> list[str]:
+        """As their folders are listed now."""
+        store, found = self._place.site.store, set[str]()
+        for folder in dict.fromkeys(name.rpartition("/")[0] for name in names):
+            inside = "/".join(filter(None, (self._place.parent.key.rstrip("/"), folder)))
+            listing = asked(partial(store.list, f"{inside}/" if inside else ""))
+            found |= {f"{folder}/{name}" if folder else name for name in listing.files}
+        return [name for name in names if name in found or store.written(name) in found]
+
+    def sync(self, names: Sequence[str], *, are_last: bool = False) -> None:
+        """A store that answers has it."""
+
+    def told(self) -> AbstractContextManager[object]:
+        return _told(self._place)
+
+
 class RemoteOutput(Destination):
     """One object, or the objects of a set in a folder."""
 
@@ -225,30 +253,15 @@ class RemoteOutput(Destination):
             if self._files is None:
                 check_remote(self._place, is_folder=False, force=self._force)
             elif not self._force:
-                found = self._found(self._files)
-                if found:
+                files = self._files
+                names = (*files.claimed, *files.files, *files.companions)
+                if found := [*files.earlier(), *self._names().there(names)]:
                     raise _exists(self._beside(found[0]))
-            names = self._files.taken() if self._files is not None and self._force else ()
-            beside = (self._beside(name).path for name in names)
+            taken = self._files.taken() if self._files is not None and self._force else ()
+            beside = (self._beside(name).path for name in taken)
             refuse_inputs(chain([self.path], beside), self._replaces)
         self._is_open = True
         return self
-
-    def _found(self, files: ShardNames) -> Sequence[str]:
-        """The files that are there under names of the set, as its folder is listed now."""
-        place = self._place.parent
-        home, store = place.key, place.site.store
-        names = [*files.claimed, *files.shards, *files.companions, *([files.index or ""])]
-        folders = {"", *(name.rpartition("/")[0] for name in files.companions)}
-        found: list[str] = []
-        for folder in sorted(folders):
-            inside = "/".join(part for part in (home.rstrip("/"), folder) if part)
-            prefix = f"{inside}/" if inside else ""
-            listing = asked(partial(store.list, prefix))
-            known = {f"{folder}/{name}" if folder else name for name in listing.files}
-            written = {name: store.written(name) for name in names}
-            found += [name for name in names if written[name] in known or name in known]
-        return list(dict.fromkeys([*files.earlier(), *found]))
 
     def _beside(self, name: str) -> RemotePlace:
         return self._place.parent.child(name)
@@ -279,67 +292,17 @@ class RemoteOutput(Destination):
             raise ValueError(f"{self.path}: not all drafts are whole")
         with held_back():
             if self._files is None:
-                self._put_all(self._drafts)
+                for draft in self._drafts:
+                    draft.put(create=not self._force)
             else:
-                self._put_set(self._files)
+                put_set(self._names(), self._files, force=self._force)
             drafts, self._drafts = self._drafts, []
         if any(draft.is_still_hidden for draft in drafts):
             what = "is in place, but hidden objects beside it cannot be removed"
             raise OutputRefused(what, path=self.path, hint="ckptconv cleanup finds them")
 
-    def _put_all(
-        self,
-        drafts: Iterable[RemoteDraft],
-        earlier: Collection[str] = (),
-        late: Collection[str] = (),
-    ) -> None:
-        """Give all their names, or none: names that were free are free again, unless a file of an
-        earlier set, one of `earlier`, is replaced by then. What is `late` may have replaced
-        something that nobody has looked for.
-        """
-        done: list[RemoteDraft] = []
-        try:
-            for draft in drafts:
-                draft.put(create=not self._force)
-                done.append(draft)
-        except BaseException as error:
-            hint = ""
-            if any(draft.name in earlier for draft in done):
-                hint = f"{_names(done)} is replaced by now; run the command again"
-            else:
-                fresh = [draft for draft in done if draft.name not in late]
-                left = [draft for draft in fresh if not _is_removed(draft.target)]
-                if left:
-                    hint = f"{_names(left)} may be left behind; remove it"
-            if hint and isinstance(error, OutputRefused):
-                error.hint = hint
-            raise
-
-    def _put_set(self, files: ShardNames) -> None:
-        """Shards, then the index, then companions that are replaced; then what is left of an
-        earlier set goes.
-        """
-        with _told(self._place):
-            earlier = self._earlier(files)
-            if files.index in earlier and set(files.shards) & set(earlier):
-                index = self._beside(files.index or "")
-                asked(lambda: index.site.store.remove(index.key))
-        late = files.companions if self._force else ()
-        in_order = sorted(self._drafts, key=lambda one: (one.name in late, one.name == files.index))
-        self._put_all(in_order, earlier, late)
-        names = {draft.name for draft in in_order}
-        for name in earlier:
-            if name not in names and not _is_removed(self._beside(name)):
-                what = f"is in place, but {printable(name)} of the earlier one cannot be removed"
-                hint = "remove it: a program may take it for the checkpoint"
-                raise OutputRefused(what, path=self.path, hint=hint)
-
-    def _earlier(self, files: ShardNames) -> Sequence[str]:
-        if self._force:
-            return files.earlier()
-        if found := self._found(files):
-            raise _exists_by_now(self._beside(found[0]))
-        return ()
+    def _names(self) -> _ObjectNames:
+        return _ObjectNames(self._place, {draft.name: draft for draft in self._drafts})
 
     def discard(self) -> None:
         self._is_open = False
@@ -355,10 +318,6 @@ def _is_removed(place: RemotePlace) -> bool:
     except StoreError:
         return False
     return True
-
-
-def _names(drafts: Iterable[RemoteDraft]) -> str:
-    return ", ".join(printable(draft.target.name) for draft in drafts)
 
 
 def remote_output(

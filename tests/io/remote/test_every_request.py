@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load, save_file
 
 from ckptconv import CheckpointError, OutputRefused, convert_checkpoint
+from ckptconv.io.commit import ShardNames
 from ckptconv.io.remote import uploads
 from ckptconv.io.remote.output import remote_output
 from ckptconv.io.remote.uploads import key_of_hidden
-from ckptconv.io.staging import ShardNames
 from ckptconv.support.limits import limits
 from helpers.conformance import DestinationConformance, pattern
 from helpers.memory_bucket import Bucket, S3InMemory, bucket, bucket_place  # noqa: F401

@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 
+from ckptconv.io.commit import ShardNames
 from ckptconv.io.outputs import check_place_free, file_output, folder_output
 from ckptconv.io.remote import patience, uploads
 from ckptconv.io.remote.causes import Forbidden
 from ckptconv.io.remote.output import remote_output
 from ckptconv.io.remote.store import StoreError
 from ckptconv.io.remote.uploads import hidden_key, key_of_hidden, part_size
-from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import CheckpointError, OutputRefused
 from ckptconv.support.limits import limits
 from helpers.conformance import DestinationConformance, pattern

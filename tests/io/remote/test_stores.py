@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv.io.commit import ShardNames
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
 from ckptconv.io.remote.place import RemotePlace, remote_place
 from ckptconv.io.source import Source
-from ckptconv.io.staging import ShardNames
 from ckptconv.support.errors import MalformedCheckpoint
 from helpers.conformance import (
     BYTES,
