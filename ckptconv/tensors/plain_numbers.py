@@ -78,7 +78,9 @@ def stands_for(number: float | complex, dtype: DType, raw: bytes) -> bool:
 
 
 def rounded(number: float | complex, dtype: DType) -> float | complex:
-    """What a number becomes in a type."""
+    """What a number becomes in a type; one of integers is only moved, never rounded."""
+    if dtype.kind in ("int", "bits", "bool"):
+        return number
     if isinstance(number, complex):
         part = {16: "float64", 8: "float32", 4: "float16"}[dtype.itemsize]
         return complex(_rounded(number.real, part), _rounded(number.imag, part))

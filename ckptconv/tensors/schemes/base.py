@@ -177,6 +177,37 @@ def one_number(group: Group, name: str) -> TensorRef:
     return reshaped(group.need(name), (1,), group.prefix + name)
 
 
+def told_size(group: Group, config: Mapping[str, Any], name: str) -> int | None:
+    """The whole number that a configuration says under a name; None where it says nothing.
+
+    Raises `MalformedCheckpoint` for anything else: a size that is derived instead may be another.
+    """
+    told = config.get(name)
+    if not (told is None or type(told) is int):
+        group.fail(f"is described by a config whose {name} is not a whole number", _CORRECT)
+    return told
+
+
+_CORRECT = "correct the config.json beside it"
+
+
+def told_block(group: Group, told: object) -> tuple[int, int] | None:
+    """The rows and columns of a block that a configuration says: two numbers, or a text as
+    ``128x128``; None where it says nothing. Raises as `told_size` does.
+    """
+    if told is None:
+        return None
+    if isinstance(told, str) and (found := re.fullmatch(r"(\d{1,9})x(\d{1,9})", told)):
+        told = [*map(int, found.groups())]
+    if not (isinstance(told, list) and len(told) == 2 and all(map(_is_size, told))):
+        group.fail("is described by a config whose block is not two whole numbers", _CORRECT)
+    return told[0], told[1]
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
 def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
     """What the configuration says of the weights of a module: of the group whose targets name it by
     its path, by a regex (``re:``), or the only one there is; empty where it says nothing.
@@ -249,7 +280,9 @@ def _for_all(ref: TensorRef, shape: Shape) -> TensorRef:
     return ref._replace(shape=shape, stride=stride, pieces=(piece,))
 
 
-def block_of(group: Group, scale: TensorRef, shape: Shape, given: object = None) -> tuple[int, int]:
+def block_of(
+    group: Group, scale: TensorRef, shape: Shape, given: tuple[int, int] | None = None
+) -> tuple[int, int]:
     """The rows and columns of a block: as a configuration says (`given`), else by the shape of the
     scales: one for all, one for each row, or a grid whose blocks have a power of two of rows and of
     columns. Scales of as many dimensions as the weight are a grid.
@@ -261,8 +294,8 @@ def block_of(group: Group, scale: TensorRef, shape: Shape, given: object = None)
     is_grid = len(scale.shape) == len(shape) and list(scale.shape[:-2]) == outer
     if not sizes or (scale.shape[-2:] == (1, 1) if is_grid else sizes == _large(outer)):
         return max(rows, 1), max(columns, 1)
-    if isinstance(given, (list, tuple)) and len(given) == 2 and all(map(_is_size, given)):
-        return given[0], given[1]
+    if given is not None:
+        return given
     if not is_grid and len(scale.shape) != len(shape) and sizes == _large((*outer, rows)):
         return 1, max(columns, 1)
     if not is_grid or (scale.shape[-2:] == (1, rows) and rows not in (1, columns)):
@@ -276,10 +309,6 @@ def block_of(group: Group, scale: TensorRef, shape: Shape, given: object = None)
 def _large(shape: Sequence[int]) -> list[int]:
     """The sizes of a shape that are not 1."""
     return [size for size in shape if size != 1]
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
 
 
 def power_of(group: Group, size: int, blocks: int) -> int:

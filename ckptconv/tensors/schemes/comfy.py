@@ -31,7 +31,12 @@ from ckptconv.tensors.views import cut, unswizzled, whole_tiles
 
 _METADATA, _INLINE, _MARK = "_quantization_metadata", "comfy_quant", "scaled_fp8"
 _BASE = "model.diffusion_model."  # third parties leave it out in the metadata
-PLAIN = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+PLAIN = {
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e5m2": "float8_e5m2",
+    "int8_tensorwise": "int8",
+}
+"""The formats of a plain scale, and the type of their codes."""
 
 
 def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
@@ -73,11 +78,15 @@ def _comfy(group: Group, facts: Facts) -> Weight:
     kind = layer.get("format")
     if "pre_quant_scale" in group.parts:
         group.refuse("has a pre_quant_scale, which belongs to the inputs of its layer")
-    if layer.get("convrot") or kind not in (*PLAIN, "nvfp4", "mxfp8"):
+    is_known = isinstance(kind, str) and kind in (*PLAIN, "nvfp4", "mxfp8")
+    if layer.get("convrot") or not is_known:
         group.refuse(f"is quantised as {kind!r:.60} of ComfyUI, which is not known here")
     without = {name: ref for name, ref in group.parts.items() if name != _INLINE}
     group = Group(group.key, group.prefix, without)
     if kind in PLAIN:
+        assert isinstance(kind, str)
+        if group.codes.dtype.name != PLAIN[kind]:
+            group.fail(f"is {group.codes.dtype.name}, and ComfyUI's metadata say {kind}")
         return scaled(group, facts, f"ComfyUI {kind}")
     return _tiled(group, facts, str(kind))
 

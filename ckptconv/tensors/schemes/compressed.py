@@ -26,6 +26,7 @@ from ckptconv.tensors.schemes.base import (
     grid_of,
     one_number,
     read_integers,
+    told_size,
     weights_config,
 )
 from ckptconv.tensors.schemes.scaled import block_text
@@ -60,10 +61,10 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
     check_words(group, codes, bits, columns)
     inputs = {"codes": codes}
     index = _order(group, f"{base}_g_idx", columns)
-    if f"{base}_g_idx" not in group.parts and config.get("actorder") in ("group", True):
+    if f"{base}_g_idx" not in group.parts and _is_ordered(config):
         group.fail(f"is quantised in act order, and has no {base}_g_idx")
-    size = config.get("group_size")
-    given = (1, size) if isinstance(size, int) and size > 0 else None
+    size = told_size(group, config, "group_size")
+    given = (1, size) if size is not None and size > 0 else None
     scale = group.need(f"{base}_scale")
     block = block_of(group, scale, shape, given)
     if block[1] < columns and columns % block[1]:
@@ -95,6 +96,12 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
     return Weight(base, values, f"{kind}, {block_text(block, shape)}{order}")
 
 
+def _is_ordered(config: Mapping[str, Any]) -> bool:
+    """Whether the columns of a group are not side by side: ``dynamic`` is a name of ``group``."""
+    order = config.get("actorder")
+    return order is True or (isinstance(order, str) and order.lower() in ("group", "dynamic"))
+
+
 def _order(group: Group, name: str, columns: int) -> TensorRef | None:
     """The index of groups; None where there is none, or nothing was put into it (all are -1)."""
     index = group.first(name)
@@ -115,8 +122,10 @@ def _shape(group: Group) -> tuple[int, ...]:
 
 def _bits(group: Group, config: Mapping[str, Any], columns: int) -> int:
     words = group.codes.shape[-1]
-    told = config.get("num_bits")
-    if isinstance(told, int) and 1 <= told <= 8:
+    told = told_size(group, config, "num_bits")
+    if told is not None and not 1 <= told <= 8:
+        group.fail(f"is described by a config whose num_bits is {told}, not 1 to 8")
+    if told is not None:
         return told
     fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == words]
     if len(fitting) != 1:

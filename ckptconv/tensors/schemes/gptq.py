@@ -21,6 +21,7 @@ from ckptconv.tensors.schemes.base import (
     check_groups,
     decoded,
     power_of,
+    told_size,
 )
 from ckptconv.tensors.stream import read_box
 from ckptconv.tensors.views import transposed
@@ -83,7 +84,7 @@ def _gptq(group: Group, facts: Facts) -> Weight:
         group.fail(f"has zeros for {zeros.shape[0]} groups, and scales for {groups}")
     inputs = {"codes": transposed(codes), "scale": transposed(scales), "zero": transposed(zeros)}
     is_ordered = index is not None and _is_act_order(group, size, count)
-    if index is None and facts.config.get("desc_act") is True and groups > 1:
+    if index is None and facts.config.get("desc_act") and groups > 1:
         group.fail("is quantised in act order (desc_act), and has no g_idx")
     if index is not None and is_ordered:
         check_groups(group, "g_idx", count, groups)
@@ -159,15 +160,14 @@ def _bits(group: Group, facts: Facts, words: int, outputs: int) -> int:
 
 def _group_size(group: Group, facts: Facts, count: int, groups: int) -> int:
     """The inputs of a group; of the last one, fewer may be there."""
-    told = facts.config.get("group_size")
-    size = told if isinstance(told, int) else None
-    if size == -1 or groups == 1:
+    size = told_size(group, facts.config, "group_size")
+    if size == -1:
         size = count
     if size is None:
         size = power_of(group, count, groups)
     if size <= 0 or -(-count // size) != groups:
         group.fail(f"has {groups} groups of {size} for {count} inputs")
-    return size
+    return min(size, count)
 
 
 def _is_act_order(group: Group, size: int, count: int) -> bool:
@@ -180,6 +180,8 @@ def _awq(group: Group, facts: Facts) -> Weight:
     version = facts.config.get("version", "gemm")
     if isinstance(version, str) and version.lower() != "gemm":
         group.refuse(f"is AWQ packed for the kernel {version!r:.40}, in an order not known here")
+    if told_size(group, facts.config, "bits") not in (None, 4):
+        group.refuse("is AWQ of other than 4 bits, in an order that is not known here")
     codes, scales, zeros = (group.need(name) for name in ("qweight", "scales", "qzeros"))
     groups, outputs = scales.shape
     count = codes.shape[0]

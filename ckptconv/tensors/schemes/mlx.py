@@ -13,6 +13,7 @@ from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.schemes.base import Facts, Group, Scheme, Weight, decoded, grid_of
 
 _BITS, _SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+_DEFAULTS = {"mode": "affine", "bits": 4, "group_size": 64}
 
 
 class _Mode(NamedTuple):
@@ -43,9 +44,11 @@ def _is_mlx(group: Group, _: Facts) -> bool:
 
 
 def _config(group: Group, facts: Facts) -> Mapping[str, Any]:
-    """The bits and the group size of a module: its own, or those of all."""
+    """The mode, the bits and the group size of a module: its own, or those of all. What its own
+    entry leaves out is MLX's default, not what all have (`mlx.nn.quantize`).
+    """
     own = facts.config.get(group.module)
-    return {**facts.config, **own} if isinstance(own, dict) else facts.config
+    return {**_DEFAULTS, **own} if isinstance(own, dict) else facts.config
 
 
 def _mlx(group: Group, facts: Facts) -> Weight:
@@ -54,6 +57,7 @@ def _mlx(group: Group, facts: Facts) -> Weight:
 
 def _integers(group: Group, facts: Facts) -> Weight:
     codes, scales = group.codes, group.need("scales")
+    _refuse_other_mode(group, facts, "affine")
     bits, size = _bits(group, _config(group, facts), codes.shape[-1], scales.shape[-1])
     shape = (*codes.shape[:-1], scales.shape[-1] * size)
     block = (1, size)
@@ -65,6 +69,13 @@ def _integers(group: Group, facts: Facts) -> Weight:
     how = Decoding(tuple(inputs), "uint", block, bits=bits, word=4)
     values = decoded(group, facts, how, inputs, shape, facts.dtype or scales.dtype)
     return Weight("weight", values, f"MLX {bits} bit, groups of {size}")
+
+
+def _refuse_other_mode(group: Group, facts: Facts, mode: str) -> None:
+    """Refuse tensors of one mode that the configuration says are of another."""
+    told = _config(group, facts).get("mode")
+    if told is not None and told != mode:
+        group.fail(f"has the tensors of the mode {mode}, and its config says another one")
 
 
 def _bits(group: Group, config: Mapping[str, Any], words: int, groups: int) -> tuple[int, int]:
@@ -93,6 +104,7 @@ def _floats(group: Group, facts: Facts) -> Weight:
     if scales.dtype.name != "uint8" or len(fitting) != 1:
         what = f"{words} words and {groups} scales of {scales.dtype.name} in a row"
         group.refuse(f"has {what}, which is not a mode of MLX")
+    _refuse_other_mode(group, facts, fitting[0])
     mode = _MODES[fitting[0]]
     shape = (*codes.shape[:-1], groups * mode.size)
     block = (1, mode.size)

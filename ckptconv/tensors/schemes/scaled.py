@@ -8,8 +8,6 @@ of the configuration: transformers 5.23 divides the rows by those of the grid, a
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Shape
@@ -24,6 +22,8 @@ from ckptconv.tensors.schemes.base import (
     block_of,
     decoded,
     grid_of,
+    told_block,
+    told_size,
     weights_config,
 )
 from ckptconv.tensors.views import reshaped
@@ -66,15 +66,15 @@ def _is_float4(group: Group, _: Facts) -> bool:
     return is_mx and scale.shape[-1] * _MX == 2 * codes.shape[-1]
 
 
-def given_block(facts: Facts, group: Group) -> Any:
+def given_block(facts: Facts, group: Group) -> tuple[int, int] | None:
     """The block that a configuration names: of all weights, or by groups of them."""
     if "weight_block_size" in facts.config:
-        return facts.config["weight_block_size"]
+        return told_block(group, facts.config["weight_block_size"])
     config = weights_config(facts, group)
     if config.get("block_structure"):
-        return config["block_structure"]
-    size = config.get("group_size")
-    return (1, size) if isinstance(size, int) and size > 0 else None
+        return told_block(group, config["block_structure"])
+    size = told_size(group, config, "group_size")
+    return (1, size) if size is not None and size > 0 else None
 
 
 def scaled(group: Group, facts: Facts, words: str) -> Weight:
