@@ -49,7 +49,7 @@ class ConversionResult:
 
     `named` counts the storages that the source names, all of which were verified to be in the
     output or listed as left out (None: not asked, or not counted in a source of this format).
-    `overflowed` counts values beyond the range of the type that a cast made of them: they became
+    `overflowed` counts values beyond the range of the type that they were rounded to: they became
     infinite, NaN, or the 448 of f8_e4m3. `odd_bools` counts bools that are neither 0 nor 1.
     `nbytes` is the size of what was written, all its files together.
     """
@@ -89,7 +89,9 @@ class ConversionResult:
         became of these.
         """
         to = sorted({after for _, after in self.plan.casts})
-        became = f"beyond the range of {', '.join(to)} became {overflow_text(to)} in the cast"
+        # dequantised weights may have a type that nothing was cast to
+        of = ", ".join(to) or "its type"
+        became = f"beyond the range of {of} became {overflow_text(to)}"
         for path, count in self.overflowed.items():
             yield path, f"{count_text(count, 'value')} {became}"
         for path, count in self.odd_bools.items():

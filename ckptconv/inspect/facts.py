@@ -197,9 +197,9 @@ def _parameters(item: StateDict, decoded: Sequence[Decoded]) -> int:
     counted: dict[Hashable, int] = {id(one): one.values.numel for one in decoded}
     read = {key for one in decoded for key in (one.codes, *one.used)}
     if read:
-        from ckptconv.tensors.schemes.table import beside_values  # imported by then
+        from ckptconv.tensors.schemes.table import left_out_with  # imported by then
 
-        read.update(filter(beside_values, item.keys))
+        read |= left_out_with(decoded, dict(item.tensors()))
     others = []
     for key, value in zip(item.keys, item.values, strict=True):
         if key in read:

@@ -277,12 +277,21 @@ def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
     codes = np.frombuffer(
         cast(numbers.view(np.uint8).data, BY_NAME["float32"], target).data, f"<u{target.itemsize}"
     )
-    narrowing = _NARROWINGS.get(target.name)
-    overflows = np.zeros(numbers.size, bool)
-    if narrowing is not None:
-        overflows = narrowing.counted(numbers) & (np.abs(numbers) >= narrowing.limit)
+    overflows = beyond(numbers, target)
     magnitudes = np.flatnonzero(overflows) & (numbers.size // 2 - 1)
     return codes, overflows, int(magnitudes.min(initial=numbers.size))
+
+
+def beyond(numbers: NDArray[np.float32], target: DType) -> NDArray[np.bool_]:
+    """Which float32 numbers a cast to this type counts as overflowed."""
+    import numpy as np
+
+    if (narrowing := _NARROWINGS.get(target.name)) is not None:
+        return narrowing.counted(numbers) & (np.abs(numbers) >= narrowing.limit)
+    if target.itemsize >= 4:
+        return np.zeros(numbers.shape, bool)
+    half = np.uint32(0x7F7F8000).view(np.float32)  # half way behind the largest of bfloat16
+    return np.isfinite(numbers) & (np.abs(numbers) >= half)
 
 
 def every_value(source: DType) -> NDArray[np.float32]:

@@ -380,10 +380,11 @@ def read_cast(
     """The values of type `source` in `len(view)` bytes of a storage, from its byte `first` on, in
     the type `target`; `view` is room for them.
 
-    What an operation rounds once is made in that type at once, and not rounded twice.
+    What an operation rounds once is made in that type at once, and not rounded twice; of its own
+    type too, for the values that are beyond it are counted then.
     """
     made_by = storage.source
-    if target is not source and isinstance(made_by, ComputedSource) and is_once_rounded(storage):
+    if isinstance(made_by, ComputedSource) and is_once_rounded(storage):
         at = (storage.offset + first) // source.itemsize
         return made_by.computed_as(target, at, len(view) // source.itemsize, note)
     read_run(storage, first, view, note)
@@ -396,7 +397,8 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
     The finite values that became infinite or NaN are added to `overflowed[0]`.
     """
     runs = verbatim_runs(ref)
-    if target is ref.dtype:
+    is_made = runs is not None and any(is_once_rounded(storage) for storage, _, _ in runs)
+    if target is ref.dtype and not is_made:
         yield from iter_chunks(ref)
     elif runs is None:
         for chunk in iter_chunks(ref):

@@ -19,7 +19,7 @@ from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptconv.tensors.casting import Cast, cast, every_value
+from ckptconv.tensors.casting import Cast, beyond, cast, every_value
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.plain_numbers import number_of, rounded
 from ckptconv.tensors.refs import Shape
@@ -425,8 +425,7 @@ def _by_tables(
         else:
             _look_up_blocks(own, band, out, column, wide)
         if result.overflowed:
-            became = np.isfinite(_floats(own.reshape(-1).view(np.uint8).data, target, own.shape))
-            counted = np.isfinite(wanted[outer, down]) & ~became
+            counted = beyond(wanted[outer, down], target)
             number = (column + np.arange(columns)) // wide - column // wide
             lost += int(np.count_nonzero(counted[number, band]))
     return Cast(made.reshape(-1).view(np.uint8).data, lost)

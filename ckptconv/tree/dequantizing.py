@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -35,18 +35,24 @@ from ckptconv.tensors.schemes.base import (
     known_dtype,
 )
 from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
-from ckptconv.tensors.schemes.table import Decoded, beside_values, decode_all
+from ckptconv.tensors.schemes.table import (
+    Decoded,
+    decode_all,
+    left_out_with,
+    names_activations,
+)
 from ckptconv.tensors.schemes.torchao import torchao_weight
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.renaming import map_state_dict
 from ckptconv.tree.state_dicts import StateDict
-from ckptconv.tree.walk import tensor_of
 
 _LISTED = 4
-_PARTS_OF_WEIGHTS = frozenset(
-    ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2")
-)
+_PARTS_OF_WEIGHTS = frozenset((
+    "qweight", "qzeros", "g_idx", "weight_packed", "weight_scale", "weight_scale_2",
+    "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "comfy_quant",
+    "SCB", "absmax", "quant_map", "nested_absmax", "nested_quant_map",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class Dequantize:
         stand_ins: dict[int, list[_Renamed]] = {}
         gone: dict[int, list[str]] = {}
         plain: list[str] = []
+        kept: list[str] = []
         for state_dict in checkpoint.state_dicts():
             left_out = self._left_out(state_dict)
             with self._hinting():
@@ -95,10 +102,12 @@ class Dequantize:
                     if ref.dtype in FLOAT8
                 ]
                 continue
+            tensors = dict(state_dict.tensors())
+            beside = left_out_with(done, tensors)
             with self._hinting():
-                _refuse_left(state_dict, done, left_out)
+                kept += _left(state_dict, tensors, done, beside | left_out)
             found += done
-            _note_stand_ins(state_dict, done, stand_ins, gone)
+            _note_stand_ins(state_dict, done, beside, stand_ins, gone)
         if not found and self.if_quantized:
             return checkpoint
         if not found:
@@ -106,8 +115,8 @@ class Dequantize:
         root = _edited(checkpoint.root, stand_ins, gone)
         named = naming_entries(checkpoint.metadata)
         metadata = {key: text for key, text in checkpoint.metadata.items() if key not in named}
-        kept = set(map(id, _values(root)))
-        dropped = [node for node in _values(checkpoint.root) if id(node) in gone.keys() - kept]
+        there = set(map(id, _values(root)))
+        dropped = [node for node in _values(checkpoint.root) if id(node) in gone.keys() - there]
         return replace(
             checkpoint,
             root=root,
@@ -117,6 +126,7 @@ class Dequantize:
                 *_notes(found, [*chain(*gone.values())], facts),
                 *_zero_notes(found, facts),
                 *_plain_notes(plain),
+                *_kept_notes(kept),
             ),
             dropped=(*checkpoint.dropped, *dropped),
         )
@@ -185,18 +195,28 @@ def quantized_in(checkpoint: Checkpoint) -> dict[str, list[Decoded]]:
     return {item.path: _decoded(item, facts, {}) for item in checkpoint.state_dicts()}
 
 
-def _refuse_left(state_dict: StateDict, done: list[Decoded], left_out: Set[str]) -> None:
-    """Refuse what looks like codes, and was not decoded, beside what was: its scale is missing."""
+def _left(
+    state_dict: StateDict,
+    tensors: Mapping[str, TensorRef],
+    done: list[Decoded],
+    beside: set[str],
+) -> Iterator[str]:
+    """What stays as it is, and may be a part of a quantised weight; what surely is one is refused,
+    beside weights that were decoded: the rest of it is missing.
+    """
     read = {key for item in done for key in (item.codes, *item.used)}
-    for key, ref in state_dict.tensors():
-        is_wanted = key not in read and key not in left_out and not beside_values(key)
-        if is_wanted and _is_part(key, ref):
+    for key, ref in tensors.items():
+        if key in read or key in beside:
+            continue
+        if _is_part(key, ref):
             raise RefusedObject(
                 f"is {ref.dtype.name} without what it is read with, beside "
                 f"{count_text(len(done), 'weight')} that can be dequantised",
                 where=key,
-                hint="its scale may be in another file of the set, or is missing",
+                hint="its scale or its codes are in another file of the set, or missing",
             )
+        if _may_be_part(key, ref):
+            yield state_dict.prefix + key
 
 
 def _is_part(key: str, ref: TensorRef) -> bool:
@@ -204,7 +224,14 @@ def _is_part(key: str, ref: TensorRef) -> bool:
     name = key.rpartition(".")[2]
     is_mx = ref.dtype.name == "uint8" and name.endswith(("_blocks", "_scales"))
     is_codes = name == "weight" and ref.dtype.kind in ("int", "bits")
-    return ref.dtype in FLOAT8 or name in _PARTS_OF_WEIGHTS or is_codes or is_mx
+    is_named = name in _PARTS_OF_WEIGHTS or name.endswith(("_scale_inv", "_qdata"))
+    return ref.dtype in FLOAT8 or is_named or is_codes or is_mx or ".quant_state." in key
+
+
+def _may_be_part(key: str, ref: TensorRef) -> bool:
+    """Whether a tensor that stays is worth a word: by its name, or as a matrix of bytes."""
+    is_matrix = len(ref.shape) > 1 and ref.dtype.kind in ("int", "bits") and ref.dtype.itemsize == 1
+    return is_matrix or names_activations(key) or key.rpartition(".")[2] in ("scales", "biases")
 
 
 _REBUILD = "torch._tensor._rebuild_from_type_v2"
@@ -263,6 +290,7 @@ def _told(value: Node) -> object:
 def _note_stand_ins(
     state_dict: StateDict,
     done: list[Decoded],
+    beside: set[str],
     stand_ins: dict[int, list[_Renamed]],
     gone: dict[int, list[str]],
 ) -> None:
@@ -282,7 +310,7 @@ def _note_stand_ins(
         like = [each.values for each in known if _is_same(each.values, item.values)]
         known.append(_Renamed(item.codes, item.key, like[0] if like else item.values))
     for key in values:
-        if key in used or (beside_values(key) and tensor_of(values[key]) is not None):
+        if key in used or key in beside:
             gone.setdefault(id(values[key]), []).append(state_dict.prefix + key)
 
 
@@ -392,6 +420,14 @@ _MOST_ZEROS = 1 << 28
 """The most bytes of zeros that are read while a conversion is planned: a model of 60 billion
 weights in groups of 128 has them, and a tensor that is expanded claims any number.
 """
+
+
+def _kept_notes(kept: list[str]) -> Iterator[str]:
+    if kept:
+        yield (
+            "stay as they are, though they are named or stored as parts of quantised weights are: "
+            f"{first_few(kept, _LISTED)}"
+        )
 
 
 def _plain_notes(plain: list[str]) -> Iterator[str]:

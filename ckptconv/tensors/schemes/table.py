@@ -4,7 +4,8 @@ these leave a choice, an error lists it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ckptconv.support.errors import CheckpointError, OptionRefused, RefusedObject, printable
@@ -40,11 +41,15 @@ _BY_WORD = {scheme.name: scheme for scheme in SCHEMES} | {
 WORDS = (*_BY_WORD,)
 """The words of ``--scheme``."""
 
-_ACTIVATIONS = frozenset((
-    "input_scale", "input_global_scale", "activation_scale", "scale_input", "k_scale", "v_scale",
-    "q_scale", "prob_scale", "output_scale", "input_zero_point",
+_OF_LAYERS = frozenset((
+    "input_scale", "input_global_scale", "input_zero_point", "input_scale_ub", "activation_scale",
+    "scale_input", "qscale_act", "output_scale",
 ))  # fmt: skip
-"""Names of scales of what goes through a layer, not of its weight (vLLM, ModelOpt, ComfyUI)."""
+"""Names of scales of what goes through a layer, not of its weight (vLLM, ModelOpt, ComfyUI,
+FBGEMM, Mistral).
+"""
+_OF_ATTENTION = frozenset(("q_scale", "k_scale", "v_scale", "prob_scale"))
+"""The same of an attention, whose projections are quantised (vLLM, ModelOpt)."""
 
 
 class Decoded(NamedTuple):
@@ -108,11 +113,31 @@ def _decoded(item: ScaledWeight, tensors: Mapping[str, TensorRef], facts: Facts)
     return Decoded(item.codes, used, prefix + made.name, made.values, made.scheme, scheme.name)
 
 
-def beside_values(key: str) -> bool:
-    """Whether a key is that of something that means nothing without codes: a scale of activations,
-    a mark.
+def left_out_with(found: Sequence[Decoded], tensors: Mapping[str, TensorRef]) -> set[str]:
+    """The keys of what means nothing without the codes that were found in a state dict: scales of
+    activations of their layers, marks.
+
+    Such a scale is one number (of fused experts, one for each), and stands where these layers are.
+    What has its name and is something else is a parameter, as a learned ``q_scale`` is.
     """
-    return key.rpartition(".")[2] in _ACTIVATIONS or _is_mark(key)
+    most = {item.key.rpartition(".")[0]: prod(item.values.shape[:-2]) for item in found}
+    around = {module.rpartition(".")[0] for module in most}
+    fused = {f"{item.key}_input_scale": prod(item.values.shape[:-2]) for item in found}
+    left = set()
+    for key, ref in tensors.items():
+        module, _, name = key.rpartition(".")
+        count = fused.get(key, most.get(module, 0) if name in _OF_LAYERS else 0)
+        if name in _OF_ATTENTION:
+            is_there = module in most or not around.isdisjoint((module, module.rpartition(".")[0]))
+            count = int(is_there)
+        if ref.numel <= count or _is_mark(key):
+            left.add(key)
+    return left
+
+
+def names_activations(key: str) -> bool:
+    """Whether the last part of a key is a name of scales of activations."""
+    return key.rpartition(".")[2] in _OF_LAYERS | _OF_ATTENTION
 
 
 def _is_mark(key: str) -> bool:

@@ -1,0 +1,119 @@
+"""What stands beside weights that are dequantised: what goes with them, and what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptconv import ConversionResult, convert_checkpoint, inspect_checkpoint
+from ckptconv.support.errors import RefusedObject
+
+Tensors = dict[str, torch.Tensor]
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def layer(name: str) -> Tensors:
+    return {f"{name}.weight": fp8(4, 4), f"{name}.weight_scale": torch.rand(())}
+
+
+def converted(
+    folder: Path, tensors: Tensors, **options: object
+) -> tuple[Tensors, ConversionResult]:
+    torch.save(tensors, folder / "in.pt")
+    done = convert_checkpoint(folder / "in.pt", folder / "out.pt", dequantize=True, **options)
+    return torch.load(folder / "out.pt"), done
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn.k_proj.input_scale", torch.tensor(1.0)),
+        ("attn.k_proj.input_scale_ub", ONE),  # FBGEMM
+        ("attn.k_proj.qscale_act", torch.tensor(1.0)),  # Mistral
+        ("attn.k_proj.k_scale", ONE),  # ModelOpt
+        ("attn.k_scale", ONE),  # vLLM
+        ("attn.attn.k_scale", ONE),
+        ("attn.k_proj.output_scale", ONE),
+        ("experts.up_proj_input_scale", ONE),
+        ("experts.up_proj_input_scale", torch.ones(3)),
+    ],
+)
+def test_scales_of_activations_go_with_the_layers_that_have_them(tmp_path, key, value):
+    experts = {"experts.up_proj": fp8(3, 4, 4), "experts.up_proj_scale": torch.rand(3)}
+    tensors = {**layer("attn.k_proj"), **experts, key: value}
+    made, _ = converted(tmp_path, tensors)
+    assert set(made) == {"attn.k_proj.weight", "experts.up_proj"}
+    assert inspect_checkpoint(tmp_path / "in.pt").parameters[""] == 16 + 48
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn.q_scale", torch.ones(4)),  # learned, one for each head
+        ("attn.k_scale", torch.ones(4, 1, 1)),
+        ("q_scale", ONE),
+        ("model.q_scale", ONE),
+        ("head.output_scale", ONE),
+        ("head.input_scale", torch.ones(4)),
+        ("attn.k_proj.input_scale", torch.ones(4)),  # of each input: the values need it
+        ("ffn.act.scales", torch.ones(4)),  # AutoAWQ's ScaledActivation
+        ("experts.up_proj", torch.ones(2, 4, 2, dtype=torch.uint8)),
+    ],
+)
+def test_what_may_be_a_parameter_stays_and_is_told_of(tmp_path, key, value):
+    made, done = converted(tmp_path, {**layer("attn.k_proj"), key: value})
+    assert torch.equal(made[key], value)
+    [note] = [note for note in done.plan.notes if note.startswith("stay as they are")]
+    assert key in note
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("b.SCB", torch.ones(4)),
+        ("b.weight.absmax", torch.ones(4)),
+        ("b.weight.quant_map", torch.ones(16)),
+        ("b.weight.quant_state.bitsandbytes__nf4", torch.ones(4, dtype=torch.uint8)),
+        ("b.g_idx", torch.ones(4, dtype=torch.int32)),
+        ("b.weight_shape", torch.tensor([4, 4])),
+        ("b.weight_zero_point", torch.ones(4, 4, dtype=torch.int32)),
+        ("b.weight_global_scale", ONE),
+        ("b.weight_scale_2", ONE),
+        ("b.comfy_quant", torch.ones(4, dtype=torch.uint8)),
+        ("b._weight_qdata", torch.ones(4, 4, dtype=torch.int8)),
+        ("experts.up_proj_scale_inv", torch.ones(2, 4, 4)),
+    ],
+)
+def test_parts_of_a_weight_whose_other_parts_are_missing_are_refused(tmp_path, key, value):
+    with pytest.raises(RefusedObject, match="without what it is read with"):
+        converted(tmp_path, {**layer("a"), key: value})
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (128, 64)], ids=["multiplied", "by table"])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({}, torch.float16), ({"dtype": "f16"}, torch.float16), ({"dtype": "f8_e4m3"}, None)],
+)
+def test_values_beyond_the_range_of_their_type_are_counted(tmp_path, shape, options, dtype):
+    """Also where nothing is cast: a config may say float16, whose largest number is 65,504."""
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
+    codes = fp8(*shape)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.tensor(1e5)}
+    made, done = converted(tmp_path, tensors, **options)
+    exact = codes.float() * 1e5
+    if dtype is None:
+        beyond = exact.abs() >= 464
+    else:
+        beyond = exact.to(dtype).isinf()
+        assert torch.equal(made["a.weight"].isinf(), beyond)
+    assert done.overflowed == {"a.weight": int(beyond.sum())} and beyond.any()
+    [(path, what)] = done.odd_values()
+    assert path == "a.weight" and f"{int(beyond.sum()):,} value" in what
