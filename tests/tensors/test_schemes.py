@@ -25,7 +25,6 @@ from ckptconv import (
 )
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject
 from ckptconv.tree.dequantizing import Dequantize
-from helpers.http_server import HttpServer
 from helpers.paths import NUMBERS
 from helpers.program import run
 
@@ -79,21 +78,6 @@ def test_a_loaded_sample_has_the_values_of_its_framework(sample):
     for key, value in load_portable(sample, edits=[Dequantize()]).items():
         wanted = expected_of(sample)[key].to(value.dtype)
         assert is_same(value, wanted, of_sign="modelopt" not in str(sample)), key
-
-
-@pytest.mark.parametrize("folder", ["fp8_block_deepseek", "gptq4_act_v1", "mxfp4_gptoss"])
-def test_shards_and_far_places_give_the_same(tmp_path, folder):
-    sample = NUMBERS / folder / "model.safetensors"
-    shards = tmp_path / "shards"
-    convert_checkpoint(sample, shards, to="safetensors", max_shard_size="4KB", with_files=True)
-    assert len(list(shards.glob("*.safetensors"))) > 1
-    convert_checkpoint(shards, tmp_path / "a.safetensors", dequantize=True, dtype="f32")
-    check(sample, load_file(tmp_path / "a.safetensors"))
-    files = {f"/m/{path.name}": path.read_bytes() for path in sample.parent.iterdir()}
-    with HttpServer(files) as server:
-        far = f"{server.url}/m/model.safetensors"
-        convert_checkpoint(far, tmp_path / "b.safetensors", dequantize=True, dtype="f32")
-    check(sample, load_file(tmp_path / "b.safetensors"))
 
 
 # ------------------------------------------------------------------------------- which type, once
