@@ -17,6 +17,7 @@ from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import count_text
 from ckptconv.tensors.compaction import CastRule, count_parted
+from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
@@ -174,10 +175,29 @@ def count_locations(
 
 
 def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:
-    """Tensors by dtype before and after, of those that are cast."""
-    return dict(
-        Counter((ref.dtype.name, cast(ref).name) for ref in refs if cast(ref) is not ref.dtype)
-    )
+    """Tensors by dtype before and after, of those that are cast, or are made of codes."""
+    changed = Counter[tuple[str, str]]()
+    for ref in refs:
+        before, after = codes_text(ref) or ref.dtype.name, cast(ref).name
+        if before != after:
+            changed[before, after] += 1
+    return dict(changed)
+
+
+def codes_text(ref: TensorRef) -> str:
+    """The codes that values are made of, in words; empty for what is stored as values."""
+    value = computed_value(ref)
+    if value is None or value.operation not in _OF_CODES:
+        return ""
+    return value.inputs[0].dtype.name + _OF_CODES[value.operation]
+
+
+_OF_CODES = {"decode": " codes", "unblock": " blocks"}
+
+
+def is_codes(before: str) -> bool:
+    """Whether what `count_casts` says of before are codes."""
+    return before.endswith((*_OF_CODES.values(),))
 
 
 def _key_text(key: Node) -> str:

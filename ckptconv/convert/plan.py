@@ -108,7 +108,8 @@ class ConversionPlan:
     is made of, and None in a plan that was pickled.
 
     `locations` counts storages by (tag before, tag after); `casts` counts tensors by (dtype before,
-    after); `tied` maps dropped names to the kept one (safetensors).
+    after), and says of values made of codes what these were; `tied` maps dropped names to the kept
+    one (safetensors).
     """
 
     source: PurePath

@@ -205,8 +205,9 @@ def _companions(plan: ConversionPlan, options: Request) -> tuple[Beside, list[st
         found = unquantized(found)
     if dtype is not None and plan.casts and not is_in_place:
         found = saying_dtype(found, dtype)
+    casts = sorted({after for _, after in plan.casts}) if options.casts else []
     notes = [
-        *dtype_notes(found.copied, sorted({after for _, after in plan.casts})),
+        *dtype_notes(found.copied, casts),
         *name_notes(read[0], plan.output),
     ]
     if is_in_place:

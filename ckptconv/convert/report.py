@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.convert.notes import is_codes
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import Phase
 from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows
@@ -241,12 +242,20 @@ def result_lines(result: ConversionResult) -> Iterator[Row]:
     for path, what in result.odd_values():
         yield Row("warning", f"{printable(path)}: {what}", "warning")
     if result.verified is not None:
-        casts = ", ".join(dict.fromkeys(after for _, after in result.plan.casts))
-        after = f" after the cast to {casts}" if casts else ""
         read = f"{count_text(result.verified, 'tensor')} read back"
         if copied := result.plan.beside.copied:
-            read = f"{count_text(result.verified, 'tensor')} and {len(copied)} files read back"
-        yield Row("verified", f"{read}, equal to the source{after}; {_named_text(result)}")
+            files = count_text(len(copied), "file")
+            read = f"{count_text(result.verified, 'tensor')} and {files} read back"
+        yield Row("verified", f"{read}, {_equal_text(result.plan)}; {_named_text(result)}")
+
+
+def _equal_text(plan: ConversionPlan) -> str:
+    """What was read back is equal to the source, or to what was to be made of it."""
+    casts = ", ".join(dict.fromkeys(after for before, after in plan.casts if not is_codes(before)))
+    if any(is_codes(before) for before, _ in plan.casts):
+        cast = f" and cast to {casts}" if casts else ""
+        return f"equal to the source, dequantised{cast}"
+    return f"equal to the source{f' after the cast to {casts}' if casts else ''}"
 
 
 def _named_text(result: ConversionResult) -> str:

@@ -47,7 +47,7 @@ from ckptconv.tree.edits import Edit
 from ckptconv.tree.renaming import map_state_dict
 from ckptconv.tree.state_dicts import StateDict
 
-_LISTED = 4
+_LISTED, _SCHEMES = 4, 6
 _PARTS_OF_WEIGHTS = frozenset((
     "qweight", "qzeros", "g_idx", "weight_packed", "weight_scale", "weight_scale_2",
     "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "comfy_quant",
@@ -376,8 +376,9 @@ def _edited(
 
 
 def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]:
-    for scheme, count in Counter(item.scheme for item in found).items():
-        yield f"{count_text(count, 'weight')} dequantised: {scheme}"
+    counted = Counter(item.scheme for item in found).most_common()
+    schemes = [scheme if len(counted) == 1 else f"{scheme} ({count})" for scheme, count in counted]
+    yield f"{count_text(len(found), 'weight')} dequantised: {first_few(schemes, _SCHEMES)}"
     if gone:
         listed = first_few(gone, _LISTED)
         yield f"left out with them, as they mean nothing without codes: {listed}"

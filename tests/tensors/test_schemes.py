@@ -774,3 +774,70 @@ def test_a_type_of_gguf_that_is_not_known_can_be_left_out(tmp_path):
     made = load_file(out)
     assert set(made) == set(expected) - {"t.Q3_K"}
     assert all(is_same(value, expected[key]) for key, value in made.items())
+
+
+def test_the_summary_says_what_codes_became(tmp_path):
+    sample = copied("gptq4_act_v1", tmp_path / "sample")
+    done = run(
+        "convert", sample, tmp_path / "a.safetensors", "--dequantize", "--verify", cwd=tmp_path
+    )
+    lines = [" ".join(line.split()) for line in done.err.splitlines()]
+    assert "dtype int32 codes → float16 (1 tensor)" in lines
+    assert any("2 tensors read back, equal to the source, dequantised; " in line for line in lines)
+    done = run(
+        "convert",
+        sample,
+        tmp_path / "b.pt",
+        "--dequantize",
+        "--dtype",
+        "f32",
+        "--verify",
+        cwd=tmp_path,
+    )
+    lines = [" ".join(line.split()) for line in done.err.splitlines()]
+    assert "dtype int32 codes → float32 (1 tensor)" in lines
+    assert "dtype float16 → float32 (1 tensor)" in lines  # of the norm
+    assert any("equal to the source, dequantised and cast to float32" in line for line in lines)
+    plan = convert_checkpoint(sample, tmp_path / "c.pt", dequantize=True).plan
+    assert plan.casts == {("int32 codes", "float16"): 1}
+
+
+def test_several_schemes_are_one_note(tmp_path):
+    sample = NUMBERS / "comfy_quant" / "new.safetensors"
+    plan = convert_checkpoint(sample, tmp_path / "out.pt", dequantize=True).plan
+    (note,) = [note for note in plan.notes if "dequantised" in note]
+    assert note.startswith("4 weights dequantised: ") and note.count("(1)") == 4
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 8), (0, 0)], ids=str)
+@pytest.mark.parametrize("like", ["rows", "columns", "one", "none", "grid"])
+def test_a_weight_without_elements_is_decoded_to_one(tmp_path, shape, like):
+    """Whatever its scales: w * s, broadcast as torch does it, is empty too."""
+    scales = {
+        "rows": (shape[0],),
+        "columns": (shape[0], 1),
+        "one": (1,),
+        "none": (),
+        "grid": tuple(-(-size // 128) for size in shape),
+    }
+    tensors = {"q.weight": fp8(*shape), "q.weight_scale": torch.ones(scales[like])}
+    made = dequantized(tmp_path, tensors | {"k.bias": torch.ones(1)}, verify=True)
+    assert made["q.weight"].shape == shape and made["q.weight"].dtype is torch.float32
+    assert set(made) == {"k.bias", "q.weight"}
+
+
+@pytest.mark.parametrize("rows, columns", [(4, 0), (0, 8)])
+def test_packed_weights_without_elements_are_decoded(tmp_path, rows, columns):
+    int32 = torch.int32
+    tensors = {
+        "a.weight_packed": torch.zeros(rows, -(-columns // 8), dtype=int32),
+        "a.weight_scale": torch.ones(rows, 1),
+        "a.weight_shape": torch.tensor([rows, columns]),
+        "b.weight": torch.zeros(rows, columns, dtype=torch.int8),
+        "b.SCB": torch.ones(rows),
+        "c.bias": torch.ones(1),
+    }
+    quantised = {"config_groups": {"g": {"weights": {"num_bits": 4}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    made = dequantized(tmp_path, tensors)
+    assert made["a.weight"].shape == made["b.weight"].shape == (rows, columns)

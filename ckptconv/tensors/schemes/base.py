@@ -255,14 +255,14 @@ def _matches(pattern: str, group: Group) -> bool:
 
 def grid_of(group: Group, name: str, shape: Shape, block: tuple[int, int]) -> TensorRef:
     """What is one for each block of a weight of this shape, in so many dimensions; a tensor with
-    one element is for all blocks.
+    one element is for all blocks, and any beside a weight that has no elements.
     """
     ref = group.need(name)
     *outer, rows, columns = shape
     wanted = (*outer, -(-rows // block[0]), -(-columns // block[1]))
     if ref.shape == wanted:
         return ref
-    if ref.numel == 1 and wanted[-2:] == (1, 1):
+    if 0 in shape or (ref.numel == 1 and wanted[-2:] == (1, 1)):
         return _for_all(ref, wanted)
     # with as many dimensions, each stands for itself: [1, n] is not one for each of n rows
     if len(ref.shape) == len(wanted) or _large(ref.shape) != _large(wanted):
@@ -290,6 +290,8 @@ def block_of(
     The block is never the size divided by that of the grid: blocks at the edges are cut.
     """
     *outer, rows, columns = shape
+    if 0 in shape:
+        return max(rows, 1), max(columns, 1)
     sizes = _large(scale.shape)
     is_grid = len(scale.shape) == len(shape) and list(scale.shape[:-2]) == outer
     if not sizes or (scale.shape[-2:] == (1, 1) if is_grid else sizes == _large(outer)):
@@ -366,7 +368,7 @@ def check_inputs(
     needed = decode_needs(how, ((0,) * len(shape), shape), len(how.roles))
     for role, (_, wanted) in zip(how.roles, needed, strict=True):
         ref = inputs[role]
-        if ref.shape != wanted:
+        if ref.shape != wanted and 0 not in shape:
             group.fail(f"needs a {role} of {list(wanted)}, and has one of {list(ref.shape)}")
         is_number = ref.dtype.is_floating or ref.dtype.kind == "int"
         if role == "scale" and how.scale_as:
