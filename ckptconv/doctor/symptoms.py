@@ -31,9 +31,9 @@ from ckptconv.support.report import danger_in
 from ckptconv.support.text import count_text, look_hint, of_part, part_text, size_text
 from ckptconv.tensors.scaled_weights import quantization_scales
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY
-from ckptconv.tree.dequantizing import facts_beside
 from ckptconv.tree.fitted_keys import refusal
 from ckptconv.tree.producers import averages_weights
+from ckptconv.tree.quantization_config import facts_beside
 
 # --------------------------------------------------------------------------------------- the file
 

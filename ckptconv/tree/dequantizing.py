@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from os.path import commonprefix
-from typing import Any
 
-from ckptconv.io.location import Location, read_small
-from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.naming_metadata import naming_entries
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, mapping_pairs, spoken
@@ -24,15 +21,12 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
-from ckptconv.support.json_text import read_object
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
     FLOAT8,
-    QUANTIZATION_KEYS,
     Facts,
     Group,
-    known_dtype,
 )
 from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
 from ckptconv.tensors.schemes.table import (
@@ -44,6 +38,7 @@ from ckptconv.tensors.schemes.table import (
 from ckptconv.tensors.schemes.torchao import torchao_weight
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit
+from ckptconv.tree.quantization_config import facts_beside
 from ckptconv.tree.renaming import map_state_dict
 from ckptconv.tree.state_dicts import StateDict
 
@@ -451,72 +446,3 @@ def _is_listed(key: str, facts: Facts) -> bool:
         isinstance(name, str) and name and (module == name or module.endswith(f".{name}"))
         for name in names
     )
-
-
-# ------------------------------------------------------------------------- what stands beside it
-
-
-def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
-    """What the configuration beside a checkpoint says of how it is quantised."""
-    home = _home(checkpoint)
-    config: Mapping[str, Any] = {}
-    dtype = None
-    if home is not None:
-        model = _json(home, "config.json")
-        config = _quantization(model)
-        dtype = _dtype(model)
-        if not config:
-            found = _json(home, "hf_quant_config.json").get("quantization")
-            config = {"quant_method": "modelopt", **found} if isinstance(found, dict) else {}
-        if not config and (found := _json(home, "quantize_config.json")):
-            config = {"quant_method": "gptq", **found}
-    return Facts(config, checkpoint.metadata, scheme, dtype)
-
-
-def _home(checkpoint: Checkpoint) -> Location | None:
-    """The folder in which a checkpoint lies."""
-    paths = [checkpoint.path, *(source.path for source in checkpoint.sources[:1])]
-    for path in paths:
-        with suppress(CheckpointError, OSError):
-            place = place_of(path)
-            if place.is_folder():
-                return place
-            if place.is_file():
-                return place.absolute.parent
-    return None
-
-
-def _json(home: Location, name: str) -> dict[str, Any]:
-    """A JSON object in a folder; empty where there is none.
-
-    Raises `CheckpointError` for a file that is not one: what it says might decide.
-    """
-    place = home.child(name)
-    if not place.is_file():
-        return {}
-    return read_object(read_small(place, "index_bytes"), place.path, name, of_python=True)
-
-
-_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
-
-
-def _quantization(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization that a model's config names, itself or in a part of it; that of MLX has
-    another name, and stands there a second time under the usual one, without a method.
-    """
-    parts = [part for part in (model, *map(model.get, _PARTS)) if isinstance(part, dict)]
-    for name in QUANTIZATION_KEYS:
-        for part in parts:
-            found = part.get(name)
-            if isinstance(found, dict) and found:
-                is_mlx = isinstance(part.get("quantization"), dict)
-                return {"quant_method": "mlx", **found} if is_mlx else found
-    return {}
-
-
-def _dtype(model: Mapping[str, Any]) -> Any:
-    for part in (model, *map(model.get, _PARTS)):
-        for name in ("torch_dtype", "dtype"):
-            if isinstance(part, dict) and (found := known_dtype(part.get(name))) is not None:
-                return found
-    return None
