@@ -26,7 +26,7 @@ from ckptconv.convert.words import Tied
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.safetensors import aliases_in
 from ckptconv.formats.target_format import NamedTensor, TargetFormat, one_item
-from ckptconv.keys.key_map import KeyMap, refuse_idle
+from ckptconv.keys.key_map import refuse_idle
 from ckptconv.keys.naming_metadata import followed, refuse_without
 from ckptconv.objects.encodings import recipes_text
 from ckptconv.support.errors import OptionRefused, printable, warn
@@ -50,6 +50,7 @@ from ckptconv.tree.renaming import (
     renamed_keys,
     with_filled,
 )
+from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, find
 from ckptconv.tree.stray_tensors import settle_strays
@@ -65,18 +66,19 @@ def plan_flat(
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     warn(found.notes)
     left_out = settle_strays(checkpoint, found.node, options.unknown)
-    keys = map_state_dict(found, options.keys, options.fit_to)
-    skipped = excluded(found, keys, options.fit_to)
+    applied = map_state_dict(found, options.keys, options.fit_to)
+    skipped = excluded(applied, options.fit_to)
+    named_now, keys = applied.item, applied.keys
     held_from = len(skipped)
-    flattened = flatten(*with_filled(found, keys), skipped, encode=to.encodes, output=to.noun)
-    _refuse_scaled(found, keys, options)
+    flattened = flatten(*with_filled(named_now, keys), skipped, encode=to.encodes, output=to.noun)
+    _refuse_scaled(applied, options)
     named = flattened.tensors
     cast = _cast_named(flattened, options)
     kept = [(key, ref, cast(ref)) for key, ref in named]
     to.refuse(kept)
     refuse_nothing_left(len(named), [keys], options.keys)
     refuse_idle([keys], options.keys)
-    names = dict(zip(keys.old, keys.new, strict=True))
+    names = applied.names()
     if checkpoint.metadata:
         checkpoint = replace(checkpoint, metadata=followed(checkpoint.metadata, names))
     refuse_codes_apart(found, names)
@@ -89,10 +91,10 @@ def plan_flat(
     if not to.shares_storages:
         _refuse_blow_up(sum(sizes), checkpoint)
     refs = [ref for _, ref in named]
-    renamed = renamed_keys(found, keys, {item.path for item in skipped[held_from:]})
+    renamed = renamed_keys(applied, {item.path for item in skipped[held_from:]})
     shared = renamed
     if to.shares_storages and options.casts:
-        renamed = still_shared(found, renamed, cast)
+        renamed = still_shared(applied, renamed, cast)
     metadata = {**strings, **tied} if to.holds_metadata else {}
     group = _same_storage if to.shares_storages else view_identity
     plan_file = partial(_planned, to, metadata, tied, options)
@@ -187,11 +189,11 @@ def _refuse_taken(
             )
 
 
-def _refuse_scaled(found: StateDict, keys: KeyMap, options: Request) -> None:
+def _refuse_scaled(applied: Applied, options: Request) -> None:
     """Refuse to cast codes beside scales that are in the output."""
     if options.casts:
-        left = {old: new for old, new in zip(keys.old, keys.new, strict=True) if new is not None}
-        options.casts.refuse_scaled(dict(found.tensors()), left, found.path)
+        item = applied.item
+        options.casts.refuse_scaled(dict(item.tensors()), applied.kept(), item.path)
 
 
 def _strings(

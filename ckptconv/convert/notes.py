@@ -23,6 +23,7 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.producers import offered_prefix
 from ckptconv.tree.renaming import RenamedKeys
+from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.settling import Settled
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import label_text, place_text, tensor_of
@@ -68,7 +69,7 @@ def optimizer_notes(
     are left out.
     """
     if before == [item for item, _ in after] and not any(
-        done.changed or done.left_out for _, done in after
+        done.changed or done.left_out or done.made for _, done in after
     ):
         return
     from ckptconv.tree.optimizer_states import left_behind  # seldom needed
@@ -136,9 +137,10 @@ def parted_notes(before: Sequence[RenamedKeys], after: Sequence[RenamedKeys]) ->
         )
 
 
-def still_shared(found: StateDict, done: RenamedKeys, cast: CastRule) -> RenamedKeys:
+def still_shared(applied: Applied, done: RenamedKeys, cast: CastRule) -> RenamedKeys:
     """The keys of an output that keeps sharing, as far as casts let it."""
-    refs = [ref for key, ref in found.tensors() if key not in done.left_out]
+    kept = applied.kept()
+    refs = [ref for key, ref in applied.item.tensors() if key in kept]
     return replace(done, shared=max(0, done.shared - count_parted(refs, cast)))
 
 

@@ -54,6 +54,7 @@ from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts
+from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
 from ckptconv.tree.stray_tensors import settle_strays
@@ -127,6 +128,7 @@ def _planned(
             if not keeps_modules(to, options):
                 whole = flatten_modules(checkpoint)
             checkpoint = edited(whole, _edits_of(options))
+            options = replace(options, keys=with_config(options.keys, checkpoint))
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
@@ -285,9 +287,9 @@ def _plan_tree(
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
     found = find_state_dicts(root, checkpoint.root, options.only)
-    renamed, skipped = rename_state_dicts(found, overlay, options.keys, options.fit_to)
-    for item, done in zip(found, renamed, strict=True):
-        names = {**dict.fromkeys(item.keys), **done.kept(item.keys)}
+    applied, renamed, skipped = rename_state_dicts(found, overlay, options.keys, options.fit_to)
+    for item, each in zip(found, applied, strict=True):
+        names = each.names()
         refuse_without(followed(checkpoint.metadata, names), f"a {to.name} output")
         refuse_codes_apart(item, names)
     settled = settle_objects(root, overlay, options.unknown)
@@ -300,12 +302,13 @@ def _plan_tree(
     tensors = partial(tensors_of, root, overlay, depth=in_force().depth)
     if any(ref.dtype.is_packed for ref in refs):
         to.refuse((path, ref, ref.dtype) for path, ref in tensors())
-    kept = [done.kept(item.keys) for item, done in zip(found, renamed, strict=True)]
-    cast = cast_rule(found, kept, tree, options.casts)
+    items, kept = [each.item for each in applied], [each.kept() for each in applied]
+    cast = cast_rule(items, kept, tree, options.casts)
     layout = to.lay_out_tree(tree, cast, options.tags)
     after = list(zip(found, renamed, strict=True))
     if options.casts:
-        renamed = tuple(still_shared(item, done, cast) for item, done in after)
+        both = zip(applied, renamed, strict=True)
+        renamed = tuple(still_shared(each, done, cast) for each, done in both)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,

@@ -48,6 +48,7 @@ from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, refuse_no_edits
 from ckptconv.tree.renaming import with_filled
+from ckptconv.tree.reshaping import Applied, apply_rules, with_config
 from ckptconv.tree.state_dicts import StateDict, find
 from ckptconv.tree.walk import tensors_of
 
@@ -190,14 +191,14 @@ def _parts(
         return first.root, second.root, [], [], [_ALL]
     ours, theirs = first.state_dict(only[0]), _second_part(lambda: second.state_dict(only[1]), only)
     renamed, others = _mapped(ours, keys, first), _mapped(theirs, keys.globs, second)
-    _refuse_idle(renamed, others, keys, first)
+    _refuse_idle(renamed.keys, others.keys, keys, first)
     chosen = [f"A: {note}" for note in ours.notes] + [f"B: {note}" for note in theirs.notes]
-    left_out = [*_left_out(renamed, "A"), *_left_out(others, "B")]
+    left_out = [*_left_out(renamed.keys, "A"), *_left_out(others.keys, "B")]
     rest: list[Both] = []
     if only == (None, None):
         rest, notes = _compared_beside(first, ours, second, theirs)
         left_out += notes
-    return _under(renamed, ours), _under(others, theirs), rest, chosen, left_out
+    return _under(renamed), _under(others), rest, chosen, left_out
 
 
 _ALL = "neither file has a single state dict: everything in them was compared, by path"
@@ -290,11 +291,9 @@ def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) 
         raise
 
 
-def _mapped(state_dict: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> KeyMap:
+def _mapped(state_dict: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> Applied:
     try:
-        return map_keys(
-            state_dict.keys, rules, telling=state_dict.telling_keys, beside=state_dict.keys_beside
-        )
+        return apply_rules(state_dict, with_config(rules, checkpoint))
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 
@@ -313,8 +312,8 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
         raise error.at(path=first.path) from error.__cause__
 
 
-def _under(names: KeyMap, state_dict: StateDict) -> Dict:
-    pairs = zip(*with_filled(state_dict, names), strict=True)
+def _under(applied: Applied) -> Dict:
+    pairs = zip(*with_filled(applied.item, applied.keys), strict=True)
     return Dict([(key, value) for key, value in pairs if key is not None])
 
 

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.support.errors import KeyConflict, printable
+
+MOVES = {
+    "stack": 2,
+    "unstack": 2,
+    "concat": 2,
+    "split": 2,
+    "permute": 2,
+    "reshape": 3,
+    "order": 1,
+    "tie": 1,
+    "untie": 1,
+}
+"""The steps that a mapping may have, and how many lists of numbers each takes; what they do is
+`tensors.layouts.MOVES`.
+"""
+
+
+class MappedTensors(NamedTuple):
+    """Tensors that become others: `sources` and `targets` are their keys, in order, or numbers of
+    what is made on the way; a target without a key is left out.
+
+    `moves` are the steps, as names and numbers (`tensors.layouts.MOVES`); `is_undone`: they are
+    made backwards.
+    """
+
+    sources: tuple[str | int, ...]
+    moves: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+    targets: tuple[str | int | None, ...]
+    is_undone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MappedKeys:
     """What becomes of the keys of the state dict at `path`: old → new (None: left out).
+
+    `tensors` become others; all keys before stand in `key_order` then. What this makes is put in
+    the order of `places`, where it says one.
 
     `modules` are the module paths of its `_metadata`: old → new, several where reversing tells ones
     apart that had become one. `filled` are further new keys, each with the one of the others whose
@@ -24,6 +57,9 @@ class MappedKeys:
     modules: Mapping[str, tuple[str, ...]]
     filled: Mapping[str, str | None] = field(default_factory=dict)
     order: tuple[str, ...] = ()
+    tensors: tuple[MappedTensors, ...] = ()
+    key_order: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
     def reversed(self) -> MappedKeys:
         """The way back; keys that were left out are not in it."""
@@ -34,8 +70,30 @@ class MappedKeys:
         back: dict[str, str | None] = {
             new: old for old, new in self.keys.items() if new is not None
         }
-        keys = {**back, **dict.fromkeys(self.filled)}
-        return MappedKeys(self.path, keys, modules, order=tuple(self.modules))
+        rows, lost = self._reversed_tensors()
+        keys = {**back, **dict.fromkeys(self.filled), **dict.fromkeys(lost)}
+        order, places = tuple(self.modules), self.key_order
+        return MappedKeys(self.path, keys, modules, order=order, tensors=rows, places=places)
+
+    def _reversed_tensors(self) -> tuple[tuple[MappedTensors, ...], list[str]]:
+        """The tensors undone, the last ones first, and the keys of those that cannot be: something
+        that was made with them was left out.
+        """
+        rows: list[MappedTensors] = []
+        lost: list[str] = []
+        missing: set[str | int | None] = {None}
+        for row in reversed(self.tensors):
+            if missing.isdisjoint(row.targets):
+                back = MappedTensors(tuple(_named(row.targets)), row.moves, row.sources, True)
+                rows.append(back)
+                continue
+            missing.update(row.sources)
+            lost += [target for target in row.targets if isinstance(target, str)]
+        return tuple(rows), lost
+
+
+def _named(targets: Sequence[str | int | None]) -> Iterator[str | int]:
+    return (target for target in targets if target is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,11 @@ the command line::
     {"rules": [{"strip-prefix": "model."}, {"rename": {"head.": "classifier."}},
                {"exclude": ["*.bias", "*.mean"]}]}
 
+A tensor rule is an object of its patterns and operations (`tensor_rules`)::
+
+    {"from": "layers.{l}.experts.{e}.w1.weight", "to": "layers.{l}.experts.w1",
+     "operations": [{"stack": 0}]}
+
 A mapping is an object with ``"mapping": 1`` and ``state_dicts``: for each its ``path``, ``keys``
 (old → new), ``left_out`` (old ones), ``modules`` (old → new paths of its `_metadata`) and, where
 there are any, ``filled`` (new ones without an old one → the new one whose tensor they have).
@@ -26,8 +31,9 @@ from typing import Any, Literal, NoReturn
 from ckptconv.io.location import read_small
 from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import RULE_WORDS, KeyRules, parse_rule
-from ckptconv.keys.mappings import Mapped, MappedKeys
+from ckptconv.keys.mappings import MOVES, Mapped, MappedKeys, MappedTensors
 from ckptconv.keys.rules import Regex, Rename, Rule
+from ckptconv.keys.tensor_rules import TensorRule
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.errors import CheckpointError, KeyConflict, MissingDependency, printable
 from ckptconv.support.json_text import read_object, refuse_crowded
@@ -99,6 +105,9 @@ def _text(raw: bytes, path: PurePath) -> str:
 def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
     rule = entry if isinstance(entry, dict) else {}
+    if "from" in rule:
+        yield _tensor_rule(rule, line, path)
+        return
     says_nothing = [
         values in ([], {}, None) or (isinstance(values, dict) and "" in values)
         for values in rule.values()
@@ -117,6 +126,50 @@ def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
         where = str(word) if line is None else f"line {line}: {word}"
         raise error.at(path=path, where=where) from None
 
+
+_OF_TENSORS = ("from", "to", "operations", "optional")
+
+
+def _tensor_rule(entry: dict[Any, Any], line: int | None, path: PurePath) -> TensorRule:
+    """A tensor rule: an object of its sources, targets and operations."""
+    try:
+        if unknown := [name for name in entry if name not in _OF_TENSORS]:
+            what = f"a tensor rule has no '{printable(unknown[0])}'"
+            raise KeyConflict(what, hint=f"it has {', '.join(_OF_TENSORS)}")
+        given = {name: _written(value) for name, value in entry.items()}
+        sources, targets = _texts(given, "from"), _texts(given, "to")
+        operations = given.get("operations", [])
+        optional = given.get("optional", False)
+        if type(optional) is not bool:
+            raise KeyConflict("optional is true or false")
+        listed = operations if isinstance(operations, list) else [operations]
+        return TensorRule.of(sources, targets, listed, optional=optional)
+    except CheckpointError as error:
+        raise error.at(path=path, where=None if line is None else f"line {line}") from None
+
+
+def _texts(entry: dict[str, Any], name: str) -> list[str]:
+    value = entry.get(name, [])
+    texts = value if isinstance(value, list) else [value]
+    if not _are_texts(texts):
+        raise KeyConflict(f"'{name}' is not a pattern of keys, nor a list of them")
+    return texts
+
+
+def _written(value: Any) -> Any:
+    """A value with the numbers and flags that YAML leaves as text."""
+    if isinstance(value, list):
+        return [_written(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _written(item) for name, item in value.items()}
+    if isinstance(value, _NoText):
+        flags = {"true": True, "false": False}
+        is_number = _NUMBER(value.text) is not None
+        return int(value.text) if is_number else flags.get(value.text.lower(), value.text)
+    return value
+
+
+_NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch
 
 _PAIRS: dict[Any, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
 """The rules that may be written as a table, old → new."""
@@ -307,6 +360,7 @@ def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
             "keys": {old: new for old, new in item.keys.items() if new is not None},
             "left_out": [old for old, new in item.keys.items() if new is None],
             **({"filled": dict(item.filled)} if item.filled else {}),
+            **_tensors_document(item),
             "modules": {
                 old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()
             },
@@ -314,6 +368,57 @@ def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
         for item in state_dicts
     ]
     return (json.dumps({_MAPPING: _VERSION, "state_dicts": listed}, indent=1) + "\n").encode()
+
+
+def _tensors_document(item: MappedKeys) -> dict[str, Any]:
+    """The tensors that became others, and the order of the keys before."""
+    if not item.tensors:
+        return {}
+    rows = [
+        {
+            "from": list(row.sources),
+            "moves": [_move_text(*move) for move in row.moves],
+            "to": list(row.targets),
+        }
+        for row in item.tensors
+    ]
+    return {"tensors": rows, "order": list(item.key_order)}
+
+
+def _mapped_tensors(rows: list[Any], path: PurePath) -> Iterator[MappedTensors]:
+    """The rows of a mapping that `_tensors_document` wrote."""
+    numbered: set[object] = set()
+    for row in rows:
+        match row:
+            case {"from": list() as sources, "moves": list() as moves, "to": list() as targets}:
+                pass
+            case _:
+                raise _no_mapping(path)
+        are_known = all(type(each) is str or each in numbered for each in sources)
+        if not sources or not are_known or not all(map(_is_target, targets)):
+            raise _no_mapping(path)
+        numbered.update(each for each in targets if type(each) is int)
+        made = tuple(_move(move, path) for move in moves)
+        yield MappedTensors(tuple(sources), made, tuple(targets))
+
+
+def _is_target(value: Any) -> bool:
+    return value is None or type(value) in (str, int)
+
+
+def _move_text(name: str, numbers: Sequence[Sequence[int]]) -> str:
+    """A step as text: ``concat 1 48,48``; a list without a number is a dash."""
+    return " ".join([name, *(",".join(map(str, each)) or "-" for each in numbers)])
+
+
+def _move(move: Any, path: PurePath) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    name, *lists = move.split(" ") if isinstance(move, str) else [""]
+    if MOVES.get(name) != len(lists) or not all(map(_NUMBERS, lists)):
+        raise _no_mapping(path)
+    return name, tuple(() if each == "-" else tuple(map(int, each.split(","))) for each in lists)
+
+
+_NUMBERS = re.compile(r"-|[0-9]{1,18}(,[0-9]{1,18})*").fullmatch
 
 
 def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:
@@ -335,14 +440,17 @@ def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:
 
 
 def _mapped_keys(item: Any, path: PurePath) -> MappedKeys:
-    match {"filled": {}, **item} if isinstance(item, dict) else None:
+    defaults: dict[str, Any] = {"filled": {}, "tensors": [], "order": []}
+    match {**defaults, **item} if isinstance(item, dict) else None:
         case {
             "path": str() as where,
             "keys": dict() as keys,
             "left_out": list() as left,
             "modules": dict() as modules,
             "filled": (dict() | list()) as filled,
-        } if _are_texts([*keys.values(), *left, *filled]):
+            "tensors": list() as rows,
+            "order": list() as order,
+        } if _are_texts([*keys.values(), *left, *filled, *order]):
             paths = {old: [new] if isinstance(new, str) else new for old, new in modules.items()}
         case _:
             raise _no_mapping(path)
@@ -353,12 +461,22 @@ def _mapped_keys(item: Any, path: PurePath) -> MappedKeys:
         raise _no_mapping(path)
     if not all(isinstance(news, list) and news and _are_texts(news) for news in paths.values()):
         raise _no_mapping(path)
-    named = [*keys.values(), *filled]
-    if not keys.keys().isdisjoint(left) or len({*named}) != len(named):
+    tensors = tuple(_mapped_tensors(rows, path))
+    used = [name for row in tensors for name in row.sources if isinstance(name, str)]
+    made = [name for row in tensors for name in row.targets if isinstance(name, str)]
+    named, before = [*keys.values(), *filled, *made], [*keys, *left, *used]
+    if len({*before}) != len(before) or len({*named}) != len(named):
         what = "two keys become one, or a key is left out and kept"
         raise KeyConflict(what, path=path, where=where)
     modules = {old: tuple(news) for old, news in paths.items()}
-    return MappedKeys(where, {**keys, **dict.fromkeys(left)}, modules, filled)
+    return MappedKeys(
+        where,
+        {**keys, **dict.fromkeys(left)},
+        modules,
+        filled,
+        tensors=tensors,
+        key_order=tuple(order),
+    )
 
 
 def _no_mapping(path: PurePath) -> KeyConflict:

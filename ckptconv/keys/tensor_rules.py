@@ -55,6 +55,8 @@ OPERATIONS: Mapping[str, tuple[Parameter, ...]] = {
     "transpose": (Parameter("dims", "dims"), _ON),
     "permute": (Parameter("dims", "dims"), _ON),
     "reshape": (Parameter("shape", "numbers"), _ON),
+    "unflatten": (_DIM, Parameter("sizes", "numbers"), _ON),
+    "flatten": (Parameter("dims", "dims"), _ON),
     "interleave": (_DIM, Parameter("parts", "number", optional=True), _ON),
     "deinterleave": (_DIM, Parameter("parts", "number", optional=True), _ON),
     "rope": (Parameter("heads", "number"), _ON),
@@ -69,7 +71,9 @@ OPERATIONS: Mapping[str, tuple[Parameter, ...]] = {
   those of the target that keys are fitted to).
   `over` is the variable whose values are joined or made. Left out: a stack takes the one variable
   that is left, a concat the list of sources where there are several of them.
-- ``transpose``: two dimensions; ``permute``: all of them; ``reshape``: one size may be -1.
+- ``transpose``: two dimensions; ``permute``: all of them. ``reshape``: to a shape, of which one
+  size may be -1; ``unflatten``: one dimension becomes several of these sizes, and ``flatten``:
+  those from the first to the last of two become one, as in torch.
 - ``interleave``: of ``[a0 a1 b0 b1]`` along `dim` makes ``[a0 b0 a1 b1]``, of so many `parts`
   (2); ``deinterleave`` undoes it.
 - ``rope``: rows of each head from pairs ``(0, 1), (2, 3), ...`` to halves ``(0, d/2), ...``, as
@@ -125,8 +129,9 @@ class Operation:
                 raise KeyConflict(f"{self.name} needs {item.name}", hint=_FORMS[item.kind])
         if "parts" in given and "sizes" in given:
             raise KeyConflict(f"{self.name} takes parts or sizes, not both")
-        if self.name == "transpose" and len(given["dims"]) != 2:  # type: ignore[arg-type]
-            raise KeyConflict("transpose takes two dimensions", hint="permute takes all of them")
+        dims = given.get("dims")
+        if self.name in ("transpose", "flatten") and isinstance(dims, tuple) and len(dims) != 2:
+            raise KeyConflict(f"{self.name} takes two dimensions, as [0, 1]")
 
     @classmethod
     def of(cls, name: str, /, *value: Any, **arguments: Any) -> Operation:
@@ -145,6 +150,11 @@ class Operation:
     def get(self, name: str) -> Argument | None:
         """An argument; None where it was left out."""
         return dict(self.arguments).get(name)
+
+    @property
+    def is_of_list(self) -> bool:
+        """Whether it joins tensors of the list, or makes several of one."""
+        return self.name in JOINS or self.name in SPLITS or self.name == "tie"
 
     @property
     def over(self) -> str | None:
@@ -377,9 +387,18 @@ class TensorRule(Rule):
         return f"the tensor rule {sources} → {first_few(list(self.targets), 2) or 'nothing'}"
 
     @property
-    def is_rename(self) -> bool:
-        """Whether it gives other keys, and no more."""
-        return not self.operations
+    def leaves_out(self) -> bool:
+        return not self.targets
+
+    @property
+    def created(self) -> frozenset[str]:
+        """The variables of its targets that operations make."""
+        own = variables_of(self.sources[0])
+        return frozenset(name for each in self.targets[:1] for name in variables_of(each) - own)
+
+    def is_for(self, key: str) -> bool:
+        """Whether a key is one of its sources."""
+        return _met(self.sources, key) is not None
 
     @property
     def needs_config(self) -> bool:
@@ -393,17 +412,18 @@ class TensorRule(Rule):
         return replace(self, operations=operations)
 
     def step(self, keys: Sequence[str]) -> Step:
-        """What a rule without operations makes of a key."""
-        (groups, names) = self.groups(keys), dict[str, str]()
-        for group in groups:
-            for source, target in zip(group.keys, self.targets, strict=True):
-                names[source] = filled_in(target, group.values)
+        """What becomes of a key where there are no operations, or it is dropped: what they make of
+        tensors is not one key of one.
+        """
+        names: dict[str, str | None] = {}
+        for group in self.groups(keys):
+            targets = self.targets or [None] * len(group.keys)
+            for source, target in zip(group.keys, targets, strict=True):
+                names[source] = None if target is None else filled_in(target, group.values)
         return lambda key: names.get(key, key)
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        if self.optional or any(_met(self.sources, key) is not None for key in keys):
-            return ()
-        return (self.words,)
+        return () if self.optional or any(map(self.is_for, keys)) else (self.words,)
 
     def groups(self, keys: Sequence[str]) -> list[Group]:
         """The groups that the keys make, in the order in which they are met.
@@ -551,7 +571,10 @@ def _refuse_unfit(rule: TensorRule, joined: frozenset[str], made: frozenset[str]
             left.discard(axis)
         elif item.name in SPLITS:
             still.discard(axis)
-        count = _known_parts(item, axes, rule) if axis == LIST else 1
+            if item.name == "split" and axis != LIST and len(item.arguments) < 3:
+                what = f"{rule.words}: {item.words} does not say into how many parts"
+                raise KeyConflict(what, hint="say parts or sizes")
+        count = parts_of(item, axes, rule) if axis == LIST else 1
         axes.step(item, axis, count)
     if left or still:
         names = ", ".join(f"{{{name}}}" for name in sorted(left | still))
@@ -570,7 +593,7 @@ def _refuse_unfit(rule: TensorRule, joined: frozenset[str], made: frozenset[str]
 
 def axis_of(item: Operation, axes: Axes, left: set[str], still: set[str], rule: TensorRule) -> str:
     """The axis that an operation joins or makes: a variable, or the list."""
-    if item.name not in JOINS | SPLITS | {"tie"}:
+    if not item.is_of_list:
         return LIST
     names = left if item.name in JOINS else still
     if (over := item.over) is not None:
@@ -590,9 +613,9 @@ def axis_of(item: Operation, axes: Axes, left: set[str], still: set[str], rule: 
     return free[0]
 
 
-def _known_parts(item: Operation, axes: Axes, rule: TensorRule) -> int:
+def parts_of(item: Operation, axes: Axes, rule: TensorRule) -> int:
     """Into how many tensors each one is taken apart, where it becomes several of the list."""
-    if item.name not in SPLITS and item.name != "tie":
+    if item.name in JOINS or not item.is_of_list:
         return 1
     sizes, parts = item.get("sizes"), item.get("parts")
     if isinstance(sizes, tuple):
@@ -641,7 +664,7 @@ class Axes:
             self.sizes = [(name, size) for name, size in self.sizes if name != axis]
             if axis == LIST:
                 self.sizes.append((LIST, 1))
-        elif item.name in SPLITS or item.name == "tie":
+        elif item.is_of_list:
             if axis == LIST:
                 self.sizes = [
                     (name, size * count if name == LIST else size) for name, size in self.sizes

@@ -20,7 +20,7 @@ from ckptconv.formats.registry import Named, open_certain
 from ckptconv.formats.target_format import Tree
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.source import CHUNK
-from ckptconv.keys.key_map import Keys, map_keys, refuse_idle
+from ckptconv.keys.key_map import Keys, refuse_idle
 from ckptconv.keys.naming_metadata import followed, naming_entries
 from ckptconv.live.storages import MapLocation, Restorer, Storages, is_read_once, lies_mappable
 from ckptconv.objects.known_names import VALUELESS, WEIGHTS_ONLY
@@ -46,6 +46,7 @@ from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packe
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, refuse_no_edits
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
+from ckptconv.tree.reshaping import apply_rules, with_config
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
 from ckptconv.tree.stray_tensors import settle_strays
@@ -175,31 +176,32 @@ def _selected(
     """The node to bring to life, the overlay (renamed keys, plain objects), its tensors, and the
     types that they get.
     """
-    rules = request.keys
+    rules = with_config(request.keys, checkpoint)
     overlay: dict[int, Node] = {}
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
         settle_strays(checkpoint, root, unknown)
         found = find_state_dicts(root, checkpoint.root, only)
-        renamed, _ = rename_state_dicts(found, overlay, rules)
+        several, renamed, _ = rename_state_dicts(found, overlay, rules)
         _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
-        kept = [done.kept(item.keys) for item, done in zip(found, renamed, strict=True)]
+        found, kept = [each.item for each in several], [each.kept() for each in several]
     else:
         chosen = checkpoint.state_dict(only)
         warn(chosen.notes)
         settle_strays(checkpoint, chosen.node, unknown)
-        keys = map_keys(chosen.keys, rules, chosen.path, chosen.telling_keys, chosen.keys_beside)
+        applied = apply_rules(chosen, rules)
+        item, keys = applied.item, applied.keys
         refuse_idle([keys], rules)
-        names = dict(zip(keys.old, keys.new, strict=True))
-        found, kept = [chosen], [{old: new for old, new in names.items() if new is not None}]
+        names = applied.names()
+        found, kept = [item], [applied.kept()]
         refuse_codes_apart(chosen, names)
         _tell_metadata(checkpoint, names)
-        names_after, values = with_filled(chosen, keys)
-        filled = replace(chosen, values=values)
+        names_after, values = with_filled(item, keys)
+        filled = replace(item, values=values)
         root = renamed_state_dict(filled, names_after, keys.renamed_modules)
         if type(root) is Dict:
             root = ordered_dict(root.pairs)
-        forms = ((id(value), tensor_form(value)) for value in chosen.values)
+        forms = ((id(value), tensor_form(value)) for value in item.values)
         overlay.update((node, ref) for node, ref in forms if ref is not None)
     settled = settle_objects(root, overlay, unknown)
     if any(ref.dtype.is_packed for ref in settled.tensors):

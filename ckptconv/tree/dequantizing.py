@@ -131,11 +131,9 @@ class Dequantize:
         if self.keys is None:
             return frozenset()
         try:
-            names = map_state_dict(state_dict, self.keys, None)
+            return map_state_dict(state_dict, self.keys, None).left_out()
         except CheckpointError:  # told of by whoever applies them
             return frozenset()
-        pairs = zip(names.old, names.new, strict=True)
-        return frozenset(old for old, new in pairs if new is None)
 
     @contextmanager
     def _hinting(self) -> Iterator[None]:

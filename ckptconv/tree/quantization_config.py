@@ -6,17 +6,15 @@ settings went into ``config.json``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ckptconv.io.location import Location, read_small
-from ckptconv.io.places import place_of
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
-from ckptconv.support.json_text import read_object
+from ckptconv.io.location import Location
+from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.schemes.base import QUANTIZATION_KEYS, Facts, known_dtype
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.model_config import home_of, json_in
 
 
 def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
@@ -25,39 +23,15 @@ def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
 
     Raises `MalformedCheckpoint` where two contradict each other in what is read of them.
     """
-    home = _home(checkpoint)
+    home = home_of(checkpoint)
     if home is None:
         return Facts(metadata=checkpoint.metadata, scheme=scheme)
-    model = _json(home, "config.json")
+    model = json_in(home, "config.json")
     said = [*_in_config(model), *_in_other_files(home)]
     for one, other in combinations(said, 2):
         _refuse_contradiction(home, one, other)
     config = said[0].with_method() if said else {}
     return Facts(config, checkpoint.metadata, scheme, _dtype(model))
-
-
-def _home(checkpoint: Checkpoint) -> Location | None:
-    """The folder in which a checkpoint lies."""
-    paths = [checkpoint.path, *(source.path for source in checkpoint.sources[:1])]
-    for path in paths:
-        with suppress(CheckpointError, OSError):
-            place = place_of(path)
-            if place.is_folder():
-                return place
-            if place.is_file():
-                return place.absolute.parent
-    return None
-
-
-def _json(home: Location, name: str) -> dict[str, Any]:
-    """A JSON object in a folder; empty where there is none.
-
-    Raises `CheckpointError` for a file that is not one: what it says might decide.
-    """
-    place = home.child(name)
-    if not place.is_file():
-        return {}
-    return read_object(read_small(place, "index_bytes"), place.path, name, of_python=True)
 
 
 class _Said(NamedTuple):
@@ -88,10 +62,10 @@ def _in_config(model: Mapping[str, Any]) -> Iterator[_Said]:
 
 
 def _in_other_files(home: Location) -> Iterator[_Said]:
-    found = _json(home, "hf_quant_config.json").get("quantization")
+    found = json_in(home, "hf_quant_config.json").get("quantization")
     if isinstance(found, dict):
         yield _Said("hf_quant_config.json", found, "modelopt")
-    if found := _json(home, "quantize_config.json"):
+    if found := json_in(home, "quantize_config.json"):
         yield _Said("quantize_config.json", found, "gptq")
 
 

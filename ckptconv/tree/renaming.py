@@ -12,7 +12,6 @@ from ckptconv.keys.key_map import (
     KeyMap,
     KeyRules,
     hint_of_starts,
-    map_keys,
     refuse_idle,
     unchanged,
 )
@@ -27,6 +26,7 @@ from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, fitted
+from ckptconv.tree.reshaping import Applied, MadeKeys, apply_rules, with_config
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 
@@ -44,13 +44,13 @@ class RenameKeys:
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         overlay: dict[int, Node] = {}
-        found = checkpoint.state_dicts()
-        renamed, skipped = rename_state_dicts(found, overlay, self.rules)
+        rules = with_config(self.rules, checkpoint)
+        applied, _, skipped = rename_state_dicts(checkpoint.state_dicts(), overlay, rules)
         names: dict[str, str | None] = {}
-        for item, done in zip(found, renamed, strict=True):
-            kept = done.kept(item.keys)
-            names |= dict.fromkeys(item.prefix + key for key in item.keys)
-            names |= {item.prefix + key: item.prefix + new for key, new in kept.items()}
+        for done in applied:
+            prefix = done.item.prefix
+            for key, new in done.names().items():
+                names[prefix + key] = None if new is None else prefix + new
         return replace(
             checkpoint,
             root=substituted(checkpoint.root, containers(checkpoint.root), overlay),
@@ -76,30 +76,35 @@ def rename_state_dicts(
     overlay: dict[int, Node],
     rules: KeyRules,
     fit_to: KeyTarget | None = None,
-) -> tuple[tuple[RenamedKeys, ...], list[Skipped]]:
-    """Put renamed state dicts into the overlay; tell what changed and what was left out."""
+) -> tuple[list[Applied], tuple[RenamedKeys, ...], list[Skipped]]:
+    """Put renamed state dicts into the overlay: what rules made of each, what changed as it is
+    told, and what was left out.
+    """
     if not found and (rules not in (STRIP, KEEP) or fit_to):
         what = "it does not hold a state dict whose keys could be changed"
         raise AmbiguousStateDict(what, hint="see what it holds with: ckptconv inspect")
-    maps = [
+    applied = [
         map_state_dict(item, rules, fit_to)
         if fit_to or _has_work(item, rules)
-        else unchanged(item.keys)
+        else Applied(item, unchanged(item.keys))
         for item in found
     ]
+    maps = [each.keys for each in applied]
     if found:
         refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), maps, rules)
     refuse_idle(maps, rules)
     renamed, skipped = [], []
-    for item, keys in zip(found, maps, strict=True):
-        skipped += excluded(item, keys, fit_to)
+    for each in applied:
+        skipped += excluded(each, fit_to)
+        item, keys = each.item, each.keys
         modules = _recorded(item, keys)
-        renamed.append(renamed_keys(item, keys, modules=modules))
-        if keys.new != keys.old or keys.filled or _modules_come_back(keys, modules):
+        renamed.append(renamed_keys(each, modules=modules))
+        is_changed = keys.new != keys.old or keys.filled or each.reshaped is not None
+        if is_changed or _modules_come_back(keys, modules):
             new, values = with_filled(item, keys)
             filled = replace(item, values=values)
             overlay[id(item.node)] = renamed_in_place(filled, new, _told(modules))
-    return tuple(renamed), skipped
+    return applied, tuple(renamed), skipped
 
 
 def _modules_come_back(keys: KeyMap, modules: Recorded) -> bool:
@@ -129,15 +134,17 @@ def _has_work(item: StateDict, rules: KeyRules) -> bool:
     )
 
 
-def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> KeyMap:
+def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> Applied:
     """The rules applied, then the keys fitted.
 
     Where wrappers are all that the rules are about, fitting finds them itself.
     """
     try:
         given = KEEP if fit_to and rules == STRIP else rules
-        keys = map_keys(item.keys, given, item.path, item.telling_keys, item.keys_beside)
-        return fitted(item, keys, fit_to) if fit_to else keys
+        applied = apply_rules(item, given, fit_to.shapes if fit_to else None)
+        if fit_to is None:
+            return applied
+        return replace(applied, keys=fitted(applied.item, applied.keys, fit_to))
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
 
@@ -148,15 +155,17 @@ def refuse_nothing_left(left: int, maps: Sequence[KeyMap], rules: KeyRules) -> N
         raise KeyConflict(f"no key is left after {rules.leaving}", hint=hint_of_starts(maps, rules))
 
 
-def excluded(item: StateDict, keys: KeyMap, fit_to: KeyTarget | None) -> list[Skipped]:
+def excluded(applied: Applied, fit_to: KeyTarget | None) -> list[Skipped]:
     """The keys that the rules, or the fitting, left out, with the reason."""
-    skipped = []
+    item, keys = applied.item, applied.keys
+    skipped = [*applied.reshaped.skipped] if applied.reshaped else []
     # what no rule left out the fitting did
     unexpected = f"are not in {printable(fit_to.name if fit_to else 'the target')}"
     for at, new in enumerate(keys.new):
         if new is None:
             seen = item.prefix + keys.seen.get(at, keys.old[at])
-            path, why = item.prefix + keys.old[at], keys.why.get(at, unexpected)
+            why = keys.why.get(at, unexpected)
+            path = item.prefix + applied.key_before(keys.old[at])
             skipped.append(Skipped(path, why, item.values[at], by_rule=True, seen=seen))
     return skipped
 
@@ -176,21 +185,20 @@ def _module_paths(item: StateDict) -> list[str]:
 
 
 def renamed_keys(
-    item: StateDict, keys: KeyMap, unheld: Collection[str] = (), modules: Recorded | None = None
+    applied: Applied, unheld: Collection[str] = (), modules: Recorded | None = None
 ) -> RenamedKeys:
     """What became of a state dict's keys; `unheld`: new keys whose values are not in the output;
     `modules`: what became of its module paths, where that is recorded.
     """
+    item, keys = applied.item, applied.keys
     recorded = modules or _recorded(item, keys)
     held = tuple([None if new in unheld else new for new in keys.new]) if unheld else keys.new
-    pairs = () if held == keys.old else tuple(zip(keys.old, held, strict=True))
-    changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
-    left_out = tuple([old for old, new in pairs if new is None])
     filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
     odd: tuple[str, ...] = ()
     if not "".join(keys.old).isprintable():
         odd = tuple(key for key in keys.old if not key.isprintable())
-    gone = set(left_out)
+    pairs = () if held == keys.old else tuple(zip(keys.old, held, strict=True))
+    gone = {old for old, new in pairs if new is None}
     storages = homes(ref for key, ref in item.tensors() if key not in gone)
     shared = len(storages) - len(set(storages))
 
@@ -200,10 +208,31 @@ def renamed_keys(
         modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
         for path, name in recorded():
             modules[path] = (*modules[path], name)
-        return MappedKeys(item.path, now, modules, dict(filled))
+        plain = MappedKeys(item.path, now, modules, dict(filled))
+        return plain if applied.reshaped is None else applied.reshaped.mapped(plain)
 
+    made: tuple[MadeKeys, ...] = ()
+    before, consumed = item.keys, frozenset[str]()
+    if applied.reshaped is not None:
+        before, consumed = applied.reshaped.before.keys, applied.reshaped.consumed
+        names = dict(zip(keys.old, held, strict=True))
+        made = tuple(applied.reshaped.told(names))
+        fates = applied.reshaped.fates(names)
+        pairs = tuple((key, fates.get(key)) for key in before if key not in consumed)
+    changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
+    left_out = tuple([old for old, new in pairs if new is None])
     return RenamedKeys(
-        item.path, keys.wrappers, len(keys.old), changed, odd, shared, left_out, mapped, filled
+        item.path,
+        keys.wrappers,
+        len(before),
+        changed,
+        odd,
+        shared,
+        left_out,
+        mapped,
+        filled,
+        made,
+        consumed,
     )
 
 
@@ -216,7 +245,8 @@ class RenamedKeys:
     values the output does not hold; `mapped` works out all of it. `odd` are the keys with
     characters that cannot be printed; `shared` counts the tensors of the output whose storage
     another key of it has too. `filled` are keys that were
-    absent, each with the new key whose tensor it has.
+    absent, each with the new key whose tensor it has. `made` are tensors that rules made of those
+    of the keys that are `consumed`.
     """
 
     path: str
@@ -228,13 +258,21 @@ class RenamedKeys:
     left_out: tuple[str, ...] = ()
     mapped: Callable[[], MappedKeys] | None = None
     filled: tuple[tuple[str, str], ...] = ()
+    made: tuple[MadeKeys, ...] = ()
+    consumed: frozenset[str] = frozenset()
 
     @property
     def written(self) -> int:
         """How many keys the output has."""
-        return self.count - len(self.left_out) + len(self.filled)
+        made = sum(len(item.targets) for item in self.made)
+        return self.count - len(self.left_out) - len(self.consumed) + len(self.filled) + made
+
+    @property
+    def untouched(self) -> int:
+        """How many keys stay as they are."""
+        return self.count - len(self.changed) - len(self.left_out) - len(self.consumed)
 
     def kept(self, keys: Sequence[str]) -> dict[str, str]:
-        """The keys that were not left out, each with its new one."""
-        changed, gone = dict(self.changed), set(self.left_out)
+        """The keys that were not left out, nor became others, each with its new one."""
+        changed, gone = dict(self.changed), {*self.left_out, *self.consumed}
         return {key: changed.get(key, key) for key in keys if key not in gone}

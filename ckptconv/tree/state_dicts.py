@@ -400,7 +400,9 @@ def renamed_in_place(
         what = "a key would get this name, but something else beside it has it already"
         raise KeyConflict(what, where=taken)
     renamed = list(zip(keys, state_dict.values, strict=True))
-    own = dict(zip(state_dict.own, renamed, strict=False))
+    # there may be more than there were, or fewer, where tensors were put together
+    left_out = [(None, None)] * (len(mine) - len(renamed))
+    own = dict(zip(state_dict.own, [*renamed, *left_out], strict=False))
     pairs = [own.get(index, pair) for index, pair in enumerate(before)]
     kept = [pair for index, pair in enumerate(pairs) if index not in mine or pair[0] is not None]
     return _with_metadata(_like(state_dict.node, [*kept, *renamed[len(own) :]]), modules)

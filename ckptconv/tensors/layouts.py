@@ -1,0 +1,653 @@
+"""Tensors laid out otherwise: stacked, joined, taken apart, their dimensions in another order.
+
+No value is computed or read: what is made are pieces with strides, and boxes of them where strides
+alone cannot say it. A `Move` is one such step on a list of tensors; its numbers are settled, so it
+knows its own reverse. `settled` makes moves of the operations that people write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice, product
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptconv.support.errors import KeyMismatch, RefusedObject
+from ckptconv.support.text import count_text
+from ckptconv.tensors.flat_runs import flat_boxes
+from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride, view_identity
+
+_MOST_PIECES = 4096
+"""Of a tensor that is reshaped: with more, it is gathered in order first. A piece takes about 0.5
+kB of memory, and a request of its own of a server.
+"""
+
+
+class Move(NamedTuple):
+    """One step on a list of tensors, by its name in `MOVES`; `numbers` are its arguments."""
+
+    name: str
+    numbers: tuple[Shape, ...]
+
+    def reversed(self) -> Move:
+        """The move that undoes it."""
+        name, numbers = MOVES[self.name].back(*self.numbers)
+        return Move(name, numbers)
+
+    def on(self, refs: Sequence[TensorRef]) -> list[TensorRef]:
+        """The list after it; `KeyMismatch` where shapes or types do not fit."""
+        return MOVES[self.name].make(refs, *self.numbers)
+
+
+class _Row(NamedTuple):
+    """What a move makes of a list, its reverse, and the names of its numbers; `numbers` that are
+    single ones are tuples of one.
+    """
+
+    make: Callable[..., list[TensorRef]]
+    back: Callable[..., tuple[str, tuple[Shape, ...]]]
+    names: tuple[str, ...]
+
+
+def _shapes(refs: Sequence[TensorRef]) -> str:
+    found = [str(list(shape)) for shape in dict.fromkeys(ref.shape for ref in refs)]
+    return " and ".join(found[:2])
+
+
+# -------------------------------------------------------------------------------- join, take apart
+
+
+def _runs(refs: Sequence[TensorRef], count: int, what: str) -> Iterator[Sequence[TensorRef]]:
+    if not count or len(refs) % count:
+        raise KeyMismatch(f"{count_text(len(refs), 'tensor')} are not in sets of {count} to {what}")
+    for first in range(0, len(refs), count):
+        run = refs[first : first + count]
+        if len({ref.dtype for ref in run}) > 1:
+            names = " and ".join(dict.fromkeys(ref.dtype.name for ref in run))
+            raise KeyMismatch(f"{names} cannot be put into one tensor", hint="--cast makes one")
+        if len({(ref.conj, ref.neg, ref.storage.big_endian) for ref in run}) > 1:
+            raise RefusedObject(
+                "tensors that differ in byte order or in their conj and neg bits cannot be put "
+                "into one",
+                hint="convert the checkpoint without these rules first",
+            )
+        yield run
+
+
+def _stack(refs: Sequence[TensorRef], dim: Shape, count: Shape) -> list[TensorRef]:
+    made = []
+    for run in _runs(refs, count[0], "stack"):
+        if len({ref.shape for ref in run}) > 1:
+            raise KeyMismatch(f"tensors of shapes {_shapes(run)} cannot be stacked")
+        made.append(_joined([_with_dim(ref, dim[0]) for ref in run], dim[0]))
+    return made
+
+
+def _with_dim(ref: TensorRef, dim: int) -> TensorRef:
+    """A tensor with one more dimension, of size 1."""
+    _refuse_dim(dim, len(ref.shape) + 1)
+
+    def more(numbers: Shape, number: int) -> Shape:
+        return (*numbers[:dim], number, *numbers[dim:])
+
+    pieces = tuple(
+        piece._replace(
+            shape=more(piece.shape, 1),
+            stride=more(piece.stride, prod(piece.shape)),
+            start=more(piece.start, 0),
+        )
+        for piece in ref.pieces
+    )
+    return _of_pieces(ref, more(ref.shape, 1), pieces)
+
+
+def _concat(refs: Sequence[TensorRef], dim: Shape, sizes: Shape) -> list[TensorRef]:
+    [at] = dim
+    made = []
+    for run in _runs(refs, len(sizes), "concatenate"):
+        for ref in run:
+            _refuse_dim(at, len(ref.shape))
+        others = {(*ref.shape[:at], *ref.shape[at + 1 :]) for ref in run}
+        found = tuple(ref.shape[at] for ref in run)
+        if len(others) > 1 or len({len(ref.shape) for ref in run}) > 1:
+            what = f"tensors of shapes {_shapes(run)} cannot be concatenated along dimension {at}"
+            raise KeyMismatch(what)
+        if found != sizes:
+            what = f"the sizes along dimension {at} are {list(found)}, not {list(sizes)}"
+            raise KeyMismatch(what)
+        made.append(_joined(run, at))
+    return made
+
+
+def _joined(refs: Sequence[TensorRef], dim: int) -> TensorRef:
+    """Tensors one after another along a dimension."""
+    first = refs[0]
+    if len(refs) == 1:
+        return first
+    starts = [0, *accumulate(ref.shape[dim] for ref in refs)]
+    shape = (*first.shape[:dim], starts[-1], *first.shape[dim + 1 :])
+    pieces = tuple(
+        piece._replace(start=(*piece.start[:dim], piece.start[dim] + at, *piece.start[dim + 1 :]))
+        for ref, at in zip(refs, starts, strict=False)
+        for piece in ref.pieces
+        if ref.numel
+    )
+    made = _of_pieces(first, shape, pieces or first.pieces[:1])
+    return made._replace(requires_grad=all(ref.requires_grad for ref in refs))
+
+
+def _of_pieces(ref: TensorRef, shape: Shape, pieces: tuple[Piece, ...]) -> TensorRef:
+    """`ref` put together otherwise: a view has the stride of its piece."""
+    if prod(shape) == 0:
+        whole = Piece(pieces[0].storage, 0, shape, contiguous_stride(shape), (0,) * len(shape))
+        return ref._replace(shape=shape, stride=whole.stride, pieces=(whole,))
+    stride = pieces[0].stride if len(pieces) == 1 else contiguous_stride(shape)
+    return ref._replace(shape=shape, stride=stride, pieces=pieces)
+
+
+def _unstack(refs: Sequence[TensorRef], dim: Shape, count: Shape) -> list[TensorRef]:
+    [at] = dim
+    ones = _split(refs, dim, (1,) * count[0])
+    return [_without_dim(ref, at) for ref in ones]
+
+
+def _without_dim(ref: TensorRef, dim: int) -> TensorRef:
+    def less(numbers: Shape) -> Shape:
+        return (*numbers[:dim], *numbers[dim + 1 :])
+
+    pieces = tuple(
+        piece._replace(shape=less(piece.shape), stride=less(piece.stride), start=less(piece.start))
+        for piece in ref.pieces
+    )
+    return _of_pieces(ref, less(ref.shape), pieces)
+
+
+def _split(refs: Sequence[TensorRef], dim: Shape, sizes: Shape) -> list[TensorRef]:
+    [at] = dim
+    made = []
+    starts = [0, *accumulate(sizes)]
+    for ref in refs:
+        _refuse_dim(at, len(ref.shape))
+        if ref.shape[at] != starts[-1]:
+            raise KeyMismatch(
+                f"the sizes {_listed(sizes)} add up to {starts[-1]}, and dimension {at} of "
+                f"{list(ref.shape)} is {ref.shape[at]}"
+            )
+        for first, size in zip(starts, sizes, strict=False):
+            start = (*(0,) * at, first, *(0,) * (len(ref.shape) - at - 1))
+            shape = (*ref.shape[:at], size, *ref.shape[at + 1 :])
+            if prod(shape):
+                made.append(_apart(box_of(ref, start, shape)))
+            else:
+                made.append(_of_pieces(ref, shape, ref.pieces))
+    return made
+
+
+def _listed(sizes: Shape) -> str:
+    if len(sizes) > _MOST_LISTED and len(set(sizes)) == 1:
+        return f"{len(sizes)} × {sizes[0]}"
+    return str(list(sizes))
+
+
+_MOST_LISTED = 8
+
+
+def _apart(ref: TensorRef) -> TensorRef:
+    """A part of a tensor with a storage of its own: the parts do not share memory, for they are
+    other parameters.
+    """
+    if not ref.is_view or ref.dtype.is_packed:
+        return _of_pieces(ref, ref.shape, ref.pieces)
+    [piece] = ref.pieces
+    view = ref._replace(stride=piece.stride)
+    start, stop = view.byte_span()
+    whole = piece.storage
+    storage = whole._replace(
+        offset=whole.offset + start,
+        nbytes=stop - start,
+        crc32=None,
+        part_of=whole.part_of or whole,
+    )
+    return view._replace(pieces=(piece._replace(storage=storage, offset=0),))
+
+
+def _refuse_dim(dim: int, dimensions: int) -> None:
+    if not 0 <= dim < dimensions:
+        raise KeyMismatch(f"there is no dimension {dim} of {dimensions}")
+
+
+# --------------------------------------------------------------------------- one tensor at a time
+
+
+def _chosen(
+    refs: Sequence[TensorRef], on: Shape, make: Callable[[TensorRef], TensorRef]
+) -> list[TensorRef]:
+    """The list with the tensors at these places made others; all where there are no places."""
+    if any(at >= len(refs) for at in on):
+        raise KeyMismatch(f"there is no tensor {max(on)} in a list of {len(refs)}")
+    wanted = {*on}
+    return [make(ref) if not on or at in wanted else ref for at, ref in enumerate(refs)]
+
+
+def _permute(refs: Sequence[TensorRef], dims: Shape, on: Shape = ()) -> list[TensorRef]:
+    def permuted(ref: TensorRef) -> TensorRef:
+        if sorted(dims) != list(range(len(ref.shape))):
+            what = f"{list(dims)} is not an order of the dimensions of {list(ref.shape)}"
+            raise KeyMismatch(what)
+
+        def of(numbers: Shape) -> Shape:
+            return tuple(numbers[axis] for axis in dims)
+
+        pieces = tuple(
+            piece._replace(shape=of(piece.shape), stride=of(piece.stride), start=of(piece.start))
+            for piece in ref.pieces
+        )
+        return _of_pieces(ref, of(ref.shape), pieces)
+
+    return _chosen(refs, on, permuted)
+
+
+def _reshape(
+    refs: Sequence[TensorRef], shape: Shape, before: Shape, on: Shape = ()
+) -> list[TensorRef]:
+    def reshaped(ref: TensorRef) -> TensorRef:
+        if ref.shape != before:
+            raise KeyMismatch(f"has the shape {list(ref.shape)}, not {list(before)}")
+        return in_shape(ref, shape)
+
+    return _chosen(refs, on, reshaped)
+
+
+def in_shape(ref: TensorRef, shape: Shape) -> TensorRef:
+    """The values in C order under another shape, of as many elements (`KeyMismatch` else)."""
+    if prod(shape) != ref.numel:
+        raise KeyMismatch(f"{list(ref.shape)} cannot have the shape {list(shape)}")
+    if ref.shape == shape:
+        return ref
+    if not ref.numel:
+        return _of_pieces(ref, shape, ref.pieces)
+    groups = list(_groups(ref.shape, shape))
+    made = (part for piece in ref.pieces for part in _in_groups(piece, groups))
+    pieces = tuple(islice(made, _MOST_PIECES + 1))
+    if len(pieces) > _MOST_PIECES:
+        return in_shape(_in_order(ref), shape)
+    return _of_pieces(ref, shape, pieces)
+
+
+def _in_order(ref: TensorRef) -> TensorRef:
+    """The same values gathered in C order when they are read."""
+    from ckptconv.tensors.computed import elementwise  # seldom needed
+
+    return elementwise("cast", [ref], (), ref.dtype, ref.storage.name)
+
+
+class _Group(NamedTuple):
+    """Neighbouring dimensions that become others together: those of `old` sizes from the axis
+    `first` on, and their `new` sizes.
+    """
+
+    first: int
+    old: Shape
+    new: Shape
+
+
+def _groups(old: Shape, new: Shape) -> Iterator[_Group]:
+    """The smallest runs of dimensions whose sizes have the same product on both sides."""
+    a = b = 0
+    while a < len(old) or b < len(new):
+        first, left = a, b
+        a, b = min(a + 1, len(old)), min(b + 1, len(new))
+        while (ours := prod(old[first:a])) != (theirs := prod(new[left:b])):
+            if ours < theirs:
+                a += 1
+            else:
+                b += 1
+        yield _Group(first, old[first:a], new[left:b])
+
+
+def _in_groups(piece: Piece, groups: Sequence[_Group]) -> Iterator[Piece]:
+    """A piece as pieces of a tensor whose dimensions are grouped otherwise; of very many, enough
+    to see it.
+    """
+    parts = [list(islice(_boxes(piece, group), _MOST_PIECES + 1)) for group in groups]
+    for boxes in product(*parts):
+        yield Piece(
+            piece.storage,
+            piece.offset + sum(box.offset for box in boxes),
+            tuple(size for box in boxes for size in box.shape),
+            tuple(step for box in boxes for step in box.stride),
+            tuple(at for box in boxes for at in box.start),
+        )
+
+
+class _Box(NamedTuple):
+    """A part of a piece in the new dimensions of a group."""
+
+    start: Shape
+    shape: Shape
+    stride: Shape
+    offset: int
+
+
+def _boxes(piece: Piece, group: _Group) -> Iterator[_Box]:
+    """What a piece is in the new dimensions of a group: runs of the flattened group, each cut into
+    boxes.
+    """
+    stop = group.first + len(group.old)
+    start, shape, stride = (
+        each[group.first : stop] for each in (piece.start, piece.shape, piece.stride)
+    )
+    if group.old == group.new:
+        yield _Box(start, shape, stride, 0)
+        return
+    for first, count, step, offset in _flat_runs(group.old, start, shape, stride):
+        done = 0
+        for box_start, box_shape in flat_boxes(group.new, first, first + count):
+            steps = tuple(step * each for each in contiguous_stride(group.new))
+            yield _Box(box_start, box_shape, steps, offset + done * step)
+            done += prod(box_shape)
+
+
+def _flat_runs(
+    sizes: Shape, start: Shape, shape: Shape, stride: Shape
+) -> Iterator[tuple[int, int, int, int]]:
+    """The runs of a box in the C order of `sizes`, flattened: (first, count, step in the storage,
+    offset from the first element of the box).
+    """
+    axis, count, step, inner, first = len(sizes), 1, 1, 1, 0
+    is_closed = False  # a dimension that is not whole lets no more around it be of the same run
+    while axis:
+        at = axis - 1
+        if shape[at] != 1:
+            if is_closed or (count > 1 and stride[at] != step * inner):
+                break
+            step = step if count > 1 else stride[at]
+            count *= shape[at]
+        first += start[at] * inner
+        is_closed = is_closed or shape[at] != sizes[at]
+        inner *= sizes[at]
+        axis = at
+    outer_steps = contiguous_stride(sizes)
+    for index in product(*(range(size) for size in shape[:axis])):
+        base = sum((start[at] + place) * outer_steps[at] for at, place in enumerate(index))
+        offset = sum(place * stride[at] for at, place in enumerate(index))
+        yield base + first, count, step, offset
+
+
+# ---------------------------------------------------------------------------- several names, order
+
+
+def _order(refs: Sequence[TensorRef], places: Shape) -> list[TensorRef]:
+    if sorted(places) != list(range(len(refs))):
+        raise KeyMismatch(f"{count_text(len(refs), 'tensor')} do not have the order {places!r:.50}")
+    return [refs[at] for at in places]
+
+
+def _inverse(places: Shape) -> Shape:
+    return tuple(sorted(range(len(places)), key=places.__getitem__))
+
+
+def _tie(refs: Sequence[TensorRef], count: Shape) -> list[TensorRef]:
+    return [ref for ref in refs for _ in range(count[0])]
+
+
+def _untie(refs: Sequence[TensorRef], count: Shape) -> list[TensorRef]:
+    """One of each set of names, whose values must be the same: they are read where they lie in
+    several places.
+    """
+    from ckptconv.support.progress import Meter  # seldom needed, as the next one is
+    from ckptconv.tensors.comparison import compare_bytes
+
+    made = []
+    for run in _runs(refs, count[0], "be names of one"):
+        others = [ref for ref in run[1:] if view_identity(ref) != view_identity(run[0])]
+        if any(ref.shape != run[0].shape for ref in others) or (
+            others
+            and compare_bytes([(run[0], ref) for ref in others], Meter("read", 0, None)).differing
+        ):
+            raise KeyMismatch("are names of one tensor to the mapping, and their values differ")
+        made.append(run[0])
+    return made
+
+
+MOVES: Mapping[str, _Row] = {
+    "stack": _Row(_stack, lambda dim, count: ("unstack", (dim, count)), ("dim", "count")),
+    "unstack": _Row(_unstack, lambda dim, count: ("stack", (dim, count)), ("dim", "count")),
+    "concat": _Row(_concat, lambda dim, sizes: ("split", (dim, sizes)), ("dim", "sizes")),
+    "split": _Row(_split, lambda dim, sizes: ("concat", (dim, sizes)), ("dim", "sizes")),
+    "permute": _Row(_permute, lambda dims, on: ("permute", (_inverse(dims), on)), ("dims", "on")),
+    "reshape": _Row(
+        _reshape,
+        lambda shape, before, on: ("reshape", (before, shape, on)),
+        ("shape", "before", "on"),
+    ),
+    "order": _Row(_order, lambda places: ("order", (_inverse(places),)), ("places",)),
+    "tie": _Row(_tie, lambda count: ("untie", (count,)), ("count",)),
+    "untie": _Row(_untie, lambda count: ("tie", (count,)), ("count",)),
+}
+"""What each move makes, its reverse, and its numbers."""
+
+
+# ------------------------------------------------------------------------------ operations as moves
+
+
+def settled(
+    name: str,
+    arguments: Mapping[str, object],
+    refs: Sequence[TensorRef],
+    count: int | None,
+    on: Sequence[int],
+) -> list[Move]:
+    """The moves that an operation is for these tensors.
+
+    `count` is how many tensors are joined each time, or made of each one (None: as many as the
+    size of the dimension); `on` the places in the list that it is for (none: all). Raises
+    `KeyMismatch` where shapes do not fit.
+    """
+    return _SETTLED[name](arguments, refs, count, tuple(on))
+
+
+_Settle = Callable[[Mapping[str, object], Sequence[TensorRef], "int | None", Shape], "list[Move]"]
+
+
+def _numbers(value: object) -> Shape:
+    assert isinstance(value, tuple)
+    return value
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _axis(value: object, dimensions: int) -> int:
+    """A dimension counted from the start."""
+    axis = _number(value)
+    if not -dimensions <= axis < dimensions:
+        raise KeyMismatch(f"there is no dimension {axis} of {dimensions}")
+    return axis % dimensions
+
+
+def _settle_stack(
+    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
+) -> list[Move]:
+    dim = _axis(arguments["dim"], len(refs[0].shape) + 1)
+    return [Move("stack", ((dim,), (count or 1,)))]
+
+
+def _settle_unstack(
+    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
+) -> list[Move]:
+    dim = _axis(arguments["dim"], len(refs[0].shape))
+    size = refs[0].shape[dim]
+    if count is not None and size != count:
+        raise KeyMismatch(
+            f"dimension {dim} of {list(refs[0].shape)} is {size}, and there are {count} targets"
+        )
+    return [Move("unstack", ((dim,), (size,)))]
+
+
+def _settle_concat(
+    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
+) -> list[Move]:
+    dim = _axis(arguments["dim"], len(refs[0].shape))
+    sizes = tuple(ref.shape[dim] for ref in refs[: count or 1] if dim < len(ref.shape))
+    return [Move("concat", ((dim,), sizes))]
+
+
+def _settle_split(
+    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
+) -> list[Move]:
+    dim = _axis(arguments["dim"], len(refs[0].shape))
+    if (given := arguments.get("sizes")) is not None:
+        return [Move("split", ((dim,), _numbers(given)))]
+    parts = _number(arguments.get("parts") or count)
+    size, rest = divmod(refs[0].shape[dim], parts)
+    if rest:
+        raise KeyMismatch(
+            f"dimension {dim} of {list(refs[0].shape)} cannot be split into {parts} equal parts",
+            hint='say their sizes: {"split": {"dim": 0, "sizes": [...]}}',
+        )
+    return [Move("split", ((dim,), (size,) * parts))]
+
+
+def _settle_tie(
+    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
+) -> list[Move]:
+    return [Move("tie", ((count or 1,),))]
+
+
+def _for_each(
+    make: Callable[[Mapping[str, object], Shape], Iterator[tuple[str, tuple[Shape, ...]]]],
+) -> _Settle:
+    """Moves of single tensors: those of one shape at a time."""
+
+    def settle(
+        arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
+    ) -> list[Move]:
+        places: dict[Shape, list[int]] = {}
+        for at in on or range(len(refs)):
+            places.setdefault(refs[at].shape, []).append(at)
+        moves = []
+        for shape, of_shape in places.items():
+            where = () if len(of_shape) == len(refs) else tuple(of_shape)
+            for name, numbers in make(arguments, shape):
+                moves.append(Move(name, (*numbers, where)))
+        return moves
+
+    return settle
+
+
+def _transposes(
+    arguments: Mapping[str, object], shape: Shape
+) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+    one, other = (_axis(axis, len(shape)) for axis in _numbers(arguments["dims"]))
+    dims = list(range(len(shape)))
+    dims[one], dims[other] = other, one
+    yield "permute", (tuple(dims),)
+
+
+def _permutes(
+    arguments: Mapping[str, object], shape: Shape
+) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+    dims = _numbers(arguments["dims"])
+    if len(dims) != len(shape):
+        raise KeyMismatch(f"{list(dims)} is not an order of the dimensions of {list(shape)}")
+    yield "permute", (tuple(_axis(axis, len(shape)) for axis in dims),)
+
+
+def _reshapes(
+    arguments: Mapping[str, object], shape: Shape
+) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+    wanted = _numbers(arguments["shape"])
+    if wanted.count(-1) > 1 or any(size < -1 for size in wanted):
+        raise KeyMismatch(f"{list(wanted)} is not a shape", hint="one of its sizes may be -1")
+    known = prod(size for size in wanted if size != -1)
+    if -1 in wanted and (not known or prod(shape) % known):
+        raise KeyMismatch(f"{list(shape)} cannot have the shape {list(wanted)}")
+    made = tuple(prod(shape) // known if size == -1 else size for size in wanted)
+    if prod(made) != prod(shape):
+        raise KeyMismatch(f"{list(shape)} cannot have the shape {list(made)}")
+    yield "reshape", (made, shape)
+
+
+def _unflattens(
+    arguments: Mapping[str, object], shape: Shape
+) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+    dim = _axis(arguments["dim"], len(shape))
+    sizes = _numbers(arguments["sizes"])
+    [(_, (inner, _))] = _reshapes({"shape": sizes}, shape[dim : dim + 1])
+    yield "reshape", ((*shape[:dim], *inner, *shape[dim + 1 :]), shape)
+
+
+def _flattens(
+    arguments: Mapping[str, object], shape: Shape
+) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+    first, last = (_axis(axis, len(shape)) for axis in _numbers(arguments["dims"]))
+    if first > last:
+        raise KeyMismatch(f"flatten goes from a dimension to a later one, not {first} to {last}")
+    inner = prod(shape[first : last + 1])
+    yield "reshape", ((*shape[:first], inner, *shape[last + 1 :]), shape)
+
+
+def _turned(shape: Shape, dim: int, inner: Shape, what: str) -> Iterator[tuple[str, Any]]:
+    """A dimension taken apart into two or three, of which the last two change places."""
+    if shape[dim] != prod(inner):
+        raise KeyMismatch(f"dimension {dim} of {list(shape)} is not of {what}")
+    apart = (*shape[:dim], *inner, *shape[dim + 1 :])
+    dims = list(range(len(apart)))
+    last = dim + len(inner) - 1
+    dims[last - 1], dims[last] = last, last - 1
+    turned = tuple(apart[axis] for axis in dims)
+    yield "reshape", (apart, shape)
+    yield "permute", (tuple(dims),)
+    yield "reshape", (shape, turned)
+
+
+def _interleaves(*, back: bool) -> _Settle:
+    def make(
+        arguments: Mapping[str, object], shape: Shape
+    ) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+        dim = _axis(arguments["dim"], len(shape))
+        parts = _number(arguments.get("parts") or 2)
+        size = shape[dim] // parts
+        inner = (size, parts) if back else (parts, size)
+        yield from _turned(shape, dim, inner, f"{parts} equal parts")
+
+    return _for_each(make)
+
+
+def _ropes(*, back: bool) -> _Settle:
+    """Rows of each head in pairs, and in halves. Source: the permutation of q and k in
+    transformers' ``convert_llama_weights_to_hf.py``, stated as view and transpose.
+    """
+
+    def make(
+        arguments: Mapping[str, object], shape: Shape
+    ) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+        heads = _number(arguments["heads"])
+        if not shape:
+            raise KeyMismatch("a number has no heads")
+        half = shape[0] // heads // 2
+        inner = (heads, 2, half) if back else (heads, half, 2)
+        yield from _turned(shape, 0, inner, f"{count_text(heads, 'head')} of an even size")
+
+    return _for_each(make)
+
+
+_SETTLED: Mapping[str, _Settle] = {
+    "stack": _settle_stack,
+    "unstack": _settle_unstack,
+    "concat": _settle_concat,
+    "split": _settle_split,
+    "transpose": _for_each(_transposes),
+    "permute": _for_each(_permutes),
+    "reshape": _for_each(_reshapes),
+    "unflatten": _for_each(_unflattens),
+    "flatten": _for_each(_flattens),
+    "interleave": _interleaves(back=False),
+    "deinterleave": _interleaves(back=True),
+    "rope": _ropes(back=False),
+    "unrope": _ropes(back=True),
+    "tie": _settle_tie,
+}

@@ -1,0 +1,534 @@
+"""Rules applied to a state dict: its keys, and where tensor rules are among them, its tensors.
+
+Key rules work on names alone (`keys.key_map`). A tensor rule takes tensors out of the list and
+puts what it makes of them in its place; the rules behind it meet these by their new names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+from ckptconv.keys.key_map import KeyMap, KeyRules, map_keys
+from ckptconv.keys.mappings import Mapped, MappedKeys, MappedTensors
+from ckptconv.keys.module_paths import PathStep
+from ckptconv.keys.rules import Rule
+from ckptconv.keys.tensor_rules import (
+    JOINS,
+    LIKE,
+    LIST,
+    Axes,
+    Group,
+    Operation,
+    TensorRule,
+    axis_of,
+    filled_in,
+    parts_of,
+)
+from ckptconv.pickles.nodes import Node
+from ckptconv.support.errors import (
+    CheckpointError,
+    KeyConflict,
+    KeyMismatch,
+    RefusedObject,
+    printable,
+)
+from ckptconv.support.text import count_text
+from ckptconv.tensors.layouts import Move, settled
+from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tensors.scaled_weights import find_scaled
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.settling import Skipped
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import tensor_of
+
+Origin: TypeAlias = "str | int"
+"""Where a tensor is from: its key in the checkpoint, or its number among those that rules made."""
+
+Shapes: TypeAlias = "Mapping[str, tuple[int, ...] | None]"
+
+
+class Made(NamedTuple):
+    """Tensors that a rule made of others: those of `origins`, in this order, by `moves`; the made
+    ones have `numbers` as their origins from then on. `first` of both are the types and shapes of
+    the first ones.
+    """
+
+    rule: Rule
+    origins: tuple[Origin, ...]
+    moves: tuple[Move, ...]
+    numbers: tuple[int, ...]
+    first: tuple[str, str]
+
+
+class MadeKeys(NamedTuple):
+    """What is told of tensors that a rule made: of so many, with the keys `targets` in the output;
+    the types and shapes of the first ones before and after.
+    """
+
+    rule: Rule
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    first: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """What tensor rules did: `origins` are those of the keys behind the last one, `made` what was
+    made until there, `skipped` what was left out until there.
+    """
+
+    before: StateDict
+    origins: Mapping[str, Origin]
+    made: tuple[Made, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def consumed(self) -> frozenset[str]:
+        """The keys of the checkpoint whose tensors became others."""
+        origins = (origin for item in self.made for origin in item.origins)
+        return frozenset(origin for origin in origins if type(origin) is str)
+
+    def fates(self, names: Mapping[str, str | None]) -> dict[Origin, str | None]:
+        """What became of each origin that there was at the end, by what became of `names`."""
+        return {self.origins[key]: new for key, new in names.items()}
+
+    def told(self, names: Mapping[str, str | None]) -> Iterator[MadeKeys]:
+        """What rules made, as it is told."""
+        fates = self.fates(names)
+        for item in self.made:
+            targets = tuple(new for at in item.numbers if (new := fates.get(at)) is not None)
+            yield MadeKeys(item.rule, tuple(map(str, item.origins)), targets, item.first)
+
+    def mapped(self, plain: MappedKeys) -> MappedKeys:
+        """The mapping of all, of that of the keys behind the last tensor rule."""
+        fates = self.fates(plain.keys)
+        later = {origin for item in self.made for origin in item.origins}
+
+        def target(number: int) -> str | int | None:
+            return number if number in later else fates.get(number)
+
+        rows = tuple(
+            MappedTensors(item.origins, item.moves, tuple(map(target, item.numbers)))
+            for item in self.made
+        )
+        consumed, order = self.consumed, self.before.keys
+        keys = {key: fates.get(key) for key in order if key not in consumed}
+        return replace(plain, keys=keys, tensors=rows, key_order=order)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A state dict after rules: `item` has the keys and values behind the last tensor rule (those
+    of the checkpoint where there is none), `keys` say what the other rules make of them.
+    """
+
+    item: StateDict
+    keys: KeyMap
+    reshaped: Reshaped | None = None
+
+    def key_before(self, key: str) -> str:
+        """The key in the checkpoint of one of `item`; of what a rule made it is the key itself."""
+        origin = key if self.reshaped is None else self.reshaped.origins[key]
+        return origin if isinstance(origin, str) else key
+
+    def kept(self) -> dict[str, str]:
+        """The keys of `item` that are not left out, each with its new one."""
+        pairs = zip(self.keys.old, self.keys.new, strict=True)
+        return {old: new for old, new in pairs if new is not None}
+
+    def left_out(self) -> frozenset[str]:
+        """The keys of the checkpoint that are left out, and are not part of another tensor."""
+        consumed = frozenset() if self.reshaped is None else self.reshaped.consumed
+        return frozenset(key for key, new in self.names().items() if new is None) - consumed
+
+    def names(self) -> dict[str, str | None]:
+        """The keys of the checkpoint, each with its new one: None where it is left out, or its
+        tensor became others.
+        """
+        pairs = zip(self.keys.old, self.keys.new, strict=True)
+        if self.reshaped is None:
+            return dict(pairs)
+        fates = self.reshaped.fates(dict(pairs))
+        return {key: fates.get(key) for key in self.reshaped.before.keys}
+
+
+def with_config(rules: KeyRules, checkpoint: Checkpoint) -> KeyRules:
+    """The rules for this checkpoint: with numbers in the place of names of its ``config.json``.
+
+    Raises `KeyConflict` where a rule needs one that is not there.
+    """
+    if not any(rule.needs_config for rule in rules.rules):
+        return rules
+    from ckptconv.tree.model_config import config_beside  # seldom needed
+
+    config = config_beside(checkpoint)
+    return replace(
+        rules,
+        rules=tuple(
+            rule.with_config(config) if rule.needs_config else rule for rule in rules.rules
+        ),
+    )
+
+
+def apply_rules(item: StateDict, rules: KeyRules, like: Shapes | None = None) -> Applied:
+    """What rules make of a state dict; `like` are the keys and shapes that it is fitted to later.
+
+    Raises `KeyConflict` and `KeyMismatch` where a rule does not fit what is there, and
+    `RefusedObject` where a tensor that becomes another one is codes or their scale.
+    """
+    if not any(_reshapes(part) for rule in rules.rules for part in flat_parts(rule)):
+        telling, beside = item.telling_keys, item.keys_beside
+        return Applied(item, map_keys(item.keys, rules, item.path, telling, beside))
+    return _Application(item, rules, like).applied()
+
+
+def flat_parts(rule: Rule) -> list[Rule]:
+    """The rules that a rule stands for, and these stand for."""
+    if rule.parts == (rule,):
+        return [rule]
+    return [part for each in rule.parts for part in flat_parts(each)]
+
+
+def _reshapes(rule: Rule) -> bool:
+    if isinstance(rule, Mapped):
+        return any(each.tensors for each in rule.state_dicts)
+    return isinstance(rule, TensorRule) and bool(rule.operations) and bool(rule.targets)
+
+
+class _Entry(NamedTuple):
+    """A tensor under its key of now; `rank` is its place, that of the first one of what it is made
+    of.
+    """
+
+    origin: Origin
+    name: str
+    value: Node
+    rank: int
+
+
+class _Application:
+    """The rules at work: the entries that there are, and what was done until now."""
+
+    def __init__(self, item: StateDict, rules: KeyRules, like: Shapes | None) -> None:
+        self.item, self.rules, self.like = item, rules, like
+        pairs = zip(item.keys, item.values, strict=True)
+        self.entries = [_Entry(key, key, value, at) for at, (key, value) in enumerate(pairs)]
+        if len({*item.keys}) < len(item.keys):
+            twice = next(key for key, count in Counter(item.keys).items() if count > 1)
+            raise KeyConflict(f"two keys read as '{printable(twice)}'")
+        self.codes = _quantised(item)
+        self.made: list[Made] = []
+        self.count = 0
+        self.taken: dict[str, str] = {}
+        self.skipped: list[Skipped] = []
+        self.steps: list[KeyMap] = []
+
+    def applied(self) -> Applied:
+        """What all the rules make, the last tensor rule and those behind it told apart."""
+        parts = [(rule, part) for rule in self.rules.rules for part in flat_parts(rule)]
+        last = max(at for at, (_, part) in enumerate(parts) if _reshapes(part))
+        idle: list[str] = []
+        waiting: list[Rule] = []
+        for rule, part in parts[: last + 1]:
+            if not _reshapes(part):
+                waiting.append(part)
+                continue
+            self._rename(waiting)
+            waiting = []
+            if isinstance(part, Mapped):
+                self._by_mapping(part.at(self.item.path))
+                continue
+            assert isinstance(part, TensorRule)
+            names = [entry.name for entry in self.entries]
+            idle += replace(part, optional=part.optional and part is rule).idle(names)
+            self._by_rule(part)
+        self.steps.append(self._mapped([part for _, part in parts[last + 1 :]]))
+        idle += [words for keys in self.steps for words in keys.idle]
+        origins = {entry.name: entry.origin for entry in self.entries}
+        reshaped = Reshaped(self.item, origins, tuple(self.made), tuple(self.skipped))
+        return Applied(self._item(), self._all_steps(self._really_idle(idle)), reshaped)
+
+    def _item(self) -> StateDict:
+        keys = tuple(entry.name for entry in self.entries)
+        return replace(self.item, keys=keys, values=tuple(entry.value for entry in self.entries))
+
+    def _really_idle(self, idle: Sequence[str]) -> tuple[str, ...]:
+        """Of a name of several rules, all of them have to meet nothing."""
+        several = {rule: flat_parts(rule) for rule in self.rules.rules if rule.parts != (rule,)}
+        of_several = {part.words for parts in several.values() for part in parts}
+        named = [
+            rule for rule, parts in several.items() if all(part.words in idle for part in parts)
+        ]
+        alone = [words for words in idle if words not in of_several]
+        return (*alone, *(rule.words for rule in named))
+
+    def _all_steps(self, idle: tuple[str, ...]) -> KeyMap:
+        """What the last key rules make of the keys, with what all of them make of module paths."""
+        paths: list[PathStep] = []
+        orders: dict[int, Mapping[str, int]] = {}
+        for keys in self.steps:
+            orders |= {at + len(paths): order for at, order in keys.orders.items()}
+            paths += keys.path_steps
+        wrappers = self.steps[0].wrappers
+        path_steps = tuple(paths)
+        return replace(
+            self.steps[-1], wrappers=wrappers, path_steps=path_steps, orders=orders, idle=idle
+        )
+
+    # ------------------------------------------------------------------------------- key rules
+
+    def _mapped(self, rules: Sequence[Rule]) -> KeyMap:
+        """What key rules make of the names that there are; wrappers are looked for once."""
+        names = [entry.name for entry in self.entries]
+        if self.steps:
+            return map_keys(names, KeyRules.of(rules, "keep"), self.item.path)
+        wrappers = "keep" if self.rules.mapped else self.rules.wrappers
+        telling, beside = self.item.telling_keys, self.item.keys_beside
+        return map_keys(names, KeyRules.of(rules, wrappers), self.item.path, telling, beside)
+
+    def _rename(self, rules: Sequence[Rule]) -> None:
+        keys = self._mapped(rules)
+        self.steps.append(keys)
+        kept = []
+        for at, (entry, new) in enumerate(zip(self.entries, keys.new, strict=True)):
+            if new is not None:
+                kept.append(entry._replace(name=new))
+                continue
+            seen = self.item.prefix + keys.seen.get(at, entry.name)
+            path = self.item.prefix + str(entry.origin) if type(entry.origin) is str else seen
+            why = keys.why.get(at, "")
+            self.skipped.append(Skipped(path, why, entry.value, by_rule=True, seen=seen))
+        self.entries = kept
+        for key, twin in keys.filled:
+            self._fill(key, twin)
+
+    def _fill(self, key: str, twin: str) -> None:
+        """One more name for the tensor that has the name `twin`: they are made of it together."""
+        at = next(at for at, entry in enumerate(self.entries) if entry.name == twin)
+        taken = self.entries[at]
+        made = [self._entry(name, taken.value, taken.rank) for name in (twin, key)]
+        self._note(self.rules.rules[0], [taken], [Move("tie", ((2,),))], made)
+        self.entries[at : at + 1] = made
+
+    def _entry(self, name: str, value: Node, rank: int) -> _Entry:
+        self.count += 1
+        return _Entry(self.count - 1, name, value, rank)
+
+    # ---------------------------------------------------------------------------- tensor rules
+
+    def _by_rule(self, rule: TensorRule) -> None:
+        if rule.needs_config:
+            what = f"{rule.words} needs numbers of config.json, which is not read here"
+            raise KeyConflict(what, hint="write the numbers themselves")
+        there = {entry.name: entry for entry in self.entries}
+        self._refuse_taken_twice(rule, there)
+        made: list[_Entry] = []
+        gone: set[str] = set()
+        for group in rule.groups([*there]):
+            made += self._made_of(rule, group, [there[key] for key in group.keys])
+            gone.update(group.keys)
+        self.taken |= dict.fromkeys(gone, rule.words)
+        self._put([entry for entry in self.entries if entry.name not in gone], made, rule)
+
+    def _put(self, left: Sequence[_Entry], made: Sequence[_Entry], rule: Rule) -> None:
+        """Put what was made in the places of what it was made of."""
+        names = {entry.name for entry in left}
+        new: set[str] = set()
+        for entry in made:
+            if entry.name in names or entry.name in new:
+                is_there = "is there already" if entry.name in names else "it makes twice"
+                what = f"{is_there}, and {rule.words} would make it"
+                if entry.name in new:
+                    what = f"{rule.words} would make it twice"
+                raise KeyConflict(what, where=entry.name)
+            new.add(entry.name)
+        self.entries = sorted([*left, *made], key=lambda entry: entry.rank)
+
+    def _refuse_taken_twice(self, rule: TensorRule, there: Container[str]) -> None:
+        """Refuse a rule for what an earlier one took: it may be meant for either."""
+        for key, words in self.taken.items():
+            if key not in there and rule.is_for(key):
+                what = f"is taken by {words}, and {rule.words} is for it too"
+                raise KeyConflict(what, where=key, hint="make one of the patterns narrower")
+
+    def _made_of(self, rule: TensorRule, group: Group, taken: Sequence[_Entry]) -> list[_Entry]:
+        try:
+            refs = [self._tensor(entry) for entry in taken]
+            done = _worked_out(rule, group, refs, self.like or {})
+        except CheckpointError as error:
+            error.what = f"{rule.words}: {error.what}"
+            raise error.at(where=group.keys[0]) from None
+        made = [
+            self._entry(name, ref, taken[0].rank)
+            for name, ref in zip(done.names, done.refs, strict=True)
+        ]
+        self._note(rule, [taken[at] for at in done.order], done.moves, made)
+        return made
+
+    def _note(
+        self,
+        rule: Rule,
+        taken: Sequence[_Entry],
+        moves: Sequence[Move],
+        made: Sequence[_Entry],
+    ) -> None:
+        origins = tuple(entry.origin for entry in taken)
+        numbers = tuple(entry.origin for entry in made if type(entry.origin) is int)
+        first = _shape_text(taken[0].value), _shape_text(made[0].value)
+        self.made.append(Made(rule, origins, tuple(moves), numbers, first))
+
+    def _tensor(self, entry: _Entry) -> TensorRef:
+        """The tensor of an entry, which no value that is more than one, nor codes are."""
+        value = entry.value
+        if type(value) is TensorObject and value.cls is None and value.state is None:
+            value = value.tensor
+        if type(value) is not TensorRef:
+            raise RefusedObject("is not a plain tensor", where=entry.name)
+        if entry.origin in self.codes or value.dtype.is_packed or value.dtype.is_block:
+            raise RefusedObject(
+                f"{value.dtype.name} that is quantised, or scales what is, is not laid out "
+                "otherwise",
+                where=entry.name,
+                hint="--dequantize makes values first",
+            )
+        return value
+
+    # -------------------------------------------------------------------------------- mappings
+
+    def _by_mapping(self, rule: Mapped) -> None:
+        """The tensors that a mapping lists are made; the other keys become what it says."""
+        [mapping] = rule.state_dicts
+        there = {entry.name: entry for entry in self.entries}
+        numbered: dict[int, _Entry] = {}
+        made: list[_Entry] = []
+        gone: set[str] = set()
+        for row in mapping.tensors:
+            taken = []
+            for source in row.sources:
+                if type(source) is str:
+                    gone.add(source)
+                    if source not in there:
+                        raise _not_there(source)
+                taken.append(there[source] if isinstance(source, str) else numbered[source])
+            for target, entry in zip(row.targets, self._made_by(rule, row, taken), strict=True):
+                if isinstance(target, int):
+                    numbered[target] = entry
+                elif target is not None:
+                    made.append(entry._replace(name=target))
+        self.entries = [entry for entry in self.entries if entry.name not in gone]
+        self._rename([replace(rule, state_dicts=(replace(mapping, tensors=()),))])
+        self._put(self.entries, made, rule)
+        if mapping.places:
+            places = {key: at for at, key in enumerate(mapping.places)}
+            self.entries.sort(key=lambda entry: places.get(entry.name, len(places)))
+
+    def _made_by(self, rule: Mapped, row: MappedTensors, taken: Sequence[_Entry]) -> list[_Entry]:
+        moves = [Move(name, numbers) for name, numbers in row.moves]
+        if row.is_undone:
+            moves = [move.reversed() for move in reversed(moves)]
+        try:
+            refs = [self._tensor(entry) for entry in taken]
+            for move in moves:
+                refs = move.on(refs)
+            if len(refs) != len(row.targets):
+                what = f"{count_text(len(refs), 'tensor')} made, and {len(row.targets)} names"
+                raise KeyMismatch(what)
+        except CheckpointError as error:
+            error.what = f"the mapping does not fit: {error.what}"
+            raise error.at(where=taken[0].name) from None
+        rank = min(entry.rank for entry in taken)
+        made = [self._entry("", ref, rank) for ref in refs]
+        self._note(rule, taken, moves, made)
+        return made
+
+
+def _not_there(key: str) -> KeyMismatch:
+    hint = "--reverse undoes a mapping; it fits the checkpoints that it came from"
+    return KeyMismatch("is not there, and the mapping needs it", where=key, hint=hint)
+
+
+def _quantised(item: StateDict) -> frozenset[Origin]:
+    """The keys of codes, and of what they are read with."""
+    found = find_scaled(dict(item.tensors()))
+    return frozenset(key for each in found for key in (each.codes, *each.needed))
+
+
+def _shape_text(value: Node) -> str:
+    ref = tensor_of(value)
+    return "" if ref is None else f"{ref.dtype.name} {list(ref.shape)}"
+
+
+# ---------------------------------------------------------------------------- one use of one rule
+
+
+class _Done(NamedTuple):
+    """What a rule made of a group: the keys and tensors; by which moves of its tensors in this
+    order.
+    """
+
+    names: list[str]
+    refs: list[TensorRef]
+    moves: list[Move]
+    order: list[int]
+
+
+def _worked_out(rule: TensorRule, group: Group, refs: list[TensorRef], like: Shapes) -> _Done:
+    order = list(range(len(refs)))
+    axes = Axes([(name, len(values)) for name, values in group.axes])
+    left, still = {name for name, _ in group.axes[1:]}, set(rule.created)
+    moves: list[Move] = []
+    for item in rule.operations:
+        axis = axis_of(item, axes, left, still, rule)
+        if item.is_of_list:
+            places = axes.moved_innermost(axis)
+            if places != sorted(places):
+                refs = [refs[at] for at in places]
+                if moves:
+                    moves.append(Move("order", (tuple(places),)))
+                else:
+                    order = [order[at] for at in places]
+        count: int | None = axes.size(axis)
+        if item.name not in JOINS:
+            count = None if axis != LIST else parts_of(item, axes, rule)
+        sized = _with_sizes(item, rule, group, like)
+        before = len(refs)
+        for move in settled(sized.name, dict(sized.arguments), refs, count, _on(item, axes)):
+            refs = move.on(refs)
+            moves.append(move)
+        left.discard(axis)
+        still.discard(axis)
+        axes.step(item, axis, len(refs) // before)
+    names = [
+        filled_in(
+            rule.targets[place[LIST]],
+            {**group.values, **{name: str(at) for name, at in place.items()}},
+        )
+        for place in axes.places()
+    ]
+    return _Done(names, refs, moves, order)
+
+
+def _with_sizes(item: Operation, rule: TensorRule, group: Group, like: Shapes) -> Operation:
+    """A split by the sizes of its targets, which are among what the keys are fitted to."""
+    if item.get("sizes") != LIKE:
+        return item
+    dim, sizes = item["dim"], []
+    for target in rule.targets:
+        key = filled_in(target, group.values)
+        shape = like.get(key)
+        if shape is None or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+            what = f"the size of '{printable(key)}' is not known"
+            raise KeyMismatch(what, hint="--like names a checkpoint that has it")
+        sizes.append(shape[dim])
+    return Operation.of("split", dim=dim, sizes=sizes)
+
+
+def _on(item: Operation, axes: Axes) -> list[int]:
+    """The places in the list that an operation is for."""
+    on = item.get("on")
+    if not isinstance(on, tuple):
+        return []
+    return [at for at, place in enumerate(axes.places()) if place[LIST] in on]
