@@ -12,6 +12,7 @@ by the last segments of the keys:
 | compressed-tensors int4, NVFP4 | ``weight_packed`` (int32, uint8) | ``weight_scale``, |
 | | | ``weight_global_scale`` |
 | ModelOpt NVFP4 | ``weight`` (uint8) | ``weight_scale`` (fp8), ``weight_scale_2`` |
+| ModelOpt's fused experts | ``X`` (uint8, fp8) | ``X_weight_scale`` |
 | gpt-oss MX | ``X_blocks`` (uint8) | ``X_scales`` (uint8) |
 | ComfyUI | ``weight`` (fp8), told by the mark ``scaled_fp8`` | ``scale_weight`` |
 | Mistral | ``weight`` (fp8) | ``qscale_weight`` |
@@ -183,6 +184,8 @@ def _names_of_codes(name: str) -> Iterator[str]:
     yield name
     if name == "weight":
         yield from ("w", "dequant", "descale")
+    else:
+        yield f"{name}_weight"
     for ending in _PACKED_ENDINGS:
         if name.endswith(ending):
             yield name.removesuffix(ending)

@@ -841,3 +841,84 @@ def test_packed_weights_without_elements_are_decoded(tmp_path, rows, columns):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
     made = dequantized(tmp_path, tensors)
     assert made["a.weight"].shape == made["b.weight"].shape == (rows, columns)
+
+
+# ------------------------------------------------------------------- rows of other writers
+
+
+def mxfp4_sample() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Codes and scales of compressed-tensors, and what they become."""
+    sample = NUMBERS / "ct_mxfp4" / "model.safetensors"
+    tensors, expected = load_file(sample), expected_of(sample)
+    codes, scale = (tensors[part(tensors, ending)] for ending in ("weight_packed", "weight_scale"))
+    return {"q.weight": codes, "q.weight_scale": scale}, expected[part(expected, "proj.weight")]
+
+
+@pytest.mark.parametrize("types", ["uint8", "their own"])
+def test_mxfp4_of_quark_is_what_compressed_tensors_makes_of_it(tmp_path, types):
+    """Quark 0.13 packs as compressed-tensors does (`Pack_fp4`, `to_e8m0_uint8`), as weight."""
+    tensors, expected = mxfp4_sample()
+    if types != "uint8":
+        tensors["q.weight"] = tensors["q.weight"].view(torch.float4_e2m1fn_x2)
+        tensors["q.weight_scale"] = tensors["q.weight_scale"].view(torch.float8_e8m0fnu)
+    config = {"quantization_config": {"quant_method": "quark"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert is_same(dequantized(tmp_path, tensors, verify=True)["q.weight"], expected)
+
+
+def nvfp4_sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and second scale of ModelOpt, and what they become."""
+    sample = NUMBERS / "nvfp4_modelopt" / "model.safetensors"
+    tensors, expected = load_file(sample), expected_of(sample)
+    key = part(tensors, "weight_scale_2").removesuffix("_scale_2")
+    parts = (tensors[key], tensors[f"{key}_scale"], tensors[f"{key}_scale_2"])
+    return (*parts, expected[key])
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_fused_experts_of_modelopt_in_nvfp4(tmp_path, is_turned):
+    """Those of Llama 4 and gpt-oss are turned after they were packed; scales tell it."""
+    codes, scale, second, expected = nvfp4_sample()
+    flipped = (codes.flip(0), scale.view(torch.uint8).flip(0).view(scale.dtype), expected.flip(0))
+    pairs = zip((codes, scale, expected), flipped, strict=True)
+    fused = [torch.stack([part.view(torch.uint8) for part in pair]) for pair in pairs]
+    fused = [fused[0], fused[1].view(scale.dtype), torch.stack([expected, expected.flip(0)])]
+    if is_turned:
+        fused = [part.transpose(-2, -1).contiguous() for part in fused]
+    tensors = {
+        "e.gate_up_proj": fused[0],
+        "e.gate_up_proj_weight_scale": fused[1],
+        "e.gate_up_proj_weight_scale_2": second,
+        "e.gate_up_proj_input_scale": torch.tensor(0.5),
+        "e.gate_up_proj_bias": torch.ones(2, 4),
+    }
+    made = dequantized(tmp_path, tensors, verify=True)
+    assert set(made) == {"e.gate_up_proj", "e.gate_up_proj_bias"}
+    assert is_same(made["e.gate_up_proj"], fused[2], of_sign=False)
+
+
+@pytest.mark.parametrize(
+    ("of_scale", "seen"),
+    [((), ()), ((1,), (1,)), ((3,), (3, 1, 1)), ((3, 4), (3, 4, 1)), ((3, 8), (3, 1, 8))],
+    ids=str,
+)
+def test_fused_experts_of_modelopt_in_fp8(tmp_path, of_scale, seen):
+    scale = (torch.arange(torch.Size(of_scale).numel()) + 1.0).reshape(of_scale) / 8
+    tensors = {"e.down_proj": fp8(3, 4, 8), "e.down_proj_weight_scale": scale}
+    made = dequantized(tmp_path, tensors, verify=True)
+    assert list(made) == ["e.down_proj"]
+    assert is_same(made["e.down_proj"], fp8(3, 4, 8).float() * scale.reshape(seen))
+
+
+def test_square_experts_with_a_scale_for_rows_or_columns_are_refused(tmp_path):
+    tensors = {"e.down_proj": fp8(3, 4, 4), "e.down_proj_weight_scale": torch.ones(3, 4)}
+    with pytest.raises(RefusedObject, match="is square, and down_proj_weight_scale does not say"):
+        dequantized(tmp_path, tensors)
+
+
+def test_codes_of_fused_experts_are_not_cast(tmp_path):
+    save_file(
+        {"e.up": fp8(2, 4, 4), "e.up_weight_scale": torch.ones(())}, tmp_path / "in.safetensors"
+    )
+    with pytest.raises(RefusedObject, match=r"codes that need their scale e\.up_weight_scale"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.pt", dtype="bf16")

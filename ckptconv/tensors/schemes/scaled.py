@@ -1,9 +1,9 @@
 """Codes of one byte each beside a scale for the tensor, for rows, groups or blocks: fp8 and int8 of
-Hugging Face, DeepSeek, compressed-tensors, FBGEMM, Quark and ModelOpt; the FP4 of DeepSeek V4.
+Hugging Face, DeepSeek, compressed-tensors, FBGEMM, Quark and ModelOpt; FP4 of DeepSeek V4, Quark.
 
-Facts: transformers' finegrained_fp8 and compressed_tensors' naive_quantized. A block size is that
-of the configuration: transformers 5.23 divides the rows by those of the grid, and reads a weight of
-192 rows in blocks of 96.
+Facts: transformers' finegrained_fp8, compressed_tensors' naive_quantized, Quark 0.13's Pack_fp4 and
+to_e8m0_uint8. A block size is that of the configuration: transformers 5.23 divides the rows by
+those of the grid, and reads a weight of 192 rows in blocks of 96.
 """
 
 from __future__ import annotations
@@ -59,11 +59,16 @@ def _is_int8(group: Group, _: Facts) -> bool:
 
 def _is_float4(group: Group, _: Facts) -> bool:
     name = scale_name(group)
-    if name is None or group.codes.dtype.name not in ("int8", "uint8") or not _holds(group):
+    if name is None or group.codes.dtype.name not in _OF_PAIRS or not _holds(group):
         return False
     scale, codes = group.parts[name], group.codes
-    is_mx = scale.dtype is E8M0 and len(scale.shape) == len(codes.shape) >= 2
+    is_bytes = scale.dtype.name == "uint8" and codes.dtype is not _INT8  # as Quark stores them
+    is_mx = (scale.dtype is E8M0 or is_bytes) and len(scale.shape) == len(codes.shape) >= 2
     return is_mx and scale.shape[-1] * _MX == 2 * codes.shape[-1]
+
+
+_OF_PAIRS = ("int8", "uint8", "float4_e2m1fn_x2")
+"""The types of two nibbles: DeepSeek's, Quark's, torch's own."""
 
 
 def given_block(facts: Facts, group: Group) -> tuple[int, int] | None:
@@ -143,7 +148,8 @@ def _float4(group: Group, facts: Facts) -> Weight:
     *outer, columns = codes.shape
     shape = (*outer, 2 * columns)
     inputs = {"codes": codes, "scale": grid_of(group, name, shape, (1, _MX))}
-    how = Decoding(("codes", "scale"), "e2m1", (1, _MX), bits=4)
+    as_power = as_scale(group.need(name))
+    how = Decoding(("codes", "scale"), "e2m1", (1, _MX), bits=4, scale_as=as_power)
     values = decoded(group, facts, how, inputs, shape, None)
     return Weight(group.name, values, f"mxfp4, groups of {_MX}")
 
@@ -153,5 +159,5 @@ _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark", "mxf
 SCHEMES = (
     Scheme("fp8", _METHODS, _is_float8, _float8),
     Scheme("int8", ("compressed-tensors", "modelopt", "quark"), _is_int8, _int8),
-    Scheme("deepseek-fp4", _METHODS, _is_float4, _float4),
+    Scheme("mxfp4", _METHODS, _is_float4, _float4),
 )
