@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptconv.convert.execute import ConversionResult as ConversionResult
     from ckptconv.convert.execute import execute_plan as execute_plan
     from ckptconv.convert.job import Job as Job
+    from ckptconv.convert.lora import merge_lora_checkpoint as merge_lora_checkpoint
     from ckptconv.convert.options import Options as Options
     from ckptconv.convert.plan import ConversionPlan as ConversionPlan
     from ckptconv.convert.planner import plan_conversion as plan_conversion
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from ckptconv.tree.checkpoint import Checkpoint as Checkpoint
     from ckptconv.tree.dequantizing import Dequantize as Dequantize
     from ckptconv.tree.dropping import Drop as Drop
+    from ckptconv.tree.merging_lora import MergeLora as MergeLora
     from ckptconv.tree.renaming import RenameKeys as RenameKeys
     from ckptconv.tree.state_dicts import StateDict as StateDict
     from ckptconv.values.collect import stats as stats
@@ -123,6 +125,7 @@ _HOMES = {
     "Limits": "support.limits",
     "LoadResult": "live.load_into",
     "MalformedCheckpoint": "support.errors",
+    "MergeLora": "tree.merging_lora",
     "MissingDependency": "support.errors",
     "MissingFile": "support.errors",
     "MissingTensor": "support.errors",
@@ -161,6 +164,7 @@ _HOMES = {
     "load_into": "live.load_into",
     "load_portable": "live.load",
     "merge_checkpoints": "convert.combining",
+    "merge_lora_checkpoint": "convert.lora",
     "open_checkpoint": "live.opened",
     "plan_conversion": "convert.planner",
     "read_key_rules": "keys.rule_files",

@@ -1,4 +1,6 @@
-"""The commands that write a checkpoint: convert, strip-module, add-module, merge, average."""
+"""The commands that write a checkpoint: convert, strip-module, add-module, merge, average and
+merge-lora.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import click
 from ckptconv.cli import terminal
 from ckptconv.cli.asked import engine_of_words, is_for_stdout, options_of, refuse_missing
 from ckptconv.cli.commands import command, option
-from ckptconv.cli.options import engine_options, fitting_options, key_options, output_options
+from ckptconv.cli.options import (
+    engine_options,
+    fitting_options,
+    key_options,
+    output_options,
+    output_options_of,
+)
 from ckptconv.cli.progress_display import COPYING, progress_shown
 from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import OutputRefused, printable
@@ -183,15 +191,58 @@ def average(weights: str | None, integers: Any, **given: Any) -> None:
     """
     from ckptconv.convert.combining import averaged_plan
 
-    numbers = None
-    if weights is not None:
-        try:
-            numbers = [float(number) for number in weights.split(",")]
-        except ValueError:
-            raise click.UsageError(
-                f"--weights {printable(weights)} are not numbers, such as 1,1,2"
-            ) from None
+    numbers = None if weights is None else _numbers(weights, "--weights", "1,1,2")
     _combine(given, averaged_plan, weights=numbers, integers=integers)
+
+
+@command(
+    """
+  ckptconv merge-lora llama/ my-adapter/ merged/ --with-files
+  ckptconv merge-lora base.safetensors style.safetensors merged.safetensors --scale 0.8
+  ckptconv merge-lora llama/ one/ two/ merged.safetensors --scale 0.7,0.3
+  ckptconv merge-lora llama-fp8/ my-adapter/ merged.safetensors --dequantize
+
+Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
+)
+@output_options_of("BASE ADAPTER...")
+@option(
+    "--scale NUMBERS",
+    "Multiply what is added: one number, or one for each ADAPTER: 0.7,0.3 (default: 1).",
+    section="Values",
+)
+def merge_lora(scale: str | None, **given: Any) -> None:
+    """Add what LoRA adapters say to the weights of BASE, and write OUT.
+
+    ADAPTER is a folder of peft, or a file of peft, kohya, diffusers or ComfyUI. A part of it that
+    finds no tensor in BASE is an error. Values are those of peft's merge_and_unload.
+    """
+    from ckptconv.convert.lora import lora_plan
+
+    numbers = [1.0] if scale is None else _numbers(scale, "--scale", "0.8 or 0.7,0.3")
+
+    def planned(output: Path, _: Options, request: Request) -> Any:
+        from ckptconv.convert.targets import check_place
+
+        base, *adapters = given["sources"]
+        strengths = numbers if len(numbers) > 1 else numbers[0]
+        # a dry run tells apart that the output exists
+        wanted = {"tag": given["tag"], "force": given["force"] or given["dry_run"]}
+        check = partial(check_place, output, request, force=given["force"])
+        plan = lora_plan(base, adapters, output, request, scale=strengths, **wanted)
+        return plan, lambda: _refused(check)
+
+    refuse_missing(given)
+    if len(given["sources"]) < 2:
+        raise click.UsageError("there is no adapter; name BASE, one ADAPTER or more, then OUT")
+    _make(given, "strip", planned)
+
+
+def _numbers(words: str, name: str, example: str) -> list[float]:
+    try:
+        return [float(number) for number in words.split(",")]
+    except ValueError:
+        what = f"{name} {printable(words)} are not numbers, such as {example}"
+        raise click.UsageError(what) from None
 
 
 def _combine(given: dict[str, Any], plan_of: Callable[..., Any], **options: Any) -> None:

@@ -31,6 +31,7 @@ COMMANDS = {
         "convert": ("converting", "Convert a checkpoint to a torch or safetensors file."),
         "merge": ("converting", "Put the state dicts of several checkpoints into one."),
         "average": ("converting", "Write the mean of several checkpoints of one model."),
+        "merge-lora": ("converting", "Merge LoRA adapters into the weights of their base."),
     },
     "Look": {
         "inspect": ("answering", "Show what is in a checkpoint."),
@@ -77,6 +78,7 @@ MEANT = {
     "inspect": "info describe summary keys header tree look open view",
     "ls": "list tensors names shapes ll dir",
     "merge": "join combine concat cat-shards consolidate",
+    "merge-lora": "lora adapter peft bake apply fuse-lora",
     "report": "html page browser",
     "scan": "safe security audit pickle virus malware",
     "show": "print cat dump values tensor get read",

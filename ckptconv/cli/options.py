@@ -182,15 +182,22 @@ run_options = together(
 )
 """The options of how outputs are made, and what is printed of them."""
 
-output_options = together(
-    # `refuse_missing` says what is missing
-    click.argument("sources", metavar="IN...", type=FILE, nargs=-1),
-    click.argument("output", metavar="OUT", type=OUTPUT, required=False),
-    conversion_options,
-    *_words(["save_mapping"]),
-    run_options,
-)
-"""The arguments and options that every command has that writes one checkpoint."""
+
+def output_options_of(sources: str) -> Callable[[F], F]:
+    """The arguments and options that every command has that writes one checkpoint; `sources` is
+    what the help calls what is read.
+    """
+    return together(
+        # `refuse_missing` says what is missing
+        click.argument("sources", metavar=sources, type=FILE, nargs=-1),
+        click.argument("output", metavar="OUT", type=OUTPUT, required=False),
+        conversion_options,
+        *_words(["save_mapping"]),
+        run_options,
+    )
+
+
+output_options = output_options_of("IN...")
 
 _many = partial(option, section="Many")
 engine_options = together(

@@ -15,6 +15,18 @@ from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.decoding import decode_needs, decode_plain, decode_values
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.gguf_blocks import block_needs, block_plain, block_values
+from ckptconv.tensors.low_rank import (
+    kron_needs,
+    kron_values,
+    low_rank_needs,
+    low_rank_plain,
+    low_rank_values,
+    multiply_plain,
+    multiply_values,
+    product_needs,
+    product_plain,
+    product_values,
+)
 from ckptconv.tensors.refs import Shape
 
 if TYPE_CHECKING:
@@ -149,4 +161,8 @@ OPERATIONS = {
     "mean": Operation(_the_same, _mean, _plain_mean),
     "unblock": Operation(block_needs, block_values, block_plain, is_once_rounded=True),
     "decode": Operation(decode_needs, decode_values, decode_plain, is_once_rounded=True),
+    "low-rank": Operation(low_rank_needs, low_rank_values, low_rank_plain, is_once_rounded=True),
+    "matmul": Operation(product_needs, product_values, product_plain, is_once_rounded=True),
+    "multiply": Operation(_the_same, multiply_values, multiply_plain, is_once_rounded=True),
+    "kron": Operation(kron_needs, kron_values, multiply_plain, is_once_rounded=True),
 }

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from random import Random
 
 from ckptconv.io.source import CHUNK
 from ckptconv.tensors.computed import ComputedSource
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.operations import OPERATIONS, Number
+from ckptconv.tensors.operations import OPERATIONS, Box, Number
 from ckptconv.tensors.plain_numbers import number_of, rounded, stands_for
 from ckptconv.tensors.refs import (
     DerivedSource,
@@ -23,6 +24,7 @@ from ckptconv.tensors.refs import (
     box_of,
     origins,
 )
+from ckptconv.tensors.stream import read_box
 
 _MOST = 64
 """The most elements of one tensor that are worked out once more."""
@@ -52,11 +54,24 @@ def other_element(ref: TensorRef, dtype: DType, written: TensorRef, most: int) -
     """The place of an element of `written` that is not what `ref` becomes in `dtype`; None where
     `most` elements, the edges first, are all right.
     """
-    for number in _sample(ref.numel, ref.dtype.itemsize, most):
+    for number in _sample(ref.numel, ref.dtype.itemsize, _affordable(ref, most)):
         place = _place(number, ref.shape)
         if not stands_for(_number_at(ref, place, dtype), dtype, _raw_at(written, place)):
             return place
     return None
+
+
+_NUMBERS = 32
+"""Numbers of the inputs, on average, for which an element of the sample is worked out."""
+
+
+def _affordable(ref: TensorRef, most: int) -> int:
+    """How many elements are worked out of one that needs many numbers for each: at least two."""
+    source = ref.pieces[0].storage.source if ref.numel else None
+    if not isinstance(source, ComputedSource):
+        return most
+    needed = sum(prod(shape) for _, (_, shape) in source.needs(0, 1))
+    return max(min(most, 2), min(most, most * _NUMBERS // max(1, needed)))
 
 
 def _sample(numel: int, itemsize: int, most: int) -> list[int]:
@@ -114,12 +129,24 @@ def _computed_at(source: ComputedSource, number: int, target: DType) -> Number:
     box = _place(number, value.shape), (1,) * len(value.shape)
     operation = OPERATIONS[value.operation]
     needed = operation.needs(value.parameters, box, len(value.inputs))
-    numbers = [
-        [_number_at(ref, place, ref.dtype) for place in _places(*one)]
-        for ref, one in zip(value.inputs, needed, strict=True)
-    ]
+    numbers = [_numbers_in(ref, one) for ref, one in zip(value.inputs, needed, strict=True)]
     made = operation.plain(value.parameters, box, numbers)
     return rounded(made, target if operation.is_once_rounded else value.dtype)
+
+
+def _numbers_in(ref: TensorRef, box: Box) -> list[Number]:
+    """The numbers of a box of an input, in C order; many that lie in a file are read at once."""
+    start, shape = box
+    if prod(shape) <= _AT_ONCE or any(
+        isinstance(piece.storage.source, DerivedSource) for piece in ref.pieces
+    ):
+        return [_number_at(ref, place, ref.dtype) for place in _places(start, shape)]
+    raw, size = read_box(ref, start, shape).tobytes(), ref.dtype.itemsize
+    return [number_of(raw[at : at + size], ref.dtype) for at in range(0, len(raw), size)]
+
+
+_AT_ONCE = 4
+"""Numbers that are read one by one, each where it lies."""
 
 
 def _places(start: Shape, shape: Shape) -> Iterator[Shape]:

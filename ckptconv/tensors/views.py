@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from ckptconv.support.errors import MalformedCheckpoint
@@ -29,6 +30,28 @@ def transposed(ref: TensorRef) -> TensorRef:
 def _swapped(numbers: Shape) -> Shape:
     *outer, one, other = numbers
     return (*outer, other, one)
+
+
+def permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
+    """The dimensions in another order."""
+
+    def of(numbers: Shape) -> Shape:
+        return tuple(numbers[axis] for axis in order)
+
+    pieces = tuple(
+        piece._replace(shape=of(piece.shape), stride=of(piece.stride), start=of(piece.start))
+        for piece in ref.pieces
+    )
+    return ref._replace(shape=of(ref.shape), stride=of(ref.stride), pieces=pieces)
+
+
+def in_order(ref: TensorRef) -> TensorRef:
+    """The same values end to end in C order: itself, or gathered when they are read."""
+    if ref.is_view and is_contiguous(ref.shape, ref.stride):
+        return ref
+    from ckptconv.tensors.computed import elementwise
+
+    return elementwise("cast", [ref], (), ref.dtype, ref.storage.name)
 
 
 def reshaped(ref: TensorRef, shape: Shape, where: str) -> TensorRef:
@@ -63,15 +86,26 @@ def unswizzled(ref: TensorRef, where: str) -> TensorRef:
     Both sizes are multiples of those of a tile. Within a tile the rows stand 32 apart: (32, 4, 4).
     Source: "1D Block Scaling Factors Layout" of the cuBLAS documentation.
     """
-    from ckptconv.tensors.computed import elementwise
-
     rows, columns = ref.shape
     tiles = reshaped(ref, (rows // 128, columns // 4, 32, 4, 4), where)
-    order = (0, 3, 2, 1, 4)
-    [piece] = tiles.pieces
-    shape, stride = (tuple(each[axis] for axis in order) for each in (tiles.shape, tiles.stride))
-    seen = tiles._replace(
-        shape=shape, stride=stride, pieces=(piece._replace(shape=shape, stride=stride),)
+    return reshaped(in_order(permuted(tiles, (0, 3, 2, 1, 4))), (rows, columns), where)
+
+
+def repeated(ref: TensorRef, sizes: Shape) -> TensorRef:
+    """The same values once more for each index of new leading dimensions; a view."""
+
+    def before(numbers: Shape, each: Shape) -> Shape:
+        return (*each, *numbers)
+
+    none = (0,) * len(sizes)
+    pieces = tuple(
+        piece._replace(
+            shape=before(piece.shape, sizes),
+            stride=before(piece.stride, none),
+            start=before(piece.start, none),
+        )
+        for piece in ref.pieces
     )
-    made = elementwise("cast", [seen], (), ref.dtype, ref.storage.name)
-    return reshaped(made, (rows, columns), where)
+    return ref._replace(
+        shape=before(ref.shape, sizes), stride=before(ref.stride, none), pieces=pieces
+    )

@@ -22,6 +22,7 @@ from ckptconv.tensors.computed import Computed, Widener, computed, elementwise
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import BLOCKS, BY_NAME
 from ckptconv.tensors.fold import RunningCrc, fold
+from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
 from ckptconv.tensors.operations import OPERATIONS
 from ckptconv.tensors.packed import packed
 from ckptconv.tensors.plain_check import other_element
@@ -316,6 +317,86 @@ class TestDecodeByRows(TestDecodeByBlocks):
     HOW = Decoding(("codes", "scale"), "float8_e4m3fn", BLOCK)
 
 
+def chained(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """A product whose sums are fused multiply-adds in the order of the rank."""
+    total = torch.zeros(up.shape[0], down.shape[1])
+    for k in range(up.shape[1]):
+        total = (total.double() + up[:, k, None].double() * down[k].double()).float()
+    return total
+
+
+class TestLowRank(ComputedConformance):
+    """Two adapters merged into a weight of 16 bits."""
+
+    RANKS, SCALES = (16, 3), (2.0, 0.3)
+    DTYPE = torch.bfloat16
+    HOW = LowRank(tuple(map(Term, RANKS, SCALES)))
+
+    def inputs(self):
+        torch.manual_seed(8)
+        shapes = [(601, 997)]
+        for rank in self.RANKS:
+            shapes += [(601, rank), (rank, 997)]
+        return [torch.randn(shape).mul(0.1).to(self.DTYPE) for shape in shapes]
+
+    def small(self):
+        weight, *factors = self.inputs()
+        for at in range(0, len(factors), 2):
+            factors[at], factors[at + 1] = factors[at][:9], factors[at + 1][:, :11]
+        return [one.contiguous() for one in (weight[:9, :11], *factors)]
+
+    def made(self, inputs):
+        weight = inputs[0]
+        value = Computed("low-rank", tuple(inputs), self.HOW, weight.dtype, weight.shape)
+        return computed(value, "a weight")
+
+    def summed(self, inputs):
+        weight, *factors = inputs
+        whole = weight.float()
+        for scale, at in zip(self.SCALES, range(0, len(factors), 2), strict=True):
+            whole += chained(factors[at].float(), factors[at + 1].float()) * scale
+        return whole
+
+    def expected(self, inputs):
+        return self.summed(inputs).to(self.DTYPE)
+
+    test_each_input_is_read_once_for_its_values_and_its_checksum = (
+        TestDecodeByBlocks.test_each_input_is_read_once_for_its_values_and_its_checksum
+    )
+    AGAIN = 1.0
+    test_what_is_read_ahead_are_all_bytes_of_all_inputs = (
+        TestDecodeByBlocks.test_what_is_read_ahead_are_all_bytes_of_all_inputs
+    )
+
+
+class TestLowRankInFloat16(TestLowRank):
+    DTYPE = torch.float16
+
+
+class TestLowRankInFloat32(TestLowRank):
+    DTYPE = torch.float32
+
+
+class TestLowRankWithMagnitude(TestLowRank):
+    """DoRA: rows of the sum have a length of their own."""
+
+    RANKS, SCALES = (4,), (0.7,)
+    AGAIN = 2.0  # rows that are computed in two parts are needed for both
+    HOW = LowRank((Term(4, 0.7),), row=(997,))
+
+    def inputs(self):
+        return [*super().inputs(), torch.rand(601) + 0.5]
+
+    def small(self):
+        """As they are: the parameters name the whole row."""
+        return self.inputs()
+
+    def expected(self, inputs):
+        whole = self.summed(inputs[:-1])
+        norm = torch.linalg.norm(whole, dim=1)
+        return ((inputs[-1].float() / norm)[:, None] * whole).to(self.DTYPE)
+
+
 class TestDecodeOfStraddlingCodes(TestDecodeByBlocks):
     """Three bits end to end in words, with zeros packed along the rows."""
 
@@ -417,8 +498,68 @@ class TestUnblock(ComputedConformance):
         """A block that two runs need is read again, as codes are that straddle words."""
 
 
+class TestMatmul(TestLowRank):
+    """A product alone, in float32."""
+
+    HOW = Product(16)
+    DTYPE = torch.float32
+
+    def inputs(self):
+        return super().inputs()[1:3]
+
+    def small(self):
+        up, down = self.inputs()
+        return [up[:9].contiguous(), down[:, :11].contiguous()]
+
+    def made(self, inputs):
+        shape = (inputs[0].shape[0], inputs[1].shape[1])
+        return computed(Computed("matmul", tuple(inputs), self.HOW, inputs[0].dtype, shape), "one")
+
+    def expected(self, inputs):
+        return chained(*inputs)
+
+    AGAIN = 2.0
+
+
+class TestMultiply(ComputedConformance):
+    def inputs(self):
+        torch.manual_seed(9)
+        return [torch.randn(601, 997) for _ in range(2)]
+
+    def made(self, inputs):
+        return elementwise("multiply", inputs, (), inputs[0].dtype, "a product")
+
+    def expected(self, inputs):
+        return inputs[0] * inputs[1]
+
+
+class TestKron(TestLowRank):
+    """The second input is read once for each row and column of the first."""
+
+    def inputs(self):
+        torch.manual_seed(10)
+        return [torch.randn(3, 7), torch.randn(201, 143)]
+
+    def small(self):
+        return [one[:5, :4].contiguous() for one in self.inputs()]
+
+    def made(self, inputs):
+        rows, columns = inputs[1].shape
+        shape = (inputs[0].shape[0] * rows, inputs[0].shape[1] * columns)
+        value = Computed("kron", tuple(inputs), Kron(rows, columns), inputs[0].dtype, shape)
+        return computed(value, "a product")
+
+    def expected(self, inputs):
+        return torch.kron(*inputs)
+
+    AGAIN = 30.0
+
+
 def test_every_operation_has_a_class_here():
-    assert set(OPERATIONS) == {"cast", "mean", "decode", "unblock"}
+    assert set(OPERATIONS) == {
+        *("cast", "mean", "decode", "unblock"),
+        *("low-rank", "matmul", "multiply", "kron"),
+    }
 
 
 # ------------------------------------------------------------------------------- as a whole program

@@ -1,0 +1,474 @@
+"""Adapters merged into weights: the operation ``low-rank``, which adds scaled products of small
+matrices to a weight, and ``matmul``, ``multiply`` and ``kron``, of which LoHa, LoKr and Tucker
+factors are made.
+
+    weight + scale x (up @ down)
+
+in float32, rounded once to the type of the output. The order of the sums is part of the value: each
+element of ``up @ down`` is a chain of fused multiply-adds in the order of the rank, which is what
+torch's `matmul` on a CPU gives (MKL 2024.2 with AVX2: every bit, for ranks up to 192 and more than
+a few rows and columns; beyond 192 it sums in blocks). A library for matrices on another machine
+takes another order, so its result is used only where it cannot decide a bit of the output; what is
+near a border of rounding is worked out by the chain. So values are the same on every machine, for
+every box of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptconv.tensors.casting import Cast, cast
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.plain_numbers import rounded
+from ckptconv.tensors.refs import Shape
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Box = tuple[Shape, Shape]
+Number = float | complex
+
+_FLOAT32 = BY_NAME["float32"]
+_FLOAT64 = BY_NAME["float64"]
+
+
+class Term(NamedTuple):
+    """What is added: `scale` times the product of two inputs, ``up`` (rows, `rank`) and ``down``
+    (`rank`, columns), or, of rank 0, times one input in the shape of the weight.
+    """
+
+    rank: int
+    scale: float
+
+
+class LowRank(NamedTuple):
+    """Parameters of ``low-rank``. Its inputs are the weight, those of each of the `terms` in their
+    order, and the magnitude of each row, if any.
+
+    The first `outer` dimensions count matrices (experts); then come rows; all others are columns.
+    A delta is rounded to the type `delta_as` before it is added, if one is named; ``float64`` says
+    that sums are of that type. `row` is the
+    shape of a whole row where there is a magnitude: rows of the sum are then divided by their norm
+    plus `epsilon` and multiplied by it (DoRA, arXiv:2402.09353).
+    """
+
+    terms: tuple[Term, ...]
+    outer: int = 0
+    delta_as: str = ""
+    row: Shape = ()
+    epsilon: float = 0.0
+
+
+class Product(NamedTuple):
+    """Parameters of ``matmul``: as of a `Term` and of `LowRank`."""
+
+    rank: int
+    outer: int = 0
+
+
+class Kron(NamedTuple):
+    """Parameters of ``kron``: the rows and columns of the second input; dimensions behind these are
+    those of the second input.
+    """
+
+    rows: int
+    columns: int
+
+
+# ------------------------------------------------------------------------------- what is read
+
+
+def low_rank_needs(how: LowRank, box: Box, count: int) -> Sequence[Box]:
+    """The boxes of the inputs for a box of the output."""
+    start, shape = box
+    if how.row:  # the norm is that of whole rows
+        start = (*start[: how.outer + 1], *(0,) * len(how.row))
+        shape = (*shape[: how.outer + 1], *how.row)
+    found = [(start, shape)]
+    for term in how.terms:
+        if term.rank:
+            found += product_needs(Product(term.rank, how.outer), (start, shape), 2)
+        else:
+            found.append((start, shape))
+    if how.row:
+        found.append(((start[how.outer],), (shape[how.outer],)))
+    return found
+
+
+def product_needs(how: Product, box: Box, count: int) -> Sequence[Box]:
+    """The rows of the first matrix and the columns of the second that a box of a product needs."""
+    start, shape = box
+    at = how.outer
+    up = (*start[: at + 1], 0), (*shape[: at + 1], how.rank)
+    down = (*start[:at], 0, *start[at + 1 :]), (*shape[:at], how.rank, *shape[at + 1 :])
+    return [up, down]
+
+
+def kron_needs(how: Kron, box: Box, count: int) -> Sequence[Box]:
+    """The boxes of both inputs of a Kronecker product."""
+    (row, column, *rest), (rows, columns, *sizes) = box
+    high, first_row, some_rows = _blocks(row, rows, how.rows)
+    wide, first_column, some_columns = _blocks(column, columns, how.columns)
+    return [
+        ((high[0], wide[0]), (high[1], wide[1])),
+        ((first_row, first_column, *rest), (some_rows, some_columns, *sizes)),
+    ]
+
+
+def _blocks(start: int, count: int, size: int) -> tuple[tuple[int, int], int, int]:
+    """Of a run of rows the first of the blocks that they are in, and how many these are; then the
+    first row within a block, and how many: all rows of a block where there are several blocks.
+    """
+    first = start // size
+    blocks = -(-(start + count) // size) - first
+    if blocks == 1:
+        return (first, 1), start - first * size, count
+    return (first, blocks), 0, size
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+def low_rank_values(
+    how: LowRank, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> Cast:
+    """The bytes of a box of the output, from those of the boxes that it needs."""
+    import numpy as np
+
+    boxes = low_rank_needs(how, box, len(raw))
+    shapes = [_flat(shape, how.outer) for _, shape in boxes]
+    wide = _FLOAT64 if how.delta_as == "float64" else _FLOAT32
+    base = _array(raw[0], types[0], wide).reshape(shapes[0])
+    given = [_array(part, dtype, _FLOAT32) for part, dtype in zip(raw[1:], types[1:], strict=True)]
+    deltas: list[_Delta] = []
+    at = 0
+    for term in how.terms:
+        count = 2 if term.rank else 1
+        factors = [
+            one.reshape(shape)
+            for one, shape in zip(given[at : at + count], shapes[at + 1 :], strict=False)
+        ]
+        deltas.append(_Delta(term, factors, how.delta_as))
+        at += count
+    with np.errstate(all="ignore"):
+        if target.itemsize == 2 and wide is _FLOAT32 and not how.row:
+            made = _near_enough(base, deltas, target)
+            if made is not None:
+                return made
+        whole = base.copy()
+        for delta in deltas:
+            whole += delta.exact()
+        if how.row:
+            whole = _of_magnitude(how, whole, given[-1], box)
+    return cast(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data, wide, target)
+
+
+def _flat(shape: Shape, outer: int) -> Shape:
+    """A box as matrices: how many, rows, columns."""
+    return (prod(shape[:outer]), shape[outer], prod(shape[outer + 1 :])) if shape else (1, 1, 1)
+
+
+def _array(part: memoryview, dtype: DType, wide: DType) -> Array:
+    """Numbers as an array of float32 or float64, without a shape."""
+    import numpy as np
+
+    return np.frombuffer(cast(part, dtype, wide).data, f"<f{wide.itemsize}")
+
+
+class _Delta:
+    """A term for a box: `exact` values, and quick ones with a bound of what they may be off."""
+
+    def __init__(self, term: Term, factors: Sequence[Array], rounded_as: str) -> None:
+        import numpy as np
+
+        self._rank, self._factors = term.rank, factors
+        self._scale = np.float32(term.scale)
+        self._as = BY_NAME[rounded_as] if rounded_as else _FLOAT32
+
+    def exact(self) -> Array:
+        """The delta, each element as it is defined."""
+        product = chained(*self._factors) if self._rank else self._factors[0]
+        return self._rounded(self._scale * product)
+
+    def bounds(self) -> tuple[Array, Array] | None:
+        """Values that are not above and not below those of `exact`, which are the same but for the
+        order of sums; None where none can be told.
+        """
+        import numpy as np
+
+        if not self._rank:
+            known = self._rounded(self._scale * self._factors[0])
+            return known, known.copy()
+        up, down = self._factors
+        # any order of n products is off by at most n/2**24 of the sum of their sizes (Higham,
+        # Accuracy and Stability, 3.1), and that is at most the product of the norms
+        norms = np.sqrt(np.einsum("omr,omr->om", up, up))[..., None]
+        most = np.sqrt(np.einsum("orn,orn->on", down, down).max(axis=1, initial=0))[:, None, None]
+        share = np.float32((2 * self._rank + 12) * 1.02 / 2**24) * abs(self._scale)
+        off = norms * most * share
+        if not np.isfinite(off).all() or ((off > 0) & (off < 2.0**-100)).any():
+            return None  # also what is denormal has no such bound
+        made = np.matmul(up, down)
+        made *= self._scale
+        high = made + off
+        np.subtract(made, off, out=made)
+        return self._rounded(made), self._rounded(high)
+
+    def at(self, places: Array) -> Array:
+        """As `exact`, for the elements of these numbers."""
+        import numpy as np
+
+        if not self._rank:
+            return self._rounded(self._scale * self._factors[0].reshape(-1)[places])
+        up, down = self._factors
+        columns = down.shape[-1]
+        rows, column = np.divmod(places, columns)  # rows of all matrices, end to end
+        matrix = rows // up.shape[1]
+        total = np.zeros(len(places), np.float32)
+        left = up.reshape(-1, self._rank).T[:, rows].astype(np.float64)
+        first = matrix * (self._rank * columns) + column
+        for k in range(self._rank):
+            right = down.reshape(-1).take(first + k * columns)
+            total = (left[k] * right + total).astype(np.float32)
+        return self._rounded(self._scale * total)
+
+    def _rounded(self, values: Array) -> Array:
+        if self._as is _FLOAT32:
+            return values
+        import numpy as np
+
+        raw = cast(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, _FLOAT32, self._as)
+        return _array(raw.data, self._as, _FLOAT32).reshape(values.shape)
+
+
+_ROOM = 1 << 14
+"""Elements of a product that are worked out at a time, so that they stay within the cache."""
+
+
+def chained(up: Array, down: Array) -> Array:
+    """The product of matrices of float32, each element by fused multiply-adds in the order of the
+    rank.
+
+    The product of two numbers is exact in float64; a sum that is rounded there and again to float32
+    is another one than the fused one in about one of 2**29 cases, and then everywhere the same.
+    """
+    import numpy as np
+
+    count, rows, rank = up.shape
+    columns = down.shape[-1]
+    made = np.zeros((count, rows, columns), np.float32)
+    step = max(1, _ROOM // max(1, columns))
+    for one in range(count):
+        left, right = up[one].astype(np.float64), down[one].astype(np.float64)
+        for first in range(0, rows, step):
+            part = made[one, first : first + step]
+            product = np.empty(part.shape, np.float64)
+            for k in range(rank):
+                np.multiply(left[first : first + step, k, None], right[k], out=product)
+                np.add(product, part, out=product)
+                np.copyto(part, product, casting="same_kind")
+    return made
+
+
+_MANY = 16
+"""Where more than one of so many elements are near a border, all are worked out by the chain."""
+
+
+def _near_enough(base: Array, deltas: Sequence[_Delta], target: DType) -> Cast | None:
+    """The sum in a type of 16 bits, by the quick product where it decides all bits, and by the
+    chain in the few elements where it does not; None where that are too many.
+    """
+    import numpy as np
+
+    low, high = base, base
+    for delta in deltas:
+        if (both := delta.bounds()) is None:
+            return None
+        # rounding is monotone: so are sums, step by step; memory that was just used is warm
+        low = np.add(low, both[0], out=both[0])
+        high = np.add(high, both[1], out=both[1])
+    made = cast(low.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    other = cast(high.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    values = np.frombuffer(made.data, "<u2")
+    places = np.flatnonzero(values != np.frombuffer(other.data, "<u2"))
+    if len(places) * _MANY > base.size:
+        return None
+    if not len(places):
+        return made
+    total = base.reshape(-1)[places]
+    for delta in deltas:
+        total = total + delta.at(places)
+    some = cast(total.view(np.uint8).data, _FLOAT32, target)
+    lost = cast(low.reshape(-1)[places].view(np.uint8).data, _FLOAT32, target).overflowed
+    values[places] = np.frombuffer(some.data, "<u2")
+    return Cast(made.data, made.overflowed - lost + some.overflowed)
+
+
+def _of_magnitude(how: LowRank, whole: Array, magnitude: Array, box: Box) -> Array:
+    """Whole rows, divided by their norms and multiplied by their magnitudes; the box of them."""
+    import numpy as np
+
+    norms = _norms(whole) + np.float32(how.epsilon)
+    factors = (magnitude / norms)[..., None]
+    start, shape = box
+    inner = tuple(
+        slice(at, at + size)
+        for at, size in zip(start[how.outer + 1 :], shape[how.outer + 1 :], strict=True)
+    )
+    made = (whole * factors).reshape(*whole.shape[:2], *how.row)
+    part: Array = made[(slice(None), slice(None), *inner)]
+    return part
+
+
+_LANES = 8
+"""Sums of squares that torch keeps side by side: the floats of a register of AVX2
+(aten/src/ATen/native/cpu/ReduceOpsKernel.cpp). Its norms are some units off the exact ones.
+"""
+
+
+def _norms(rows: Array) -> Array:
+    """The norms of rows as `torch.linalg.norm` has them: each lane sums every eighth square, then
+    the lanes are added up, then the squares that are left.
+    """
+    import numpy as np
+
+    squares = np.square(rows)
+    *outer, size = rows.shape
+    whole = size - size % _LANES
+    lanes = np.add.reduce(squares[..., :whole].reshape(*outer, -1, _LANES), axis=-2)
+    total: Array = lanes[..., 0].copy()
+    for lane in range(1, _LANES):
+        total += lanes[..., lane]
+    for at in range(whole, size):
+        total += squares[..., at]
+    return np.sqrt(total)
+
+
+def product_values(
+    how: Product, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> Cast:
+    """A box of the product of two matrices."""
+    import numpy as np
+
+    factors = [
+        _array(part, dtype, _FLOAT32).reshape(_flat(shape, how.outer))
+        for part, dtype, (_, shape) in zip(raw, types, product_needs(how, box, 2), strict=True)
+    ]
+    with np.errstate(all="ignore"):
+        made = chained(*factors)
+    return cast(made.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+
+
+def multiply_values(
+    how: object, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> Cast:
+    """The products of the elements of two inputs at one place."""
+    import numpy as np
+
+    one, other = (_array(*given, _FLOAT32) for given in zip(raw, types, strict=True))
+    with np.errstate(all="ignore"):
+        return cast((one * other).view(np.uint8).data, _FLOAT32, target)
+
+
+def kron_values(
+    how: Kron, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
+) -> Cast:
+    """A box of the Kronecker product of two inputs."""
+    import numpy as np
+
+    (row, column, *_), (rows, columns, *_) = box
+    needed = kron_needs(how, box, 2)
+    one, other = (
+        _array(part, dtype, _FLOAT32).reshape(shape)
+        for part, dtype, (_, shape) in zip(raw, types, needed, strict=True)
+    )
+    down, along = np.arange(row, row + rows), np.arange(column, column + columns)
+    ((high, wide), _), ((first, begin, *_), _) = needed
+    outer = one[np.ix_(down // how.rows - high, along // how.columns - wide)]
+    inner = other[np.ix_(down % how.rows - first, along % how.columns - begin)]
+    with np.errstate(all="ignore"):
+        made = outer.reshape(*outer.shape, *(1,) * (inner.ndim - 2)) * inner
+    return cast(made.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+
+
+# ------------------------------------------------------------------------------- one element
+
+
+def low_rank_plain(how: LowRank, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
+    """One element, from the numbers that it needs, once more in nothing but Python."""
+    width = prod(how.row) if how.row else 1
+    row = [_plain_sum(how, numbers, column, width) for column in range(width)]
+    if not how.row:
+        return row[0]
+    norm = _f32(_plain_norm(row) + _f32(how.epsilon))
+    magnitude = _f32(_real(numbers[-1][0]))
+    index = 0
+    for at, size in zip(box[0][how.outer + 1 :], how.row, strict=True):
+        index = index * size + at
+    return _f32(_ratio(magnitude, norm) * row[index])
+
+
+def _plain_norm(row: Sequence[float]) -> float:
+    squares = [_f32(value * value) for value in row]
+    whole = len(row) - len(row) % _LANES
+    lanes = [0.0] * _LANES
+    for at, square in enumerate(squares[:whole]):
+        lanes[at % _LANES] = _f32(lanes[at % _LANES] + square)
+    total = 0.0
+    for square in (*lanes, *squares[whole:]):
+        total = _f32(total + square)
+    return _f32(math.sqrt(total)) if total >= 0 else math.nan
+
+
+def _plain_sum(how: LowRank, numbers: Sequence[Sequence[Number]], column: int, width: int) -> float:
+    total = _real(numbers[0][column])
+    is_double = how.delta_as == "float64"
+    at = 1
+    for term in how.terms:
+        if term.rank:
+            product = _plain_product(numbers[at], numbers[at + 1][column::width])
+        else:
+            product = _f32(_real(numbers[at][column]))
+        delta = _f32(_f32(term.scale) * product)
+        if how.delta_as:
+            delta = _real(rounded(delta, BY_NAME[how.delta_as]))
+        total = total + delta if is_double else _f32(total + delta)
+        at += 2 if term.rank else 1
+    return total
+
+
+def product_plain(how: Product, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
+    """One element of a product of matrices."""
+    return _plain_product(*numbers)
+
+
+def _plain_product(row: Sequence[Number], column: Sequence[Number]) -> float:
+    total = 0.0
+    for one, other in zip(row, column, strict=True):
+        total = _f32(total + _f32(_real(one)) * _f32(_real(other)))
+    return total
+
+
+def multiply_plain(how: object, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
+    """One element of two multiplied at its place."""
+    return _f32(_f32(_real(numbers[0][0])) * _f32(_real(numbers[1][0])))
+
+
+def _ratio(one: float, other: float) -> float:
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        return _f32(float(np.float64(one) / np.float64(other)))
+
+
+def _f32(number: float) -> float:
+    return _real(rounded(number, _FLOAT32))
+
+
+def _real(number: Number) -> float:
+    return number.real if isinstance(number, complex) else number

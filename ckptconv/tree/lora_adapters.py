@@ -1,0 +1,368 @@
+"""What a LoRA adapter says: which matrices go to which module, and by how much they are scaled.
+
+The ends of the keys tell what a tensor is, in all conventions: peft, kohya and LyCORIS, diffusers
+old and new, ComfyUI. `tree.lora_names` finds the weights that modules mean. Facts: peft 0.21
+(utils/save_and_load.py, tuners/lora), lycoris-lora 4.1 (functional), diffusers 0.42 (loaders,
+utils/peft_utils.py); each Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject, printable
+from ckptconv.support.text import first_few
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.plain_numbers import number_of
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.stream import read_box
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.model_config import home_of, json_in
+
+CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+
+Parts = dict[str, TensorRef]
+"""The tensors of one module, by what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What ``adapter_config.json`` of peft says that changes the merged values.
+
+    `rank` and `alpha` are those of modules that no pattern names; None: nothing says them.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    is_rank_stabilized: bool = False
+    is_transposed: bool = False
+    parameters: tuple[str, ...] = ()
+    whole_modules: tuple[str, ...] = ()
+
+    def rank_of(self, module: str) -> int | None:
+        """The rank that it names for a module."""
+        rank: int | None = _by_pattern(self.ranks, module, self.rank)
+        return rank
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """What the product for a module is multiplied by."""
+        alpha = _by_pattern(self.alphas, module, self.alpha)
+        if alpha is None:
+            return 1.0
+        return float(alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter: the parts of each module, tensors that replace those of the model, and `configs`
+    by the starts of the names of the modules that they are for.
+
+    `checkpoint` is where it was read; `keys` are the keys of parts, for messages.
+    """
+
+    checkpoint: Checkpoint
+    modules: Mapping[str, Parts]
+    whole: Mapping[str, TensorRef]
+    configs: Mapping[str, Config]
+    keys: Mapping[tuple[str, str], str]
+
+    def config_of(self, module: str) -> tuple[Config, str]:
+        """The config for a module, and the module's name in it."""
+        fitting = [start for start in self.configs if module.startswith(start)]
+        if not fitting:
+            return Config(), module
+        start = max(fitting, key=len)
+        return self.configs[start], module.removeprefix(start)
+
+
+_PEFT = re.compile(
+    r"(?P<module>.+)\.(?P<role>lora_(?:embedding_)?[AB]|lora_magnitude_vector)"
+    r"(?:\.(?!(?:weight|bias)$)(?P<adapter>[^.]+))?(?:\.(?P<leaf>weight|bias))?"
+)
+_ROLES = {
+    "lora_A": "down",
+    "lora_B": "up",
+    "lora_embedding_A": "embedding_down",
+    "lora_embedding_B": "embedding_up",
+    "lora_magnitude_vector": "magnitude",
+}
+_ENDS = {
+    ".lora_down.weight": "down",
+    ".lora_up.weight": "up",
+    ".lora_mid.weight": "mid",
+    ".lora.down.weight": "down",  # diffusers, before it used peft
+    ".lora.up.weight": "up",
+    "_lora.down.weight": "down",
+    "_lora.up.weight": "up",
+    ".lora_linear_layer.down.weight": "down",
+    ".lora_linear_layer.up.weight": "up",
+    ".alpha": "alpha",
+    ".dora_scale": "magnitude_of_any",
+    ".diff": "diff",
+    ".diff_b": "bias_diff",
+    ".w_norm": "diff",
+    ".b_norm": "bias_diff",
+    ".set_weight": "weight",
+    **{f".hada_{name}": f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    **{
+        f".lokr_{name}": f"lokr_{name}"
+        for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
+    },
+}
+
+
+def role_of(key: str) -> tuple[str, str, str] | None:
+    """The module, the role and the name of the adapter in a key; None for any other key.
+
+    >>> role_of("base_model.model.lm_head.lora_A.default.weight")
+    ('base_model.model.lm_head', 'down', 'default')
+    >>> role_of("lora_unet_mid_block_attn.alpha")
+    ('lora_unet_mid_block_attn', 'alpha', '')
+    """
+    if found := _PEFT.fullmatch(key):
+        role = _ROLES[found["role"]]
+        if found["leaf"] == "bias":
+            return (found["module"], "bias", found["adapter"] or "") if role == "up" else None
+        return found["module"], role, found["adapter"] or ""
+    for end, role in _ENDS.items():
+        if key.endswith(end) and len(key) > len(end):
+            # the name that its layer had within an attention processor of diffusers
+            return key.removesuffix(end).replace(".processor.to_", ".to_"), role, ""
+    return None
+
+
+def looks_like_adapter(keys: Sequence[str]) -> bool:
+    """Whether keys are those of an adapter, and not of a model."""
+    return any(role_of(key) is not None for key in keys)
+
+
+def read_adapter(checkpoint: Checkpoint) -> Adapter:
+    """The adapter in a checkpoint, with what the config beside it says.
+
+    Raises `RefusedObject` for a key that no adapter has and for a kind of adapter that is not
+    known, `MalformedCheckpoint` for a config that contradicts itself.
+    """
+    checkpoint.refuse_part()
+    found = checkpoint.state_dict()
+    tensors = dict(found.tensors())
+    if others := [key for key in found.keys if key not in tensors]:
+        raise RefusedObject("is not a tensor, as all in an adapter are", where=others[0])
+    if not looks_like_adapter(found.keys):
+        listed = first_few(found.keys, 3)
+        what = f"has no key of an adapter, such as lora_A.weight or lora_down.weight: {listed}"
+        raise RefusedObject(what, path=checkpoint.path, hint="the base comes first, then adapters")
+    is_peft = any(key.startswith(PEFT_PREFIX) for key in tensors)
+    modules: dict[str, Parts] = {}
+    whole: dict[str, TensorRef] = {}
+    keys: dict[tuple[str, str], str] = {}
+    adapters: dict[str, str] = {}
+    for key, ref in tensors.items():
+        told = role_of(key)
+        if told is None and not key.startswith(PEFT_PREFIX):
+            what = "is not a key of an adapter that is known here"
+            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude"
+            raise RefusedObject(what, where=key, hint=hint)
+        if told is None:
+            whole[_whole_name(key)] = ref
+            continue
+        module, role, adapter = told
+        adapters.setdefault(adapter, key)
+        if role in modules.setdefault(module, {}):
+            what = f"says again what {keys[module, role]} says"
+            raise RefusedObject(what, where=key, hint="one file with several adapters: split it")
+        modules[module][role] = ref
+        keys[module, role] = key
+    if len(adapters) > 1 and "" not in adapters:
+        listed = first_few(sorted(adapters), 4)
+        raise RefusedObject(
+            f"holds several adapters: {listed}",
+            path=checkpoint.path,
+            hint="take one of them first: ckptconv convert ADAPTER ONE --include",
+        )
+    return Adapter(checkpoint, modules, whole, _configs(checkpoint, is_peft=is_peft), keys)
+
+
+_WITHIN = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
+
+
+def _whole_name(key: str) -> str:
+    """The name in the model of a tensor that an adapter of peft holds whole."""
+    return _WITHIN.sub("", key.removeprefix(PEFT_PREFIX))
+
+
+def number_in(ref: TensorRef, key: str) -> float:
+    """The number that a tensor of one element holds, such as an alpha.
+
+    Raises `MalformedCheckpoint` where it is not one, or is not finite.
+    """
+    if ref.numel != 1 or ref.dtype.kind not in ("float", "int"):
+        what = f"is {ref.dtype.name} {list(ref.shape)} where one number is expected"
+        raise MalformedCheckpoint(what, where=key)
+    Checksums().read(ref.storage)
+    raw = read_box(ref, (0,) * len(ref.shape), ref.shape).tobytes()
+    number = number_of(raw, ref.dtype)
+    if isinstance(number, complex) or not math.isfinite(number):
+        raise MalformedCheckpoint(f"is {number}, and not a finite number", where=key)
+    return float(number)
+
+
+# ------------------------------------------------------------------------------------- its config
+
+_KINDS = ("LORA", "LOHA", "LOKR")
+_NOT_MERGED = (
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "arrow_config",
+    "monteclora_config",
+    "kasa_config",
+    "velora_config",
+    "trainable_token_indices",
+)
+"""Fields by which peft computes something else than a product, if they are set."""
+
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Of ``init_lora_weights``, what leaves the base as it is: with others, such as ``pissa``, peft
+changes the weights of the base too when it loads such an adapter.
+"""
+
+
+def _configs(checkpoint: Checkpoint, *, is_peft: bool) -> dict[str, Config]:
+    """The configs by what stands before the names of the modules that they are for."""
+    home = home_of(checkpoint)
+    given = {} if home is None else json_in(home, CONFIG)
+    if given and home is not None:
+        try:
+            return {PEFT_PREFIX if is_peft else "": _read(given)}
+        except CheckpointError as error:
+            raise error.at(path=home.child(CONFIG).path) from None
+    if is_peft:
+        what = f"needs {CONFIG} beside it, which says by how much its products are scaled"
+        raise RefusedObject(what, path=checkpoint.path)
+    text = checkpoint.metadata.get(_OF_DIFFUSERS)
+    try:
+        return {} if text is None else _by_component(text)
+    except CheckpointError as error:
+        raise error.at(where=_OF_DIFFUSERS) from None
+
+
+_OF_DIFFUSERS = "lora_adapter_metadata"
+"""The entry of the metadata in which diffusers keeps the config of each component of a pipeline,
+its name before each field: ``unet.r``.
+"""
+
+
+def _by_component(text: str) -> dict[str, Config]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise MalformedCheckpoint("is not a JSON object")
+    fields: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        component, dot, rest = name.rpartition(".")
+        fields.setdefault(component + dot, {})[rest] = value
+    return {start: _read(each) for start, each in fields.items()}
+
+
+def _read(given: Mapping[str, Any]) -> Config:
+    kind = given.get("peft_type", "LORA")
+    if kind not in _KINDS:
+        what = f"says peft_type {printable(kind)}, and not one of {', '.join(_KINDS)}"
+        raise RefusedObject(what, hint="merge it with peft")
+    for name in _NOT_MERGED:
+        if given.get(name):
+            raise RefusedObject(f"says {name}, which is not merged here", hint="merge it with peft")
+    start = given.get("init_lora_weights")
+    if kind == "LORA" and start not in _PLAIN_STARTS:
+        what = f"says init_lora_weights {printable(start)}, with which peft changes the base too"
+        hint = "save it as plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=…)"
+        raise RefusedObject(what, hint=hint)
+    alpha = "lora_alpha" if kind == "LORA" else "alpha"
+    return Config(
+        rank=_size(given, "r"),
+        alpha=_real(given.get(alpha), alpha),
+        ranks={
+            _pattern(name): _size(dict(given["rank_pattern"]), name)
+            for name in _patterns(given, "rank_pattern")
+        },
+        alphas={
+            _pattern(name): _real(given["alpha_pattern"][name], "alpha_pattern")
+            for name in _patterns(given, "alpha_pattern")
+        },
+        is_rank_stabilized=_flag(given, "use_rslora"),
+        is_transposed=_flag(given, "fan_in_fan_out"),
+        parameters=_names(given, "target_parameters"),
+        whole_modules=_names(given, "modules_to_save"),
+    )
+
+
+def _size(given: Mapping[str, Any], name: str) -> int:
+    size = given.get(name)
+    if type(size) is not int or not 0 < size < 1 << 31:
+        raise MalformedCheckpoint(f"says {printable(name)} {printable(size)}, which is not a rank")
+    return size
+
+
+def _real(number: Any, name: str) -> float:
+    if type(number) not in (int, float) or not abs(number) < 1e30:
+        what = f"says {name} {printable(number)}, which is not a finite number"
+        raise MalformedCheckpoint(what)
+    return float(number)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    flag = given.get(name) or False
+    if type(flag) is not bool:
+        raise MalformedCheckpoint(f"says {name} {printable(flag)}, which is not true or false")
+    return flag
+
+
+def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    names = given.get(name) or ()
+    if not isinstance(names, (list, tuple)) or not all(type(each) is str for each in names):
+        raise MalformedCheckpoint(f"says {name} {printable(names)}, which is not a list of names")
+    return tuple(names)
+
+
+def _patterns(given: Mapping[str, Any], name: str) -> Iterator[str]:
+    patterns = given.get(name) or {}
+    if not isinstance(patterns, dict) or len(patterns) > 1 << 16:
+        raise MalformedCheckpoint(f"says {name} {printable(patterns)}, which is not an object")
+    yield from patterns
+
+
+def _pattern(pattern: str) -> str:
+    """A pattern that can be matched in a time with an end: who made the file may have written one
+    that cannot.
+    """
+    unbounded = len(re.findall(r"[*+]|\{\d*,\}", pattern))
+    is_nested = re.search(r"\)(?:[*+?]|\{)|\(\?|\\\d", pattern) is not None
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        is_nested = True
+    if len(pattern) > 500 or unbounded > 2 or is_nested:
+        what = f"has the pattern {printable(pattern, 60)}, which is not matched here"
+        raise RefusedObject(what, hint="write the names of its modules instead")
+    return pattern
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """What the first pattern that matches a module, or the end of its path, gives; as peft's
+    `get_pattern_key`.
+    """
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default

@@ -1,0 +1,374 @@
+"""What the parts of a module of an adapter add to a weight: computed tensors, and how they are put
+together. Facts: peft 0.21 (`get_delta_weight` of tuners/lora/layer.py, tuners/loha, tuners/lokr),
+lycoris-lora 4.1 (functional).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import prod
+from typing import Any
+
+from ckptconv.support.errors import KeyMismatch, MalformedCheckpoint, RefusedObject
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.computed import Computed, computed, elementwise
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
+from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.views import in_order, permuted, repeated, reshaped, transposed
+from ckptconv.tree.lora_adapters import Config, Parts, number_in
+
+_FLOAT32 = BY_NAME["float32"]
+MERGED_TYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of one weight: `term` of `inputs` is added, and rows get their `magnitude`.
+
+    `outer` counts the dimensions before rows; `is_rounded`: the delta is rounded to the type of the
+    weight before it is added. `along` is the dimension whose entries have a magnitude each.
+    """
+
+    term: Term
+    inputs: tuple[TensorRef, ...]
+    outer: int = 0
+    is_rounded: bool = False
+    magnitude: TensorRef | None = None
+    along: int = 0
+    epsilon: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which weight a module of an adapter means, and how its parts are to be read.
+
+    `name` is that of the module in `config`, `keys` the key of each part; `strength` multiplies all
+    that is added.
+    """
+
+    parts: Parts
+    weight: TensorRef
+    name: str
+    config: Config
+    keys: dict[str, str]
+    strength: float
+
+    def refuse(self, what: str, hint: str | None = None) -> KeyMismatch:
+        """An error that names the first key of the module."""
+        return KeyMismatch(what, where=next(iter(self.keys.values())), hint=hint)
+
+    def scale(self, rank: int | None, parameter: str = "") -> float:
+        """What a product is multiplied by, from its alpha, or from the config."""
+        name = f"{self.name}.{parameter}" if parameter else self.name
+        told = self.config.rank_of(name)
+        if told is not None and rank is not None and told != rank:
+            raise self.refuse(f"has the rank {rank}, and the config of the adapter says {told}")
+        rank = told if rank is None else rank
+        if rank is None:
+            return self.strength  # of matrices that are whole, LyCORIS does not take the alpha
+        if "alpha" in self.parts:
+            return self.strength * number_in(self.parts["alpha"], self.keys["alpha"]) / rank
+        return self.strength * self.config.scale_of(name, rank)
+
+
+# ---------------------------------------------------------------------------------- products
+
+
+def linear_change(asked: Asked, *, across: bool | None) -> Change:
+    """The change by ``up`` and ``down``, in the orientation that `across` says (None: the one that
+    fits).
+    """
+    up, down = _two(asked, "up", "down")
+    if "mid" in asked.parts:
+        down, rank = _core(asked, asked.parts["mid"], down), up.shape[1]
+        scale = asked.scale(asked.parts["down"].shape[0])
+    else:
+        rank = down.shape[0]
+        scale = asked.scale(rank)
+    shape = asked.weight.shape
+    if across:
+        pair = transposed(_flat(down)), transposed(up)
+    else:
+        pair = up, reshaped(in_order(down), (rank, *shape[1:]), asked.keys["down"])
+    return Change(Term(rank, scale), pair)
+
+
+def orientations(asked: Asked) -> list[bool]:
+    """Whether a product fits the weight as it is (False) and transposed (True); empty for none."""
+    up, down = _two(asked, "up", "down")
+    shape = asked.weight.shape
+    columns = down.shape[1:]
+    if "mid" in asked.parts:
+        columns = (*columns[:1], *asked.parts["mid"].shape[2:])
+    fitting = []
+    if len(shape) >= 2 and up.shape[0] == shape[0] and _is_like(columns, shape[1:]):
+        fitting.append(False)
+    if len(shape) == 2 and (prod(columns), up.shape[0]) == shape:
+        fitting.append(True)
+    return fitting
+
+
+def _is_like(columns: Shape, wanted: Shape) -> bool:
+    """Whether columns are of a shape, but for ones at the end, or flat."""
+    if len(columns) == 1:
+        return columns[0] == prod(wanted)
+    return _without_ones(columns) == _without_ones(wanted)
+
+
+def _without_ones(shape: Shape) -> Shape:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def misfit(asked: Asked) -> KeyMismatch:
+    """The refusal of parts whose shapes do not go to the weight."""
+    shapes = " and ".join(
+        f"{list(ref.shape)}" for role, ref in asked.parts.items() if role != "alpha"
+    )
+    return asked.refuse(f"{shapes} do not fit the weight of the base, {list(asked.weight.shape)}")
+
+
+def _two(asked: Asked, first: str, second: str) -> tuple[TensorRef, TensorRef]:
+    """Both matrices of a product, the first of two dimensions."""
+    for role, other in ((first, second), (second, first)):
+        if role not in asked.parts:
+            what = f"has no {role} beside it, without which it says nothing"
+            raise MalformedCheckpoint(what, where=asked.keys[other])
+    up, down = asked.parts[first], asked.parts[second]
+    for role in (first, second):
+        _refuse_no_values(asked.parts[role], asked.keys[role])
+    rank = asked.parts["mid"].shape[0] if "mid" in asked.parts else down.shape[0]
+    wanted = (rank, *(1,) * len(up.shape[2:]))
+    if len(up.shape) < 2 or len(down.shape) < 2 or up.shape[1:] != wanted:
+        what = f"is {list(up.shape)}, which cannot be multiplied with {list(down.shape)}"
+        raise MalformedCheckpoint(what, where=asked.keys[first])
+    return reshaped(in_order(up), up.shape[:2], asked.keys[first]), down
+
+
+def _refuse_no_values(ref: TensorRef, key: str) -> None:
+    if not ref.dtype.is_floating or 0 in ref.shape:
+        raise MalformedCheckpoint(f"is {ref.dtype.name} {list(ref.shape)}, no matrix", where=key)
+
+
+def _flat(ref: TensorRef) -> TensorRef:
+    return reshaped(in_order(ref), (ref.shape[0], prod(ref.shape[1:])), ref.storage.name)
+
+
+def _made(operation: str, inputs: Sequence[TensorRef], parameters: Any, shape: Shape) -> TensorRef:
+    value = Computed(operation, tuple(inputs), parameters, _FLOAT32, shape)
+    return computed(value, inputs[0].storage.name)
+
+
+def _product(up: TensorRef, down: TensorRef) -> TensorRef:
+    """The product of a matrix with one whose columns are of any shape."""
+    shape = (up.shape[0], *down.shape[1:])
+    return _made("matmul", (up, down), Product(up.shape[1]), shape)
+
+
+def _core(asked: Asked, middle: TensorRef, down: TensorRef) -> TensorRef:
+    """The second half of a Tucker product: (p, q, ...) and (q, i) make (p, i, ...)."""
+    down = _flat(down)
+    if len(middle.shape) < 3 or middle.shape[1] != down.shape[0]:
+        what = f"{list(middle.shape)} cannot be multiplied with {list(down.shape)}"
+        raise asked.refuse(what)
+    count = len(middle.shape)
+    sizes = middle.shape[2:]
+    first = permuted(middle, (*range(2, count), 0, 1))
+    shape = (*sizes, middle.shape[0], down.shape[1])
+    parameters = Product(middle.shape[1], len(sizes))
+    made = _made("matmul", (first, repeated(down, sizes)), parameters, shape)
+    return permuted(made, (count - 2, count - 1, *range(count - 2)))
+
+
+# ------------------------------------------------------------------------- LoHa, LoKr, whole ones
+
+
+def whole_change(asked: Asked, delta: TensorRef, rank: int | None, role: str) -> Change:
+    """The change by a delta that is one tensor, of as many values as the weight has."""
+    if delta.numel != asked.weight.numel or _without_ones(delta.shape[:1]) != _without_ones(
+        asked.weight.shape[:1]
+    ):
+        raise misfit(asked)
+    _refuse_no_values(delta, asked.keys[role])
+    shaped = reshaped(in_order(delta), asked.weight.shape, asked.keys[role])
+    scale = asked.strength if role == "diff" else asked.scale(rank)
+    return Change(Term(0, scale), (shaped,))
+
+
+def hadamard_change(asked: Asked) -> Change:
+    """LoHa (arXiv:2108.06098): two products, multiplied element by element."""
+    parts = asked.parts
+    halves = []
+    for one in ("1", "2"):
+        first, second = (f"hada_w{one}_{side}" for side in "ab")
+        _refuse_missing(asked, first, second)
+        if (middle := parts.get(f"hada_t{one}")) is not None:
+            core = _core(asked, middle, parts[second])
+            halves.append(_checked_product(asked, transposed(parts[first]), core))
+        else:
+            halves.append(_checked_product(asked, parts[first], parts[second]))
+    if halves[0].shape != halves[1].shape:
+        raise misfit(asked)
+    delta = elementwise("multiply", halves, (), _FLOAT32, parts["hada_w1_a"].storage.name)
+    return whole_change(asked, delta, parts["hada_w1_b"].shape[0], "hada_w1_a")
+
+
+def _checked_product(asked: Asked, up: TensorRef, down: TensorRef) -> TensorRef:
+    if len(up.shape) != 2 or len(down.shape) < 2 or up.shape[1] != down.shape[0]:
+        what = f"{list(up.shape)} cannot be multiplied with {list(down.shape)}"
+        raise asked.refuse(what)
+    return _product(up, down)
+
+
+def _refuse_missing(asked: Asked, *roles: str) -> None:
+    for role in roles:
+        if role not in asked.parts:
+            raise asked.refuse(f"has no {role} beside it, without which it says nothing")
+        _refuse_no_values(asked.parts[role], asked.keys[role])
+
+
+def kronecker_change(asked: Asked) -> Change:
+    """LoKr (arXiv:2309.14859): a Kronecker product, either half whole or a product itself."""
+    parts = asked.parts
+    rank = None
+    halves = []
+    for one in ("1", "2"):
+        whole, first, second = (f"lokr_w{one}{end}" for end in ("", "_a", "_b"))
+        if whole in parts:
+            _refuse_no_values(parts[whole], asked.keys[whole])
+            halves.append(parts[whole])
+            continue
+        _refuse_missing(asked, first, second)
+        rank = parts[second].shape[0]
+        if (middle := parts.get(f"lokr_t{one}")) is not None:
+            core = _core(asked, middle, parts[second])
+            halves.append(_checked_product(asked, transposed(parts[first]), core))
+        else:
+            halves.append(_checked_product(asked, parts[first], parts[second]))
+    outer, inner = halves
+    if len(outer.shape) != 2 or len(inner.shape) < 2:
+        raise misfit(asked)
+    rows, columns, *rest = inner.shape
+    shape = (outer.shape[0] * rows, outer.shape[1] * columns, *rest)
+    delta = _made("kron", halves, Kron(rows, columns), shape)
+    return whole_change(asked, delta, rank, next(iter(parts)))
+
+
+# ------------------------------------------------------------------------------------- experts
+
+
+def expert_changes(asked: Sequence[Asked], weights: dict[str, TensorRef]) -> dict[str, Change]:
+    """The changes of parameters of one module (`target_parameters` of peft) by their names: peft
+    does not write which of its matrices are for which, so shapes must tell it.
+    """
+    fitting = []
+    for names in permutations(weights, len(asked)):
+        ways = [_expert_ways(one, weights[name]) for one, name in zip(asked, names, strict=True)]
+        if all(ways):
+            fitting.append((names, ways))
+    first = asked[0]
+    if not fitting:
+        told = ", ".join(f"{name} {list(ref.shape)}" for name, ref in weights.items())
+        raise first.refuse(f"does not fit the parameters of the base: {told}")
+    if len(fitting) > 1:
+        told = " or ".join(fitting[0][0][:2])
+        raise first.refuse(f"may be for {told}, whose shapes are alike", hint="merge it with peft")
+    [(names, ways)] = fitting
+    sure = {way[0] for way in ways if len(way) == 1}
+    changes = {}
+    for one, name, way in zip(asked, names, ways, strict=True):
+        if len(way) > 1 and len(sure) != 1:
+            what = f"may be for {name} as (in, out) or (out, in), which its shape does not tell"
+            raise one.refuse(what, hint="merge it with peft")
+        swapped = way[0] if len(way) == 1 else next(iter(sure))
+        changes[name] = _expert_change(one, name, weights[name], swapped=swapped)
+    return changes
+
+
+def _expert_ways(asked: Asked, weight: TensorRef) -> list[bool]:
+    """Whether matrices fit a parameter as (experts, out, in), True, and as (experts, in, out)."""
+    up, down = _two(asked, "up", "down")
+    if len(weight.shape) == 2:
+        return [True] if (up.shape[0], *down.shape[1:]) == weight.shape else []
+    if len(weight.shape) != 3 or len(down.shape) != 2 or down.shape[0] % weight.shape[0]:
+        return []
+    sizes = up.shape[0], down.shape[1]
+    both = ((True, sizes), (False, sizes[::-1]))
+    return [way for way, wanted in both if weight.shape[1:] == wanted]
+
+
+def _expert_change(asked: Asked, name: str, weight: TensorRef, *, swapped: bool) -> Change:
+    up, down = _two(asked, "up", "down")
+    if len(weight.shape) == 2:
+        rank = down.shape[0]
+        return Change(Term(rank, asked.scale(rank, name)), (up, down), is_rounded=True)
+    experts = weight.shape[0]
+    rank = down.shape[0] // experts
+    first = reshaped(in_order(down), (experts, rank, down.shape[1]), asked.keys["down"])
+    second = reshaped(in_order(up), (up.shape[0], rank, experts), asked.keys["up"])
+    if swapped:
+        pair = permuted(second, (2, 0, 1)), first
+    else:
+        pair = permuted(first, (0, 2, 1)), permuted(second, (2, 1, 0))
+    return Change(Term(rank, asked.scale(rank, name)), pair, outer=1, is_rounded=True)
+
+
+# ------------------------------------------------------------------------------------ together
+
+
+def changed(weight: TensorRef, changes: Sequence[Change], key: str) -> TensorRef:
+    """A weight after some changes, one after another: sums are rounded once, where nothing else
+    comes between them.
+    """
+    if weight.dtype.name not in MERGED_TYPES:
+        what = f"is {weight.dtype.name}, to which nothing can be added"
+        raise RefusedObject(what, where=key, hint="add --dequantize")
+    waiting: list[Change] = []
+    checked = Checksums()
+    for change in changes:
+        if waiting and _apart(waiting[-1], change):
+            weight, waiting = _summed(weight, waiting, checked), []
+        waiting.append(change)
+    return _summed(weight, waiting, checked)
+
+
+def _apart(one: Change, other: Change) -> bool:
+    return (
+        one.magnitude is not None
+        or other.magnitude is not None
+        or (one.outer, one.is_rounded) != (other.outer, other.is_rounded)
+    )
+
+
+def _summed(weight: TensorRef, changes: Sequence[Change], checked: Checksums) -> TensorRef:
+    first = changes[0]
+    terms = tuple(change.term for change in changes)
+    inputs = [ref for change in changes for ref in change.inputs]
+    rounded_as = weight.dtype.name if first.is_rounded or weight.dtype.name == "float64" else ""
+    name = weight.storage.name
+    if first.magnitude is None:
+        how = LowRank(terms, first.outer, rounded_as)
+        value = Computed("low-rank", (weight, *inputs), how, weight.dtype, weight.shape)
+        made = computed(value, name, checked)
+        return made._replace(requires_grad=weight.requires_grad)
+    order = [first.along, *(axis for axis in range(len(weight.shape)) if axis != first.along)]
+    seen = permuted(weight, order)
+    if first.along:  # seen the other way, the product is not one of the same matrices
+        delta = _product(*inputs) if first.term.rank else inputs[0]
+        inputs, terms = [permuted(delta, order)], (Term(0, first.term.scale),)
+    how = LowRank(terms, 0, rounded_as, seen.shape[1:], first.epsilon)
+    value = Computed("low-rank", (seen, *inputs, first.magnitude), how, weight.dtype, seen.shape)
+    made = computed(value, name, checked)
+    back = [order.index(axis) for axis in range(len(order))]
+    return permuted(made, back)._replace(requires_grad=weight.requires_grad)
+
+
+def kept_type(ref: TensorRef, dtype: DType) -> TensorRef:
+    """A tensor that takes the place of one of another floating type."""
+    if ref.dtype is dtype:
+        return ref
+    return elementwise("cast", [ref], (), dtype, ref.storage.name)

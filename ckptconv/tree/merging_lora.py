@@ -1,0 +1,435 @@
+"""LoRA adapters merged into the weights of their base: an edit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptconv.keys.key_map import STRIP, map_keys
+from ckptconv.pickles.nodes import Node
+from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.support.choices import refuse_no_text
+from ckptconv.support.errors import (
+    CheckpointError,
+    KeyConflict,
+    KeyMismatch,
+    OptionRefused,
+    RefusedObject,
+    printable,
+)
+from ckptconv.support.text import count_text, first_few
+from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
+from ckptconv.tensors.scaled_weights import may_hold_codes
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.lora_adapters import PEFT_PREFIX, Adapter, Parts, read_adapter
+from ckptconv.tree.lora_deltas import (
+    MERGED_TYPES,
+    Asked,
+    Change,
+    changed,
+    expert_changes,
+    hadamard_change,
+    kept_type,
+    kronecker_change,
+    linear_change,
+    misfit,
+    orientations,
+    whole_change,
+)
+from ckptconv.tree.lora_names import found_modules
+from ckptconv.tree.walk import tensor_of
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLora:
+    """An edit: adds what LoRA `adapters` say to the weights of their base, and puts the tensors
+    that they hold whole in the places of the base's.
+
+    `adapters` is an open checkpoint, or several; they stay open as long as the result is read.
+    `scale` multiplies what is added, one number for all of them or one for each (default 1). `only`
+    is the path of the state dict in the base, where it has several.
+
+    Values are those of `merge_and_unload` of peft for an adapter that was loaded by
+    ``from_pretrained``: sums in float32, rounded once to the type of the weight; for embeddings and
+    parameters of experts the delta is rounded before it is added (docs/lora.md). Of several
+    adapters, all deltas are added before that one rounding.
+
+    Raises `KeyMismatch` where a part of an adapter finds no tensor in the base, or one of another
+    shape; `RefusedObject` for kinds of adapters that are not known, and for quantised weights of
+    the base; `MalformedCheckpoint` for an adapter that contradicts itself.
+    """
+
+    adapters: Checkpoint | Sequence[Checkpoint]
+    scale: float | Sequence[float] = 1.0
+    only: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_no_text(only=self.only)
+        given = self.adapters
+        listed = (given,) if isinstance(given, Checkpoint) else given
+        is_list = isinstance(listed, (list, tuple)) and listed
+        if not is_list or not all(isinstance(each, Checkpoint) for each in listed):
+            what = f"adapters={given!r:.100} are not open checkpoints"
+            raise OptionRefused(what, hint="give what open_checkpoint gives")
+        object.__setattr__(self, "adapters", tuple(listed))
+        object.__setattr__(self, "scale", _strengths(self.scale, len(listed)))
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        checkpoint.refuse_part()
+        assert isinstance(self.adapters, tuple) and isinstance(self.scale, tuple)
+        base = _Base(checkpoint, self.only)
+        for opened, strength in zip(self.adapters, self.scale, strict=True):
+            try:
+                _Merging(base, read_adapter(opened), strength).run()
+            except CheckpointError as error:
+                raise error.at(path=opened.path) from None
+        return base.merged(self.adapters)
+
+
+def _strengths(given: Any, count: int) -> tuple[float, ...]:
+    """One number for each adapter."""
+    listed = given if isinstance(given, (list, tuple)) else (given,) * count
+    if not all(type(one) in (int, float) and math.isfinite(one) for one in listed):
+        raise OptionRefused(f"scale={given!r:.100} is not a finite number, or a list of such")
+    if len(listed) != count:
+        what = f"there are {count_text(len(listed), 'scale')} for {count_text(count, 'adapter')}"
+        raise OptionRefused(what)
+    return tuple(float(one) for one in listed)
+
+
+class _Base:
+    """The state dict that adapters are merged into: its tensors by their names without wrappers,
+    what becomes of them, and what is to be said of it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, only: str | None) -> None:
+        self._checkpoint = checkpoint
+        found = checkpoint.state_dict(only)
+        keys = map_keys(found.keys, STRIP, found.path, found.telling_keys, found.keys_beside)
+        self._nodes: dict[str, Node] = {}
+        self.tensors: dict[str, TensorRef] = {}
+        for name, node in zip(keys.new, found.values, strict=True):
+            if name is not None and (ref := tensor_of(node)) is not None:
+                self._nodes[name], self.tensors[name] = node, ref
+        self.codes = may_hold_codes(self.tensors.values())
+        self.added: dict[str, TensorRef] = {}
+        self.changes: dict[str, list[Change]] = {}
+        self.whole: dict[str, TensorRef] = {}
+        self.notes: list[str] = []
+
+    def weight(self, key: str, role_key: str) -> TensorRef:
+        """A weight of the base that something is added to."""
+        ref = self.whole.get(key, self.tensors[key])
+        if ref.dtype.name in MERGED_TYPES:
+            return ref
+        what = f"goes to {printable(key)}, which is {ref.dtype.name}"
+        hint = "add --dequantize" if ref.dtype.kind in ("int", "bits", "float") else None
+        raise RefusedObject(what, where=role_key, hint=hint)
+
+    def merged(self, adapters: Sequence[Checkpoint]) -> Checkpoint:
+        """The checkpoint with all that was noted."""
+        made = dict(self.whole)
+        for key, changes in self.changes.items():
+            made[key] = changed(self.whole.get(key, self.tensors[key]), changes, key)
+        stand_ins = self._stand_ins(made)
+        checkpoint = self._checkpoint
+        root = substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
+        gone = [self._nodes[key] for key in self.whole]
+        read = tuple(source for one in adapters for source in one.sources)
+        container = checkpoint.container
+        counted = all(one.container.names_storages for one in (checkpoint, *adapters))
+        return replace(
+            checkpoint,
+            root=root,
+            container=replace(container, names_storages=counted),
+            nbytes=checkpoint.nbytes + sum(one.nbytes for one in adapters),
+            sources=(*checkpoint.sources, *read),
+            notes=(*checkpoint.notes, *self.notes),
+            dropped=(*checkpoint.dropped, *gone, *(one.root for one in adapters)),
+            reread=None,
+        )
+
+    def _stand_ins(self, made: Mapping[str, TensorRef]) -> dict[int, Node]:
+        """What takes the places of nodes: tensors that have several names stay one."""
+        by_view: dict[object, tuple[str, TensorRef]] = {}
+        for key, ref in made.items():
+            view = view_identity(self.tensors[key])
+            if view in by_view:
+                what = f"is the same tensor as {by_view[view][0]}, and something is added to both"
+                raise KeyConflict(what, where=key, hint="merge into a base without tied tensors")
+            by_view[view] = key, ref
+        stand_ins: dict[int, Node] = {}
+        tied = []
+        for key, node in self._nodes.items():
+            found = by_view.get(view_identity(self.tensors[key]))
+            if found is None:
+                continue
+            if found[0] != key:
+                tied.append(key)
+            is_object = isinstance(node, TensorObject)
+            stand_ins[id(node)] = replace(node, tensor=found[1]) if is_object else found[1]
+        if tied:
+            listed = first_few(tied, 4)
+            self.notes.append(f"tied to what is merged, and merged with it: {listed}")
+        return stand_ins
+
+
+class _Merging:
+    """One adapter on its way into a base."""
+
+    def __init__(self, base: _Base, adapter: Adapter, strength: float) -> None:
+        self._base, self._adapter, self._strength = base, adapter, strength
+        self._told: Counter[str] = Counter()
+        self._owners: dict[str, str] = {}
+        self._across: dict[str, str] = {}
+        self._square: list[str] = []
+
+    def run(self) -> None:
+        """Note all changes of the base, or raise `CheckpointError`."""
+        adapter = self._adapter
+        key_of = {module: key for (module, _), key in reversed([*adapter.keys.items()])}
+        plain = {module: _without_levels(module) for module in adapter.modules}
+        names = [*dict.fromkeys(plain.values())]
+        first_keys = {plain[module]: key_of[module] for module in reversed([*plain])}
+        modules, notes = found_modules(names, self._base.tensors, first_keys)
+        self._replace_whole()
+        experts: dict[str, list[str]] = {}
+        for module, parts in adapter.modules.items():
+            target = modules[plain[module]]
+            if self._is_of_parameters(target, parts, key_of[module]):
+                experts.setdefault(target, []).append(module)
+            else:
+                self._merge(module, target, parts)
+        for target, levels in experts.items():
+            self._merge_parameters(target, levels)
+        self._refuse_unclear()
+        self._base.notes += [*self._notes(), *notes]
+
+    # ------------------------------------------------------------------ tensors as they are
+
+    def _replace_whole(self) -> None:
+        base, adapter = self._base, self._adapter
+        listed = next((config.whole_modules for config in adapter.configs.values()), ())
+        for name, ref in adapter.whole.items():
+            key = PEFT_PREFIX + name
+            if name not in base.tensors:
+                is_new = any(name == one or f".{one}." in f".{name}." for one in listed)
+                what = f"takes the place of {printable(name)}, which the base does not have"
+                hint = "the base needs it before: convert it with the model's own head"
+                raise KeyMismatch(what, where=key, hint=hint if is_new else None)
+            self._refuse_twice(name, key)
+            before = base.tensors[name]
+            if before.shape != ref.shape:
+                what = f"is {list(ref.shape)}, and {list(before.shape)} in the base"
+                raise KeyMismatch(what, where=key)
+            if not (before.dtype.is_floating and ref.dtype.is_floating):
+                what = f"is {ref.dtype.name}, and {before.dtype.name} in the base"
+                raise KeyMismatch(what, where=key, hint="add --dequantize")
+            base.whole[name] = kept_type(ref, before.dtype)
+            self._told[f"replaced: {_pattern_of(name)}"] += 1
+
+    def _refuse_twice(self, name: str, key: str) -> None:
+        if name in self._owners:
+            what = f"goes to {printable(name)}, and so does {printable(self._owners[name])}"
+            hint = "take the parts of one component first: ckptconv convert ADAPTER PART --include"
+            raise KeyConflict(what, where=key, hint=hint)
+        self._owners[name] = key
+
+    # ---------------------------------------------------------------------------- products
+
+    def _is_of_parameters(self, target: str, parts: Parts, key: str) -> bool:
+        """Whether the parts of a module are for parameters that have names of their own."""
+        has_weight = f"{target}.weight" in self._base.tensors
+        named = any(config.parameters for config in self._adapter.configs.values())
+        if has_weight or set(parts) - {"up", "down"} or not named:
+            return False
+        return bool(self._parameters(target))
+
+    def _parameters(self, target: str) -> dict[str, TensorRef]:
+        """The parameters of a module that the config names."""
+        wanted = {name for one in self._adapter.configs.values() for name in one.parameters}
+        found = {}
+        for key in self._base.tensors:
+            module, _, name = key.rpartition(".")
+            if module == target and any(f".{key}".endswith(f".{each}") for each in wanted):
+                found[name] = key
+        return {name: self._base.weight(key, key) for name, key in found.items()}
+
+    def _asked(self, module: str, weight: TensorRef) -> Asked:
+        adapter = self._adapter
+        parts = adapter.modules[module]
+        config, name = adapter.config_of(module)
+        keys = {role: adapter.keys[module, role] for role in parts}
+        return Asked(parts, weight, name, config, keys, self._strength)
+
+    def _merge_parameters(self, target: str, modules: Sequence[str]) -> None:
+        weights = self._parameters(target)
+        asked = [
+            replace(self._asked(module, next(iter(weights.values()))), name=target)
+            for module in modules
+        ]
+        for name, change in expert_changes(asked, weights).items():
+            key = f"{target}.{name}"
+            self._refuse_twice(key, self._adapter.keys[modules[0], "up"])
+            self._note(key, change, f"rank {change.term.rank}")
+
+    def _merge(self, module: str, target: str, parts: Parts) -> None:
+        first = self._adapter.keys[module, next(iter(parts))]
+        if not parts.keys() - {"alpha", "magnitude", "magnitude_of_any", "mid"}:
+            raise KeyMismatch("stands without the matrices that it belongs to", where=first)
+        own = {role: parts[role] for role in parts if role not in ("bias", "bias_diff", "weight")}
+        if own.keys() - {"alpha"}:
+            key = f"{target}.weight"
+            if key not in self._base.tensors:
+                raise self._missing(key, target, first)
+            self._refuse_twice(key, first)
+            asked = self._asked(module, self._base.weight(key, first))
+            change, what = self._change(asked)
+            self._note(key, self._with_magnitude(asked, change), what)
+        if "weight" in parts:
+            what = "replaces a weight (set_weight), which is not merged here"
+            raise RefusedObject(what, where=first)
+        for role in ("bias", "bias_diff"):
+            if role in parts:
+                self._merge_bias(module, target, role)
+
+    def _missing(self, key: str, target: str, first: str) -> CheckpointError:
+        """Why a module of the base has no weight that something could be added to."""
+        beside = [name for name in self._base.tensors if name.startswith(f"{target}.")]
+        if self._base.codes or any(name.endswith(_OF_CODES) for name in beside):
+            what = f"goes to {printable(target)}, whose weight is quantised in the base"
+            return RefusedObject(what, where=first, hint="add --dequantize")
+        what = f"goes to {printable(key)}, which the base does not have; it has "
+        return KeyMismatch(what + first_few(beside, 4), where=first)
+
+    def _change(self, asked: Asked) -> tuple[Change, str]:
+        parts = asked.parts
+        if "hada_w1_a" in parts:
+            return hadamard_change(asked), "LoHa"
+        if any(role.startswith("lokr_") for role in parts):
+            return kronecker_change(asked), "LoKr"
+        if "diff" in parts:
+            return whole_change(asked, parts["diff"], None, "diff"), "whole deltas"
+        if "embedding_down" in parts or "embedding_up" in parts:
+            return self._embedding(asked)
+        if not {"up", "down"} & parts.keys():
+            raise asked.refuse("stands without the matrices that it belongs to")
+        ways = orientations(asked)
+        if not ways:
+            raise misfit(asked)
+        is_across = ways[0]
+        key = next(iter(asked.keys.values()))
+        if len(ways) == 2:
+            is_across = asked.config.is_transposed
+            self._square.append(key)
+        elif is_across and not self._adapter.configs:
+            raise misfit(asked)
+        elif is_across != asked.config.is_transposed and len(asked.weight.shape) == 2:
+            self._across[key] = asked.name
+        change = linear_change(asked, across=is_across)
+        return change, f"rank {parts['down'].shape[0]}"
+
+    def _embedding(self, asked: Asked) -> tuple[Change, str]:
+        """The change of an embedding, whose matrices are those of the transposed weight."""
+        parts = {role.removeprefix("embedding_"): ref for role, ref in asked.parts.items()}
+        keys = {role.removeprefix("embedding_"): key for role, key in asked.keys.items()}
+        turned = replace(asked, parts=parts, keys=keys)
+        if True not in orientations(turned):
+            raise misfit(asked)
+        change = linear_change(turned, across=True)
+        return replace(change, is_rounded="magnitude" not in parts), f"rank {change.term.rank}"
+
+    def _with_magnitude(self, asked: Asked, change: Change) -> Change:
+        """The change of a weight whose rows have a length of their own (DoRA)."""
+        for role in ("magnitude", "magnitude_of_any"):
+            if role not in asked.parts:
+                continue
+            ref = asked.parts[role]
+            sizes = [size for size in ref.shape if size != 1] or [1]
+            if len(sizes) != 1 or not ref.dtype.is_floating:
+                raise misfit(asked)
+            return self._decomposed(asked, change, ref, sizes[0], role)
+        return change
+
+    def _decomposed(
+        self, asked: Asked, change: Change, ref: TensorRef, size: int, role: str
+    ) -> Change:
+        from ckptconv.tensors.views import in_order, reshaped  # seldom needed
+
+        shape = asked.weight.shape
+        epsilon = 0.0
+        if role == "magnitude":  # of peft: one for each output
+            is_turned = change.is_rounded or "embedding_down" in asked.parts
+            along = 1 if is_turned or asked.config.is_transposed else 0
+        else:  # of LyCORIS: the place of its one long dimension says it
+            along = next((at for at, each in enumerate(ref.shape) if each != 1), 0)
+            epsilon = _EPSILON[asked.weight.dtype.name]
+            if self._strength != 1:
+                what = "has a dora_scale, of which programs take a part in different ways"
+                raise RefusedObject(what, where=asked.keys[role], hint="leave --scale out")
+        if along >= len(shape) or size != shape[along]:
+            raise misfit(asked)
+        flat = reshaped(in_order(ref), (size,), asked.keys[role])
+        return replace(change, magnitude=flat, along=along, epsilon=epsilon, is_rounded=False)
+
+    def _merge_bias(self, module: str, target: str, role: str) -> None:
+        adapter, base = self._adapter, self._base
+        first, key = adapter.keys[module, role], f"{target}.bias"
+        if key not in base.tensors:
+            what = f"goes to {printable(key)}, which the base does not have"
+            raise KeyMismatch(what, where=first)
+        self._refuse_twice(key, first)
+        asked = self._asked(module, base.weight(key, first))
+        delta = asked.parts[role]
+        if role == "bias" and "down" in asked.parts:
+            strength = asked.scale(asked.parts["down"].shape[0])
+            asked = replace(asked, strength=strength)
+        asked = replace(asked, parts={"diff": delta}, keys={"diff": first})
+        self._note(key, whole_change(asked, delta, None, "diff"), "bias")
+
+    def _note(self, key: str, change: Change, what: str) -> None:
+        self._base.changes.setdefault(key, []).append(change)
+        what = f"{what}, DoRA" if change.magnitude is not None else what
+        self._told[f"{what}, scale {change.term.scale:.6g}: {_pattern_of(key)}"] += 1
+
+    def _refuse_unclear(self) -> None:
+        """Refuse square weights that the config says are one way round where others, that cannot
+        be square, are the other way.
+        """
+        if self._square and self._across:
+            name = next(iter(self._across.values()))
+            said = (
+                "true"
+                if self._adapter.configs
+                and next(iter(self._adapter.configs.values())).is_transposed
+                else "false"
+            )
+            what = f"is square, and fan_in_fan_out {said} is not so of {printable(name)}"
+            raise KeyMismatch(what, where=self._square[0], hint="correct adapter_config.json")
+
+    def _notes(self) -> Iterator[str]:
+        name = self._adapter.checkpoint.path.name
+        for told, count in self._told.items():
+            yield f"{name}: {count_text(count, 'tensor')} merged, {told}"
+
+
+_EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
+"""What LyCORIS adds to norms: the machine epsilon of the type of the weight."""
+
+_OF_CODES = (".qweight", ".weight_packed", ".qdata", ".quant_state", ".weight_scale", ".SCB")
+
+_LEVELS = re.compile(r"(?:\.base_layer)+$")
+
+
+def _without_levels(module: str) -> str:
+    """A module without the wrappers that peft puts around one with several parameters."""
+    return _LEVELS.sub("", module)
+
+
+def _pattern_of(key: str) -> str:
+    """A key with a star for each number, so that those of all layers read the same."""
+    return re.sub(r"(?<=[._])\d+(?=[._])", "*", printable(key))

@@ -1,0 +1,202 @@
+"""Adapters merged by ckptconv become what peft's own `merge_and_unload` makes of them: bit for bit
+in 16 bits, but for the norms of DoRA, and within the rounding of sums in float32.
+
+Models have odd sizes, and adapters random values in all of their matrices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckptconv import merge_lora_checkpoint
+
+pytestmark = [pytest.mark.families, pytest.mark.filterwarnings("ignore")]
+
+peft = pytest.importorskip("peft")
+
+Tensors = dict[str, torch.Tensor]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Net(nn.Module):
+    """A layer of each kind that LoRA is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(53, 40)
+        self.block = nn.ModuleDict(
+            {
+                "wide": nn.Linear(40, 333),
+                "narrow": nn.Linear(333, 7, bias=False),
+                "square": nn.Linear(129, 129),
+            }
+        )
+        self.conv = nn.Conv2d(9, 12, (3, 5))
+        self.point = nn.Conv2d(12, 10, 1)
+        self.line = nn.Conv1d(8, 6, 3)
+        self.head = nn.Linear(7, 5)
+        self.norm = nn.LayerNorm(5)
+
+
+class Experts(nn.Module):
+    """Weights of all experts in one parameter, as (experts, out, in)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 46, 21) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(4, 21, 23) * 0.1)
+
+
+class Turned(nn.Module):
+    """The same as (experts, in, out), as gpt-oss has them; the second one is square."""
+
+    is_transposed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 22, 46) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(3, 22, 22) * 0.1)
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"experts": experts()}) for _ in range(2)])
+        self.proj = nn.Linear(21, 33)
+
+
+def saved(folder: Path, made: Any, config: Any, dtype: torch.dtype) -> Tensors:
+    """Write a base and an adapter of random values; returns what peft makes of them."""
+    torch.manual_seed(3)
+    base = made().to(dtype)
+    state = {key: value.clone() for key, value in base.state_dict().items()}
+    save_file(state, folder / "base.safetensors")
+    model = peft.get_peft_model(base, config)
+    chance = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(word in name for word in ("lora_", "hada_", "lokr_")):
+                parameter.copy_(torch.randn(parameter.shape, generator=chance) * 0.2)
+            if "magnitude" in name:
+                parameter.copy_(torch.rand(parameter.shape, generator=chance) + 0.5)
+            if "modules_to_save" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=chance))
+    model.to(dtype)
+    model.save_pretrained(folder / "adapter")
+    again = made().to(dtype)
+    again.load_state_dict(state)
+    merged = peft.PeftModel.from_pretrained(again, folder / "adapter").merge_and_unload()
+    found: Tensors = merged.state_dict()
+    return found
+
+
+def ulps(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many numbers of their type two tensors of 16 bits are apart at most."""
+    integers = [each.contiguous().view(torch.int16).int() for each in (one, other)]
+    steps = [torch.where(each < 0, -32768 - each, each) for each in integers]
+    return int((steps[0] - steps[1]).abs().max())
+
+
+def check(folder: Path, expected: Tensors, most: int = 0, **options: Any) -> None:
+    """Merge, and compare: `most` is how far 16 bits may be apart. Sums of float32 may be in another
+    order: they are within a few units in the last place of the largest value.
+    """
+    out = folder / "merged.safetensors"
+    merge_lora_checkpoint(
+        folder / "base.safetensors", folder / "adapter", out, verify=True, **options
+    )
+    found = load_file(out)
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        made = found[key]
+        assert made.dtype is value.dtype and made.shape == value.shape
+        if value.dtype is torch.float32:
+            largest = value.abs().max() * torch.finfo(torch.float32).eps
+            assert (made - value).abs().max() <= 4 * largest, key
+        else:
+            assert ulps(made, value) <= most, key
+
+
+LINEAR = ("wide", "narrow", "square", "head")
+CASES = {
+    "linear": {"target_modules": [*LINEAR], "r": 16, "lora_alpha": 32},
+    "ranks": {
+        "target_modules": [*LINEAR],
+        "r": 4,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "rank_pattern": {"wide": 6, "^block.square": 9},
+        "alpha_pattern": {"block.*narrow": 3},
+    },
+    "convolutions": {"target_modules": ["conv", "point", "line", "wide"], "r": 5},
+    "embedding": {"target_modules": ["embed", "narrow"], "r": 7, "lora_alpha": 3},
+    "bias": {"target_modules": ["wide"], "r": 3, "bias": "lora_only"},
+    "all biases": {"target_modules": ["wide"], "r": 3, "bias": "all"},
+    "bias of the adapter": {"target_modules": ["wide", "head"], "r": 3, "lora_bias": True},
+    "modules to save": {"target_modules": ["wide"], "r": 3, "modules_to_save": ["head", "norm"]},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_lora(tmp_path, case, dtype):
+    check(tmp_path, saved(tmp_path, Net, peft.LoraConfig(**CASES[case]), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("targets", [["wide", "narrow"], ["conv", "line"], ["embed"]])
+def test_dora(tmp_path, targets, dtype):
+    config = peft.LoraConfig(target_modules=targets, r=4, use_dora=True)
+    expected = saved(tmp_path, Net, config, dtype)
+    check(tmp_path, expected, most=1)  # norms may be summed in another order
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("experts", [Experts, Turned])
+def test_experts(tmp_path, experts, dtype):
+    config = peft.LoraConfig(
+        target_modules=["proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        r=3,
+        lora_alpha=4,
+    )
+    check(tmp_path, saved(tmp_path, lambda: Mixture(experts), config, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_loha(tmp_path, is_flat, dtype):
+    config = peft.LoHaConfig(
+        target_modules=["wide", "conv", "point"], r=4, alpha=3, use_effective_conv2d=not is_flat,
+        init_weights=False,
+    )  # fmt: skip
+    check(tmp_path, saved(tmp_path, Net, config, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("both", [False, True])
+def test_lokr(tmp_path, both, dtype):
+    config = peft.LoKrConfig(
+        target_modules=["wide", "square", "conv", "point"], r=2, alpha=3, decompose_both=both,
+        use_effective_conv2d=both,
+    )  # fmt: skip
+    check(tmp_path, saved(tmp_path, Net, config, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpt2_whose_layers_are_transposed(tmp_path, dtype):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(n_layer=2, n_embd=24, n_head=2, vocab_size=50, n_positions=8)
+    config = peft.LoraConfig(target_modules=["c_attn", "c_proj", "c_fc"], r=4, fan_in_fan_out=True)
+
+    def made() -> nn.Module:
+        return GPT2LMHeadModel(sizes).transformer
+
+    check(tmp_path, saved(tmp_path, made, config, dtype))

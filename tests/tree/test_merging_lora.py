@@ -1,0 +1,349 @@
+"""Adapters merged into their base: the samples of peft, the names of every convention, and what is
+refused. `make families` holds random adapters against peft itself.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptconv import (
+    CheckpointError,
+    KeyConflict,
+    KeyMismatch,
+    MalformedCheckpoint,
+    MergeLora,
+    OptionRefused,
+    RefusedObject,
+    load_portable,
+    merge_lora_checkpoint,
+    open_checkpoint,
+)
+from helpers.paths import ROOT
+from helpers.program import run
+
+NUMBERS = ROOT.parent / "shared" / "numbers"
+PEFT = "base_model.model."
+
+
+@pytest.mark.skipif(not NUMBERS.is_dir(), reason="needs the samples of adapters")
+@pytest.mark.parametrize("name", ["bf16", "fp32", "rslora_fp16", "dora_fp32"])
+def test_the_samples_become_what_peft_made_of_them(name, tmp_path):
+    folder = NUMBERS / f"lora_{name}"
+    out = tmp_path / "out.safetensors"
+    merge_lora_checkpoint(folder / "base", folder, out, verify=True)
+    found, expected = load_file(out), load_file(folder / "merged.safetensors")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype is value.dtype
+        assert torch.equal(found[key], value), key
+
+
+@pytest.fixture
+def base(tmp_path):
+    torch.manual_seed(2)
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.randn(12, 8),
+        "model.layers.0.q_proj.bias": torch.randn(12),
+        "model.layers.10.square.weight": torch.randn(8, 8),
+        "model.conv.weight": torch.randn(6, 5, 3, 3),
+        "lm_head.weight": torch.randn(9, 8),
+    }
+    save_file(tensors, tmp_path / "base.safetensors")
+    return tmp_path, tensors
+
+
+def factors(start, ends=("lora_A.weight", "lora_B.weight"), sizes=(12, 8), rank=4):
+    """Both matrices for a linear layer of (out, in)."""
+    down, up = ends
+    return {
+        f"{start}.{down}": torch.randn(rank, sizes[1]),
+        f"{start}.{up}": torch.randn(sizes[0], rank),
+    }
+
+
+def of_peft(folder, tensors, **config):
+    path = folder / "adapter"
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}
+    (path / "adapter_config.json").write_text(json.dumps(told))
+    return path
+
+
+def of_file(folder, tensors):
+    save_file(tensors, folder / "adapter.safetensors")
+    return folder / "adapter.safetensors"
+
+
+def merged(folder, adapter, **options):
+    out = folder / "out.safetensors"
+    merge_lora_checkpoint(
+        folder / "base.safetensors", adapter, out, force=True, verify=True, **options
+    )
+    return load_file(out)
+
+
+KOHYA = ("lora_down.weight", "lora_up.weight")
+Q = "model.layers.0.q_proj"
+
+
+def product(tensors, scale=1.0):
+    down, up = tensors.values()
+    return scale * (up.flatten(1) @ down.flatten(1))
+
+
+def test_only_what_the_adapter_names_is_changed(base):
+    folder, tensors = base
+    given = factors(PEFT + Q)
+    found = merged(folder, of_peft(folder, given))
+    delta = found[f"{Q}.weight"] - tensors[f"{Q}.weight"]
+    assert torch.allclose(delta, product(given, 2.0), atol=1e-5)
+    assert all(
+        torch.equal(found[key], value) for key, value in tensors.items() if key != f"{Q}.weight"
+    )
+
+
+JOINED = "lora_unet_" + Q.replace(".", "_")
+CONVENTIONS = {
+    "kohya": (JOINED, KOHYA),
+    "lycoris": (JOINED.replace("lora_unet", "lycoris"), KOHYA),
+    "diffusers": ("unet." + Q, ("lora_A.weight", "lora_B.weight")),
+    "diffusers, old": ("unet." + Q, ("lora.down.weight", "lora.up.weight")),
+    "ComfyUI": ("diffusion_model." + Q, KOHYA),
+    "DiffSynth": (Q, ("lora_A.default.weight", "lora_B.default.weight")),
+    "LlamaModel": ("layers.0.q_proj", ("lora_A.weight", "lora_B.weight")),
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_names_of_each_convention_are_found(base, name):
+    folder, tensors = base
+    start, ends = CONVENTIONS[name]
+    given = factors(start, ends)
+    found = merged(folder, of_file(folder, given))
+    delta = found[f"{Q}.weight"] - tensors[f"{Q}.weight"]
+    assert torch.allclose(delta, product(given), atol=1e-5)
+    if name in ("kohya", "lycoris"):
+        with_alpha = given | {f"{start}.alpha": torch.tensor(1.0)}
+        found = merged(folder, of_file(folder, with_alpha))
+        delta = found[f"{Q}.weight"] - tensors[f"{Q}.weight"]
+        assert torch.allclose(delta, product(given, 0.25), atol=1e-5)
+
+
+def test_underscores_are_looked_up_and_not_taken_apart(tmp_path):
+    weights = {"a_b.c.weight": torch.zeros(3, 3), "a.b_c.weight": torch.ones(3, 3)}
+    save_file(weights, tmp_path / "base.safetensors")
+    given = factors("lora_unet_a_b_c", KOHYA, (3, 3))
+    with pytest.raises(KeyMismatch, match=r"may mean a\.b_c, a_b\.c"):
+        merged(tmp_path, of_file(tmp_path, given))
+
+
+def test_a_tucker_product_of_a_convolution(base):
+    folder, tensors = base
+    down, up, mid = torch.randn(4, 5, 1, 1), torch.randn(6, 4, 1, 1), torch.randn(4, 4, 3, 3)
+    start = "lora_unet_model_conv"
+    given = {
+        f"{start}.lora_down.weight": down, f"{start}.lora_up.weight": up,
+        f"{start}.lora_mid.weight": mid, f"{start}.alpha": torch.tensor(2.0),
+    }  # fmt: skip
+    found = merged(folder, of_file(folder, given))
+    delta = torch.einsum("pqkl,op,qi->oikl", mid, up[:, :, 0, 0], down[:, :, 0, 0]) / 2
+    expected = tensors["model.conv.weight"] + delta
+    assert torch.allclose(found["model.conv.weight"], expected, atol=1e-5)
+
+
+def test_whole_deltas(base):
+    folder, tensors = base
+    given = {
+        f"diffusion_model.{Q}.diff": torch.randn(12, 8),
+        f"diffusion_model.{Q}.diff_b": torch.randn(12),
+    }
+    found = merged(folder, of_file(folder, given), scale=0.5)
+    for key, delta in zip((f"{Q}.weight", f"{Q}.bias"), given.values(), strict=True):
+        assert torch.equal(found[key], tensors[key] + 0.5 * delta)
+
+
+def test_a_magnitude_of_lycoris_is_for_outputs_or_inputs_as_its_shape_says(base):
+    folder, tensors = base
+    weight = tensors[f"{Q}.weight"]
+    given = factors(JOINED, KOHYA)
+    whole = weight + product(given)
+    for dim, shape in ((1, (12, 1)), (0, (1, 8))):
+        scale = torch.rand(shape) + 0.5
+        found = merged(folder, of_file(folder, given | {f"{JOINED}.dora_scale": scale}))
+        norm = whole.norm(dim=dim, keepdim=True) + torch.finfo(torch.float32).eps
+        assert torch.allclose(found[f"{Q}.weight"], whole * scale / norm, atol=1e-5)
+
+
+def test_several_adapters_are_added_up(base):
+    folder, tensors = base
+    one, other = factors(PEFT + Q), factors(JOINED, KOHYA)
+    found = merged(folder, [of_peft(folder, one), of_file(folder, other)], scale=[0.5, 3])
+    delta = found[f"{Q}.weight"] - tensors[f"{Q}.weight"]
+    assert torch.allclose(delta, product(one, 1.0) + product(other, 3.0), atol=1e-4)
+
+
+def test_a_wrapped_base_and_tied_weights(tmp_path):
+    weight = torch.randn(12, 8)
+    tensors = {"module.embed.weight": weight, "module.lm_head.weight": weight}
+    torch.save(tensors, tmp_path / "base.pt")
+    given = factors(PEFT + "lm_head")
+    adapter = of_peft(tmp_path, given)
+    merge_lora_checkpoint(tmp_path / "base.pt", adapter, tmp_path / "out.pt", verify=True)
+    found = torch.load(tmp_path / "out.pt")
+    assert torch.allclose(found["lm_head.weight"], weight + product(given, 2.0), atol=1e-5)
+    assert found["embed.weight"].data_ptr() == found["lm_head.weight"].data_ptr()
+
+
+def test_modules_to_save_take_the_place_of_those_of_the_base(base):
+    folder, _ = base
+    head = torch.randn(9, 8)
+    given = factors(PEFT + Q) | {f"{PEFT}lm_head.weight": head}
+    found = merged(folder, of_peft(folder, given, modules_to_save=["lm_head"]))
+    assert torch.equal(found["lm_head.weight"], head)
+
+
+def test_it_is_an_edit_for_every_reader(base):
+    folder, _ = base
+    adapter = of_peft(folder, factors(PEFT + Q))
+    expected = merged(folder, adapter)
+    with open_checkpoint(adapter) as opened:
+        edits = [MergeLora(opened)]
+        loaded = load_portable(folder / "base.safetensors", edits=edits)
+        assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+
+
+def test_the_command_lists_what_was_merged(base):
+    folder, _ = base
+    of_peft(folder, factors(PEFT + Q) | factors(f"{PEFT}lm_head", sizes=(9, 8)))
+    done = run("merge-lora", "base.safetensors", "adapter", "out.safetensors", cwd=folder)
+    assert done.exit == 0
+    assert "1 tensor merged, rank 4, scale 2: model.layers.*.q_proj.weight" in done.err
+    assert "1 tensor merged, rank 4, scale 2: lm_head.weight" in done.err
+    done = run("merge-lora", "base.safetensors", "out.safetensors", cwd=folder)
+    assert done.exit == 2 and "there is no adapter" in done.err
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def test_a_part_that_finds_no_tensor(base):
+    folder, _ = base
+    given = factors(PEFT + Q) | factors(f"{PEFT}model.layers.7.q_proj")
+    with pytest.raises(KeyMismatch, match=r"layers\.7\.q_proj, which the base does not have"):
+        merged(folder, of_peft(folder, given))
+    assert not (folder / "out.safetensors").exists()
+
+
+NEEDED = {
+    "misfit": (factors(PEFT + Q, sizes=(12, 9)), {}, KeyMismatch, "do not fit the weight"),
+    "other rank": (factors(PEFT + Q), {"r": 3}, KeyMismatch, "rank 4, and the config .* says 3"),
+    "a lone A": (
+        {f"{PEFT}{Q}.lora_A.weight": torch.ones(4, 8)}, {}, MalformedCheckpoint, "has no up beside",
+    ),
+    "other halves": (
+        {**factors(PEFT + Q), f"{PEFT}{Q}.lora_B.weight": torch.ones(12, 5)}, {},
+        MalformedCheckpoint, "cannot be multiplied",
+    ),
+    "NaN": (
+        {**factors(Q, KOHYA), f"{Q}.alpha": torch.tensor(torch.nan)},
+        {}, MalformedCheckpoint, "is nan, and not a finite number",
+    ),
+    "infinite alpha": (factors(PEFT + Q), {"lora_alpha": 1e300}, MalformedCheckpoint, "lora_alpha"),
+    "no rank": (factors(PEFT + Q), {"r": True}, MalformedCheckpoint, "which is not a rank"),
+    "huge rank": (factors(PEFT + Q), {"r": 1 << 40}, MalformedCheckpoint, "which is not a rank"),
+    "vera": (factors(PEFT + Q), {"peft_type": "VERA"}, RefusedObject, "peft_type VERA"),
+    "pissa": (factors(PEFT + Q), {"init_lora_weights": "pissa"}, RefusedObject, "changes the base"),
+    "qalora": (factors(PEFT + Q), {"use_qalora": True}, RefusedObject, "not merged here"),
+    "pattern": (
+        factors(PEFT + Q), {"rank_pattern": {"(a+)+$": 4}}, RefusedObject, "is not matched here",
+    ),
+    "no pattern": (factors(PEFT + Q), {"rank_pattern": {"(": 4}}, RefusedObject, "not matched"),
+    "other keys": (
+        {**factors("unet." + Q), "unet.some.other": torch.ones(1)}, {},
+        RefusedObject, "is not a key of an adapter",
+    ),
+    "no adapter": ({"weight": torch.ones(1)}, {}, RefusedObject, "has no key of an adapter"),
+    "two adapters": (
+        factors(Q, ("lora_A.one.weight", "lora_B.one.weight"))
+        | factors("lm_head", ("lora_A.two.weight", "lora_B.two.weight"), (9, 8)),
+        {}, RefusedObject, "holds several adapters: one, two",
+    ),
+    "twice": (
+        factors("unet." + Q) | factors("transformer." + Q), {}, KeyConflict, "and so does",
+    ),
+    "bias": (
+        factors(PEFT + "lm_head", sizes=(9, 8)) | {f"{PEFT}lm_head.lora_B.bias": torch.ones(9)}, {},
+        KeyMismatch, r"lm_head\.bias, which the base does not have",
+    ),
+    "saved module": (
+        factors(PEFT + Q) | {f"{PEFT}score.weight": torch.ones(2, 8)}, {},
+        KeyMismatch, "takes the place of score.weight",
+    ),
+    "integers": (
+        {key: value.to(torch.int32) for key, value in factors(PEFT + Q).items()}, {},
+        MalformedCheckpoint, "no matrix",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_cannot_be_merged_is_refused_in_one_line(base, name):
+    folder, _ = base
+    given, config, error, words = NEEDED[name]
+    adapter = of_peft(folder, given, **config)
+    with pytest.raises(error, match=words):
+        merged(folder, adapter)
+    out = run("merge-lora", "base.safetensors", "adapter", "out.safetensors", cwd=folder)
+    assert out.exit == 1 and out.err.startswith("error: ") and out.err.count("\n") == 1
+
+
+def test_a_config_is_needed_and_has_to_be_one(base):
+    folder, _ = base
+    given = factors(PEFT + Q)
+    with pytest.raises(RefusedObject, match=r"needs adapter_config\.json"):
+        merged(folder, of_file(folder, given))
+    adapter = of_peft(folder, given)
+    (adapter / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="adapter_config"):
+        merged(folder, adapter)
+
+
+def test_a_square_weight_whose_orientation_the_config_denies(base):
+    folder, _ = base
+    given = factors(PEFT + Q, sizes=(8, 12)) | factors(
+        f"{PEFT}model.layers.10.square", sizes=(8, 8)
+    )
+    with pytest.raises(KeyMismatch, match="is square, and fan_in_fan_out false"):
+        merged(folder, of_peft(folder, given))
+
+
+def test_a_quantised_base_needs_dequantize(tmp_path):
+    codes = torch.randn(12, 8).to(torch.float8_e4m3fn)
+    tensors = {f"{Q}.weight": codes, f"{Q}.weight_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "base.safetensors")
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    given = factors(PEFT + Q)
+    adapter = of_peft(tmp_path, given)
+    with pytest.raises(RefusedObject, match=r"float8_e4m3fn.*add --dequantize"):
+        merged(tmp_path, adapter)
+    found = merged(tmp_path, adapter, dequantize=True, dtype="f32")
+    expected = codes.float() + product(given, 2.0)
+    assert torch.allclose(found[f"{Q}.weight"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["x", float("nan"), [1, 2], None, True, [1, float("inf")]])
+def test_a_scale_that_is_none(base, scale):
+    folder, _ = base
+    with pytest.raises(OptionRefused, match="scale"):
+        merged(folder, of_peft(folder, factors(PEFT + Q)), scale=scale)
+
+
+def test_adapters_have_to_be_open():
+    with pytest.raises(OptionRefused, match="are not open checkpoints"):
+        MergeLora("adapter")
