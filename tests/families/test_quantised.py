@@ -527,6 +527,117 @@ def test_floats_of_mlx(tmp_path, mode):
     check(tmp_path, tensors, expected, metadata={"format": "mlx"})
 
 
+# ---------------------------------------------------------------------------- ComfyUI and ModelOpt
+
+
+def of_comfyui(layout: str, codes: torch.Tensor, scale: torch.Tensor, **more: Any) -> torch.Tensor:
+    """By comfy-kitchen, in float32: in the type of the output it rounds scales first."""
+    from comfy_kitchen import tensor as layouts
+
+    with comfy_kitchen_on_cpu():
+        kind = getattr(layouts, layout)
+        params = kind.Params(
+            scale=scale, orig_dtype=torch.float32, orig_shape=tuple(codes.shape), **more
+        )
+        return kind.dequantize(codes, params)
+
+
+def comfy_kitchen_on_cpu() -> Any:
+    import comfy_kitchen
+
+    return comfy_kitchen.use_backend("eager")
+
+
+def check_comfyui(folder: Path, kind: str, tensors: Tensors, expected: torch.Tensor) -> None:
+    """Told by the metadata of the file, and by a tensor in each layer."""
+    layer = "model.diffusion_model.blocks.0.proj"
+    named = {f"{layer}.{name}": value for name, value in tensors.items()}
+    named[f"{layer}.bias"] = torch.randn(3)
+    wanted = {f"{layer}.weight": expected, f"{layer}.bias": named[f"{layer}.bias"]}
+    told = {"format": kind}
+    layers = {"layers": {layer.removeprefix("model.diffusion_model."): told}}
+    check(folder, named, wanted, metadata={"_quantization_metadata": json.dumps(layers)})
+    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    check(folder, named | {f"{layer}.comfy_quant": text}, wanted)
+
+
+@pytest.mark.parametrize("kind", [F8, torch.float8_e5m2])
+def test_fp8_of_comfyui(tmp_path, kind):
+    for shape in ((5, 7), (96, 64)):
+        codes, scale = octets(*shape).view(kind), scales(1).reshape(())
+        expected = of_comfyui("TensorCoreFP8Layout", codes, scale)
+        tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())}
+        check_comfyui(tmp_path, str(kind).removeprefix("torch."), tensors, expected)
+        old = {"a.weight": codes, "a.scale_weight": scale, "scaled_fp8": torch.zeros(0, dtype=kind)}
+        check(tmp_path, old, {"a.weight": expected})
+
+
+@pytest.mark.parametrize("rows", [1, 48, 33])
+def test_int8_of_comfyui(tmp_path, rows):
+    codes = octets(rows, 40).view(torch.int8)
+    for shape in ((), (rows, 1)):
+        scale = scales(*shape)
+        expected = of_comfyui("TensorWiseINT8Layout", codes, scale)
+        tensors = {"weight": codes, "weight_scale": scale}
+        check_comfyui(tmp_path, "int8_tensorwise", tensors, expected)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 80), (144, 208), (128, 64)])
+def test_nvfp4_of_comfyui(tmp_path, shape):
+    rows, columns = shape
+    tiles = -(-rows // 128) * 128, -(-columns // 64) * 4
+    for second in (1e-3, 3e8):
+        codes, scale = octets(rows, columns // 2), octets(*tiles).view(F8)
+        whole = torch.tensor(second)
+        expected = of_comfyui("TensorCoreNVFP4Layout", codes, whole, block_scale=scale)
+        tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": whole}
+        check_comfyui(tmp_path, "nvfp4", tensors, expected)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (96, 160), (160, 288)])
+def test_mxfp8_of_comfyui(tmp_path, shape):
+    rows, columns = shape
+    tiles = -(-rows // 128) * 128, -(-columns // 128) * 4
+    codes, scale = octets(*shape).view(F8), powers(*tiles).clamp(min=1)  # it reads 0 as 0
+    expected = of_comfyui("TensorCoreMXFP8Layout", codes, scale.view(torch.float8_e8m0fnu))
+    for stored in (scale, scale.view(torch.float8_e8m0fnu)):
+        check_comfyui(tmp_path, "mxfp8", {"weight": codes, "weight_scale": stored}, expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (1, 16), (130, 208), (3, 7, 64)])
+def test_nvfp4_of_modelopt(tmp_path, shape):
+    """But for the code of -0, which it reads as 0."""
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    nibbles = octets(*shape) & 15
+    nibbles[nibbles == 8] = 0
+    codes = (nibbles[..., ::2] | nibbles[..., 1::2] << 4).contiguous()
+    scale = octets(*shape[:-1], shape[-1] // 16).view(F8)
+    for second in (0.00123, 4e5):
+        whole = torch.tensor(second)
+        made = NVFP4QTensor(torch.Size(shape), torch.float32, codes)
+        block = {-1: 16}
+        value = made.dequantize(scale=scale, double_scale=whole, block_sizes=block)
+        tensors = {
+            "a.weight": codes,
+            "a.weight_scale": scale,
+            "a.weight_scale_2": whole,
+            "a.input_scale": torch.ones(()),
+        }
+        told = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        check(tmp_path, tensors, {"a.weight": value}, told)
+
+
+def test_fp8_of_modelopt(tmp_path):
+    from modelopt.torch.quantization.qtensor import FP8QTensor
+
+    codes, scale = octets(33, 48).view(F8), scales(1).reshape(())
+    value = FP8QTensor(torch.Size((33, 48)), torch.float32, codes).dequantize(scale=scale)
+    tensors = {"a.weight": codes, "a.weight_scale": scale, "a.input_scale": torch.ones(())}
+    told = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    check(tmp_path, tensors, {"a.weight": value}, told)
+
+
 # ------------------------------------------------------------------------------------ GPTQ and AWQ
 
 
