@@ -104,7 +104,8 @@ class Options(OptionWords):
     - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, ready `KeyRules`,
       or a function that gives each key its new name (None leaves it out). After them apply, in this
       order: `rules` (a file of rules or a mapping, several of them, or pairs like
-      ``("rename", "a.=b.")`` where another order is wanted; `reverse` undoes a mapping), `preset`,
+      ``("rename", "a.=b.")`` where another order is wanted, or tensor rules as in a file,
+      ``{"from": ..., "to": ..., "operations": [...]}``; `reverse` undoes a mapping), `preset`,
       `strip_prefix`, `rename` (``OLD=NEW``), `regex` (``PATTERN=>REPLACEMENT``), `add_prefix`,
       `include`, `exclude` (globs): each one text or a list of them, `rename` and `regex` also a
       dict or pairs of old and new.
@@ -233,7 +234,7 @@ class Options(OptionWords):
             raise OptionRefused(
                 "--reverse undoes a mapping, but there is none", hint="name it with --rules FILE"
             )
-        made: list[Rule | tuple[str, str]] = [*given.rules]
+        made: list[Rule | Mapping[str, Any] | tuple[str, str]] = [*given.rules]
         for item in listed:
             if _is_rule(item):
                 made.append(item)
@@ -285,8 +286,8 @@ def edits_of(
 
 
 def _is_rule(item: object) -> bool:
-    """Whether an item of `rules` is a rule in words, as (rule, value), and so no file."""
-    return (
+    """Whether an item of `rules` is a rule, maybe in words, as (rule, value), and so no file."""
+    return isinstance(item, (Rule, Mapping)) or (
         isinstance(item, (tuple, list))
         and len(item) == 2
         and all(type(word) is str for word in item)

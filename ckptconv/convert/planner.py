@@ -249,7 +249,12 @@ def _with_mapping(plan: ConversionPlan, named: str | os.PathLike[str] | None) ->
             path=path,
             hint="name another file",
         )
-    raw = mapping_text([item.mapped() for item in plan.state_dicts if item.mapped is not None])
+    mapped = [item.mapped() for item in plan.state_dicts if item.mapped is not None]
+    raw = mapping_text(mapped)
+    if lost := [key for item in mapped for key in item.lost()]:
+        verb = "does" if len(lost) == 1 else "do"
+        note = f"{some_text(lost)} {verb} not come back with --reverse: a part of it is left out"
+        plan = replace(plan, notes=(*plan.notes, note))
     return replace(plan, mapping=PlannedFile(path, one_item("mapping", raw), lambda: iter(())))
 
 

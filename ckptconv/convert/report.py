@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.convert.notes import is_codes
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from ckptconv.convert.edit import EditResult
     from ckptconv.convert.execute import ConversionResult
     from ckptconv.convert.plan import ConversionPlan
+    from ckptconv.tree.reshaping import MadeKeys
     from ckptconv.tree.settling import Skipped
 
 
 def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
     """What a plan changes, as rows."""
     yield from _key_lines(plan)
+    yield from _made_lines(plan)
     yield from _tensor_lines(plan)
     yield from _file_lines(plan)
     yield from _left_out_lines(plan)
@@ -42,6 +44,30 @@ def _key_lines(plan: ConversionPlan) -> Iterator[Row]:
             yield Row(
                 "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}"
             )
+
+
+def _made_lines(plan: ConversionPlan) -> Iterator[Row]:
+    """What tensor rules make, of each state dict in a line."""
+    for renamed in plan.state_dicts:
+        if renamed.made:
+            sources = len(renamed.consumed)
+            targets = sum(len(item.targets) for item in renamed.made)
+            first = renamed.made[0]
+            eg = f", e.g. {_made_text([first])}"
+            yield Row("tensors", f"{count_text(sources, 'key')} become {targets:,}{eg}")
+
+
+def _made_text(uses: Sequence[MadeKeys]) -> str:
+    """What uses of one rule make: so many tensors of so many, as the rule names them."""
+    first = uses[0]
+    before, after = (sum(item.counts[side] for item in uses) for side in (0, 1))
+    ours = list(getattr(first.rule, "source_texts", first.sources))
+    theirs = list(getattr(first.rule, "targets", first.targets))
+    how = getattr(first.rule, "operations_text", "")
+    return (
+        f"{before:,} × {first_few(ours, 2)} ({first.first[0]}) → "
+        f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})" + (how and f": {how}")
+    )
 
 
 def _tensor_lines(plan: ConversionPlan) -> Iterator[Row]:
@@ -175,14 +201,26 @@ def keys_table(plan: ConversionPlan) -> Iterator[str]:
             for old, new in (rows if len(rows) <= _ROWS else rows[: _ROWS - 1])
         ]
         width = max((len(old) for old, _ in shown), default=0)
-        if not rows:
+        if item.made:
+            yield f"tensors{where}:"
+            yield from (f"  {_made_text(uses)}" for uses in _by_rule(item.made))
+        if not rows and not item.made:
             continue
-        yield f"keys{where}:"
+        if rows:
+            yield f"keys{where}:"
         yield from (f"  {old.ljust(width)}  → {new}" for old, new in shown)
         if len(rows) > len(shown):
             yield f"  … {len(rows) - len(shown):,} more (--json lists all)"
-        if left := item.count - len(rows):
-            yield f"{count_text(left, 'key')}{where} untouched"
+        if item.untouched:
+            yield f"{count_text(item.untouched, 'key')}{where} untouched"
+
+
+def _by_rule(made: Iterable[MadeKeys]) -> Iterable[list[MadeKeys]]:
+    """The uses of each rule for tensors of one shape, in the order of the rules."""
+    found: dict[tuple[int, tuple[str, str]], list[MadeKeys]] = {}
+    for item in made:
+        found.setdefault((id(item.rule), item.first), []).append(item)
+    return found.values()
 
 
 _RATED_FROM = 10_000_000  # bytes; what is smaller is done before its rate means something
@@ -301,8 +339,8 @@ PLAN = Fields(
     locations=_changed("storages"),
     casts=_changed("tensors"),
     keys=Fields(
-        "path renamed=changed left_out filled untouched=.",
-        untouched=lambda item: item.count - len(item.changed) - len(item.left_out),
+        "path renamed=changed left_out filled made untouched",
+        made=Fields("rule=rule.words sources targets"),
     ),
     mapping=lambda mapping: None if mapping is None else str(mapping.path),
     files=lambda plan: [

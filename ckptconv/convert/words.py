@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 from ckptconv.formats.target_format import Target
 from ckptconv.support.choices import UNKNOWN, DeviceName, DTypeName, Pairs, Words
@@ -45,12 +45,16 @@ RULES = ("preset", "strip_prefix", "rename", "regex", "add_prefix", "include", "
 """The options that are key rules, in the order in which they apply."""
 
 
+_Rule: TypeAlias = "str | os.PathLike[str] | tuple[str, str] | Mapping[str, Any]"
+"""A file of rules, a rule as (option, value), or a tensor rule as it is written in a file."""
+
+
 class TensorWords(TypedDict, total=False):
     """Those of `OptionWords` that say which tensors of a checkpoint are wanted, under which names
     and in which type.
     """
 
-    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]]
+    rules: str | os.PathLike[str] | Sequence[_Rule]
     reverse: bool
     preset: Words
     strip_prefix: Words
@@ -93,7 +97,7 @@ class OptionWords:
         "keep them.",
         choices=("strip", "keep"),
     )
-    rules: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | tuple[str, str]] = _word(
+    rules: str | os.PathLike[str] | Sequence[_Rule] = _word(
         "Keys",
         (),
         "Apply the rules in a .json, .toml or .yaml file, or a mapping from --save-mapping.",

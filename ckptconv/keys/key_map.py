@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptconv.keys.mappings import Mapped
 from ckptconv.keys.module_paths import Followed, PathStep, path_step, path_step_by_name, reordered
@@ -24,6 +24,7 @@ from ckptconv.keys.rules import (
     Step,
     StripPrefix,
 )
+from ckptconv.keys.tensor_rules import tensor_rule
 from ckptconv.keys.wrappers import wrapper_steps
 from ckptconv.support.choices import (
     WRAPPERS,
@@ -99,11 +100,12 @@ class KeyRules:
     @classmethod
     def of(
         cls,
-        rules: Iterable[tuple[str, str] | Rule],
+        rules: Iterable[tuple[str, str] | Mapping[str, Any] | Rule],
         wrappers: Literal["strip", "module", "add-module", "keep"] = "strip",
     ) -> KeyRules:
-        r"""Rules in the words of the command line, as (option, value), or made ones; `KeyConflict`
-        for what is not a rule.
+        r"""Rules in the words of the command line, as (option, value), tensor rules in the words of
+        a file, as objects of ``from``, ``to`` and ``operations``, or made ones; `KeyConflict` for
+        what is not a rule.
 
         Globs that follow each other are one choice among the same keys.
 
@@ -114,7 +116,7 @@ class KeyRules:
         """
         made: list[Rule] = []
         for given in rules:
-            rule = given if isinstance(given, Rule) else parse_rule(*given)
+            rule = _rule(given)
             last = made[-1] if made else None
             if isinstance(rule, Select) and isinstance(last, Select):
                 made[-1] = Select(last.include + rule.include, last.exclude + rule.exclude)
@@ -144,6 +146,12 @@ class KeyRules:
 
 
 KeyRules.__init__ = spelling_checked(KeyRules.__init__)  # type: ignore[method-assign]
+
+
+def _rule(given: tuple[str, str] | Mapping[str, Any] | Rule) -> Rule:
+    if isinstance(given, Rule):
+        return given
+    return tensor_rule(given) if isinstance(given, Mapping) else parse_rule(*given)
 
 
 def parse_rule(word: str, text: str) -> Rule:

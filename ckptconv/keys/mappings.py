@@ -70,17 +70,22 @@ class MappedKeys:
         back: dict[str, str | None] = {
             new: old for old, new in self.keys.items() if new is not None
         }
-        rows, lost = self._reversed_tensors()
+        rows, lost, _ = self._reversed_tensors()
         keys = {**back, **dict.fromkeys(self.filled), **dict.fromkeys(lost)}
         order, places = tuple(self.modules), self.key_order
         return MappedKeys(self.path, keys, modules, order=order, tensors=rows, places=places)
 
-    def _reversed_tensors(self) -> tuple[tuple[MappedTensors, ...], list[str]]:
-        """The tensors undone, the last ones first, and the keys of those that cannot be: something
-        that was made with them was left out.
+    def lost(self) -> list[str]:
+        """The keys whose tensors do not come back: a part of what they became was left out."""
+        return self._reversed_tensors()[2]
+
+    def _reversed_tensors(self) -> tuple[tuple[MappedTensors, ...], list[str], list[str]]:
+        """The tensors undone, the last ones first; of those that cannot be, for something that was
+        made with them was left out, the keys of now and of before.
         """
         rows: list[MappedTensors] = []
         lost: list[str] = []
+        gone: list[str] = []
         missing: set[str | int | None] = {None}
         for row in reversed(self.tensors):
             if missing.isdisjoint(row.targets):
@@ -89,7 +94,8 @@ class MappedKeys:
                 continue
             missing.update(row.sources)
             lost += [target for target in row.targets if isinstance(target, str)]
-        return tuple(rows), lost
+            gone += [source for source in row.sources if isinstance(source, str)]
+        return tuple(rows), lost, gone
 
 
 def _named(targets: Sequence[str | int | None]) -> Iterator[str | int]:

@@ -33,7 +33,7 @@ from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import RULE_WORDS, KeyRules, parse_rule
 from ckptconv.keys.mappings import MOVES, Mapped, MappedKeys, MappedTensors
 from ckptconv.keys.rules import Regex, Rename, Rule
-from ckptconv.keys.tensor_rules import TensorRule
+from ckptconv.keys.tensor_rules import tensor_rule
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.errors import CheckpointError, KeyConflict, MissingDependency, printable
 from ckptconv.support.json_text import read_object, refuse_crowded
@@ -106,7 +106,10 @@ def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
     """The rules that one entry stands for: one, or one for each of its values."""
     rule = entry if isinstance(entry, dict) else {}
     if "from" in rule:
-        yield _tensor_rule(rule, line, path)
+        try:
+            yield tensor_rule(_written(rule))
+        except CheckpointError as error:
+            raise error.at(path=path, where=None if line is None else f"line {line}") from None
         return
     says_nothing = [
         values in ([], {}, None) or (isinstance(values, dict) and "" in values)
@@ -125,35 +128,6 @@ def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
     except CheckpointError as error:
         where = str(word) if line is None else f"line {line}: {word}"
         raise error.at(path=path, where=where) from None
-
-
-_OF_TENSORS = ("from", "to", "operations", "optional")
-
-
-def _tensor_rule(entry: dict[Any, Any], line: int | None, path: PurePath) -> TensorRule:
-    """A tensor rule: an object of its sources, targets and operations."""
-    try:
-        if unknown := [name for name in entry if name not in _OF_TENSORS]:
-            what = f"a tensor rule has no '{printable(unknown[0])}'"
-            raise KeyConflict(what, hint=f"it has {', '.join(_OF_TENSORS)}")
-        given = {name: _written(value) for name, value in entry.items()}
-        sources, targets = _texts(given, "from"), _texts(given, "to")
-        operations = given.get("operations", [])
-        optional = given.get("optional", False)
-        if type(optional) is not bool:
-            raise KeyConflict("optional is true or false")
-        listed = operations if isinstance(operations, list) else [operations]
-        return TensorRule.of(sources, targets, listed, optional=optional)
-    except CheckpointError as error:
-        raise error.at(path=path, where=None if line is None else f"line {line}") from None
-
-
-def _texts(entry: dict[str, Any], name: str) -> list[str]:
-    value = entry.get(name, [])
-    texts = value if isinstance(value, list) else [value]
-    if not _are_texts(texts):
-        raise KeyConflict(f"'{name}' is not a pattern of keys, nor a list of them")
-    return texts
 
 
 def _written(value: Any) -> Any:

@@ -383,8 +383,18 @@ class TensorRule(Rule):
 
     @property
     def words(self) -> str:
-        sources = first_few([_text(source) for source in self.sources], 2)
+        sources = first_few(list(self.source_texts), 2)
         return f"the tensor rule {sources} → {first_few(list(self.targets), 2) or 'nothing'}"
+
+    @property
+    def source_texts(self) -> tuple[str, ...]:
+        """The sources as they are told."""
+        return tuple(map(_text, self.sources))
+
+    @property
+    def operations_text(self) -> str:
+        """The operations as they are told."""
+        return ", ".join(item.words for item in self.operations)
 
     @property
     def leaves_out(self) -> bool:
@@ -398,7 +408,7 @@ class TensorRule(Rule):
 
     def is_for(self, key: str) -> bool:
         """Whether a key is one of its sources."""
-        return _met(self.sources, key) is not None
+        return bool(_met(self.sources, key))
 
     @property
     def needs_config(self) -> bool:
@@ -436,19 +446,37 @@ class TensorRule(Rule):
         found: dict[tuple[str, ...], dict[tuple[int, tuple[str, ...]], str]] = {}
         order = sorted(shared)
         for key in keys:
-            if (met := _met(self.sources, key)) is None:
+            if not (met := _met(self.sources, key)):
                 continue
-            at, values = met
+            if len(met) > 1:
+                names = " and ".join(self.source_texts[at] for at, _ in met[:2])
+                what = f"{self.words}: it is both {printable(names)}"
+                raise KeyConflict(what, where=key, hint="make one of the patterns narrower")
+            [(at, values)] = met
             members = found.setdefault(tuple(values[name] for name in order), {})
             member = at, tuple(values[name] for name in joined)
             if member in members:
                 what = f"and '{printable(members[member])}' are one to {self.words}"
                 raise KeyConflict(what, where=key, hint="make its pattern narrower")
             members[member] = key
-        return [
+        groups = [
             self._group(dict(zip(order, values, strict=True)), joined, members)
             for values, members in found.items()
         ]
+        self._refuse_other_counts(groups)
+        return groups
+
+    def _refuse_other_counts(self, groups: Sequence[Group]) -> None:
+        """Refuse groups of other sizes than the first: the last ones of a set may be missing."""
+        for group in groups[1:]:
+            for (name, ours), (_, theirs) in zip(groups[0].axes, group.axes, strict=True):
+                if len(ours) != len(theirs):
+                    raise KeyMismatch(
+                        f"{self.words} joins {len(theirs)} of {{{name}}} here, and {len(ours)} of "
+                        f"them at '{printable(groups[0].keys[0])}'",
+                        where=group.keys[0],
+                        hint="some are missing, or each of the two needs a rule of its own",
+                    )
 
     def _shared(self) -> frozenset[str]:
         own = variables_of(self.sources[0])
@@ -500,7 +528,7 @@ class TensorRule(Rule):
             odd = next(text for text in sorted(numbers) if not text.isdigit())
             what = f"{self.words} joins over {{{name}}}, which is '{printable(odd)}', not a number"
             raise KeyConflict(what, where=example)
-        ordered = sorted(numbers, key=int)
+        ordered = sorted(numbers, key=lambda text: (int(text), text))
         for place, text in enumerate(ordered):
             if int(text) != place:
                 are = "two spellings of one number" if place and int(text) < place else "a hole"
@@ -518,12 +546,10 @@ def _text(pattern: Pattern) -> str:
     return pattern if isinstance(pattern, str) else pattern.pattern
 
 
-def _met(sources: Sequence[Pattern], key: str) -> tuple[int, dict[str, str]] | None:
-    """The first source that a key is one of, by its number, and the values of its variables."""
-    for at, source in enumerate(sources):
-        if (values := matched(source, key)) is not None:
-            return at, values
-    return None
+def _met(sources: Sequence[Pattern], key: str) -> list[tuple[int, dict[str, str]]]:
+    """The sources that a key is one of, by their numbers, with the values of their variables."""
+    found = ((at, matched(source, key)) for at, source in enumerate(sources))
+    return [(at, values) for at, values in found if values is not None]
 
 
 def _same_variables(patterns: Sequence[Pattern], what: str) -> frozenset[str]:
@@ -556,6 +582,34 @@ def operation(given: Operation | str | Mapping[str, Any]) -> Operation:
         return Operation.of(str(word), value)
     what = f"{given!r:.100} is not an operation"
     raise KeyConflict(what, hint='write it as {"stack": 0}, or {"split": {"dim": 0, "parts": 3}}')
+
+
+_OF_A_RULE = ("from", "to", "operations", "optional")
+
+
+def tensor_rule(entry: Mapping[str, Any]) -> TensorRule:
+    """A rule in the words of a file: an object of its sources, targets and operations.
+
+    >>> tensor_rule({"from": "a.{n}.w", "to": "a.w", "operations": ["stack 0"]}).words
+    'the tensor rule a.{n}.w → a.w'
+    """
+    if unknown := [name for name in entry if name not in _OF_A_RULE]:
+        what = f"a tensor rule has no '{printable(unknown[0])}'"
+        raise KeyConflict(what, hint=f"it has {', '.join(_OF_A_RULE)}")
+    operations, optional = entry.get("operations", []), entry.get("optional", False)
+    if type(optional) is not bool:
+        raise KeyConflict(f"optional is true or false, not {optional!r:.50}")
+    listed = operations if isinstance(operations, (list, tuple)) else [operations]
+    sources, targets = _texts_of(entry, "from"), _texts_of(entry, "to")
+    return TensorRule.of(sources, targets, listed, optional=optional)
+
+
+def _texts_of(entry: Mapping[str, Any], name: str) -> list[Any]:
+    value = entry.get(name, [])
+    listed = [*value] if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(item, (str, re.Pattern)) for item in listed):
+        raise KeyConflict(f"'{name}' is not a pattern of keys, nor a list of them")
+    return listed
 
 
 # ----------------------------------------------------------------- what operations do to a list

@@ -64,7 +64,10 @@ def _runs(refs: Sequence[TensorRef], count: int, what: str) -> Iterator[Sequence
         run = refs[first : first + count]
         if len({ref.dtype for ref in run}) > 1:
             names = " and ".join(dict.fromkeys(ref.dtype.name for ref in run))
-            raise KeyMismatch(f"{names} cannot be put into one tensor", hint="--cast makes one")
+            raise KeyMismatch(
+                f"{names} cannot be put into one tensor",
+                hint="give them one dtype in a conversion before",
+            )
         if len({(ref.conj, ref.neg, ref.storage.big_endian) for ref in run}) > 1:
             raise RefusedObject(
                 "tensors that differ in byte order or in their conj and neg bits cannot be put "

@@ -64,11 +64,13 @@ class Made(NamedTuple):
 
 
 class MadeKeys(NamedTuple):
-    """What is told of tensors that a rule made: of so many, with the keys `targets` in the output;
-    the types and shapes of the first ones before and after.
+    """What is told of the tensors that one use of a rule made: how many of how many, which keys of
+    the checkpoint these are and which ones of the output (not those that are neither), the types
+    and shapes of the first ones before and after.
     """
 
     rule: Rule
+    counts: tuple[int, int]
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     first: tuple[str, str]
@@ -100,7 +102,9 @@ class Reshaped:
         fates = self.fates(names)
         for item in self.made:
             targets = tuple(new for at in item.numbers if (new := fates.get(at)) is not None)
-            yield MadeKeys(item.rule, tuple(map(str, item.origins)), targets, item.first)
+            sources = tuple(origin for origin in item.origins if isinstance(origin, str))
+            counts = len(item.origins), len(item.numbers)
+            yield MadeKeys(item.rule, counts, sources, targets, item.first)
 
     def mapped(self, plain: MappedKeys) -> MappedKeys:
         """The mapping of all, of that of the keys behind the last tensor rule."""

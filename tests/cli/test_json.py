@@ -236,6 +236,8 @@ def test_convert_prints_what_the_page_says(room):
         },
         room / "like.pt",
     )
+    turned = {"from": "fc.weight", "to": "fc.turned", "operations": [{"transpose": [0, -1]}]}
+    (room / "turned.json").write_text(json.dumps([turned]))
     found = [
         document(
             "convert",
@@ -267,6 +269,7 @@ def test_convert_prints_what_the_page_says(room):
             "features.=f.",
             cwd=room,
         ),
+        document("convert", "rich.pt", "turned.pt", "--rules", "turned.json", cwd=room),
         document("convert", "hf", "hf_out", "--with-files", cwd=room),
         document("convert", "two_names.pt", "tied.safetensors", cwd=room),
         document("convert", "namespace_train.pt", "plain.pt", cwd=room),
