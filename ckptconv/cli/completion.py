@@ -104,7 +104,14 @@ def _tags_there(ctx: click.Context, incomplete: str) -> Iterator[str]:
         yield from (f"{tag}=" for tag in sorted({piece.storage.location for piece in pieces}))
 
 
+def _presets(*_: object) -> Iterator[str]:
+    from ckptconv.keys.presets import preset_names
+
+    yield from preset_names()
+
+
 offer_dtypes = _offering(lambda *_: iter(CHOICES))
+offer_presets = _offering(_presets)
 offer_devices = _offering(lambda *_: iter(_TAGS))
 offer_map_locations = _offering(_tags_there)
 offer_parts, offer_parts_of_b = _offering(_parts(0)), _offering(_parts(1))

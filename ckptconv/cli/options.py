@@ -16,6 +16,7 @@ from ckptconv.cli.completion import (
     offer_dtypes,
     offer_map_locations,
     offer_parts,
+    offer_presets,
     offer_steps,
 )
 from ckptconv.cli.paths import FILE, NEW_FILE, OUTPUT
@@ -60,6 +61,7 @@ _OFFERS: dict[str, Any] = {
     "dtype": offer_dtypes,
     "drop": offer_parts,
     "only": offer_parts,
+    "preset": offer_presets,
 }
 
 

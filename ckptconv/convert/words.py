@@ -107,9 +107,10 @@ class OptionWords:
     preset: Words = _word(
         "Keys",
         (),
-        f"Remove what a framework added to the keys: {', '.join(PRESETS)}.",
+        f"Remove what a framework added to the keys: {', '.join(PRESETS)}; or give the tensors "
+        "another program's layout: transformers-v5, transformers-original, and those of ckptconv "
+        "help layouts.",
         "NAME",
-        choices=PRESETS,
     )
     strip_prefix: Words = _word(
         "Keys", (), "Remove this from every key that starts with it.", "PREFIX"

@@ -1,9 +1,15 @@
-"""The rules of frameworks, by name."""
+"""The rules of frameworks, by name.
+
+What a framework puts around keys is told by rules for keys alone. The layout of the tensors in
+another program takes tensor rules, and often numbers of the model: `Preset.with_config` makes them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptconv.keys.rules import DropSegment, Rule, Select, Step, StripPrefix
 from ckptconv.support.errors import KeyConflict, printable
@@ -41,34 +47,106 @@ def told_preset(keys: Sequence[str]) -> str | None:
     return None
 
 
+_TO_TRANSFORMERS = ("transformers-v5", "transformers-original")
+_BACK = "to-"
+
+
+def preset_names() -> list[str]:
+    """The names of all presets, without what may stand behind a colon."""
+    from ckptconv.keys.framework_layouts import LAYOUTS
+
+    return [*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS, *(_BACK + name for name in LAYOUTS)]
+
+
 @dataclass(frozen=True, slots=True)
 class Preset(Rule):
-    """The rules of `PRESETS[name]`, of which one must meet a key; `KeyConflict` when there is no
-    such preset.
+    """The rules of `PRESETS[name]`, of which one must meet a key; or those of a layout.
+
+    A layout is ``transformers-v5`` or ``transformers-original``, of the model type or class that
+    may stand behind a colon, or one of `framework_layouts.LAYOUTS`, ``to-`` before it for the way
+    back, the numbers of heads behind a colon. What does not stand there comes from the model's
+    config: `with_config` settles the rules. Raises `KeyConflict` when there is no such preset.
+
+    >>> Preset("megatron-qkv:32,8").needs_config
+    True
     """
 
     name: str
+    settled: tuple[Rule, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.name not in PRESETS:
-            what = f"there is no preset '{printable(self.name)}'"
-            raise KeyConflict(what, hint=f"there are {', '.join(PRESETS)}")
+            self._layout()
 
     @property
     def words(self) -> str:
-        return f"--preset {self.name}"
+        return f"--preset {printable(self.name)}"
 
     @property
     def leaves_out(self) -> bool:
-        return any(part.leaves_out for part in PRESETS[self.name])
+        return any(part.leaves_out for part in self.parts)
 
     @property
     def parts(self) -> Sequence[Rule]:
-        return PRESETS[self.name]
+        return PRESETS.get(self.name, ()) if self.settled is None else self.settled
+
+    @property
+    def needs_config(self) -> bool:
+        return self.settled is None and self.name not in PRESETS
+
+    def with_config(self, config: Mapping[str, Any]) -> Preset:
+        head, argument = self._layout()
+        if head in _TO_TRANSFORMERS:
+            from ckptconv.keys.transformers_layouts import layout_rules as of_transformers
+
+            is_back = head == "transformers-original"
+            rules = of_transformers(argument or None, config, back=is_back)
+        else:
+            from ckptconv.keys.framework_layouts import LAYOUTS, layout_rules
+
+            name = head.removeprefix(_BACK)
+            heads = self._heads(argument, config) if LAYOUTS[name].needs_heads else None
+            rules = layout_rules(name, heads, back=head != name)
+        return replace(self, settled=rules)
+
+    def _layout(self) -> tuple[str, str]:
+        """The name of the layout and what stands behind the colon."""
+        from ckptconv.keys.framework_layouts import LAYOUTS
+
+        head, _, argument = self.name.partition(":")
+        if head in _TO_TRANSFORMERS:
+            return head, argument
+        if head.removeprefix(_BACK) not in LAYOUTS:
+            what = f"there is no preset '{printable(self.name)}'"
+            listed = ", ".join((*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS))
+            raise KeyConflict(what, hint=f"there are {listed}, and to-NAME of a layout")
+        if argument and not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})?", argument):
+            what = f"'{printable(argument)}' are not numbers of heads"
+            raise KeyConflict(what, where=self.words, hint=f"write {head}:HEADS,KV_HEADS")
+        return head, argument
+
+    def _heads(self, argument: str, config: Mapping[str, Any]) -> Any:
+        """The numbers of heads, which stand in the name or in the config of the model."""
+        from ckptconv.keys.framework_layouts import Heads
+
+        head = self.name.partition(":")[0]
+        asked = f"write it as --preset {head}:HEADS,KV_HEADS"
+        if argument:
+            given = [int(text) for text in argument.split(",")]
+            if len(given) == 1 and head.removeprefix(_BACK) != "gpt-neox":
+                what = f"{self.words} needs the heads of keys and values too"
+                raise KeyConflict(what, hint=asked)
+            return Heads(given[0], given[-1])
+        queries = _number(config, _QUERIES)
+        if queries is None:
+            what = f"{self.words} needs the numbers of heads, and no config.json says them"
+            raise KeyConflict(what, hint=f"put config.json beside the checkpoint, or {asked}")
+        # without a number of their own keys and values have as many: transformers and Meta alike
+        return Heads(queries, _number(config, _KEYS) or queries)
 
     def step(self, keys: Sequence[str]) -> Step:
         steps = []
-        for part in PRESETS[self.name]:
+        for part in self.parts:
             steps.append(part.step(keys))
             keys = [after for key in keys if (after := steps[-1](key)) is not None]
 
@@ -81,7 +159,21 @@ class Preset(Rule):
         return through
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return (self.words,) if all(part.idle(keys) for part in PRESETS[self.name]) else ()
+        return (self.words,) if all(part.idle(keys) for part in self.parts) else ()
 
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
-        return any(part.is_done_by(wrappers) for part in PRESETS[self.name])
+        return any(part.is_done_by(wrappers) for part in self.parts)
+
+
+_QUERIES = ("num_attention_heads", "n_heads")
+_KEYS = ("num_key_value_heads", "n_kv_heads")
+"""The names of numbers of heads in ``config.json``, and in Meta's ``params.json``."""
+
+
+def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        for name in names:
+            if type(found := part.get(name)) is int and found > 0:
+                return found
+    return None

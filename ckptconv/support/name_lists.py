@@ -1,11 +1,21 @@
-"""Lists of names that lie beside a module as a text: what is plain, dangerous, or computes.
+"""Data that lie beside a module: lists of names (what is plain, dangerous, or computes) as a text,
+rules as JSON.
 
-They are data: long, sorted out by somebody else (Python, torch, numpy), and read as they stand.
+They are long, sorted out by somebody else (Python, torch, numpy), and read as they stand.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+
+def data_beside(module_file: str, name: str) -> dict[str, Any]:
+    """The JSON object in the file of this name in the folder of a module."""
+    text = Path(module_file).with_name(name).read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def names_beside(module_file: str) -> dict[str, list[str]]:

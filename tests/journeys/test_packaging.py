@@ -115,8 +115,9 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.py")}
     pages = {f"ckptconv/docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     web = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv/pages/web").iterdir()}
-    lists = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv").rglob("*.txt")}
-    assert len(lists) == 3
+    data = [*(ROOT / "ckptconv").rglob("*.txt"), *(ROOT / "ckptconv/keys").glob("*.json")]
+    lists = {path.relative_to(ROOT).as_posix() for path in data}
+    assert len(lists) == 4
     assert names == modules | pages | web | lists | {"ckptconv/py.typed"}
 
 

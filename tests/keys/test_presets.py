@@ -1,0 +1,238 @@
+"""Presets that are layouts: the samples that transformers wrote in both, and what is refused.
+
+tests/families holds them against transformers, torchtune and others themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptconv import KeyRules, convert_checkpoint, load_portable
+from ckptconv.keys.framework_layouts import LAYOUTS
+from ckptconv.keys.presets import Preset, preset_names
+from ckptconv.keys.transformers_layouts import scopes
+from ckptconv.support.errors import KeyConflict
+from helpers.paths import NUMBERS
+
+FAMILIES = ("deepseek_v3", "gpt_neox", "llama", "mixtral", "phi3", "qwen3_moe")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return set(one) == set(other) and all(
+        one[key].dtype is other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+def layout(family: str, which: str) -> Path:
+    return NUMBERS / f"rules_{family}_{which}" / "model.safetensors"
+
+
+# ------------------------------------------------------------------------------------ transformers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("before", "after"), [("original", "v5"), ("v5", "original")])
+def test_the_layouts_of_transformers_become_each_other(family, before, after, tmp_path):
+    out = tmp_path / "out.safetensors"
+    convert_checkpoint(layout(family, before), out, preset=f"transformers-{after}", verify=True)
+    assert same(load_file(out), load_file(layout(family, after)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_in_the_layout_of_version_5_stays_as_it_is(family):
+    found = load_portable(layout(family, "v5"), keys=KeyRules.of([("preset", "transformers-v5")]))
+    assert same(dict(found), load_file(layout(family, "v5")))
+
+
+def test_a_second_way_back_is_refused_where_it_would_change_names():
+    back = KeyRules.of([("preset", "transformers-original")])
+    with pytest.raises(KeyConflict, match="is not a name of transformers 5, which calls it"):
+        load_portable(layout("mixtral", "original"), keys=back)
+
+
+def test_the_model_type_may_stand_behind_the_preset(tmp_path):
+    alone = tmp_path / "alone.safetensors"
+    shutil.copy(layout("mixtral", "original"), alone)
+    with pytest.raises(KeyConflict, match=r"no config\.json says which one .*v5:mixtral"):
+        load_portable(alone, keys=KeyRules.of([("preset", "transformers-v5")]))
+    found = load_portable(alone, keys=KeyRules.of([("preset", "transformers-v5:mixtral")]))
+    assert same(dict(found), load_file(layout("mixtral", "v5")))
+
+
+def test_an_expert_that_is_missing_is_an_error(tmp_path):
+    tensors = load_file(layout("mixtral", "original"))
+    del tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
+    save_file(tensors, tmp_path / "holed.safetensors")
+    with pytest.raises(Exception, match=r"experts"):
+        convert_checkpoint(
+            tmp_path / "holed.safetensors",
+            tmp_path / "out.safetensors",
+            preset="transformers-v5:mixtral",
+        )
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("transformers-v5:horovod", {}, "has no model type 'horovod'"),
+        ("transformers-v5", {"model_type": "no_such_model"}, "has no model type 'no_such_model'"),
+        ("transformers-v5", {"model_type": "vit"}, "depends on the class of the model"),
+        ("transformers-v5", {"architectures": [7], "model_type": 5}, "says which one it is"),
+        (
+            "transformers-v5",
+            {"model_type": "llama", "vision_config": {"model_type": "clip_vision_model"}},
+            "which parts of 'llama' have the layout of 'clip_vision_model' is not known",
+        ),
+        (
+            "transformers-original",
+            {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"},
+            "config.json has no linear_num_key_heads",
+        ),
+        ("meta-llama", {}, "needs the numbers of heads, and no config.json says them"),
+        ("meta-llama:32", {}, "needs the heads of keys and values too"),
+        ("meta-llama:many", {}, "'many' are not numbers of heads"),
+        ("megatron-qkv:12,5", {}, "12 heads cannot be in 5 groups"),
+        ("horovod", {}, "there is no preset 'horovod'"),
+        ("ddp:3", {}, "there is no preset 'ddp:3'"),
+    ],
+)
+def test_what_is_not_known_is_refused(name, config, message):
+    with pytest.raises(KeyConflict, match=message):
+        Preset(name).with_config(config)
+
+
+def test_a_part_of_a_model_has_the_rules_of_its_own_type():
+    parts = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": {"model_type": "mixtral"},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    }
+    found = [(scope.entry, scope.below) for scope in scopes(parts)]
+    assert found == [
+        ("llava", ("",)),
+        ("LlavaModel", ("model.", "")),
+        ("SiglipVisionModel", ("model.vision_tower.", "vision_tower.")),
+        ("mixtral", ("model.language_model.", "language_model.")),
+    ]
+
+
+# ---------------------------------------------------------------------------------- other programs
+
+HEADS, GROUPS, DIM, HIDDEN = 6, 2, 4, 10
+
+
+def qkv(bias: bool = False) -> dict[str, torch.Tensor]:
+    shape = (DIM,) if bias else (DIM, HIDDEN)
+    return {
+        "q": torch.randn(HEADS, *shape),
+        "k": torch.randn(GROUPS, *shape),
+        "v": torch.randn(GROUPS, *shape),
+    }
+
+
+def by_name(parts: dict[str, torch.Tensor], kind: str, before: str) -> dict[str, torch.Tensor]:
+    return {f"{before}{name}_proj.{kind}": part.flatten(0, 1) for name, part in parts.items()}
+
+
+def convert(tensors: dict[str, torch.Tensor], preset: str, folder: Path, **config: int):
+    """The tensors as the preset makes them; of those of the way back they are the same again."""
+    source, out, again = (folder / f"{name}.safetensors" for name in ("source", "out", "again"))
+    for path in (source, out, again):
+        path.unlink(missing_ok=True)
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    save_file({key: value.contiguous() for key, value in tensors.items()}, source)
+    convert_checkpoint(source, out, preset=preset, verify=True)
+    other = preset.removeprefix("to-") if preset.startswith("to-") else f"to-{preset}"
+    convert_checkpoint(out, again, preset=other, verify=True)
+    assert same(load_file(again), tensors)
+    return load_file(out)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_rows_of_q_k_and_v_by_group(kind, tmp_path):
+    parts = qkv(kind == "bias")
+    groups = [
+        torch.cat([parts["q"][3 * at : 3 * at + 3], parts["k"][at : at + 1], parts["v"][at:][:1]])
+        for at in range(GROUPS)
+    ]
+    before = "decoder.layers.0.self_attention."
+    tensors = {f"{before}linear_qkv.{kind}": torch.cat(groups).flatten(0, 1)}
+    found = convert(tensors, f"megatron-qkv:{HEADS},{GROUPS}", tmp_path)
+    assert same(found, by_name(parts, kind, before))
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_rows_of_q_k_and_v_by_head(kind, tmp_path):
+    shape = (DIM,) if kind == "bias" else (DIM, HIDDEN)
+    heads = torch.randn(HEADS, 3, *shape)
+    tensors = {f"gpt_neox.layers.1.attention.query_key_value.{kind}": heads.flatten(0, 2)}
+    found = convert(tensors, "gpt-neox", tmp_path, num_attention_heads=HEADS)
+    parts = {name: heads[:, at] for at, name in enumerate("qkv")}
+    assert same(found, by_name(parts, kind, "gpt_neox.layers.1.attention."))
+
+
+def test_rows_of_q_k_and_v_one_after_another(tmp_path):
+    parts, gate, up = qkv(), torch.randn(7, HIDDEN), torch.randn(7, HIDDEN)
+    before = "model.layers.0."
+    tensors = {
+        f"{before}self_attn.qkv_proj.weight": torch.cat([*parts.values()]).flatten(0, 1),
+        f"{before}mlp.gate_up_proj.weight": torch.cat([gate, up]),
+        "model.norm.weight": torch.randn(HIDDEN),
+    }
+    found = convert(
+        tensors, "phi3", tmp_path, num_attention_heads=HEADS, num_key_value_heads=GROUPS
+    )
+    expected = by_name(parts, "weight", f"{before}self_attn.")
+    expected |= {f"{before}mlp.gate_proj.weight": gate, f"{before}mlp.up_proj.weight": up}
+    assert same(found, expected | {"model.norm.weight": tensors["model.norm.weight"]})
+
+
+def test_a_llama_of_meta_and_a_key_that_is_none_of_its_own(tmp_path):
+    parts, before = qkv(), "layers.0.attention."
+    tensors = {
+        f"{before}wq.weight": parts["q"].flatten(0, 1),
+        f"{before}wk.weight": parts["k"].flatten(0, 1),
+        "layers.0.ffn_norm.weight": torch.randn(HIDDEN),
+    }
+    found = convert(tensors, "meta-llama", tmp_path, n_heads=HEADS, n_kv_heads=GROUPS)
+    hub = "model.layers.0."
+    for name in ("q", "k"):
+        pairs = parts[name].unflatten(1, (-1, 2))  # rows in pairs become halves
+        expected = torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).flatten(0, 1)
+        assert torch.equal(found[f"{hub}self_attn.{name}_proj.weight"], expected)
+    assert f"{hub}post_attention_layernorm.weight" in found
+    save_file(tensors | {"layers.0.adapter": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(KeyConflict, match=r"layers\.0\.adapter.*does not know this key"):
+        load_portable(
+            tmp_path / "other.safetensors", keys=KeyRules.of([("preset", "meta-llama:6,2")])
+        )
+
+
+def test_experts_of_mlx_become_single_ones(tmp_path):
+    tensors = {f"model.layers.0.mlp.switch_mlp.{name}.weight": torch.randn(3, 4, 5)
+               for name in ("gate_proj", "up_proj", "down_proj")}  # fmt: skip
+    found = convert(tensors, "mlx-moe", tmp_path)
+    assert torch.equal(
+        found["model.layers.0.mlp.experts.2.up_proj.weight"],
+        tensors["model.layers.0.mlp.switch_mlp.up_proj.weight"][2],
+    )
+
+
+def test_a_layout_that_meets_no_key_is_an_error(tmp_path):
+    save_file({"a.weight": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(KeyConflict, match="--preset mlx-moe matches no key"):
+        convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", preset="mlx-moe")
+
+
+def test_each_layout_says_where_its_facts_are_from():
+    assert all("(" in layout.source for layout in LAYOUTS.values())
+    assert {f"to-{name}" for name in LAYOUTS} < set(preset_names())
