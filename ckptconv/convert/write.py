@@ -20,7 +20,7 @@ from ckptconv.tensors.compute_ahead import (
     compute_ahead,
     may_be_threaded,
 )
-from ckptconv.tensors.computed import ReadRun, iter_cast_chunks, read_cast
+from ckptconv.tensors.computed import ReadRun, iter_cast_chunks, read_cast, step_in
 from ckptconv.tensors.fold import OddBools, fold
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
 from ckptconv.tensors.stream import verbatim_range, verbatim_runs
@@ -219,8 +219,9 @@ def _computed_here(
     assert isinstance(item.values, TensorRef)
     for storage, first, nbytes in runs:
         buffer = memoryview(bytearray(min(CHUNK, nbytes)))
-        for start in range(0, nbytes, CHUNK):
-            view = buffer[: min(CHUNK, nbytes - start)]
+        step = step_in(storage, CHUNK)
+        for start in range(0, nbytes, step):
+            view = buffer[: min(step, nbytes - start)]
             read: list[ReadRun] = []
             place, types = first + start, (item.values.dtype, item.dtype)
             result = read_cast(storage, place, view, *types, read.append)

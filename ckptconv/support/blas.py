@@ -6,12 +6,15 @@ import mmap
 import os
 import sys
 
+from ckptconv.support.platforms import keep_freed_memory
+
 _NEEDED = 86_000_000
 """The address space that numpy 2 takes when it is imported, with OpenBLAS for one thread."""
 
 
 def tame_blas() -> None:
-    """Have numpy's OpenBLAS take little memory, and numpy not imported where that is not there.
+    """Have numpy's OpenBLAS take little memory, numpy not imported where that is not there, and its
+    arrays use again what was freed.
 
     OpenBLAS takes memory for a thread per core when it is imported. Where it gets none, it tries
     for seconds and ends the process from within, past every handler.
@@ -29,3 +32,4 @@ class _Room:
                 mmap.mmap(-1, _NEEDED).close()
             except OSError as error:
                 raise MemoryError("numpy") from error
+            keep_freed_memory()

@@ -166,7 +166,8 @@ def _to_bfloat16(items: Bits, codes: Bits) -> int:
     import numpy as np
 
     numbers = items.view(f"<f{items.itemsize}")
-    codes[:] = numbers.astype(np.float32, copy=False).astype(ml_dtypes.bfloat16).view(np.uint16)
+    singles = numbers.astype(np.float32, copy=False)
+    np.copyto(codes.view(ml_dtypes.bfloat16), singles, casting="unsafe")
     if not _reaches(codes, _INFINITY >> 16):
         return 0
     special = np.flatnonzero((codes & (_MAGNITUDE >> 16)) >= _INFINITY >> 16)

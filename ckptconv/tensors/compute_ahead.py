@@ -19,7 +19,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.platforms import cores
 from ckptconv.support.signals import held_back
-from ckptconv.tensors.computed import ReadRun, read_cast
+from ckptconv.tensors.computed import ReadRun, read_cast, step_in
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, origins
 
@@ -40,8 +40,8 @@ def _threads() -> int:
 THREADS = _threads()
 """So many threads compute; each takes a few MB."""
 
-_RANGE = 4 << 20  # bytes that a thread is given at a time
-_STEP = CHUNK  # bytes of them that it reads, computes and writes at a time
+_STEPS = 4  # that a thread is given at a time
+_STEP = CHUNK  # bytes that it reads, computes and writes in each
 
 WriteAt = Callable[[memoryview, int], None]
 
@@ -124,8 +124,9 @@ def _tasks(each: ToCompute) -> Iterator[Task]:
     """The runs, cut."""
     position = each.position
     for storage, first, nbytes in each.runs:
-        for start in range(0, nbytes, _RANGE):
-            count = min(_RANGE, nbytes - start)
+        size = _STEPS * step_in(storage, _STEP)
+        for start in range(0, nbytes, size):
+            count = min(size, nbytes - start)
             yield storage, first + start, count, each.source, each.target, position
             position += count // each.source.itemsize * each.target.itemsize
 
@@ -151,8 +152,9 @@ class _Work:
         crc = overflowed = 0
         read: list[ReadRun] = []
         at = position
-        for start in range(0, nbytes, _STEP):
-            view = self._own.buffer[: min(_STEP, nbytes - start)]
+        step = step_in(storage, _STEP)
+        for start in range(0, nbytes, step):
+            view = self._own.buffer[: min(step, nbytes - start)]
             result = read_cast(storage, first + start, view, source, target, read.append)
             crc = crc32(result.data, crc)
             overflowed += result.overflowed

@@ -248,7 +248,7 @@ class ComputedSource(DerivedSource):
         storage, at = found
         steps = contiguous_stride(ref.shape)
         first = sum(place * step for place, step in zip(start, steps, strict=True))
-        raw = memoryview(bytearray(prod(shape) * ref.dtype.itemsize))
+        raw = _room(prod(shape) * ref.dtype.itemsize)
         read_run(storage, at + first * ref.dtype.itemsize, raw, note)
         return raw
 
@@ -272,9 +272,9 @@ class ComputedSource(DerivedSource):
         return operation.needs(self.value.parameters, box, len(self.inputs))
 
 
-_STEP = 1 << 17
-"""About the elements that are computed at a time: of arrays of 2 MB and more, the allocator gives
-the memory back each time, and clearing it anew takes longer than to compute.
+_STEP = 1 << 19
+"""About the elements that are computed at a time. Fewer have more of their time go into Python; of
+more, a thread takes more memory: some arrays of 2 MB.
 """
 
 
@@ -293,16 +293,16 @@ def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
 
 # ------------------------------------------------------------- what does not lie in order is kept
 
-_KEPT = 64 << 20
+_KEPT = 48 << 20
 """The most bytes of gathered inputs that are kept: what is read next lies between them."""
 
-_STRIP = 16 << 20
+_STRIP = 8 << 20
 """About the bytes of an input that are gathered at a time."""
 
 
 def strip_of(ref: TensorRef, start: Shape, shape: Shape) -> Box:
     """The box around a box that is gathered at a time: whole columns, and rows (of the last two
-    dimensions) in strips of about 16 MB. Boxes of one strip are cut out of what was gathered once.
+    dimensions) in strips of about 8 MB. Boxes of one strip are cut out of what was gathered once.
     """
     (*outer, first, _), (*counts, count, _) = start, shape
     *_, rows, columns = ref.shape
@@ -310,6 +310,13 @@ def strip_of(ref: TensorRef, start: Shape, shape: Shape) -> Box:
     begin = first // step * step
     end = min(rows, -(-(first + count) // step) * step)
     return (*outer, begin, 0), (*counts, end - begin, columns)
+
+
+def _room(nbytes: int) -> memoryview:
+    """So many bytes to be filled."""
+    import numpy as np
+
+    return np.empty(nbytes, np.uint8).data
 
 
 def _in_order(values: Array) -> memoryview:
@@ -369,6 +376,17 @@ def read_run(storage: Storage, first: int, view: memoryview, note: Note) -> None
     note(ReadRun(storage, first, len(view), crc32(view) if storage.has_crc else 0))
 
 
+def step_in(storage: Storage, nbytes: int) -> int:
+    """About `nbytes` bytes: how many of a storage to read at a time, from its first on. Of what is
+    computed, those of whole rows where these are short: a row that is cut is a box of its own.
+    """
+    source = storage.source
+    if not (isinstance(source, ComputedSource) and source.value.shape):
+        return nbytes
+    row = source.value.shape[-1] * source.value.dtype.itemsize
+    return nbytes // row * row if 0 < row <= nbytes else nbytes
+
+
 def is_once_rounded(storage: Storage) -> bool:
     """Whether its values are computed, and can be in another type without being rounded twice."""
     return isinstance(storage.source, ComputedSource) and storage.source.is_once_rounded
@@ -384,7 +402,7 @@ def read_cast(
     type too, for the values that are beyond it are counted then.
     """
     made_by = storage.source
-    if isinstance(made_by, ComputedSource) and is_once_rounded(storage):
+    if isinstance(made_by, ComputedSource) and (target is source or is_once_rounded(storage)):
         at = (storage.offset + first) // source.itemsize
         return made_by.computed_as(target, at, len(view) // source.itemsize, note)
     read_run(storage, first, view, note)
@@ -406,8 +424,9 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
     else:
         buffer = memoryview(bytearray(min(CHUNK, ref.nbytes)))
         for storage, first, nbytes in runs:
-            for start in range(first, first + nbytes, CHUNK):
-                view = buffer[: min(CHUNK, first + nbytes - start)]
+            step = step_in(storage, CHUNK)
+            for start in range(first, first + nbytes, step):
+                view = buffer[: min(step, first + nbytes - start)]
                 made = read_cast(storage, start, view, ref.dtype, target, _nobody)
                 yield _counted(made, overflowed)
 

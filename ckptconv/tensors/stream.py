@@ -185,8 +185,9 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
 def _fill(out: Array, piece: Piece, itemsize: int) -> None:
     """Copy `piece` into `out`, reading spans that hold mostly wanted bytes.
 
-    A box whose bytes lie far apart in the file is halved along the dimension of the largest step
-    until a read of its span fetches at most four times what is wanted, or is small anyway.
+    A box whose bytes lie far apart in the file, or whose span is long, is halved along the
+    dimension of the largest step until a read of its span fetches at most four times what is
+    wanted, or is small anyway.
     """
     import numpy as np
     from numpy.lib.stride_tricks import as_strided
@@ -196,12 +197,12 @@ def _fill(out: Array, piece: Piece, itemsize: int) -> None:
         box, first = work.pop()
         reach = [(size - 1) * step for size, step in zip(box.shape, piece.stride, strict=True)]
         span = (sum(reach) + 1) * itemsize
-        if span <= max(4 * box.size * itemsize, 1 << 16) or max(reach) == 0:
+        if span <= min(max(4 * box.size * itemsize, 1 << 16), _SPAN) or max(reach) == 0:
             raw = np.frombuffer(
                 piece.storage.source.read(piece.storage.offset + first * itemsize, span),
                 dtype=box.dtype,
             )
-            box[...] = as_strided(raw, box.shape, [step * itemsize for step in piece.stride])
+            _copy(box, as_strided(raw, box.shape, [step * itemsize for step in piece.stride]))
         else:
             axis = reach.index(max(reach))
             middle = box.shape[axis] // 2
@@ -210,6 +211,36 @@ def _fill(out: Array, piece: Piece, itemsize: int) -> None:
             head[axis], tail[axis] = slice(None, middle), slice(middle, None)
             work.append((box[tuple(head)], first))
             work.append((box[tuple(tail)], first + middle * piece.stride[axis]))
+
+
+_SPAN = 8 << 20
+"""The bytes of a span that are read at a time."""
+
+_TILE = 256, 64
+"""Rows and columns, as they lie in the file, that are turned at a time. Column by column, each
+value fetches a line of the cache, which is gone again before the next value of that line is asked
+for where rows are a power of two apart: 2,048 x 2,048 bytes took 9 ns each, in tiles 0.8.
+"""
+
+
+def _copy(out: Array, values: Array) -> None:
+    """Copy `values` into `out`, which is in C order; tile by tile where they lie transposed."""
+    import numpy as np
+
+    sized = zip(values.strides, values.shape, strict=True)
+    steps = [step if size > 1 else 0 for step, size in sized]
+    found = [axis for axis, step in enumerate(steps[:-1]) if 0 < step < steps[-1]]
+    if not found or values.size <= _TILE[0] * _TILE[1]:
+        out[...] = values
+        return
+    axis = min(found, key=lambda axis: steps[axis])
+    out, values = np.moveaxis(out, axis, -2), np.moveaxis(values, axis, -2)
+    count, width = _TILE
+    for first in range(0, values.shape[-2], width):
+        for at in range(0, values.shape[-1], count):
+            tile = (..., slice(first, first + width), slice(at, at + count))
+            # as they lie first, for the lines of a tile that is read in place evict each other
+            out[tile] = np.ascontiguousarray(values[tile].swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
 def _resolved(ref: TensorRef, values: Array) -> Array:

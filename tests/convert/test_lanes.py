@@ -46,7 +46,7 @@ def threaded(monkeypatch):
 
     monkeypatch.setattr(execute_module, "_WORTH_LANES", 0)
     monkeypatch.setattr(write_module, "_WORTH_THREADS", 0)
-    monkeypatch.setattr(cast_module, "_RANGE", 96 << 10)
+    monkeypatch.setattr(cast_module, "_STEPS", 2)
     monkeypatch.setattr(cast_module, "_STEP", 40 << 10)
     use(THREADS)
     return use

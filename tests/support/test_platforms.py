@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ckptconv import CheckpointError, convert_checkpoint, open_checkpoint
 from ckptconv.io.files import FileSource
@@ -33,7 +36,7 @@ USERS_OF_PLATFORMS = {
     "io.staging", "io.in_place", "io.journals", "io.hidden_folders", "io.location", "io.outputs",
     "io.open_files", "cli.terminal", "cli.paths", "io.standard_input", "io.remote.patience",
     "io.remote.credentials", "io.remote.network", "io.appended", "batch.choosing",
-    "batch.processes", "tensors.compute_ahead",
+    "batch.processes", "tensors.compute_ahead", "support.blas",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",
@@ -745,3 +748,40 @@ def test_options_with_drive_letters_are_read_and_refused_by_name(arguments, told
     done = run("convert", "tied.pt", "out.pt", *arguments, cwd=room_of(tmp_path / "room"))
     assert told in assert_one_error(done, code=done.exit)
     assert done.exit in (1, 2)
+
+
+# -------------------------------------------------------------------------------------- the memory
+
+_FAULTS = """
+import resource, sys
+from ckptconv.__main__ import main
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt, file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again(tmp_path):
+    parts = {
+        "packed": torch.zeros(4096, 1024, dtype=torch.int32),
+        "scale": torch.ones(4096, 64).half(),
+        "shape": torch.tensor([4096, 8192]),
+    }
+    save_file(
+        {f"a.weight_{name}": part for name, part in parts.items()}, tmp_path / "in.safetensors"
+    )
+    weights = {"weights": {"num_bits": 4, "group_size": 128}}
+    quantised = {"quant_method": "compressed-tensors", "config_groups": {"all": weights}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    words = [sys.executable, "-c", _FAULTS, "convert", "in.safetensors", "out.safetensors"]
+    done = subprocess.run(
+        [*words, "--dequantize", "--no-fsync"],
+        cwd=tmp_path,
+        env=environment(CKPTCONV_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stderr.split()[-1]) < 22_000
