@@ -451,6 +451,7 @@ def _combined(
             what = f"only the state dict is taken; left out: {some_text([*part.left_out])}"
             told.setdefault(what, []).append(part.path.name)
     of_parts = [f"{some_text(names)}: {what}" for what, names in told.items()]
+    of_sources = dict.fromkeys(note for item in opened for note in item.notes)
     kinds = {item.metadata.get("format", "pt") for item in opened}
     container = replace(
         first.container,
@@ -464,7 +465,7 @@ def _combined(
         root=root,
         nbytes=sum(item.nbytes for item in opened),
         metadata={"format": kinds.pop()} if len(kinds) == 1 else {},
-        notes=(*(note for item in opened for note in item.notes), *of_parts, *notes),
+        notes=(*of_sources, *of_parts, *notes),
         sources=tuple(source for item in opened for source in item.sources),
         facts=FileFacts(),
         index_metadata={},

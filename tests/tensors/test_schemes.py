@@ -922,3 +922,10 @@ def test_codes_of_fused_experts_are_not_cast(tmp_path):
     )
     with pytest.raises(RefusedObject, match=r"codes that need their scale e\.up_weight_scale"):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.pt", dtype="bf16")
+
+
+def test_what_is_true_of_all_sources_is_said_once(tmp_path):
+    sample = NUMBERS / "gptq4_act_v1" / "model.safetensors"
+    done = average_checkpoints([sample, sample], tmp_path / "out.safetensors", dequantize=True)
+    assert len(set(done.plan.notes)) == len(done.plan.notes)
+    assert sum("1 weight dequantised" in note for note in done.plan.notes) == 1
