@@ -100,8 +100,10 @@ def totals_headline(totals: Totals) -> str:
     return ", ".join(told)
 
 
-def totals_lines(totals: Totals, ledgers: Sequence[Path]) -> Iterator[Row]:
-    """Bytes, time and rate, and what failed, as rows."""
+def totals_lines(
+    totals: Totals, ledgers: Sequence[Path], told: Sequence[Receipt] = ()
+) -> Iterator[Row]:
+    """Bytes, time and rate, and what failed but was not told before, as rows."""
     seconds = totals.passed()
     if totals.done:
         rate = ""
@@ -114,7 +116,12 @@ def totals_lines(totals: Totals, ledgers: Sequence[Path]) -> Iterator[Row]:
         if len(totals.running) > 3:
             shown += f" and {len(totals.running) - 3:,} more"
         yield Row("begun, not ended", shown)
-    failures = [receipt for receipt in totals.receipts if receipt.error is not None]
+    known = {id(receipt) for receipt in told}
+    failures = [
+        receipt
+        for receipt in totals.receipts
+        if receipt.error is not None and id(receipt) not in known
+    ]
     for receipt in failures[:LISTED]:
         yield Row("failed", printable(failure_text(receipt), 2000), "error")
     if len(failures) > LISTED:

@@ -30,7 +30,7 @@ from ckptconv.cli.options import (
 from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import COMPARING, READING, SCANNING, progress_shown
 from ckptconv.support.errors import CheckpointError, printable
-from ckptconv.support.report import LISTED, Row, error_document
+from ckptconv.support.report import LISTED, Row, error_document, note_rows
 
 if TYPE_CHECKING:
     from ckptconv.diff.report import Difference
@@ -173,7 +173,7 @@ def _show_diagnosis(diagnosis: Diagnosis | CheckpointError, strict: bool, values
         terminal.show_error(str(diagnosis))
         return
     terminal.print_headline(printable(", ".join(diagnosis.paths)))
-    terminal.print_lines(report.finding_lines(diagnosis.findings))
+    terminal.print_lines([*report.finding_lines(diagnosis.findings), *note_rows(diagnosis.notes)])
     color = "green"
     if not diagnosis.loads:
         color = "red"

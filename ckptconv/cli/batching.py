@@ -36,6 +36,7 @@ from ckptconv.support.text import count_text
 if TYPE_CHECKING:
     from ckptconv.batch.finding import Passed
     from ckptconv.batch.manifest import Listed
+    from ckptconv.batch.receipts import Receipt
     from ckptconv.convert.job import Job
     from ckptconv.io.location import Location
 
@@ -291,10 +292,17 @@ def _run(jobs: Sequence[Job], ledger: Path, given: dict[str, Any]) -> None:
         engine = engine_of_words(given, len(jobs))
         display.workers = engine.workers
         wanted = Wanted(given["retry_failed"], given["on_error"], on_event=display.event)
+        ended: list[Receipt] = []
         for receipt in receipts_of(jobs, engine, wanted, ledger):
             totals.add(receipt)
             display.ended(receipt)
-    _show_totals(totals, [ledger], given)
+            ended += [] if receipt.earlier else [receipt]
+    are_seen = not silent and len(ended) <= _SEEN
+    _show_totals(totals, [ledger], given, told=ended if are_seen else ())
+
+
+_SEEN = 20
+"""Lines of a batch that stand above its end: what failed in more of them is said once more."""
 
 
 def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -310,15 +318,19 @@ def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:
     _show_totals(totals_of(ledgers), ledgers, given)
 
 
-def _show_totals(totals: Any, ledgers: list[Path], given: dict[str, Any]) -> None:
-    """The end of a batch, or how far it is: a table, a page, the exit code."""
+def _show_totals(
+    totals: Any, ledgers: list[Path], given: dict[str, Any], told: Sequence[Receipt] = ()
+) -> None:
+    """The end of a batch, or how far it is: a table, a page, the exit code. Of what was `told`
+    before, failures are not said again.
+    """
     from ckptconv.batch.totals import TOTALS, totals_headline, totals_lines
 
     if given["as_json"]:
         terminal.print_json({"reports": list(map(str, ledgers)), **TOTALS.of(totals)})
     elif not given["quiet"] or totals.failed:
         terminal.print_headline(totals_headline(totals), err=not given["status"])
-        terminal.print_lines(totals_lines(totals, ledgers), err=not given["status"])
+        terminal.print_lines(totals_lines(totals, ledgers, told), err=not given["status"])
     if given["html"] is not None:
         from ckptconv.pages.batch_page import write_batch_page
 

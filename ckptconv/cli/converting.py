@@ -61,7 +61,8 @@ Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
 @fitting_options
 @engine_options
 def convert(keys: str, **given: Any) -> None:
-    """Convert checkpoint IN to OUT, in the format that the name of OUT says.
+    """Convert checkpoint IN to OUT, in the format that the name of OUT says. A folder that is
+    there, or a new one named with a slash at its end, gets safetensors in it.
 
     By default, the prefixes of wrappers are stripped from the keys, and the tensors are tagged for
     the CPU. Several INs are the files of all ranks of one checkpoint. Key rules apply in the order
@@ -277,6 +278,10 @@ def _make(given: dict[str, Any], wrappers: str, planned: Any, *, is_shared: bool
     with terminal.errors_shown(given["as_json"], usage=True):
         options = options_of(given, wrappers)
         request = options.request(None)
+        if not is_for_stdout(given):
+            from ckptconv.convert.targets import check_target
+
+            check_target(given["output"], request)
     with terminal.errors_shown(given["as_json"]), spool as output:
         given["output"] = output
         opened, refusal = planned(output, options, request)

@@ -53,3 +53,4 @@ def ls(
     else:
         is_piped = not sys.stdout.isatty()
         terminal.print_table(listing.listing_lines(found, terminal.width(), is_bare=is_piped))
+        terminal.print_notes(found.notes)

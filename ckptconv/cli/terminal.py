@@ -21,7 +21,7 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.platforms import fill_descriptors
 from ckptconv.support.progress import Meter
-from ckptconv.support.report import Level, Row, error_document
+from ckptconv.support.report import Level, Row, error_document, note_rows
 from ckptconv.support.table import wrapped
 
 if TYPE_CHECKING:
@@ -255,6 +255,11 @@ def print_lines(rows: Iterable[Row], err: bool = False) -> None:
         label = click.style(row.label.ljust(width), fg=_COLORS[row.level] or "cyan")
         shown = row.text if row.is_command else _wrapped(row.text, width + 4, err=err)
         click.echo(f"  {label}  {shown}", err=err)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Notes on what was shown, on stderr: a pipe takes the answer alone."""
+    print_lines(note_rows(notes), err=True)
 
 
 def print_rows(rows: Iterable[str], *, err: bool = False) -> None:

@@ -99,6 +99,8 @@ def stats(
             terminal.print_table(report.histogram_lines(item, width))
     else:
         terminal.print_table(report.statistics_lines(found, shown, width, sort))
+    if not as_json:
+        terminal.print_notes(found.notes)
 
 
 @command(

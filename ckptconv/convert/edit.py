@@ -75,8 +75,8 @@ class EditResult:
     `renamed` are (old, new) pairs of names; `metadata` the entries that were set, `removed` the
     names of those that are gone. `in_place` says whether only the header was written (None: there
     was nothing to write). `undone`: an edit that was interrupted was undone first. `nbytes` is the
-    size of the file, `tensors` how many it has, `verified` how many of them were looked at again
-    (None: not asked for).
+    size of the file, `grown` the bytes that it has more than before, `tensors` how many it has,
+    `verified` how many of them were looked at again (None: not asked for).
     """
 
     path: Path
@@ -90,6 +90,7 @@ class EditResult:
     mapping: Path | None = None
     verified: int | None = None
     seconds: float = 0.0
+    grown: int = 0
 
     def __repr__(self) -> str:
         strings = (*self.metadata, *self.removed)
@@ -241,6 +242,7 @@ def edit_header(
                 plan.in_place if plan.changed.is_change else None,
                 undone,
                 kept,
+                grown=plan.nbytes - plan.source.size if plan.changed.is_change else 0,
             )
             mapping = None if kept is None else _mapping(plan, kept)
             if not dry_run and plan.changed.is_change:

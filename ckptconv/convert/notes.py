@@ -15,7 +15,7 @@ from ckptconv.keys.wrappers import UNMISTAKABLE
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force
-from ckptconv.support.text import count_text
+from ckptconv.support.text import count_text, size_text, some_text
 from ckptconv.tensors.compaction import CastRule, count_parted
 from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.refs import TensorRef
@@ -155,6 +155,19 @@ def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
     )
     if claimed > most.view_ratio * stored:
         yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
+
+
+def shard_notes(keys: Sequence[str], sizes: Sequence[int], limit: int | None) -> Iterator[str]:
+    """Tell of tensors that are larger than a file should be: each has one of its own."""
+    if limit is None:
+        return
+    large = [key for key, size in zip(keys, sizes, strict=True) if size > limit]
+    if large:
+        verb = "is" if len(large) == 1 else "are"
+        yield (
+            f"{count_text(len(large), 'tensor')} {verb} larger than --max-shard-size "
+            f"{size_text(limit)}, and not split: {some_text(large)}"
+        )
 
 
 def beside_notes(plan: ConversionPlan) -> Iterator[str]:

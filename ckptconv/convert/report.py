@@ -403,6 +403,8 @@ def edit_lines(result: EditResult) -> Iterator[Row]:
     if result.mapping is not None and result.renamed:
         name = printable(result.mapping)
         yield Row("mapping", f"{name}; --rules {name} --reverse undoes it")
+    if result.in_place is False and result.grown > 0:
+        yield Row("note", f"its header has {size_text(result.grown)} more, so that later edits fit")
     if result.verified is not None:
         yield Row("verified", f"{count_text(result.verified, 'tensor')}", "good")
 
@@ -413,8 +415,8 @@ def edit_document(result: EditResult, *, dry_run: bool) -> dict[str, Any]:
 
 
 _EDIT = Fields(
-    "path format=. bytes=nbytes tensors in_place renamed metadata removed undone mapping verified "
-    "seconds",
+    "path format=. bytes=nbytes grown_bytes=grown tensors in_place renamed metadata removed undone "
+    "mapping verified seconds",
     format=lambda _: "safetensors",
     renamed=dict,
     metadata=dict,

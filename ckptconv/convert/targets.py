@@ -51,6 +51,14 @@ def target(named: Location, options: Request, read: str) -> tuple[PurePath, Targ
     return output, found
 
 
+def check_target(output: Output, request: Request) -> None:
+    """Raise `CheckpointError` where neither a name nor the request says which format to write, or
+    they contradict each other, whatever the source is.
+    """
+    named = place_of(output)
+    target(named, for_folder(request, named), "")
+
+
 def _is_of_several(request: Request) -> bool:
     """Whether an output is more than one file."""
     is_made_by_torch = request.to is not None and target_named(request.to).is_folder
@@ -110,6 +118,8 @@ def _target_format(output: PurePath, to: Target | None) -> TargetFormat:
         return found
     first, second, *others = (item.name for item in TARGETS)
     hint = f"add --to {first} or --to {second} (or {', '.join(others)})"
+    if not output.suffix:
+        hint = f"{hint}; for a new folder, end the name with a slash"
     raise CheckpointError("its name does not say which format to write", path=output, hint=hint)
 
 

@@ -32,6 +32,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.report import danger_in
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.nonfinite import nonfinite_counters
 from ckptconv.tree.labels import may_be_infinite
@@ -112,7 +113,9 @@ def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
                     symptoms = [replace(one, fix=None) for one in symptoms if not one.chosen]
                 symptoms += read
             findings = _findings(case, symptoms)
-            return Diagnosis(named[0], whole.format, findings, named, facts.opening.by)
+            notes = [note for note in whole.notes if not danger_in([note])]  # that is a finding
+            told = (named[0], whole.format, findings, named, facts.opening.by)
+            return Diagnosis(*told, tuple(notes))
     except DeviceUnavailable:
         raise
     except CheckpointError as error:

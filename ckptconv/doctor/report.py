@@ -56,6 +56,7 @@ class Diagnosis:
     opened.
 
     `paths` are the files that were named, and `opened_by` is the library that opens the container.
+    `notes` say what else there is to know: of a folder, which of its files are not read.
     """
 
     path: str
@@ -63,6 +64,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     paths: tuple[str, ...] = ()
     opened_by: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def loads(self) -> bool:
@@ -164,7 +166,7 @@ _LEVELS: dict[Severity, Level] = {"error": "error", "warning": "warning", "info"
 # ------------------------------------------------------------------------------------------- JSON
 
 _DIAGNOSIS = Fields(
-    "path format loads findings",
+    "path format loads findings notes",
     findings=Fields("severity code cause effect command advice"),
 )
 

@@ -90,6 +90,8 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     state_dicts = {id(item.node): item for item in checkpoint.state_dicts()}
     overlay: dict[int, Node] = {}
     odd = tuple(_odd_objects(checkpoint.root, overlay))
+    # their keys do not count: no conversion writes what is refused and has no plain form
+    refused = {number for number, plain in overlay.items() if id(plain) == number}
     refs, bare = held_in(checkpoint.root, overlay)
     root = part_of_tree("", checkpoint.root, PartTree(state_dicts, overlay, not refs), depth, set())
     named = (ref for item in state_dicts.values() for _, ref in item.tensors())
@@ -116,7 +118,10 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
             },
             modules=checkpoint.modules,
             training_state=only_training_state(checkpoint.root),
-            keys={item.path: len(item.keys) for item in state_dicts.values()},
+            keys={
+                item.path: sum(id(value) not in refused for value in item.values)
+                for item in state_dicts.values()
+            },
             parameters={
                 item.path: _parameters(item, decoded.get(item.path, ()))
                 for item in state_dicts.values()

@@ -53,13 +53,16 @@ class ListedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Some of the tensors of a checkpoint, and how many it has."""
+    """Some of the tensors of a checkpoint, how many it has, and what is to be said of it: of a
+    folder, which of its files are not read.
+    """
 
     path: str
     format: str
     tensors: tuple[ListedTensor, ...]
     of: int
     is_long: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def list_tensors(
@@ -91,7 +94,8 @@ def list_tensors(
     elif sort == "size":
         tensors.sort(key=lambda item: -item.nbytes)
     count = len(every.values) + len(every.unread)
-    return Listing(str(checkpoint.path), checkpoint.format, (*tensors,), count, is_long)
+    told = (str(checkpoint.path), checkpoint.format)
+    return Listing(*told, (*tensors,), count, is_long, checkpoint.notes)
 
 
 def _listed(item: NamedValue, firsts: Mapping[Hashable, str], is_long: bool) -> ListedTensor:
@@ -173,9 +177,9 @@ def _sum_text(found: Listing) -> str:
 # ------------------------------------------------------------------------------------------- JSON
 
 _TENSOR = "name dtype shape values=numel bytes=nbytes device same_as"
-_LISTING = Fields("path format tensors of", tensors=Fields(_TENSOR))
+_LISTING = Fields("path format tensors of notes", tensors=Fields(_TENSOR))
 _LONG_LISTING = Fields(
-    "path format tensors of",
+    "path format tensors of notes",
     tensors=Fields(f"{_TENSOR} extent", extent=Fields("file offset stride")),
 )
 

@@ -46,7 +46,8 @@ def stats_checkpoint(
         numbers = [item for item in found.values if item.has_numbers]
         others = [item.name for item in found.values if not item.has_numbers]
         known, unread = statistics_of(numbers, on_progress), (*found.unread, *others)
-        return CheckpointStatistics(str(checkpoint.path), checkpoint.format, known, unread)
+        told = (str(checkpoint.path), checkpoint.format)
+        return CheckpointStatistics(*told, known, unread, checkpoint.notes)
 
 
 stats = stats_checkpoint  # the name that it had first

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
@@ -89,6 +90,9 @@ class NamedValues:
                 if any(name.startswith(f"{glob}.") for name in names):
                     hint = f"what is in it matches {quoted(f'{glob}.*')}"
                 what = f"{told_as}{printable(glob)} matches no tensor"
+                if Path(glob).exists():
+                    what = f"{what}, and is a file or folder here"
+                    hint = "one checkpoint is named at a time"
                 raise OptionRefused(what, hint=hint)
 
         def is_met(name: str) -> bool:

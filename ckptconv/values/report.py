@@ -58,13 +58,15 @@ class CheckpointStatistics:
     """The statistics of the tensors of a checkpoint, in its order.
 
     `unread` are the names of tensors whose numbers ckptconv does not know how to read, such as
-    those of six bits.
+    those of six bits. `notes` say what there is to know of the checkpoint: of a folder, which of
+    its files are not read.
     """
 
     path: str
     format: str
     tensors: tuple[TensorStatistics, ...]
     unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -239,6 +241,7 @@ def statistics_document(
         "tensors": documents,
         "left_out": len(found.tensors) - len(tensors),
         "unread": list(found.unread),
+        "notes": list(found.notes),
     }
 
 

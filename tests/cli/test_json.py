@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from ckptconv import Job, convert_many
 from ckptconv.batch.totals import TOTALS, Totals
@@ -386,9 +387,18 @@ def test_edit_prints_what_the_page_says(room):
     hold("edit", found)
 
 
+def beside_another(room: Path) -> str:
+    """A folder with a file that is not read."""
+    (room / "two").mkdir()
+    save_file({"w": torch.ones(2)}, room / "two" / "model.safetensors")
+    shutil.copy(room / "two" / "model.safetensors", room / "two" / "other.bin")
+    return "two"
+
+
 def test_doctor_prints_what_the_page_says(room):
     (room / "damaged.pt").write_bytes((room / "rich.pt").read_bytes()[:500])
     found = [document("doctor", name, cwd=room, code=1) for name in ("ddp_cuda3.pt", "damaged.pt")]
+    found.append(document("doctor", beside_another(room), cwd=room))
     hold("doctor", [*found, document("doctor", "no.pt", cwd=room, code=2)])
 
 
@@ -597,6 +607,7 @@ def test_stats_prints_what_the_page_says(room):
         document("stats", "six.safetensors", cwd=room),
         document("stats", "odd.pt", "--histogram", "*", "--top", "3", cwd=room),
         document("stats", "ddp_cuda3.pt", cwd=room),
+        document("stats", beside_another(room), cwd=room),
         document("stats", "no.pt", cwd=room, code=1),
     ]
     hold("stats", found)
@@ -611,6 +622,7 @@ def test_ls_prints_what_the_page_says(room):
         document("ls", "views.pt", cwd=room),
         document("ls", "views.pt", "*", "--long", cwd=room),
         document("ls", "small.npz", "--long", cwd=room),
+        document("ls", beside_another(room), cwd=room),
         document("ls", "views.pt", "none", cwd=room, code=1),
     ]
     assert found[2]["tensors"][0]["extent"] is None, "it is compressed"
