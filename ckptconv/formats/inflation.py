@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptconv.io.files import noting_files
-from ckptconv.io.inflate import IS_BOMB, Kind, is_bomb, refuse_bomb
 from ckptconv.io.source import Source
 from ckptconv.support.settings import set_within
 
 if TYPE_CHECKING:
     from ckptconv.formats.zip_archive import Record
+    from ckptconv.io.inflate import Kind
 
 
 @dataclass(slots=True)
@@ -61,6 +61,8 @@ def claim_records(source: Source, records: Iterable[Record]) -> None:
 
     One that is a bomb by itself is not counted, for it is refused where it is used, by its name.
     """
+    from ckptconv.io.inflate import is_bomb  # most checkpoints are not deflated
+
     claimed = sum(
         item.size for item in records if item.deflated and not is_bomb(item.stored, item.size)
     )
@@ -77,6 +79,8 @@ def claim_pickle(source: Source, size: int) -> None:
 
 
 def _claim(source: Source, size: int, called: str, kind: Kind) -> None:
+    from ckptconv.io.inflate import IS_BOMB, refuse_bomb
+
     opening = _OPENING.get() or _Opening(source.size)
     opening.claimed[kind] += size
     whole, claimed = opening.size, opening.claimed[kind]

@@ -24,7 +24,7 @@ from ckptconv.io.places import Named as Named
 from ckptconv.io.places import place_of, places_of
 from ckptconv.objects.threats import danger_note
 from ckptconv.pickles.making import names_noted
-from ckptconv.pickles.nodes import mapping_pairs
+from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, mapping_pairs
 from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.choices import (
     refuse_no_flag,
@@ -37,8 +37,6 @@ from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.report import DANGER
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited, refuse_no_edits
-from ckptconv.tree.modules import flatten_modules, holds_modules
-from ckptconv.tree.old_tensors import complete_tensors
 
 
 class Gathering(NamedTuple):
@@ -278,6 +276,12 @@ def _finished(
         calls = list(calls_of(checkpoint.root))
     if danger := danger_note(named, calls):
         checkpoint = replace(checkpoint, notes=(danger, *checkpoint.notes))
+    # what a file without pickles has: nothing in it is a module, or a tensor of before torch 0.4
+    if all(call.func is ORDERED_DICT and call.state is ABSENT for call in calls):
+        return checkpoint
+    from ckptconv.tree.modules import flatten_modules, holds_modules
+    from ckptconv.tree.old_tensors import complete_tensors
+
     completed = complete_tensors(checkpoint, calls)
     if completed is not checkpoint:
         calls = list(calls_of(completed.root))

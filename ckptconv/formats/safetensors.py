@@ -20,7 +20,6 @@ from typing import Any
 
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, WriteItem
 from ckptconv.io.source import Source
-from ckptconv.io.staging import drafted
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
 from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.support.errors import (
@@ -431,6 +430,8 @@ class SafetensorsFile(TargetFormat):
         """Let the safetensors library read the header that was written."""
         if written.stat().st_size <= _SHORT:
             from safetensors import deserialize
+
+            from ckptconv.io.staging import drafted  # who only reads makes nothing
 
             with _seen_by_library(name):
                 read: Any = deserialize  # it has no types

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.io.source import MemorySource
-from ckptconv.objects.torch_write import plain_sizes
+from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.tensors.checksums import check_storage
 from ckptconv.tensors.dtypes import BY_NAME, UINT8

@@ -19,8 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.source import CHUNK
-from ckptconv.objects.torch_read import tensor_of_storage
-from ckptconv.objects.torch_write import plain_sizes
+from ckptconv.objects.torch_read import plain_sizes, tensor_of_storage
 from ckptconv.pickles.nodes import Call, Global, Node
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from ckptconv.tensors.dtypes import BY_NAME, DType

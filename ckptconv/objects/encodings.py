@@ -27,8 +27,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptconv.objects.plain import is_array, spoken_name, tensor_form
-from ckptconv.objects.torch_read import Window, is_tensor_call
-from ckptconv.objects.torch_write import plain_sizes
+from ckptconv.objects.torch_read import Window, is_tensor_call, plain_sizes
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, PersistentId, children
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType

@@ -8,7 +8,7 @@ read from torch/_utils.py, torch/storage.py and torch/_tensor.py (torch 2.13); w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from ckptconv.io.source import MemorySource
 from ckptconv.objects.known_names import UTILS
 from ckptconv.pickles.making import Reducer
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, spoken
-from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, requiring_grad, view_of
@@ -45,7 +44,7 @@ def read_torch_pickle(
     reducers = REDUCERS
     if nested is not None:
         reducers = {**REDUCERS, _LOAD_FROM_BYTES.path: _nested_reducer(nested)}
-    return read_pickle(stream, reducers=reducers, persistent=StorageIds(storage_for))
+    return _read(stream, reducers, storage_for)
 
 
 def named_storages(stream: bytes) -> dict[str, tuple[int, DType | None]]:
@@ -60,10 +59,14 @@ def named_storages(stream: bytes) -> dict[str, tuple[int, DType | None]]:
         found[key] = nbytes, dtype
         return Storage(MemorySource(b"", _NOWHERE), 0, nbytes, location, f"storage {key}", dtype)
 
-    read_pickle(
-        stream, reducers=dict.fromkeys(REDUCERS, lambda _: None), persistent=StorageIds(note)
-    )
+    _read(stream, dict.fromkeys(REDUCERS, lambda _: None), note)
     return found
+
+
+def _read(stream: bytes, reducers: Mapping[str, Reducer], storage_for: StorageLookup) -> Node:
+    from ckptconv.pickles.reader import read_pickle  # what is not a pickle does not need it
+
+    return read_pickle(stream, reducers=reducers, persistent=StorageIds(storage_for))
 
 
 def _nested_reducer(nested: Callable[[bytes], Node]) -> Reducer:
@@ -293,3 +296,14 @@ def is_tensor_call(node: Node) -> bool:
     quantized, subclass, ...).
     """
     return type(node) is Call and "torch" in node.name and "_rebuild" in node.name
+
+
+def plain_sizes(size: Node) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is something else, or holds
+    something else.
+    """
+    if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
+        size = size.args[0]
+    if type(size) not in (tuple, list) or any(type(number) is not int for number in size):
+        return None
+    return tuple(size)

@@ -144,14 +144,3 @@ def _key(key: str) -> bytes:
 _REBUILD = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
 """The function that makes a tensor over a storage that has a type, and over one that has none."""
 _KEY_HEADS = tuple(b"X%c\0\0\0" % size for size in range(256))
-
-
-def plain_sizes(size: Node) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, a tuple or a list; None where it is something else, or holds
-    something else.
-    """
-    if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
-        size = size.args[0]
-    if type(size) not in (tuple, list) or any(type(number) is not int for number in size):
-        return None
-    return tuple(size)

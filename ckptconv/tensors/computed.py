@@ -21,7 +21,6 @@ from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.flat_runs import flat_boxes
-from ckptconv.tensors.operations import OPERATIONS, Box, Parameters
 from ckptconv.tensors.refs import (
     DerivedSource,
     Shape,
@@ -42,6 +41,8 @@ from ckptconv.tensors.stream import (
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ckptconv.tensors.operations import Box, Operation, Parameters
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -199,7 +200,14 @@ class ComputedSource(DerivedSource):
     @property
     def is_once_rounded(self) -> bool:
         """Whether it can be made in another type without being rounded twice."""
-        return OPERATIONS[self.value.operation].is_once_rounded
+        return self._operation.is_once_rounded
+
+    @property
+    def _operation(self) -> Operation:
+        # what decodes quantised weights is large, and most checkpoints have none
+        from ckptconv.tensors.operations import OPERATIONS
+
+        return OPERATIONS[self.value.operation]
 
     def fingerprint(self) -> Fingerprint:
         inputs = tuple(
@@ -230,7 +238,7 @@ class ComputedSource(DerivedSource):
         """
         value, parts, overflowed = self.value, [], 0
         types = [ref.dtype for ref in self.inputs]
-        make = OPERATIONS[value.operation].values
+        make = self._operation.values
         for box in _steps(value.shape, first, first + count):
             needed = self._needed(box)
             raw = [self._box(index, *part, note) for index, part in enumerate(needed)]
@@ -268,8 +276,7 @@ class ComputedSource(DerivedSource):
 
     def _needed(self, box: Box) -> Sequence[Box]:
         """The box of each input that is read for a box of the output."""
-        operation = OPERATIONS[self.value.operation]
-        return operation.needs(self.value.parameters, box, len(self.inputs))
+        return self._operation.needs(self.value.parameters, box, len(self.inputs))
 
 
 _STEP = 1 << 19
