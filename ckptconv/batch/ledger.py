@@ -35,15 +35,14 @@ _SYNC_EVERY = 0.25
 class Known:
     """What a ledger tells: of each output the last receipt, and the outputs that were begun since.
 
-    `runs` counts the runs; `torn` the lines that were cut off; `jobs` is the number of jobs of the
-    last run (None: not said), `other` are the outputs that are not of it, `begun` and `last` the
-    times of the first and the last line, in seconds since 1970.
+    `runs` counts the runs; `jobs` is the number of jobs of the last run (None: not said), `other`
+    are the outputs that are not of it, `begun` and `last` the times of the first and the last line,
+    in seconds since 1970.
     """
 
     receipts: dict[str, Receipt] = field(default_factory=dict)
     started: set[str] = field(default_factory=set)
     runs: int = 0
-    torn: int = 0
     jobs: int | None = None
     begun: float | None = None
     last: float | None = None
@@ -64,7 +63,6 @@ def read_ledger(path: Path) -> Known:
                 raise MalformedCheckpoint(
                     "is not a batch ledger", path=path, hint="name another file"
                 )
-            known.torn += bool(raw.strip())
             continue
         first = False
         _take(known, line)
@@ -98,9 +96,9 @@ def _take(known: Known, line: dict[str, Any]) -> None:
         return
     try:
         known.receipts[output] = receipt_of(line)
-        known.started.discard(output)
     except (TypeError, ValueError):  # of another version, or forged
-        known.torn += 1
+        return
+    known.started.discard(output)
 
 
 class Ledger:

@@ -102,7 +102,8 @@ def _ran(task: Task) -> Receipt:
 
 def _make_folder(job: Job) -> None:
     """Make the folder that the output of a job stands in, on this host."""
-    if (path := place_of(job.output).local()) is None or path.parent.is_dir():
+    path = place_of(job.output).local()
+    if path is None or path.parent.is_dir():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

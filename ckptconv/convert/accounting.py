@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.formats import torch_legacy, torch_output, torch_tar
+from ckptconv.formats import torch_output
 from ckptconv.formats.containers import (
     is_safetensors,
     is_tar,
@@ -249,11 +249,13 @@ def _count(source: Source, named: NamedStorages) -> None:
             lambda key: f"{root}data/{key}",
         )
     elif is_torch_legacy(head):
-        _add(
-            take_census(read_pickles(source, 0, 4)[0][3]), source, named, torch_legacy.storage_name
-        )
+        from ckptconv.formats.torch_legacy import storage_name
+
+        _add(take_census(read_pickles(source, 0, 4)[0][3]), source, named, storage_name)
     elif is_tar(head):
-        (stream,), _ = read_pickles(torch_tar.members_of(source)["pickle"], 0, 1)
+        from ckptconv.formats.torch_tar import members_of
+
+        (stream,), _ = read_pickles(members_of(source)["pickle"], 0, 1)
         named.tensors += len(take_census(stream).references)
     elif is_safetensors(head):
         _add_header(source, named)

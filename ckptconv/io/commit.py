@@ -111,7 +111,8 @@ def put_set(at: Names, files: ShardNames, *, force: bool) -> None:
     with at.told(), at.lock():
         earlier = files.earlier()
         replaced = at.there(files.companions if force else (*files.claimed, *_all(files)))
-        if not force and (taken := [*earlier, *replaced]):
+        taken = [] if force else [*earlier, *replaced]
+        if taken:
             raise exists_by_now(at.path.parent / taken[0])
         _put_checkpoint(at, files, earlier, replaced, force=force)
         for name in replaced:

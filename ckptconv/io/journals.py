@@ -84,7 +84,7 @@ def first_bytes(file: IO[bytes], nbytes: int) -> bytes:
     """The first bytes of an open file without a buffer, as many as there are."""
     file.seek(0)
     found = bytearray()
-    while len(found) < nbytes and (more := file.read(nbytes - len(found))):
+    while more := file.read(nbytes - len(found)):
         found += more
     return bytes(found)
 

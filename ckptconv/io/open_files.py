@@ -88,9 +88,11 @@ class OpenFile(Alone):
                 self._start = file.tell()
             if type(file) is io.BytesIO:  # a copy on write: what it holds now
                 file = io.BytesIO(file.getvalue())
-            elif self._start == 0 and (fd := _descriptor(file)) is not None:
-                file.flush()
-                return FileSource(self.path, os.dup(fd))
+            elif self._start == 0:
+                fd = _descriptor(file)
+                if fd is not None:
+                    file.flush()
+                    return FileSource(self.path, os.dup(fd))
             source = SeekSource(file, self._start, self.path)
         if self._start and not source.size:
             self._refuse("is at its end, so there is nothing to read", "seek(0) goes to its start")

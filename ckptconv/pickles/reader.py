@@ -158,11 +158,9 @@ class PickleReader(NodeMaker):
                     push(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
-                    if (
-                        data[pos] == 0x28
-                        and (run := TENSOR_RUN(data, pos, end))
-                        and (leaf := runs.tensor(run, stack[-1])) is not None
-                    ):
+                    run = TENSOR_RUN(data, pos, end) if data[pos] == 0x28 else None
+                    leaf = None if run is None else runs.tensor(run, stack[-1])
+                    if run is not None and leaf is not None:
                         stack[-1] = leaf
                         pos = runs.entries(data, run.end(), look, stack)
                         continue
@@ -243,11 +241,10 @@ class PickleReader(NodeMaker):
                         and pos + 4 <= look
                         and len(memo) == memo.fetched
                     ):
-                        if (
-                            object_runs
-                            and type(stack[-1]) is Global
-                            and (object_run := object_runs.get(stack[-1].path)) is not None
-                        ):
+                        object_run = None
+                        if object_runs and type(stack[-1]) is Global:
+                            object_run = object_runs.get(stack[-1].path)
+                        if object_run is not None:
                             behind, values = object_run(data, pos, look, memo)
                             if values:
                                 stack[-1:] = values
@@ -413,7 +410,8 @@ class PickleReader(NodeMaker):
             memo.is_fetched = True
             stack.append(memo[int(text).to_bytes(4, "little")])
         elif op == 0x70:  # PUT
-            memo.refuse_other(key := int(text).to_bytes(4, "little"))
+            key = int(text).to_bytes(4, "little")
+            memo.refuse_other(key)
             memo[key] = stack[-1]
         elif op == 0x46:  # FLOAT
             stack.append(float(text))
@@ -449,7 +447,8 @@ class PickleReader(NodeMaker):
             stack.append(stack[-1])
         elif op == 0x8F:  # EMPTY_SET
             stack.append(Call(SET, ([],)))
-            if len(stack) > (widest := in_force().stack):
+            widest = in_force().stack
+            if len(stack) > widest:
                 raise _too_wide(widest)
         elif op in b"ldo\x90\x91":  # LIST, DICT, OBJ, ADDITEMS, FROZENSET
             made, stack = stack, marks.pop()

@@ -5,10 +5,12 @@ the functions in checkpoints whose arguments matter for that.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from ckptconv.pickles.byte_window import Held
 from ckptconv.pickles.nodes import Global
+
+if TYPE_CHECKING:
+    from ckptconv.pickles.byte_window import Held
 
 
 class NamedGlobal(NamedTuple):

@@ -118,7 +118,8 @@ def _named(raw: bytes, at: int, count: int) -> Called:
 
 _TOKEN = re.compile(
     rb"""(?P<blank>\#[^\n]*|\\\n)|(?P<line>\n)|(?P<name>[A-Za-z_]\w*)|(?P<dot>\.)
-    |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?j?)|(?P<string>\"{3}|'{3}|["'])|(?P<other>\S)""",
+    |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?j?)|(?P<string>\"{3}|'{3}|["'])
+    |(?P<other>\S)""",
     re.VERBOSE,
 )
 _OF_USE = re.compile(rb"[.'\"\\#]|torch|ops|rpc_")

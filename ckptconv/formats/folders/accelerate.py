@@ -50,7 +50,8 @@ _FSDP = re.compile(
 ).fullmatch
 _OPTIMIZER = re.compile(r"(?P<label>optimizer_\d+)(?:_rank(?P<rank>\d+)\.bin)?").fullmatch
 _OTHERS = re.compile(
-    r"(optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin$|random_states_\d+\.pkl$|scaler\.pt$|custom_checkpoint_\d+\.pkl$"
+    r"(optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin$|random_states_\d+\.pkl$"
+    r"|scaler\.pt$|custom_checkpoint_\d+\.pkl$"
     r"|scheduler\.pt$|rng_state(?:_\d+)?\.pth$"  # as transformers' Trainer calls them
 ).match
 

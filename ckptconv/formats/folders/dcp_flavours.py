@@ -141,8 +141,9 @@ def _as_single_file(root: Dict) -> Dict:
     if "state_dict" not in found and "model" in found:
         found["state_dict"] = found.pop("model")
     optimizers: list[Node] = []
-    while "optimizer_states" not in found and (name := f"optimizer_{len(optimizers)}") in found:
-        optimizers.append(found.pop(name))
+    if "optimizer_states" not in found:
+        while (name := f"optimizer_{len(optimizers)}") in found:
+            optimizers.append(found.pop(name))
     if optimizers:
         found["optimizer_states"] = optimizers
     return Dict(list(found.items()))

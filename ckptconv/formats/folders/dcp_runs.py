@@ -68,14 +68,17 @@ class _Opcodes:
 
     def __init__(self, *parts: bytes | str | Global | None) -> None:
         groups = [part for part in parts if type(part) is not bytes]
-        pattern = b"".join(
-            part if type(part) is bytes else b"(%b)" % (part if type(part) is _Value else _GET)
-            for part in parts
-        )
+        pattern = b"".join(map(_pattern, parts))
         self.match = re.compile(pattern, re.DOTALL).match
         self.names: list[Any] = [part for part in groups if type(part) is not _Value]
         self.fetching = [at for at, part in enumerate(groups, 1) if type(part) is not _Value]
         self.values = [at for at, part in enumerate(groups, 1) if type(part) is _Value]
+
+
+def _pattern(part: bytes | str | Global | None) -> bytes:
+    if type(part) is bytes:
+        return part
+    return b"(%b)" % (part if type(part) is _Value else _GET)
 
 
 _GET = rb"h.|j...."

@@ -60,7 +60,8 @@ POINTERS = (
 )
 
 _BESIDE = re.compile(
-    r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?|training_args|dl_state_dict|custom_checkpoint|recipe_state)"
+    r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?"
+    r"|training_args|dl_state_dict|custom_checkpoint|recipe_state)"
     r"(?:_[0-9]+)*\.[a-z]+"
 ).fullmatch
 """Names under which training leaves beside the weights what it needs to go on."""

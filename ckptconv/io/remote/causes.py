@@ -22,11 +22,19 @@ CREDENTIALS = "see: ckptconv help remote (credentials)"
 _Meaning = tuple[Failing, str, str | None]
 
 _KEY: _Meaning = ("denied", "does not know the access key", CREDENTIALS)
-_SECRET: _Meaning = ("denied", "does not accept the signature: the secret key is wrong", CREDENTIALS)  # fmt: skip # noqa: E501
+_SECRET: _Meaning = (
+    "denied",
+    "does not accept the signature: the secret key is wrong",
+    CREDENTIALS,
+)
 _OLD: _Meaning = ("denied", "says that the credentials have expired", "get new ones, and try again")
 _CLOCK: _Meaning = ("denied", "says that the clock of this machine is wrong", "set the clock")
 _BUCKET: _Meaning = ("final", "has no such bucket", "check the address")
-_REGION: _Meaning = ("final", "has the bucket in another region", "set AWS_REGION to that of the bucket")  # fmt: skip # noqa: E501
+_REGION: _Meaning = (
+    "final",
+    "has the bucket in another region",
+    "set AWS_REGION to that of the bucket",
+)
 _FORBIDDEN: _Meaning = ("denied", "does not allow it", CREDENTIALS)
 _BUSY: _Meaning = ("passing", "asks for fewer requests", None)
 
@@ -129,19 +137,40 @@ _ASKING_WHO = re.compile(r"Generic \w+ error: Error performing token request").m
 _WHO = {
     "SSOTokenLoadError": ("there is no SSO login", "aws sso login"),
     "SSOError": ("the SSO login has expired", "aws sso login"),
-    "EndpointConnectionError": ("the service that grants the role does not answer", "check the network and the region"),  # noqa: E501
-    "ConnectTimeoutError": ("the service that grants the role does not answer", "check the network and the region"),  # noqa: E501
-    "NoRegionError": ("the service that grants the role is asked in a region, and none is set", "set AWS_DEFAULT_REGION, or region in the profile"),  # noqa: E501
+    "EndpointConnectionError": (
+        "the service that grants the role does not answer",
+        "check the network and the region",
+    ),
+    "ConnectTimeoutError": (
+        "the service that grants the role does not answer",
+        "check the network and the region",
+    ),
+    "NoRegionError": (
+        "the service that grants the role is asked in a region, and none is set",
+        "set AWS_DEFAULT_REGION, or region in the profile",
+    ),
     "ClientError": ("AWS does not grant the role", "check role_arn, and who may assume it"),
-    "FileNotFoundError": ("the token file is missing", "see AWS_WEB_IDENTITY_TOKEN_FILE, or web_identity_token_file of the profile"),  # noqa: E501
-    "RuntimeError": ("the credentials that it is given have expired", "check credential_process, or get new ones"),  # noqa: E501
-    "CredentialRetrievalError": ("the program that gives the credentials fails", "try the credential_process of the profile"),  # noqa: E501
+    "FileNotFoundError": (
+        "the token file is missing",
+        "see AWS_WEB_IDENTITY_TOKEN_FILE, or web_identity_token_file of the profile",
+    ),
+    "RuntimeError": (
+        "the credentials that it is given have expired",
+        "check credential_process, or get new ones",
+    ),
+    "CredentialRetrievalError": (
+        "the program that gives the credentials fails",
+        "try the credential_process of the profile",
+    ),
     "MetadataRetrievalError": ("this machine gets no credentials", CREDENTIALS),
     "ProfileNotFound": ("there is no such profile", "see AWS_PROFILE and ~/.aws/config"),
-    "ConfigParseError": ("a profile file cannot be parsed", "see AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE"),  # noqa: E501
+    "ConfigParseError": (
+        "a profile file cannot be parsed",
+        "see AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE",
+    ),
     "PartialCredentialsError": ("one of the two keys is missing", CREDENTIALS),
     "Exception": ("the credentials fail", CREDENTIALS),
-}  # fmt: skip
+}
 """What errors of botocore and of the system mean where credentials were asked for."""
 
 _FAILED = re.compile(r"credentials-fail-by-(\w+)").search
@@ -167,19 +196,43 @@ def _who_failed(error: BaseException) -> str:
 # ------------------------------------------------------------------------ who is not reached at all
 
 _UNREACHED: dict[str, _Meaning] = {
-    "expired": ("final", "has a certificate that has expired", "it has to be renewed there; or the clock of this machine is wrong"),  # noqa: E501
-    "early": ("final", "has a certificate that is not valid yet", "check the clock of this machine"),  # noqa: E501
+    "expired": (
+        "final",
+        "has a certificate that has expired",
+        "it has to be renewed there; or the clock of this machine is wrong",
+    ),
+    "early": (
+        "final",
+        "has a certificate that is not valid yet",
+        "check the clock of this machine",
+    ),
     "host": ("final", "has a certificate for another host", "check the address"),
-    "issuer": ("final", "has a certificate that this machine does not trust", "SSL_CERT_FILE names the file or folder of yours (for S3 AWS_CA_BUNDLE too)"),  # noqa: E501
+    "issuer": (
+        "final",
+        "has a certificate that this machine does not trust",
+        "SSL_CERT_FILE names the file or folder of yours (for S3 AWS_CA_BUNDLE too)",
+    ),
     "plain": ("final", "does not speak TLS there", "write http:// if that is meant"),
     "TLS": ("passing", "does not speak TLS as it should", None),
-    "password": ("denied", "cannot be reached: the proxy asks for a password (status 407)", "write it into HTTPS_PROXY or HTTP_PROXY: http://USER:PASSWORD@HOST:PORT"),  # noqa: E501
-    "tunnel": ("final", "cannot be reached: the proxy does not let this through", "see HTTPS_PROXY and NO_PROXY"),  # noqa: E501
-    "proxy": ("passing", "cannot be reached: the proxy does not answer", "see HTTPS_PROXY and NO_PROXY"),  # noqa: E501
+    "password": (
+        "denied",
+        "cannot be reached: the proxy asks for a password (status 407)",
+        "write it into HTTPS_PROXY or HTTP_PROXY: http://USER:PASSWORD@HOST:PORT",
+    ),
+    "tunnel": (
+        "final",
+        "cannot be reached: the proxy does not let this through",
+        "see HTTPS_PROXY and NO_PROXY",
+    ),
+    "proxy": (
+        "passing",
+        "cannot be reached: the proxy does not answer",
+        "see HTTPS_PROXY and NO_PROXY",
+    ),
     "nameless": ("passing", "has no address, or there is no network", "check the address"),
     "down": ("passing", "does not answer", "check the address and the network"),
     "cut": ("passing", "closed the connection", "if it speaks TLS, write https://"),
-}  # fmt: skip
+}
 """Why nothing was answered. Of what is passing, few tries are made: the address is likely wrong."""
 
 _IN_OBSTORE = (

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ckptconv.io.remote.patience import fetched
 from ckptconv.io.source import Source
@@ -210,11 +211,11 @@ def _blocks(runs: Sequence[Run]) -> list[_Block]:
         if nbytes <= 0:
             continue
         number = bisect_right(starts[id(source)], first) - 1
-        blocks = cut[id(source)]
-        while number < len(blocks) and (block := blocks[number]).first < first + nbytes:
+        for block in islice(cut[id(source)], number, None):
+            if block.first >= first + nbytes:
+                break
             block.left += min(first + nbytes, block.last) - max(first, block.first)
             ordered.setdefault(id(block), block)
-            number += 1
     return [*ordered.values()]
 
 

@@ -266,7 +266,10 @@ def _all(answer: Answer, nbytes: int) -> bytes:
     parts: list[bytes] = []
     left = nbytes
     with answer.until_it_breaks(parts):
-        while left and (data := answer.read(min(left, _AT_ONCE))):
+        while left:
+            data = answer.read(min(left, _AT_ONCE))
+            if not data:
+                break
             parts.append(data)
             left -= len(data)
     return b"".join(parts)

@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import save
 
 from ckptconv.io.remote.hub import hub_address, hub_token, parsed
-from ckptconv.io.remote.place import remote_place
-from ckptconv.io.remote.schemes import store_of
+from ckptconv.io.remote.place import remote_place, store_of
 from ckptconv.support.errors import CheckpointError, RemoteFailure, UnsupportedCheckpoint
 from ckptconv.support.limits import limits
 from helpers.conformance import pattern

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -97,6 +98,17 @@ class TestSet(InStore):
         place = memory_place(store, "run/m.bin")
         files = shard_names(store, len(self.NAMES) - 1)
         return remote_output(place, force=force, read_back=self.READ_BACK, files=files)
+
+
+class SetWithCompanions(TestSet):
+    """A tokenizer, which is there by now, and a new card in a folder beside the index."""
+
+    NAMES = ("m-0.bin", "tokenizer.json", "cards/card.md", INDEX)
+
+    def destination(self, room, *, force=False, size=0):
+        store = store_of(room)
+        files = replace(shard_names(store, 1), companions=("tokenizer.json", "cards/card.md"))
+        return remote_output(memory_place(store, "run/m.bin"), force=force, files=files)
 
 
 class TestSetReadBack(TestSet):
@@ -267,6 +279,43 @@ def test_a_set_that_could_not_be_replaced_as_a_whole_says_so(tmp_path):
         kind.put(tmp_path, kind.content(2), force=True)
     assert INDEX not in kind.found(tmp_path)
     assert hidden_or_open(store) == []
+
+
+def put_companions(tmp_path, fails: str = "") -> list[str]:
+    """Put a set over an earlier tokenizer; the puts in their order, of which that of `fails`
+    fails.
+    """
+    kind, store, put = SetWithCompanions(), store_of(tmp_path), []
+    store.objects["run/tokenizer.json"] = b"earlier"
+
+    def note(key: str, content: bytes, *, create: bool) -> None:
+        put.append(key.removeprefix("run/"))
+        if put[-1] == fails:
+            raise StoreError("final", "S3 fails")
+        MemoryStore.put(store, key, content, create=create)
+
+    store.put = note  # type: ignore[method-assign]
+    kind.put(tmp_path, kind.content(1), force=True)
+    return put
+
+
+def test_companions_that_are_new_come_before_the_shards_and_the_others_after_the_index(tmp_path):
+    assert put_companions(tmp_path) == ["cards/card.md", "m-0.bin", INDEX, "tokenizer.json"]
+
+
+def test_a_companion_that_cannot_be_replaced_leaves_the_set_in_place(tmp_path):
+    what = r"is in place, but tokenizer.json of the earlier one cannot be replaced: S3 fails"
+    with pytest.raises(OutputRefused, match=what):
+        put_companions(tmp_path, "tokenizer.json")
+    found = store_of(tmp_path).objects
+    assert set(found) == {f"run/{name}" for name in SetWithCompanions.NAMES}
+    assert found["run/tokenizer.json"] == b"earlier"
+
+
+def test_an_index_that_cannot_be_put_takes_new_companions_back(tmp_path):
+    with pytest.raises(OutputRefused, match="S3 fails"):
+        put_companions(tmp_path, INDEX)
+    assert store_of(tmp_path).objects == {"run/tokenizer.json": b"earlier"}
 
 
 @pytest.mark.parametrize("name", KINDS)

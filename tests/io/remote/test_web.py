@@ -19,8 +19,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from ckptconv.io.remote.causes import wait_of
-from ckptconv.io.remote.place import remote_place
-from ckptconv.io.remote.schemes import store_of
+from ckptconv.io.remote.place import remote_place, store_of
 from ckptconv.io.remote.source import HEAD
 from ckptconv.io.remote.store import Seen, StoreError
 from ckptconv.io.remote.traffic import traffic
