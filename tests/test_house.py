@@ -9,7 +9,16 @@ import re
 
 import pytest
 
-from helpers.house import MODULES, PACKAGE, imported, imports_of, own_module, package_of, top_names
+from helpers.house import (
+    MODULES,
+    PACKAGE,
+    imported,
+    imports_of,
+    own_module,
+    package_of,
+    top_names,
+    trees,
+)
 
 TABLE = PACKAGE.parent / "docs" / "maintainers" / "design.md"
 ROW = re.compile(r"^\| *(?P<names>(?:`\w+`(?: · )?)+) *\|", re.M)
@@ -132,7 +141,7 @@ def opens_files(tree: ast.Module) -> set[str]:
 def test_only_files_opens_files():
     opening = {
         module
-        for module, tree in MODULES.items()
+        for module, tree in trees().items()
         if opens_files(tree) or "tempfile" in top_names(module)
     }
     assert opening == FILE_MODULES
@@ -143,7 +152,7 @@ def test_nothing_unpickles_or_evaluates():
     assert {module: names for module in MODULES if (names := top_names(module) & forbidden)} == {}
     called = {
         (module, node.func.id)
-        for module, tree in MODULES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

@@ -27,6 +27,7 @@ from ckptconv.convert.execute import ConversionResult
 from ckptconv.support.errors import RemoteFailure
 from ckptconv.support.progress import OnProgress
 from helpers.engine_conformance import checkpoint
+from helpers.lost_workers import AlwaysKillingJob
 from helpers.program import run
 
 
@@ -275,15 +276,6 @@ def test_a_poison_file_fails_alone(room):
     assert states == ["done", "failed", "done", "done"]
     error = found[str(jobs[1].output)].error
     assert error.kind == "WorkerLost" and "SIGKILL" in error.message and "3 times" in error.message
-
-
-@dataclass(frozen=True, slots=True)
-class AlwaysKillingJob(Job):
-    """A job that ends its worker whenever it is tried."""
-
-    def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
-        os.kill(os.getpid(), 9)
-        raise AssertionError
 
 
 # ------------------------------------------------------------------------------ what is found first

@@ -15,13 +15,8 @@ from ckptconv.batch.engines import Engine, OnExecutor, Serial
 from ckptconv.batch.processes import Processes
 from ckptconv.batch.work import Task
 from ckptconv.cli.batching import batch
-from helpers.engine_conformance import (
-    EngineConformance,
-    KillingJob,
-    WorkerConformance,
-    checkpoint,
-    drained,
-)
+from helpers.engine_conformance import EngineConformance, WorkerConformance, checkpoint, drained
+from helpers.lost_workers import KillingJob
 
 
 class TestSerial(EngineConformance):

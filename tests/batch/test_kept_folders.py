@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from ckptconv import Job, Options, OutputRefused, convert_many
 from ckptconv.io.hidden_folders import KeptFolder
 from helpers.engine_conformance import checkpoint
+from helpers.lost_workers import LeavingJob
 
 
 @pytest.fixture
@@ -102,19 +101,6 @@ def test_what_a_worker_left_that_was_lost_in_this_run_is_removed(room, monkeypat
     receipts = list(convert_many(jobs, executor="processes", workers=1))
     assert sorted(one.tries for one in receipts) == [1, 2]
     assert hidden(room / "x") == hidden(room / "y") == []
-
-
-@dataclass(frozen=True, slots=True)
-class LeavingJob(Job):
-    """A job whose worker is killed after it, and is done in another folder then."""
-
-    def run(self, on_progress=None):
-        made = Job.run(self, on_progress)
-        tried = Path(f"{self.source}.tried")
-        if not tried.exists():
-            tried.touch()
-            os.kill(os.getpid(), 9)
-        return made
 
 
 def test_a_folder_that_another_process_holds_stays(room):

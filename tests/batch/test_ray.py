@@ -23,7 +23,8 @@ from ckptconv.batch.on_ray import OnRay
 from ckptconv.batch.sharing import share_out_on
 from ckptconv.convert import shares
 from ckptconv.convert.shares import Share
-from helpers.engine_conformance import KillingJob, WorkerConformance, checkpoint
+from helpers.engine_conformance import WorkerConformance, checkpoint
+from helpers.lost_workers import KillingJob
 
 pytestmark = pytest.mark.ray
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -4,12 +4,10 @@ nothing.
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +31,9 @@ from ckptconv.batch.engines import Serial
 from ckptconv.batch.own_code import code_version
 from ckptconv.batch.processes import Processes
 from ckptconv.batch.sharing import share_out_on
-from ckptconv.convert import shares
-from ckptconv.convert.shares import MadeShare, Share
 from ckptconv.io.places import place_of
 from ckptconv.tensors.packed import NotPacked, check_same, packed
+from helpers.lost_workers import always_killing_share_of, killing_share_of
 from helpers.paths import PRODUCED
 
 SIZE = 60_000
@@ -180,25 +177,6 @@ def test_a_worker_that_is_lost_has_its_share_made_again(tmp_path, monkeypatch):
     assert files(tmp_path / "alone") == files(tmp_path / "shared")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class KillingShare(Share):
-    """A share whose worker is killed when its file is written, the first time."""
-
-    def make(self) -> MadeShare:
-        made = Share.make(self)
-        tried = Path(self.shown).parent.with_name("shared.tried")
-        if not tried.exists():
-            tried.touch()
-            os.kill(os.getpid(), 9)
-        return made
-
-
-def killing_share_of(*given, **more):
-    share = shares.share_of(*given, **more)
-    fields = [getattr(share, name) for name in Share.__slots__]
-    return KillingShare(*fields) if share.number == 1 else share
-
-
 @pytest.mark.trust
 def test_a_share_that_nobody_can_make_is_told(tmp_path, monkeypatch):
     source = make_zip(tmp_path)
@@ -208,20 +186,6 @@ def test_a_share_that_nobody_can_make_is_told(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"its worker was lost .*SIGKILL.* 3 times"):
         shared(source, tmp_path / "out", options, Processes(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class AlwaysKillingShare(Share):
-    """A share that ends its worker."""
-
-    def make(self) -> MadeShare:
-        os.kill(os.getpid(), 9)
-        raise AssertionError
-
-
-def always_killing_share_of(*given, **more):
-    share = shares.share_of(*given, **more)
-    return AlwaysKillingShare(*[getattr(share, name) for name in Share.__slots__])
 
 
 def test_a_source_that_is_another_file_by_then_is_refused(tmp_path):

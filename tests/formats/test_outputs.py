@@ -14,7 +14,7 @@ from ckptconv.formats.target_format import (
     target_named,
     target_of_suffix,
 )
-from helpers.house import MODULES, package_of
+from helpers.house import package_of, trees
 
 
 def test_every_name_of_a_format_has_one_and_no_suffix_has_two():
@@ -54,7 +54,7 @@ def test_no_module_outside_formats_asks_for_a_format_by_its_name():
     packages = {"convert", "live", "doctor", "inspect", "cli", "diff", "scan", "tree"}
     asking = {
         module: found
-        for module, tree in MODULES.items()
+        for module, tree in trees().items()
         if package_of(module) in packages
         and module not in PACKAGE_TORCH
         and (found := compared_names(tree))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,7 @@ from safetensors.torch import load_file
 from ckptconv import Job, Options
 from ckptconv.batch.engines import Ended, Engine
 from ckptconv.batch.work import Task
-from ckptconv.convert.execute import ConversionResult
-from ckptconv.support.progress import OnProgress
+from helpers.lost_workers import KillingJob, SlowJob
 
 
 def checkpoint(path: Path, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -25,34 +21,6 @@ def checkpoint(path: Path, seed: int = 0) -> dict[str, torch.Tensor]:
     tensors = {name: torch.randn(7, 5, generator=generator) for name in ("a.weight", "b.weight")}
     torch.save({f"module.{name}": tensor for name, tensor in tensors.items()}, path)
     return tensors
-
-
-@dataclass(frozen=True, slots=True)
-class KillingJob(Job):
-    """A job whose worker is killed in the middle of it, until the file `source`.tried is there."""
-
-    def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
-        tried = Path(f"{self.source}.tried")
-        if not tried.exists():
-            tried.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Job.run(self, on_progress)
-
-
-@dataclass(frozen=True, slots=True)
-class SlowJob(Job):
-    """A job that takes a minute, and says by the file `source`.begun that it has begun, and by
-    `source`.ended that it was let out of it.
-    """
-
-    def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
-        Path(f"{self.source}.begun").touch()
-        try:
-            for _ in range(600):  # what cancels may have to wait until Python does something
-                time.sleep(0.1)
-        finally:
-            Path(f"{self.source}.ended").touch()
-        return Job.run(self, on_progress)
 
 
 def drained(engine: Engine, tasks: list[Task]) -> dict[int, Ended]:

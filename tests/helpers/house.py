@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "ckptconv"
 
 MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
-        path.read_text("utf-8"), str(path)
-    )
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    """The source of a module, parsed: all of them take two seconds, so not while tests are
+    collected.
+    """
+    return ast.parse(MODULES[module].read_text("utf-8"), str(MODULES[module]))
+
+
+def trees() -> dict[str, ast.Module]:
+    """All modules, parsed."""
+    return {module: tree_of(module) for module in MODULES}
 
 
 def package_of(module: str) -> str:
@@ -34,9 +46,10 @@ def imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
             yield from (f"{prefix}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def imports_of(module: str) -> list[str]:
     """The dotted names that a module of the package imports."""
-    return list(imported(MODULES[module], ("ckptconv", *module.split(".")[:-1])))
+    return list(imported(tree_of(module), ("ckptconv", *module.split(".")[:-1])))
 
 
 def own_module(name: str) -> str | None:

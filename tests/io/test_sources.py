@@ -19,7 +19,7 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import limits
 from helpers.conformance import BYTES, SlowSource, SourceConformance, pattern
-from helpers.house import MODULES, imports_of, package_of
+from helpers.house import MODULES, imports_of, package_of, trees
 
 
 def written(room: Path, content: bytes) -> Path:
@@ -326,7 +326,7 @@ def test_nobody_outside_io_opens_files_or_asks_for_the_kind_of_a_source():
     kinds |= {"InflatedSource", "RangeSource", "MemorySource"}
     sniffs = {
         f"{module}: {ast.unparse(node)}"
-        for module, tree in MODULES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if kinds & {part.id for part in asked_for(node) if isinstance(part, ast.Name)}
     }

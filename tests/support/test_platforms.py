@@ -26,7 +26,7 @@ from ckptconv.io.files import FileSource
 from ckptconv.support import platforms
 from ckptconv.support.errors import MalformedCheckpoint
 from helpers import other_systems, posix_names
-from helpers.house import MODULES, imports_of, top_names
+from helpers.house import MODULES, imports_of, top_names, trees
 from helpers.paths import TESTS
 from helpers.program import SAMPLES, assert_one_error, environment, run
 
@@ -110,7 +110,7 @@ def belongs_to_platforms(name: str) -> bool:
 def test_only_one_module_names_what_not_every_system_has():
     found = {
         module: wrong
-        for module, tree in MODULES.items()
+        for module, tree in trees().items()
         if (wrong := sorted(filter(belongs_to_platforms, named(tree))))
     }
     assert set(found) == {"support.platforms"}, found
@@ -138,7 +138,7 @@ def late():
 def test_the_list_of_names_is_that_of_the_stubs_of_the_standard_library():
     """For all names that the package uses; the list as a whole changes with each Python."""
     pytest.importorskip("mypy")
-    used = {name for tree in MODULES.values() for name in named(tree)} | {
+    used = {name for tree in trees().values() for name in named(tree)} | {
         "os.preadv",
         "signal.SIGALRM",
         "fcntl",
