@@ -26,8 +26,13 @@ $(VENV)/ready: $(VENV)/demo-ready
 demo: $(VENV)/demo-ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh sample_ckpts/demo.sh $(DEMO)
 
+# Bytecode is kept, also where PYTHONDONTWRITEBYTECODE is set: else each process that a test starts
+# compiles the package, which doubles its time, and each worker rewrites all tests.
+BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode
+
+# At most five minutes of the processor; what took most of them is printed at the end.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(BYTECODE) CKPTCONV_COSTS=12 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 PYTHONS ?= 3.10 3.13
 LOWEST ?= 3.10 3.11
@@ -67,7 +72,7 @@ $(PEERS)/ready: $(FAMILIES)/ready tests/helpers/peer_files.py
 families: $(FAMILIES)/ready
 	$(FAMILIES)/bin/python -m pytest -q -n auto --dist worksteal -m families tests/families
 	-$(MAKE) $(PEERS)/ready
-	CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto --dist worksteal tests/live/test_fitted_models.py \
+	CKPTCONV_EXAMPLES=all CKPTCONV_PEER_FILES=$(CURDIR)/$(PEERS)/files $(FAMILIES)/bin/python -m pytest -q -n auto --dist worksteal tests/live/test_fitted_models.py \
 	    tests/keys/test_fitting.py tests/formats/folders/test_sharded.py tests/scan/test_files.py tests/scan/test_peers.py
 	-PYTHONPATH=tests $(FAMILIES)/bin/python tests/helpers/peer_files.py table $(PEERS)/files
 
@@ -106,7 +111,7 @@ $(SERVERS)/ready: tests/data/servers.txt
 
 # The tests against real servers of objects on this host; of those, SeaweedFS and moto have to run.
 servers: $(VENV)/ready $(SERVERS)/ready
-	CKPTCONV_REQUIRE_SERVERS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m servers
+	$(BYTECODE) CKPTCONV_REQUIRE_SERVERS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m servers
 
 # A Ray cluster of two nodes on this machine, in an environment of its own.
 $(RAY)/ready: pyproject.toml constraints.txt tests/data/ray.txt
@@ -177,7 +182,7 @@ STRACE ?= 1
 EXAMPLES ?= all
 PROOFS ?= trust or property
 trust: $(VENV)/ready
-	CKPTCONV_REQUIRE_STRACE=$(STRACE) CKPTCONV_EXAMPLES=$(EXAMPLES) \
+	$(BYTECODE) CKPTCONV_REQUIRE_STRACE=$(STRACE) CKPTCONV_EXAMPLES=$(EXAMPLES) \
 	    $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(PROOFS)"
 
 SECONDS ?= 600

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptconv.support.errors import on_command_line
+from helpers.costs import pytest_configure  # noqa: F401 (pytest finds it here)
 from helpers.figures import figure, pytest_terminal_summary  # noqa: F401 (pytest finds them here)
 from helpers.hostile_generator import GENERATOR
 from helpers.paths import CORPUS, PRODUCED, SAMPLES
@@ -142,14 +143,9 @@ def worlds(made_once) -> Path:
 
 def write_worlds(folder: Path) -> None:
     """Run the processes."""
-    command = [sys.executable, str(HERE / "helpers" / "worlds.py"), str(folder)]
-    running = [
-        subprocess.Popen([*command, size], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for size in ("2", "4")
-    ]
-    for process in running:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, out.decode()[-3000:]
+    command = [sys.executable, str(HERE / "helpers" / "worlds.py"), str(folder), "2", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ import click
 import pytest
 
 from ckptconv.cli.main import cli
+from helpers.examples import crossed, some
 from helpers.program import (
     PROGRAM,
     ROOT,
@@ -996,28 +997,29 @@ def test_a_terminal_gets_colors_unless_they_are_not_wanted(arguments, no_color, 
     assert shown and ("\x1b" in shown) is not bool(no_color)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "cp437"])
-def test_a_terminal_without_unicode_is_no_error(encoding, saved, tmp_path):
+@pytest.mark.parametrize(
+    ("encoding", "arguments"),
+    crossed(
+        ["latin-1", "cp1252", "ascii", "cp437"],
+        [("inspect", "in.pt", "--depth", "4"), ("convert", "in.pt", "out.pt"), ("--help",)],
+    ),
+)
+def test_a_terminal_without_unicode_is_no_error(encoding, arguments, saved, tmp_path):
     saved({"module.gew\u00e4cht.\u91cd\u307f": W})
-    for arguments in (
-        ("inspect", "in.pt", "--depth", "4"),
-        ("convert", "in.pt", "out.pt"),
-        ("--help",),
-    ):
-        done = subprocess.run(
-            [*PROGRAM, *arguments],
-            cwd=tmp_path,
-            env=environment(PYTHONIOENCODING=encoding),
-            capture_output=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        # click takes ASCII for UTF-8
-        shown = (done.stdout + done.stderr).decode("utf-8" if encoding == "ascii" else encoding)
-        # arrows and lines have plain forms
-        assert "\\u21" not in shown and "\\u25" not in shown, shown
-        if encoding.startswith("cp") and arguments[0] != "--help":
-            assert "-> out.pt" in shown if arguments[0] == "convert" else r"\u91cd\u307f" in shown
+    done = subprocess.run(
+        [*PROGRAM, *arguments],
+        cwd=tmp_path,
+        env=environment(PYTHONIOENCODING=encoding),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # click takes ASCII for UTF-8
+    shown = (done.stdout + done.stderr).decode("utf-8" if encoding == "ascii" else encoding)
+    # arrows and lines have plain forms
+    assert "\\u21" not in shown and "\\u25" not in shown, shown
+    if encoding.startswith("cp") and arguments[0] != "--help":
+        assert "-> out.pt" in shown if arguments[0] == "convert" else r"\u91cd\u307f" in shown
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -1033,7 +1035,7 @@ def test_an_output_that_takes_nothing_is_one_line(arguments, tmp_path):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", some(2, [">&-", "2>&-", "<&- >&- 2>&-", ">&- 2>&-"]))
 def test_closed_streams_are_no_traceback_and_no_checkpoint_gets_their_numbers(closed, tmp_path):
     def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = f"{shlex.join([*PROGRAM, *map(str, arguments)])} {closed}"
@@ -1499,8 +1501,10 @@ def test_an_option_without_its_value_is_a_wrong_usage():
     assert count > 150
 
 
-@pytest.mark.parametrize("command", ["convert", "strip-module", "add-module"])
-@pytest.mark.parametrize("address", ["s3://bucket/x.pt", "gs://"])
+@pytest.mark.parametrize(
+    ("command", "address"),
+    crossed(["convert", "strip-module", "add-module"], ["s3://bucket/x.pt", "gs://"]),
+)
 def test_one_address_alone_lacks_an_output(command, address, tmp_path):
     done = run(command, address, cwd=tmp_path)
     assert done.exit == 2 and "OUT is missing" in done.err and "Traceback" not in done.err

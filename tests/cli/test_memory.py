@@ -10,6 +10,7 @@ import torch
 
 from ckptconv.batch.receipts import Failure, failed_by
 from ckptconv.support.errors import OUT_OF_MEMORY, is_out_of_memory
+from helpers.examples import crossed
 from helpers.program import PROGRAM, run_process
 
 MB = 1000 * 1000
@@ -25,15 +26,16 @@ def checkpoints(tmp_path_factory):
 
 # the address space in MB: too little for the program, for numpy, for a cast, for some of it
 @pytest.mark.skipif(not shutil.which("prlimit"), reason="prlimit is not installed")
-@pytest.mark.parametrize("space", [60, 100, 110, 140, 190])
 @pytest.mark.parametrize(
-    "command",
-    [
-        "convert a.pt OUT.safetensors",
-        "convert a.pt OUT --to torch --dtype bf16 --max-shard-size 3MB --jobs 2",
-        "convert a.pt OUT.npz --json",
-    ],
-    ids=["one file", "by workers", "a document"],
+    ("command", "space"),
+    crossed(
+        [
+            "convert a.pt OUT.npz --json",
+            "convert a.pt OUT.safetensors",
+            "convert a.pt OUT --to torch --dtype bf16 --max-shard-size 3MB --jobs 2",
+        ],
+        [60, 100, 110, 140, 190],
+    ),
 )
 def test_too_little_memory_is_one_line(command, space, checkpoints, tmp_path):
     arguments = command.replace("OUT", str(tmp_path / "out")).split()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckptconv.io.hidden_folders import temporary_folder
+from helpers.examples import crossed
 from helpers.program import (
     PROGRAM,
     SAMPLES,
@@ -54,11 +55,14 @@ def left(room: Path) -> list[str]:
     return sorted(str(path.relative_to(room)) for path in room.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("to", ["torch", "safetensors"])
+MORE = [(), ("--verify",), ("--dtype", "bf16", "--device", "cuda:1", "--only", "state_dict")]
+
+
 @pytest.mark.parametrize(
-    "more", [(), ("--verify",), ("--dtype", "bf16", "--device", "cuda:1", "--only", "state_dict")]
+    ("to", "command", "more"),
+    crossed(["torch", "safetensors"], ["convert", "strip-module", "add-module"], MORE),
+    ids=str,
 )
-@pytest.mark.parametrize("command", ["convert", "strip-module", "add-module"])
 def test_it_gives_the_bytes_of_the_file(command, more, to, room):
     code, out, err = printed(room, command, TRAIN, "-", "--to", to, *more)
     assert code == 0 and "→ standard output (" in err

@@ -19,6 +19,7 @@ from ckptconv import (
     average,
     merge,
 )
+from helpers.examples import crossed
 from helpers.program import run
 
 FLOATS = [
@@ -97,8 +98,9 @@ def test_a_checkpoint_and_itself_are_verified(tmp_path):
     assert all(torch.equal(made[key], value) for key, value in found[0].items())
 
 
-@pytest.mark.parametrize("weights", [None, [1, 1, 2], [0.1, 0.7, 3]])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weights"), crossed(FLOATS, [[0.1, 0.7, 3], None, [1, 1, 2]]), ids=str
+)
 def test_the_mean_is_that_of_torch_to_the_bit(tmp_path, dtype, weights):
     paths, found = saved(tmp_path, 3, dtype)
     average(paths, tmp_path / "mean.pt", weights=weights, verify=True)

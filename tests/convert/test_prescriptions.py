@@ -113,7 +113,7 @@ def obey(command: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.name, marks=[pytest.mark.trust] * bool(number % 4))
+        pytest.param(path, id=path.name, marks=[pytest.mark.trust] * bool(number % 8))
         for number, path in enumerate(real_files())
     ],
 )

@@ -19,6 +19,7 @@ import pytest
 from ckptconv.devices import gpu_choice, nvidia_smi
 from ckptconv.devices.gpu_choice import choose_gpus, settings
 from ckptconv.support.errors import DeviceUnavailable
+from helpers.examples import crossed
 from helpers.paths import DATA
 from helpers.program import ROOT, assert_one_error, environment, run, run_process
 
@@ -455,8 +456,9 @@ def test_a_shell_that_evaluates_it_hands_it_to_programs(shell, smi, ckptconv, tm
     assert (done.returncode, done.stdout, done.stderr) == (0, "PCI_BUS_ID 0,5,2\n", "")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize("answer", ["titan-x-8", "driver-not-loaded", "lost"])
+@pytest.mark.parametrize(
+    ("answer", "shell"), crossed(["titan-x-8", "driver-not-loaded", "lost"], SHELLS)
+)
 def test_a_refusal_leaves_what_was_set(answer, shell, smi, ckptconv, tmp_path):
     smi(answer)
     line = 'eval "$(ckptconv devices --export --min-free 900GB)"'

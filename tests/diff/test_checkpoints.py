@@ -28,7 +28,7 @@ from ckptconv import (
 )
 from ckptconv.support.errors import AmbiguousStateDict
 from helpers import oracle
-from helpers.examples import examples
+from helpers.examples import crossed, examples
 from helpers.program import SAMPLES, assert_one_error, idle_rss, run, run_process
 
 torch = pytest.importorskip("torch")
@@ -583,8 +583,9 @@ def shapes_of_storages() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("tolerance", [None, Tolerance(atol=100.0)], ids=["exact", "within"])
-@pytest.mark.parametrize("kind", shapes_of_storages())
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), crossed(shapes_of_storages(), [None, Tolerance(atol=100.0)]), ids=str
+)
 def test_a_record_with_a_wrong_checksum_is_told_once_on_either_side(kind, tolerance, tmp_path):
     tree = shapes_of_storages()[kind]
     good = saved(tmp_path, "good.pt", tree)

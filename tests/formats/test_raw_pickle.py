@@ -22,6 +22,7 @@ from ckptconv.formats.containers import is_raw_pickle
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.stream import iter_chunks
 from helpers import oracle
+from helpers.examples import some
 from helpers.old_torch import Bytestring, Made, Name, pickled, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -164,7 +165,7 @@ def test_a_pickle_cut_at_any_byte_is_refused(protocol, tmp_path):
             open_checkpoint(write(tmp_path / "cut.pkl", whole[:length]))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(2, range(4)))
 def test_a_damaged_pickle_is_read_or_refused(seed, tmp_path):
     chance = random.Random(seed)
     whole = pickle.dumps(

@@ -32,7 +32,7 @@ from ckptconv.io.files import FileSource
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.stream import iter_chunks
 from helpers import old_torch, oracle, trees
-from helpers.examples import examples
+from helpers.examples import examples, some
 from helpers.old_torch import (
     Bytestring,
     Made,
@@ -213,12 +213,13 @@ def test_whole_modules_are_their_state_dicts(tmp_path):
 
 
 def test_pickles_longer_than_the_first_window_are_read(tmp_path):
-    tree = {f"layer.{index}.weight": torch.full((1,), float(index)) for index in range(20_000)}
+    name = "x" * 600
+    tree = {f"{name}.{index}.weight": torch.full((1,), float(index)) for index in range(4000)}
     source = save(tree, tmp_path / "old.pt")
     assert source.stat().st_size > 5 << 19
     found = load_portable(source, keys="keep")
     assert list(found) == list(tree)
-    assert torch.equal(torch.cat(list(found.values())), torch.arange(20_000.0))
+    assert torch.equal(torch.cat(list(found.values())), torch.arange(4000.0))
 
 
 # --------------------------------------------------------------------------- what older torch wrote
@@ -435,7 +436,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path):
         assert caught.value.path == str(tmp_path / "cut.pt")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(2, range(4)))
 def test_a_damaged_file_is_read_or_refused(seed, tmp_path):
     chance = random.Random(seed)
     tree = {"w": torch.ones(3), "v": [torch.ones(2), torch.nn.Parameter(torch.ones(1))]}

@@ -821,6 +821,7 @@ def test_the_layout_is_the_one_that_torch_writes(tmp_path):
             )
 
 
+@pytest.mark.trust
 def test_offsets_asserted_by_torch_in_a_fresh_process(tmp_path):
     output = convert(
         {f"k{size}": torch.ones(size) for size in range(40)}, tmp_path, device="cuda:2"

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -180,9 +181,19 @@ class ForkServer:
 
 def _ending(told: bytes) -> tuple[int, float, int]:
     """How a run has ended: exit code, seconds, memory."""
+    global _spent
     assert told, "the process that forks the program is gone"
     code, seconds, rss = told.split()
+    _spent += float(seconds)
     return int(code), float(seconds), int(rss)
+
+
+_spent = 0.0
+
+
+def spent() -> float:
+    """Seconds of the processor that all forks of this process have taken."""
+    return _spent
 
 
 def _umask() -> int:
@@ -207,8 +218,13 @@ def _read_all(*files: int) -> list[bytes]:
     return [bytes(found[file]) for file in files]
 
 
-NEEDED = ("numpy", "ml_dtypes", "safetensors")
+NEEDED = tuple(
+    name
+    for name in ("numpy", "ml_dtypes", "safetensors", "botocore.session")
+    if find_spec(name.partition(".")[0])
+)
 TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint")
+"""What a run would import by itself, the client of S3 too, which takes a quarter of a second."""
 ASKS_TORCH = {"devices", "doctor", "--model", "dcp", "auto"}
 """Words of command lines that need torch; such a run is forked from a process that has it."""
 

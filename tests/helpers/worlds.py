@@ -1,13 +1,14 @@
 """Checkpoints that several gloo processes write together: DCP folders, rank files and HF shards,
 beside the whole tensors.
 
-    python tests/helpers/worlds.py FOLDER SIZE
+    python tests/helpers/worlds.py FOLDER SIZE...
 
-Plain torch, nothing of ckptconv. Every process is one rank of SIZE.
+Plain torch, nothing of ckptconv. Every process is one rank of SIZE, forked from this one.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -283,6 +284,12 @@ def of_four(folder: Path) -> None:
 WORLDS: dict[int, Callable[[Path], None]] = {2: of_two, 4: of_four}
 
 
+LATE = ("torch._dynamo", "torch._inductor.lowering", "torch.distributed.optim", "functorch.compile")
+"""What torch imports when a model is sharded and an optimizer steps: each rank would by itself,
+for two seconds of a processor.
+"""
+
+
 def work(rank: int, size: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -296,8 +303,13 @@ def work(rank: int, size: int, folder: str) -> None:
 
 
 def main() -> None:
-    folder, size = sys.argv[1], int(sys.argv[2])
-    torch.multiprocessing.start_processes(work, (size, folder), nprocs=size, start_method="fork")
+    folder, *sizes = sys.argv[1:]
+    for name in LATE:
+        importlib.import_module(name)
+    for size in map(int, sizes):
+        torch.multiprocessing.start_processes(
+            work, (size, folder), nprocs=size, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

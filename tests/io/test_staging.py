@@ -51,6 +51,7 @@ from helpers.crash_scenes import (
     set_at,
     with_set,
 )
+from helpers.examples import ALL, crossed
 from helpers.program import PROGRAM, assert_one_error, environment, run
 
 QUICKLY: dict[str, Any] = {"fsync": False}
@@ -295,18 +296,20 @@ def test_a_file_that_is_mounted_by_itself_is_left_alone(room):
 
 
 @pytest.mark.parametrize(
-    ("output", "options"),
-    [
-        ("disk/out.pt", ""),
-        ("disk/out.pt", "--no-fsync --save-mapping disk/map.json"),
-        ("disk/set", "--max-shard-size 900KB"),
-        ("disk/dcp", "--to dcp"),
-    ],
+    ("where", "room_left"),
+    crossed(
+        [
+            ("disk/out.pt", ""),
+            ("disk/out.pt", "--no-fsync --save-mapping disk/map.json"),
+            ("disk/set", "--max-shard-size 900KB"),
+            ("disk/dcp", "--to dcp"),
+        ],
+        [2500, 4000],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("room_left", [2500, 4000])
-def test_a_disk_that_is_too_small_is_told_of_before_anything_is_written(
-    output, options, room_left, room
-):
+def test_a_disk_that_is_too_small_is_told_of_before_anything_is_written(where, room_left, room):
+    output, options = where
     torch.save({f"w{index}": torch.zeros(200, 1000) for index in range(8)}, room / "big.pt")
     (room / "disk").mkdir()
     script = (
@@ -670,10 +673,15 @@ def read(kind: str, room: Path) -> Tensors | None:
     return (file_at if kind == "file" else set_at)(names[kind])(room)
 
 
+ROUNDS = 8 if ALL else 3
+"""Processes are forked in each, which costs a second where torch is loaded."""
+
+
+@pytest.mark.property
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_two_conversions_to_one_output_one_wins_and_the_other_says_so(kind, room):
     name, options = KINDS[kind]
-    for _ in range(8):
+    for _ in range(ROUNDS):
         shutil.rmtree(room / "there", ignore_errors=True)
         shutil.rmtree(room / "new", ignore_errors=True)
         (room / "out.pt").unlink(missing_ok=True)
@@ -691,11 +699,12 @@ def test_of_two_conversions_to_one_output_one_wins_and_the_other_says_so(kind, r
         assert hidden(room) == []
 
 
+@pytest.mark.property
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_force_the_last_one_wins_whole(kind, room):
     name, options = KINDS[kind]
     (room / "there").mkdir()
-    for _ in range(8):
+    for _ in range(ROUNDS):
         jobs = [
             (room / source, room / name, {**options, **QUICKLY, "force": True})
             for source in ("in.pt", "old.pt") * 2

@@ -335,7 +335,7 @@ def made_errors() -> list[CheckpointError]:
     [
         copy.copy,
         copy.deepcopy,
-        *(lambda e, p=p: pickle.loads(pickle.dumps(e, p)) for p in range(6)),
+        *(lambda e, p=p: pickle.loads(pickle.dumps(e, p)) for p in (0, 2, 5)),
     ],
 )
 def test_an_error_is_the_same_behind_a_pickle_and_a_copy(error, way):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.pasted import ROOT, RUN, blocks, fresh_clone, paste
+from helpers.program import run
 
 PAGES = tuple(
     f"docs/{path.name}"
@@ -86,6 +87,7 @@ def test_the_readme_begins_with_a_session():
     assert "$ ckptconv strip-module" in (ROOT / "README.md").read_text("utf-8").split("## ")[0]
 
 
+@pytest.mark.trust
 @pytest.mark.skipif(sys.platform == "win32", reason="draws a terminal of POSIX")
 def test_the_picture_of_a_terminal_is_that_of_a_run():
     """`make picture` draws it."""
@@ -115,13 +117,8 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_help_shows_examples(command):
-    shown = subprocess.run(
-        [sys.executable, "-m", "ckptconv", *command.split(), "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+def test_every_help_shows_examples(command, tmp_path):
+    shown = run(*command.split(), "--help", cwd=tmp_path).out
     assert "Examples:" in shown and f"ckptconv {command}".strip() in shown.split("Examples:")[1]
 
 

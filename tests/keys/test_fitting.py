@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from ckptconv import fit_keys
 from ckptconv.keys.fits import Candidates, Fit, Misshapen, Shapes
 from ckptconv.support.errors import LimitExceeded
-from helpers.examples import examples
+from helpers.examples import crossed, examples
 from helpers.paths import DATA
 
 LISTS = json.loads(gzip.decompress((DATA / "key_lists.json.gz").read_bytes()))
 """Key lists of real models and of what training makes of them, written by families.py."""
 ADAPTED = [family for family, lists in LISTS.items() if "lora" in lists]
 each_family = pytest.mark.parametrize("family", LISTS)
-each_wrapping = pytest.mark.parametrize("wrapping", LISTS["gpt2"]["wrapped"])
+WRAPPINGS = LISTS["gpt2"]["wrapped"]
+each_wrapped_family = pytest.mark.parametrize(("family", "wrapping"), crossed(LISTS, WRAPPINGS))
 thorough = settings(max_examples=examples(400), deadline=None)
 
 
@@ -56,8 +57,7 @@ def test_there_are_twelve_families_and_more():
     assert len(LISTS) >= 12 and all(len(lists["shapes"]) > 20 for lists in LISTS.values())
 
 
-@each_family
-@each_wrapping
+@each_wrapped_family
 def test_wrapped_keys_are_fitted_to_bare_ones_and_back(family, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
     assert wrapped.keys() != bare.keys()
@@ -73,17 +73,17 @@ def test_each_wrapping_is_fitted_to_each_other(family):
         assert fit_keys(old, new).renames == in_order(old, new), (one, other)
 
 
-@each_family
-@each_wrapping
+@each_wrapped_family
 def test_keys_without_shapes_are_fitted_too(family, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
     fit = fit_keys(wrapped, dict.fromkeys(bare))
     assert fit.fits and fit.renames == in_order(wrapped, bare)
 
 
-@each_family
-@pytest.mark.parametrize("prefix", ["net.", "student.backbone.encoder.", "_forward_module.", "0."])
-@each_wrapping
+@pytest.mark.parametrize(
+    ("family", "prefix", "wrapping"),
+    crossed(LISTS, ["net.", "student.backbone.encoder.", "_forward_module.", "0."], WRAPPINGS),
+)
 def test_a_prefix_more_or_less_or_another_is_found_around_any_wrapping(family, prefix, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
     led = {prefix + key: shape for key, shape in wrapped.items()}
@@ -141,8 +141,7 @@ def a_key(family: str, wrapping: str) -> int:
     return random.Random(f"{family} {wrapping}").randrange(len(LISTS[family]["shapes"]))
 
 
-@each_family
-@each_wrapping
+@each_wrapped_family
 def test_a_removed_tensor_is_missing_and_nothing_else(family, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
     gone = a_key(family, wrapping)
@@ -157,8 +156,7 @@ def test_a_removed_tensor_is_missing_and_nothing_else(family, wrapping):
     assert back.covers and not back.fits and back.unexpected == ([*bare][gone],)
 
 
-@each_family
-@each_wrapping
+@each_wrapped_family
 def test_a_reshaped_tensor_is_named_with_both_shapes(family, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
     at = a_key(family, wrapping)
@@ -170,8 +168,10 @@ def test_a_reshaped_tensor_is_named_with_both_shapes(family, wrapping):
 
 
 # its keys are single words
-@pytest.mark.parametrize("family", [family for family in LISTS if family != "recurrent"])
-@each_wrapping
+@pytest.mark.parametrize(
+    ("family", "wrapping"),
+    crossed([family for family in LISTS if family != "recurrent"], WRAPPINGS),
+)
 def test_two_keys_that_could_be_swapped_are_ambiguous(family, wrapping):
     bare, wrapped = shapes(family), shapes(family, wrapping)
     first, second = next(
@@ -410,8 +410,7 @@ def test_an_assignment_by_prefixes_is_the_only_one(both):
 # ------------------------------------------------------------------------------------- tied weights
 
 
-@each_family
-@each_wrapping
+@each_wrapped_family
 def test_a_tied_name_is_filled_under_any_wrapping(family, wrapping):
     """Of each family two keys of one shape are taken as tied, and one of them is not saved."""
     bare, wrapped = shapes(family), shapes(family, wrapping)

@@ -16,6 +16,7 @@ from ckptconv import convert_checkpoint, load_into
 from ckptconv.convert.named_models import model_shapes
 from ckptconv.support.errors import KeyMismatch
 from helpers import families
+from helpers.examples import crossed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,12 +33,26 @@ each_family = pytest.mark.parametrize(
         for name, (kind, _) in families.FAMILIES.items()
     ],
 )
-each_wrapping = pytest.mark.parametrize(
-    "wrapping",
-    [
-        pytest.param(name, marks=needs("lightning") if "Lightning" in name else ())
-        for name in families.wrappings()
-    ],
+
+
+def installed(*packages: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in packages)
+
+
+each_wrapped_family = pytest.mark.parametrize(
+    ("family", "wrapping"),
+    crossed(
+        [
+            name
+            for name, (kind, _) in families.FAMILIES.items()
+            if kind.startswith("torch.nn.") or installed("transformers")
+        ],
+        [
+            name
+            for name in families.wrappings()
+            if "Lightning" not in name or installed("lightning")
+        ],
+    ),
 )
 
 
@@ -62,8 +77,7 @@ def computes_the_same(family: str, state_dict: dict[str, torch.Tensor], seed: in
     return torch.equal(families.forward(family, model), expected)
 
 
-@each_wrapping
-@each_family
+@each_wrapped_family
 def test_a_wrapped_model_is_converted_like_a_bare_one(family, wrapping, tmp_path):
     torch.save(wrapped(family, wrapping).state_dict(), tmp_path / "wrapped.pt")
     torch.save(families.build(family, 5).state_dict(), tmp_path / "bare.pt")
@@ -78,8 +92,7 @@ def test_a_wrapped_model_is_converted_like_a_bare_one(family, wrapping, tmp_path
     }
 
 
-@each_wrapping
-@each_family
+@each_wrapped_family
 def test_a_bare_model_is_loaded_into_a_wrapped_one(family, wrapping, tmp_path):
     torch.save(families.build(family).state_dict(), tmp_path / "bare.pt")
     model = wrapped(family, wrapping, 1)

@@ -102,12 +102,12 @@ def list_of_opcodes(stream: bytes) -> None:
     assert len(found) == 2 and file.tell() == len(stream)
 
 
-@pytest.mark.parametrize(
-    "byte", sorted(set(range(256)) - {ord(opcode.code) for opcode in pickletools.opcodes})
-)
-def test_other_bytes_are_no_opcodes(byte):
-    with pytest.raises(MalformedCheckpoint, match="unknown opcode"):
-        read_pickles(source(b"\x80\2" + bytes([byte]) * 9), 0, 1)
+def test_other_bytes_are_no_opcodes():
+    others = sorted(set(range(256)) - {ord(opcode.code) for opcode in pickletools.opcodes})
+    for byte in others:
+        with pytest.raises(MalformedCheckpoint, match="unknown opcode"):
+            read_pickles(source(b"\x80\2" + bytes([byte]) * 9), 0, 1)
+    assert len(others) == 256 - len(pickletools.opcodes)
 
 
 def test_a_length_beyond_the_file_is_refused_at_once():

@@ -22,6 +22,7 @@ from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.pickles.writer import write_pickle
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
+from helpers.examples import crossed, some
 
 
 def plain(node):
@@ -130,8 +131,7 @@ def test_dicts_keep_order_and_shared_objects_stay_one(protocol):
     assert root.pairs[0][1] is root.pairs[1][1]
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-@pytest.mark.parametrize("kept", [memo._REMEMBERED, 300])
+@pytest.mark.parametrize(("protocol", "kept"), crossed([4, 2, 5], [300, memo._REMEMBERED]))
 def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(
     protocol, kept, monkeypatch
 ):
@@ -153,7 +153,7 @@ PUT, MEMOIZE, GET = (
 )
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", some(50, range(300)))
 def test_memo_entries_of_both_kinds_are_those_of_pickle(seed):
     chance = random.Random(seed)
     stream = b"\x80\4]("

@@ -15,6 +15,7 @@ import pytest
 
 from ckptconv import limits, scan_checkpoint
 from ckptconv.scan.script_code import judge_operator, judged_code, script_records
+from helpers.examples import some
 from helpers.program import run
 
 torch = pytest.importorskip("torch")
@@ -371,19 +372,22 @@ def test_more_code_than_the_limit_is_not_called_plain(writer, tmp_path):
 
 @pytest.mark.parametrize(
     "piece",
-    [
-        b'"',
-        b"'\n",
-        b'"""',
-        b'\\"',
-        b".",
-        b"torch.",
-        b"#",
-        b". #",
-        b"5.\n",
-        b"'''\\",
-        b"torch.\n#\\\n",
-    ],
+    some(
+        4,
+        [
+            b'"',
+            b"'\n",
+            b'"""',
+            b'\\"',
+            b".",
+            b"torch.",
+            b"#",
+            b". #",
+            b"5.\n",
+            b"'''\\",
+            b"torch.\n#\\\n",
+        ],
+    ),
 )
 def test_code_made_to_take_long_does_not(piece):
     begun = time.process_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,26 +11,30 @@ from pathlib import Path
 import click
 import pytest
 
-import ckptconv
 from ckptconv import CheckpointError, Job, convert_checkpoint, convert_many, limits
 from ckptconv.cli.main import cli
 from ckptconv.support.errors import on_command_line, worded
+from helpers.house import MODULES, tree_of
 from helpers.program import SAMPLES, run
 
 TRAIN = SAMPLES / "ddp_cuda3_train.pt"
-PACKAGE = Path(ckptconv.__file__).parent
 NEVER_ERRORS = ("report.py", "prescriptions.py", "__main__.py")
 """Where options stand in what a terminal shows, or in the words of a command."""
 ELSEWHERE = {"npy"}
 """What a terminal is told of `show`, which Python has not."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
+@functools.cache
+def texts() -> tuple[tuple[str, str], ...]:
     """The texts in the code beside its docstrings; what stands in braces is ``x``."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    return tuple(_texts())
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    for module, path in MODULES.items():
         if path.parent.name in ("cli", "pages") or path.name in NEVER_ERRORS:
             continue
-        tree = ast.parse(path.read_text())
+        tree = tree_of(module)
         parts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):

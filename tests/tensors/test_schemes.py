@@ -25,6 +25,7 @@ from ckptconv import (
 )
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject
 from ckptconv.tree.dequantizing import Dequantize
+from helpers.examples import crossed
 from helpers.paths import NUMBERS
 from helpers.program import run
 
@@ -65,8 +66,11 @@ def check(sample: Path, made: dict[str, torch.Tensor]) -> None:
         assert is_right, key
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
-@pytest.mark.parametrize("to", ["safetensors", "pt"])
+@pytest.mark.parametrize(
+    ("sample", "to"),
+    crossed(SAMPLES, ["safetensors", "pt"]),
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
 def test_a_converted_sample_has_the_values_of_its_framework(tmp_path, sample, to):
     out = tmp_path / f"out.{to}"
     convert_checkpoint(sample, out, dequantize=True, dtype="f32", verify=True)

@@ -12,6 +12,7 @@ from ckptconv.tensors import few_values
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
 from ckptconv.tensors.statistics_folder import StatisticsFolder
+from helpers.examples import crossed
 
 FRACTIONS = [0.0, 0.001, 0.25, 0.5, 0.9, 0.999, 1.0]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -53,8 +54,14 @@ def as_doubles(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.float() if small else tensor).double()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4096, 4097, 300_001])
-@pytest.mark.parametrize("dtype", [*FLOATS, *SMALL_FLOATS, *INTEGERS, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    crossed(
+        [*FLOATS, *SMALL_FLOATS, *INTEGERS, torch.bool],
+        [300_001, 1, 2, 3, 4096, 4097, 300_001],
+    ),
+    ids=str,
+)
 def test_every_type_as_torch_has_it(dtype, count):
     tensor = drawn(dtype, count)
     found, numbers = told(tensor), as_doubles(tensor)
@@ -178,9 +185,13 @@ def test_types_without_numbers_have_only_a_size(name):
     assert folder.statistics() == Statistics(4)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 63, 64, 65])
 @pytest.mark.parametrize(
-    "dtype", [*FLOATS, torch.float8_e5m2, torch.int64, torch.int8, torch.bool], ids=str
+    ("dtype", "count"),
+    crossed(
+        [*FLOATS, torch.float8_e5m2, torch.int64, torch.int8, torch.bool],
+        [1, 2, 3, 8, 63, 64, 65],
+    ),
+    ids=str,
 )
 def test_a_few_values_are_told_as_many_are(dtype, count):
     tensor = drawn(dtype, count)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from ckptconv import convert_checkpoint, merge
+from helpers.examples import crossed
 from helpers.paths import PRODUCED
 from helpers.program import run
 
@@ -98,9 +99,11 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "expected"), RULES, ids=str)
-def test_numbers_are_spoken_of_where_parameters_are_left_out(numbered, options, expected, tmp_path):
-    _, tree = numbered
+@pytest.mark.parametrize(
+    ("numbered", "rule"), crossed(ADAMS, RULES), ids=str, indirect=["numbered"]
+)
+def test_numbers_are_spoken_of_where_parameters_are_left_out(numbered, rule, tmp_path):
+    (_, tree), (options, expected) = numbered, rule
     notes, out = told(tmp_path, tree, **options)
     assert bool(notes) is expected, notes
     if expected:

@@ -48,6 +48,7 @@ from fuzzing.structures import (
     zipped,
 )
 from helpers import oracle
+from helpers.examples import crossed
 from helpers.old_torch import Made, Name, blob, legacy, storage, write
 from helpers.program import SAMPLES
 
@@ -279,9 +280,12 @@ def test_a_few_archives_in_an_archive_are_still_opened(tmp_path):
 EXECUTES = b"\x80\x02cposix\nsystem\n(" + text_op("true") + b"tR."
 
 
-@pytest.mark.parametrize("piece", [b"\x80\x02", b"\x80\x02N0", b"\x80\x04\x95" + bytes(8)])
 @pytest.mark.parametrize(
-    "begin", [b"PK\3\4", bytes(257) + b"ustar" + bytes(250)], ids=["broken zip", "tar"]
+    ("piece", "begin"),
+    crossed(
+        [b"\x80\x02", b"\x80\x02N0", b"\x80\x04\x95" + bytes(8)],
+        [b"PK\3\4", bytes(257) + b"ustar" + bytes(250)],
+    ),
 )
 def test_places_where_pickles_seem_to_begin_are_followed_within_bounds(begin, piece, tmp_path):
     # Each was followed to the end of the file: 15 s for 16 kB, and growing with the square of the

@@ -23,6 +23,7 @@ from ckptconv import convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.formats.folders.dtensors import Mesh, Placement, _runs
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from helpers import oracle
+from helpers.examples import crossed
 from helpers.program import assert_one_error, run
 
 NAMES = (
@@ -329,8 +330,10 @@ def torch_offset(
     return _compute_local_shape_and_global_offset(shape, mesh, list(at), placements)
 
 
-@pytest.mark.parametrize("size", range(14))
-@pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("size", "mesh"),
+    crossed(range(14), [(1,), (3,), (4,), (2, 2), (2, 3), (3, 2)]),
+)
 def test_the_shares_are_those_that_torch_computes(size, mesh):
     choices = [
         (Placement(None), TorchReplicate()),

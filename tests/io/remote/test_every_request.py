@@ -18,6 +18,7 @@ from ckptconv.io.remote.output import remote_output
 from ckptconv.io.remote.uploads import key_of_hidden
 from ckptconv.support.limits import limits
 from helpers.conformance import DestinationConformance, pattern
+from helpers.examples import crossed
 from helpers.memory_bucket import Bucket, S3InMemory, bucket, bucket_place  # noqa: F401
 
 INDEX = "m.bin.index.json"
@@ -189,9 +190,9 @@ def assert_nothing_hidden(bucket: Bucket, number: int, kind: str) -> None:  # no
     assert bucket.left == [], (number, bucket.asked)
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("kind", ["passing", "lost"])
-def test_a_request_that_fails_in_passing_is_made_again(options, kind, checkpoint, bucket):  # noqa: F811
+@pytest.mark.parametrize(("written", "kind"), crossed(KINDS, ["passing", "lost"]))
+def test_a_request_that_fails_in_passing_is_made_again(written, kind, checkpoint, bucket):  # noqa: F811
+    options = KINDS[written]
     for number in each_request(bucket, kind):
         begin(bucket)
         converted(checkpoint / "new.safetensors", **options)
@@ -200,9 +201,9 @@ def test_a_request_that_fails_in_passing_is_made_again(options, kind, checkpoint
     assert number > 5
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("kind", ["passing", "lost"])
-def test_it_is_made_again_where_something_is_replaced(options, kind, checkpoint, bucket):  # noqa: F811
+@pytest.mark.parametrize(("written", "kind"), crossed(KINDS, ["lost", "passing"]))
+def test_it_is_made_again_where_something_is_replaced(written, kind, checkpoint, bucket):  # noqa: F811
+    options = KINDS[written]
     for number in each_request(bucket, kind):
         converted(checkpoint / "old.safetensors", **options)
         begin(bucket)
@@ -354,10 +355,10 @@ def test_a_kill_leaves_what_is_found_and_nothing_else(options, checkpoint, bucke
     assert found
 
 
-@pytest.mark.parametrize("force", [False, True], ids=["new", "replaced"])
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_a_network_that_is_gone_leaves_no_mixture(options, force, checkpoint, bucket, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(("written", "force"), crossed(KINDS, [True, False]))
+def test_a_network_that_is_gone_leaves_no_mixture(written, force, checkpoint, bucket, monkeypatch):  # noqa: F811
     """Each request in turn is the last one that is done, and its answer gets lost."""
+    options = KINDS[written]
     monkeypatch.setattr(uploads, "_ABORTING", 0.01)
     for number in itertools.count(1):
         bucket.objects.clear()

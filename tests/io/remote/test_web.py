@@ -26,6 +26,7 @@ from ckptconv.io.remote.traffic import traffic
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RemoteFailure
 from ckptconv.support.limits import limits
 from helpers.conformance import pattern
+from helpers.examples import some
 from helpers.program import run
 from helpers.scripted_server import Asked, Web, tag_of
 
@@ -178,20 +179,20 @@ PASSING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", PASSING.values(), ids=PASSING)
-def test_what_passes_is_tried_again(bad, web):
+@pytest.mark.parametrize("name", some(7, PASSING))
+def test_what_passes_is_tried_again(name, web):
     before = traffic()
-    web.ways["a.bin"] = first_times(1, bad)
+    web.ways["a.bin"] = first_times(1, PASSING[name])
     assert read(web.at("a.bin")) == CONTENT[200_000:350_000]
     assert traffic().since(before).requests == 3
 
 
-@pytest.mark.parametrize("bad", PASSING.values(), ids=PASSING)
-def test_what_passes_in_the_middle_is_tried_again(bad, web):
+@pytest.mark.parametrize("name", PASSING)
+def test_what_passes_in_the_middle_is_tried_again(name, web):
     web.ways["a.bin"] = first_times(
         1,
         lambda asked: asked.serve(CONTENT),
-        first_times(1, bad),
+        first_times(1, PASSING[name]),
     )
     assert read(web.at("a.bin")) == CONTENT[200_000:350_000]
 
@@ -227,7 +228,7 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize("name", PASSING)
+@pytest.mark.parametrize("name", some(10, PASSING))
 def test_what_does_not_pass_ends_in_one_line(name, web):
     web.ways["a.bin"] = only_later(PASSING[name])
     line = refused(web.at("a.bin"), seconds=10 if LASTING[name].endswith(BETTER) else 0.05)
