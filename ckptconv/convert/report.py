@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.convert.notes import is_codes
+from ckptconv.keys.tensor_rules import TensorRule
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import Phase
 from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows
-from ckptconv.support.text import count_text, first_few, seconds_text, size_text, some_text
+from ckptconv.support.text import count_text, first_few, seconds_text, size_text, some_text, starred
 
 if TYPE_CHECKING:
     from ckptconv.convert.edit import EditResult
     from ckptconv.convert.execute import ConversionResult
     from ckptconv.convert.plan import ConversionPlan
+    from ckptconv.keys.rules import Rule
     from ckptconv.tree.reshaping import MadeKeys
     from ckptconv.tree.settling import Skipped
 
@@ -61,13 +64,25 @@ def _made_text(uses: Sequence[MadeKeys]) -> str:
     """What uses of one rule make: so many tensors of so many, as the rule names them."""
     first = uses[0]
     before, after = (sum(item.counts[side] for item in uses) for side in (0, 1))
-    ours = list(getattr(first.rule, "source_texts", first.sources))
-    theirs = list(getattr(first.rule, "targets", first.targets))
+    ours, theirs = _patterns(first.rule) or (
+        list(dict.fromkeys(starred(key) for item in uses for key in keys(item)))
+        for keys in (attrgetter("sources"), attrgetter("targets"))
+    )
     how = getattr(first.rule, "operations_text", "")
     return (
         f"{before:,} × {first_few(ours, 2)} ({first.first[0]}) → "
         f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})" + (how and f": {how}")
     )
+
+
+def _patterns(rule: Rule) -> tuple[list[str], list[str]] | None:
+    """The sources and targets of a rule as somebody wrote them; None of a regular expression and
+    of a mapping, of which the keys themselves are easier to read.
+    """
+    if not isinstance(rule, TensorRule):
+        return None
+    sources = [source for source in rule.sources if isinstance(source, str)]
+    return (sources, list(rule.targets)) if sources else None
 
 
 def _tensor_lines(plan: ConversionPlan) -> Iterator[Row]:

@@ -48,6 +48,18 @@ def number_text(value: float | int | None) -> str:
     return f"{float(value):.4g}"
 
 
+def starred(key: str) -> str:
+    """A key with a star for each number between its names: those of all layers read the same.
+
+    >>> starred("layers.10.experts.2.w1.weight"), starred("fc1.weight")
+    ('layers.*.experts.*.w1.weight', 'fc1.weight')
+    """
+    return _NUMBERS.sub("*", printable(key))
+
+
+_NUMBERS = re.compile(r"(?<=[._])\d+(?=[._])")
+
+
 def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
     """What sorts names so that the numbers in them count as numbers.
 

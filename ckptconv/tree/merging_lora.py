@@ -21,7 +21,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
-from ckptconv.support.text import count_text, first_few
+from ckptconv.support.text import count_text, first_few, starred
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import may_hold_codes
 from ckptconv.tree.checkpoint import Checkpoint
@@ -230,7 +230,7 @@ class _Merging:
                 what = f"is {ref.dtype.name}, and {before.dtype.name} in the base"
                 raise KeyMismatch(what, where=key, hint="add --dequantize")
             base.whole[name] = kept_type(ref, before.dtype)
-            self._told[f"replaced: {_pattern_of(name)}"] += 1
+            self._told[f"replaced: {starred(name)}"] += 1
 
     def _refuse_twice(self, name: str, key: str) -> None:
         if name in self._owners:
@@ -394,7 +394,7 @@ class _Merging:
     def _note(self, key: str, change: Change, what: str) -> None:
         self._base.changes.setdefault(key, []).append(change)
         what = f"{what}, DoRA" if change.magnitude is not None else what
-        self._told[f"{what}, scale {change.term.scale:.6g}: {_pattern_of(key)}"] += 1
+        self._told[f"{what}, scale {change.term.scale:.6g}: {starred(key)}"] += 1
 
     def _refuse_unclear(self) -> None:
         """Refuse square weights that the config says are one way round where others, that cannot
@@ -428,8 +428,3 @@ _LEVELS = re.compile(r"(?:\.base_layer)+$")
 def _without_levels(module: str) -> str:
     """A module without the wrappers that peft puts around one with several parameters."""
     return _LEVELS.sub("", module)
-
-
-def _pattern_of(key: str) -> str:
-    """A key with a star for each number, so that those of all layers read the same."""
-    return re.sub(r"(?<=[._])\d+(?=[._])", "*", printable(key))

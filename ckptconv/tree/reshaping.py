@@ -330,11 +330,11 @@ class _Application:
         there = {entry.name: entry for entry in self.entries}
         self._refuse_taken_twice(rule, there)
         made: list[_Entry] = []
-        gone: set[str] = set()
+        gone: dict[str, str] = {}
         for group in rule.groups([*there]):
             made += self._made_of(rule, group, [there[key] for key in group.keys])
-            gone.update(group.keys)
-        self.taken |= dict.fromkeys(gone, rule.words)
+            gone |= dict.fromkeys(group.keys, rule.words)
+        self.taken |= gone
         self._put([entry for entry in self.entries if entry.name not in gone], made, rule)
 
     def _put(self, left: Sequence[_Entry], made: Sequence[_Entry], rule: Rule) -> None:
