@@ -45,6 +45,7 @@ from ckptconv.tensors.comparison import Pair, compare_bytes, damaged_storages
 from ckptconv.tensors.deviation import deviation
 from ckptconv.tensors.element_pairs import Tolerance
 from ckptconv.tensors.refs import TensorRef, view_identity
+from ckptconv.tensors.scaled_weights import codes_note
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, refuse_no_edits
 from ckptconv.tree.renaming import with_filled
@@ -163,7 +164,7 @@ def compare(
         locations=tuple(differences.locations),
         values=tuple(sorted(values, key=lambda item: item.deviation.badness, reverse=True)),
         others=tuple(differences.others),
-        notes=(*parts, *chosen, *left_out, *_notes(differences)),
+        notes=(*parts, *chosen, *left_out, *_notes(differences), *_codes_notes(first, second)),
         strict_device=strict_device,
         ignore_dtype=ignore_dtype,
         damaged=tuple(damaged),
@@ -315,6 +316,14 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
 def _under(applied: Applied) -> Dict:
     pairs = zip(*with_filled(applied.item, applied.keys), strict=True)
     return Dict([(key, value) for key, value in pairs if key is not None])
+
+
+def _codes_notes(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+    """Tell of codes: two may differ, and stand for the same values."""
+    for name, checkpoint in (("A", first), ("B", second)):
+        found = codes_note(dict(item.tensors()) for item in checkpoint.state_dicts())
+        if found is not None:
+            yield f"{name}: {found}"
 
 
 def _notes(differences: Differences) -> Iterator[str]:

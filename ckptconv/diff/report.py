@@ -15,6 +15,7 @@ from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows, shor
 from ckptconv.support.table import Table
 from ckptconv.support.text import count_text, number_text, size_text
 from ckptconv.tensors.deviation import Deviation
+from ckptconv.tensors.scaled_weights import LOOK_THROUGH
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,8 @@ def difference_rows(found: Difference) -> Iterator[Row]:
         text = f"rel L2 and cosine leave out NaN and infinity ({count_text(apart, 'value')})"
         yield Row("note", text)
     yield from note_rows(found.notes)
-    if found.dtypes and not found.ignore_dtype:
+    has_codes = any(note.endswith(LOOK_THROUGH) for note in found.notes)
+    if found.dtypes and not found.ignore_dtype and not has_codes:
         text = "values of different dtypes are not compared; --ignore-dtype compares them"
         yield Row("note", text, "warning")
 

@@ -34,6 +34,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptconv.support.errors import RefusedObject, printable
+from ckptconv.support.text import count_text
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.refs import TensorRef, view_identity
 
@@ -88,6 +89,18 @@ def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
             if (scale := scales.first(needed, ref.dtype)) is not None:
                 found.append(ScaledWeight(key, scale, needed))
     return found
+
+
+def codes_note(state_dicts: Iterable[Mapping[str, TensorRef]]) -> str | None:
+    """What is to be said to who looks at the values of codes as if they were those of weights."""
+    count = sum(len(find_scaled(tensors)) for tensors in state_dicts)
+    if not count:
+        return None
+    verb = "is codes" if count == 1 else "are codes"
+    return f"{count_text(count, 'weight')} {verb} beside scales; {LOOK_THROUGH}"
+
+
+LOOK_THROUGH = "--dequantize looks at their values"
 
 
 def may_hold_codes(refs: Iterable[TensorRef]) -> bool:

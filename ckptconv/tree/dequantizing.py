@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -107,6 +107,7 @@ class Dequantize:
             return checkpoint
         if not found:
             raise _nothing_found(facts)
+        self._refuse_idle(found)
         root = _edited(checkpoint.root, stand_ins, gone)
         named = naming_entries(checkpoint.metadata)
         metadata = {key: text for key, text in checkpoint.metadata.items() if key not in named}
@@ -124,6 +125,17 @@ class Dequantize:
                 *_kept_notes(kept),
             ),
             dropped=(*checkpoint.dropped, *dropped),
+        )
+
+    def _refuse_idle(self, found: Sequence[Decoded]) -> None:
+        """Refuse a scheme that no weight has; of several checkpoints one may have it."""
+        words = {item.word for item in found}
+        if self.scheme is None or self.if_quantized or self.scheme.removesuffix("-v2") in words:
+            return
+        schemes = first_few(list(dict.fromkeys(item.scheme for item in found)), _LISTED)
+        raise OptionRefused(
+            f"--scheme {self.scheme} is not that of a weight in it",
+            hint=f"leave --scheme out: its weights are {schemes}",
         )
 
     def _left_out(self, state_dict: StateDict) -> frozenset[str]:
@@ -373,8 +385,11 @@ def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]
     schemes = [scheme if len(counted) == 1 else f"{scheme} ({count})" for scheme, count in counted]
     yield f"{count_text(len(found), 'weight')} dequantised: {first_few(schemes, _SCHEMES)}"
     if gone:
-        listed = first_few(gone, _LISTED)
-        yield f"left out with them, as they mean nothing without codes: {listed}"
+        names = Counter(key.rpartition(".")[2] for key in gone).most_common()
+        listed = [name if count == 1 else f"{name} ({count})" for name, count in names]
+        yield (
+            f"left out with them, as they mean nothing without codes: {first_few(listed, _SCHEMES)}"
+        )
     if listed_as_plain := [item.codes for item in found if _is_listed(item.key, facts)]:
         yield (
             "the config names these among the modules that are not quantised, and they are: "

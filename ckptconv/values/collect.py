@@ -11,6 +11,7 @@ from ckptconv.support.choices import refuse_no_text, refuse_no_texts, spelling_c
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.scaled_weights import codes_note
 from ckptconv.tensors.statistics_folder import StatisticsFolder
 from ckptconv.tree.edits import Edit
 from ckptconv.values.named import NamedValue, named_values
@@ -47,7 +48,9 @@ def stats_checkpoint(
         others = [item.name for item in found.values if not item.has_numbers]
         known, unread = statistics_of(numbers, on_progress), (*found.unread, *others)
         told = (str(checkpoint.path), checkpoint.format)
-        return CheckpointStatistics(*told, known, unread, checkpoint.notes)
+        codes = codes_note(dict(item.tensors()) for item in checkpoint.state_dicts())
+        notes = (*checkpoint.notes, *([codes] if codes else []))
+        return CheckpointStatistics(*told, known, unread, notes)
 
 
 stats = stats_checkpoint  # the name that it had first

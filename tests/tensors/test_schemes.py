@@ -23,7 +23,12 @@ from ckptconv import (
     load_portable,
     open_checkpoint,
 )
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    OptionRefused,
+    RefusedObject,
+)
 from ckptconv.tree.dequantizing import Dequantize
 from helpers.examples import crossed
 from helpers.paths import NUMBERS
@@ -933,3 +938,32 @@ def test_what_is_true_of_all_sources_is_said_once(tmp_path):
     done = average_checkpoints([sample, sample], tmp_path / "out.safetensors", dequantize=True)
     assert len(set(done.plan.notes)) == len(done.plan.notes)
     assert sum("1 weight dequantised" in note for note in done.plan.notes) == 1
+
+
+def test_what_goes_with_the_codes_is_counted_by_its_names(tmp_path):
+    weights = {f"{at}.weight": fp8(4, 8) for at in range(9)}
+    scales = {f"{at}.weight_scale": torch.ones(1) for at in range(9)}
+    save_file(weights | scales | {"0.input_scale": torch.ones(1)}, tmp_path / "in.safetensors")
+    plan = convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "o.pt", dequantize=True).plan
+    (note,) = [note for note in plan.notes if note.startswith("left out")]
+    assert note.endswith(" without codes: weight_scale (9), input_scale")
+
+
+def test_a_scheme_that_no_weight_has_is_refused(tmp_path):
+    sample = NUMBERS / "mxfp4_gptoss" / "model.safetensors"
+    with pytest.raises(OptionRefused, match=r"gptq-v2.* is not that of a weight in it") as error:
+        convert_checkpoint(sample, tmp_path / "o.pt", dequantize=True, scheme="gptq-v2")
+    assert "its weights are mxfp4 experts, groups of 32" in (error.value.hint or "")
+
+
+def test_who_looks_at_codes_is_told_how_to_look_at_values(tmp_path):
+    sample = copied("gptq4_act_v1", tmp_path / "sample")
+    note = "1 weight is codes beside scales; --dequantize looks at their values"
+    assert note in run("stats", sample, cwd=tmp_path).err
+    assert "beside scales" not in run("stats", sample, "--dequantize", cwd=tmp_path).err
+    convert_checkpoint(sample, tmp_path / "plain.safetensors", dequantize=True)
+    done = run("diff", sample, "plain.safetensors", cwd=tmp_path)
+    assert f"A: {note}" in done.out and "B: 1 weight" not in done.out
+    assert "--ignore-dtype" not in done.out
+    same = run("diff", sample, "plain.safetensors", "--dequantize", cwd=tmp_path)
+    assert same.exit == 0 and "beside scales" not in same.out

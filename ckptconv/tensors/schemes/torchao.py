@@ -103,7 +103,8 @@ def _rows(
         inputs["zero"] = grid_of(group, parts["zero_point"], codes.shape, pair)
     how = Decoding(tuple(inputs), codes.dtype.name, pair)
     values = decoded(group, facts, how, inputs, codes.shape, dtype)
-    kind = _spelt(told.get("target_dtype")) or codes.dtype.name
+    named = _spelt(told.get("target_dtype"))
+    kind = named.removeprefix("torch.") if isinstance(named, str) else codes.dtype.name
     return values, f"{kind}, {block_text(pair, codes.shape)}"
 
 
