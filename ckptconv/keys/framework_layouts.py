@@ -220,8 +220,9 @@ _TITAN_NAMES = ("tok_embeddings.weight", "norm.weight", "lm_head.weight")
 
 
 def _torchtitan_llama3(heads: Heads) -> Iterator[Row]:
-    yield from _meta_like(heads, _TITAN_ATTENTION, _TITAN_NAMES, "layers.{n}.attention.")
-    yield Row(("output.weight",), ("lm_head.weight",))
+    rows = _meta_like(heads, _TITAN_ATTENTION, _TITAN_NAMES, "layers.{n}.attention.")
+    for row in rows:
+        yield row._replace(older=("output.weight",)) if row.hub == ("lm_head.weight",) else row
 
 
 def _torchtitan_experts() -> Iterator[Row]:

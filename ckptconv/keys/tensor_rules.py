@@ -384,12 +384,17 @@ class TensorRule(Rule):
     @property
     def words(self) -> str:
         sources = first_few(list(self.source_texts), 2)
-        return f"the tensor rule {sources} → {first_few(list(self.targets), 2) or 'nothing'}"
+        return f"the tensor rule {sources} → {first_few(list(self.target_texts), 2) or 'nothing'}"
 
     @property
     def source_texts(self) -> tuple[str, ...]:
         """The sources as they are told."""
         return tuple(map(_text, self.sources))
+
+    @property
+    def target_texts(self) -> tuple[str, ...]:
+        """The targets as they are told: without ``{_}``, which is what stood before a match."""
+        return tuple(target.removeprefix("{_}") for target in self.targets)
 
     @property
     def operations_text(self) -> str:
@@ -543,7 +548,11 @@ class TensorRule(Rule):
 
 
 def _text(pattern: Pattern) -> str:
-    return pattern if isinstance(pattern, str) else pattern.pattern
+    """A pattern as it is told: of a regular expression the comment that it begins with, if any."""
+    if isinstance(pattern, str):
+        return pattern
+    comment = re.match(r"\(\?#([^)]*)\)", pattern.pattern)
+    return comment[1] if comment else pattern.pattern
 
 
 def _met(sources: Sequence[Pattern], key: str) -> list[tuple[int, dict[str, str]]]:

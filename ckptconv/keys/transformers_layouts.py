@@ -327,18 +327,34 @@ class Asked(NamedTuple):
         return names.get(1, ("",))[0]
 
 
-def _tensor_rule(asked: Asked) -> TensorRule:
-    """A conversion as a tensor rule."""
+def _tensor_rule(asked: Asked, earlier: Sequence[Transform]) -> TensorRule:
+    """A conversion as a tensor rule, for keys that none of the `earlier` ones takes."""
     transform = asked.transform
-    start, below = "", ""
-    if transform.below != ("",):
-        start = f"^(?P<below>(?:{'|'.join(map(re.escape, transform.below))}).*?)"
-        below = "{below}"
+    others = "|".join(_anywhere(item) for item in earlier)
+    start = f"^(?!{others})" if others else "^"
+    below = "|".join(map(re.escape, transform.below))
     sources = tuple(
-        re.compile(start + _body(source, r"(?P<e>.*)\."), re.DOTALL) for source in transform.sources
+        re.compile(
+            f"(?#{_shown(source)}){start}(?P<_>(?:{below}).*?)" + _body(source, r"(?P<e>.*)\."),
+            re.DOTALL,
+        )
+        for source in transform.sources
     )
-    targets = tuple(below + target.replace("*.", "{e}.") for target in transform.targets)
+    targets = tuple("{_}" + target.replace("*.", "{e}.") for target in transform.targets)
     return TensorRule(sources, targets, tuple(_operations(asked)), optional=True)
+
+
+def _anywhere(transform: Transform) -> str:
+    """A regular expression that matches from their start the keys that a conversion takes."""
+    below = "|".join(map(re.escape, transform.below))
+    bodies = "|".join(map(_body, transform.sources))
+    return f"(?:{below}).*?(?:{bodies})"
+
+
+def _shown(source: str) -> str:
+    """A source as a pattern of a tensor rule would be written; without what only looks around."""
+    plain = re.sub(r"\(\?.*?\)", "", source).replace("*.", "{e}.").replace("\\", "")
+    return re.sub("[()]", "", plain)
 
 
 def _operations(asked: Asked) -> Iterator[Operation]:
@@ -445,22 +461,6 @@ def _interleave(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     yield Operation.of("interleave" if asked.is_back else "deinterleave", given["dim"])
 
 
-def _halves_of_experts(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
-    """The first half of the experts is that of the text, the second one that of the pictures."""
-    stack, concat = given["stack_dim"], given["concat_dim"]
-    count = len(asked.transform.targets if asked.is_back else asked.transform.sources)
-    if asked.is_back:
-        yield Operation.of("concat", stack)
-        if count > 1:
-            yield Operation.of("split", concat, parts=count)
-        yield Operation.of("unstack", stack, over="e")
-        return
-    yield Operation.of("stack", stack, over="e")
-    if count > 1:
-        yield Operation.of("concat", concat)
-    yield Operation.of("split", stack, parts=2)
-
-
 _MAKERS: Mapping[str, Callable[[Asked, Mapping[str, Any]], Iterator[Operation]]] = {
     "MergeModulelist": _stack,
     "Concatenate": _concat,
@@ -469,7 +469,6 @@ _MAKERS: Mapping[str, Callable[[Asked, Mapping[str, Any]], Iterator[Operation]]]
     "PermuteForRope": _rope,
     "Transpose": _transpose,
     "Interleave": _interleave,
-    "ErnieFuseAndSplitTextVisionExperts": _halves_of_experts,
 }
 """What makes of each operation of transformers those of a tensor rule."""
 
@@ -515,10 +514,12 @@ def layout_rules(model: str | None, config: Mapping[str, Any], *, back: bool) ->
     """
     listed = scopes(config, model)
     forward, backward = transforms_of(listed, "v5"), transforms_of(listed, "original")
+    conversions = [item for item in (backward if back else forward) if item.operations is not None]
     made = [
-        _tensor_rule(Asked(item, back, _config_at(config, item.config_path), config))
-        for item in (backward if back else forward)
-        if item.operations is not None
+        _tensor_rule(
+            Asked(item, back, _config_at(config, item.config_path), config), conversions[:at]
+        )
+        for at, item in enumerate(conversions)
     ]
     for item in (*forward, *backward):
         if item.kind not in _KINDS:

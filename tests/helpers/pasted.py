@@ -106,12 +106,7 @@ def _commands(block: str) -> Iterator[str]:
     for line in block.splitlines():
         lines.append(line)
         text = "\n".join(lines)
-        if (
-            line.endswith("\\")
-            or subprocess.run(
-                ["bash", "-n"], input=text, text=True, capture_output=True, check=False
-            ).returncode
-        ):
+        if line.endswith("\\") or not _is_complete(text):
             continue
         if any(part.strip() and not part.strip().startswith("#") for part in lines):
             yield text
@@ -120,9 +115,6 @@ def _commands(block: str) -> Iterator[str]:
 
 
 def _is_complete(text: str) -> bool:
-    return (
-        subprocess.run(
-            ["bash", "-n"], input=text, text=True, capture_output=True, check=False
-        ).returncode
-        == 0
-    )
+    """Whether a shell has all of a command; of a here-document without its end it only warns."""
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    return not done.returncode and not done.stderr
