@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -156,16 +157,64 @@ def low_rank_values(
         deltas.append(_Delta(term, factors, how.delta_as))
         at += count
     with np.errstate(all="ignore"):
-        if target.itemsize == 2 and wide is _FLOAT32 and not how.row:
-            made = _near_enough(base, deltas, target)
-            if made is not None:
-                return made
-        whole = base.copy()
-        for delta in deltas:
-            whole += delta.exact()
         if how.row:
-            whole = _of_magnitude(how, whole, given[-1], box)
-    return cast(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data, wide, target)
+            whole = _of_magnitude(how, _sum(base, deltas), given[-1], box)
+            return cast(_octets(whole), wide, target)
+        return _by_rows(base, deltas, wide, target)
+
+
+_ROWS = 1 << 16
+"""About the elements of a sum that are worked out at a time: their arrays stay within the cache."""
+
+
+def _by_rows(base: Array, deltas: Sequence[_Delta], wide: DType, target: DType) -> Cast:
+    """The sum in the type `target`, some rows at a time: by a quick product where that decides all
+    bits, by the chain where it does not.
+    """
+    import numpy as np
+
+    count, rows, columns = base.shape
+    step = max(1, _ROWS // max(1, columns))
+    made = np.empty(base.shape, f"<u{target.itemsize}")
+    may_be_quick = target.itemsize == 2 and wide is _FLOAT32
+    overflowed = 0
+    for one in range(count):
+        unsure: list[Array] = []
+        for first in range(0, rows, step):
+            part = base[one, first : first + step]
+            own = [delta.rows(one, first, first + step) for delta in deltas]
+            quick = _quick_sum(part, own, target) if may_be_quick else None
+            if quick is None:
+                result = cast(_octets(_sum(part, own)), wide, target)
+            else:
+                result, places = quick
+                unsure.append(places + first * columns)
+            made[one, first : first + step] = np.frombuffer(result.data, made.dtype).reshape(
+                part.shape
+            )
+            overflowed += result.overflowed
+        if unsure:
+            places = np.concatenate(unsure)
+            total = base[one].reshape(-1)[places]
+            for delta in deltas:
+                total = total + delta.rows(one, 0, rows).at(places)
+            result = cast(_octets(total), _FLOAT32, target)
+            made[one].reshape(-1)[places] = np.frombuffer(result.data, made.dtype)
+            overflowed += result.overflowed
+    return Cast(made.reshape(-1).view(np.uint8).data, overflowed)
+
+
+def _sum(base: Array, deltas: Sequence[_Delta]) -> Array:
+    whole = base.copy()
+    for delta in deltas:
+        whole += delta.exact()
+    return whole
+
+
+def _octets(values: Array) -> memoryview:
+    import numpy as np
+
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 def _flat(shape: Shape, outer: int) -> Shape:
@@ -181,7 +230,9 @@ def _array(part: memoryview, dtype: DType, wide: DType) -> Array:
 
 
 class _Delta:
-    """A term for a box: `exact` values, and quick ones with a bound of what they may be off."""
+    """A term for a box, or for some rows of it: `exact` values, and quick ones with a bound of what
+    they may be off.
+    """
 
     def __init__(self, term: Term, factors: Sequence[Array], rounded_as: str) -> None:
         import numpy as np
@@ -189,6 +240,25 @@ class _Delta:
         self._rank, self._factors = term.rank, factors
         self._scale = np.float32(term.scale)
         self._as = BY_NAME[rounded_as] if rounded_as else _FLOAT32
+        self._off: Array | None = None
+
+    def rows(self, matrix: int, first: int, stop: int) -> _Delta:
+        """The same for some rows of one matrix, as arrays of two dimensions."""
+        import numpy as np
+
+        if self._rank and self._off is None:
+            # any order of n products is off by at most n/2**24 of the sum of their sizes (Higham,
+            # Accuracy and Stability, 3.1), and that is at most the product of the norms
+            up, down = (factor.astype(np.float64) for factor in self._factors)
+            most = np.sqrt(np.einsum("orn,orn->on", down, down).max(axis=1, initial=0))
+            share = (2 * self._rank + 12) * 1.02 / 2**24 * abs(float(self._scale))
+            self._off = np.sqrt(np.einsum("omr,omr->om", up, up)) * most[:, None] * share
+        part = copy(self)
+        first_one, *others = self._factors
+        part._factors = [first_one[matrix, first:stop], *(one[matrix] for one in others)]
+        if self._off is not None:
+            part._off = self._off[matrix, first:stop, None]
+        return part
 
     def exact(self) -> Array:
         """The delta, each element as it is defined."""
@@ -204,17 +274,13 @@ class _Delta:
         if not self._rank:
             known = self._rounded(self._scale * self._factors[0])
             return known, known.copy()
-        up, down = self._factors
-        # any order of n products is off by at most n/2**24 of the sum of their sizes (Higham,
-        # Accuracy and Stability, 3.1), and that is at most the product of the norms
-        norms = np.sqrt(np.einsum("omr,omr->om", up, up))[..., None]
-        most = np.sqrt(np.einsum("orn,orn->on", down, down).max(axis=1, initial=0))[:, None, None]
-        share = np.float32((2 * self._rank + 12) * 1.02 / 2**24) * abs(self._scale)
-        off = norms * most * share
-        if not np.isfinite(off).all() or ((off > 0) & (off < 2.0**-100)).any():
-            return None  # also what is denormal has no such bound
-        made = np.matmul(up, down)
+        assert self._off is not None
+        off = self._off
+        if not (off < 2.0**100).all() or ((off > 0) & (off < 2.0**-100)).any():
+            return None  # NaN is not less than anything, and what is denormal has no such bound
+        made = np.matmul(*self._factors)
         made *= self._scale
+        off = off.astype(np.float32)
         high = made + off
         np.subtract(made, off, out=made)
         return self._rounded(made), self._rounded(high)
@@ -226,23 +292,18 @@ class _Delta:
         if not self._rank:
             return self._rounded(self._scale * self._factors[0].reshape(-1)[places])
         up, down = self._factors
-        columns = down.shape[-1]
-        rows, column = np.divmod(places, columns)  # rows of all matrices, end to end
-        matrix = rows // up.shape[1]
+        rows, columns = np.divmod(places, down.shape[1])
+        left = up.T[:, rows].astype(np.float64)
+        right = down[:, columns]
         total = np.zeros(len(places), np.float32)
-        left = up.reshape(-1, self._rank).T[:, rows].astype(np.float64)
-        first = matrix * (self._rank * columns) + column
         for k in range(self._rank):
-            right = down.reshape(-1).take(first + k * columns)
-            total = (left[k] * right + total).astype(np.float32)
+            total = (left[k] * right[k] + total).astype(np.float32)
         return self._rounded(self._scale * total)
 
     def _rounded(self, values: Array) -> Array:
         if self._as is _FLOAT32:
             return values
-        import numpy as np
-
-        raw = cast(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, _FLOAT32, self._as)
+        raw = cast(_octets(values), _FLOAT32, self._as)
         return _array(raw.data, self._as, _FLOAT32).reshape(values.shape)
 
 
@@ -251,27 +312,26 @@ _ROOM = 1 << 14
 
 
 def chained(up: Array, down: Array) -> Array:
-    """The product of matrices of float32, each element by fused multiply-adds in the order of the
-    rank.
+    """The product of matrices of float32, or of as many pairs of them, each element by fused
+    multiply-adds in the order of the rank.
 
     The product of two numbers is exact in float64; a sum that is rounded there and again to float32
     is another one than the fused one in about one of 2**29 cases, and then everywhere the same.
     """
     import numpy as np
 
-    count, rows, rank = up.shape
-    columns = down.shape[-1]
-    made = np.zeros((count, rows, columns), np.float32)
-    step = max(1, _ROOM // max(1, columns))
-    for one in range(count):
-        left, right = up[one].astype(np.float64), down[one].astype(np.float64)
-        for first in range(0, rows, step):
-            part = made[one, first : first + step]
-            product = np.empty(part.shape, np.float64)
-            for k in range(rank):
-                np.multiply(left[first : first + step, k, None], right[k], out=product)
-                np.add(product, part, out=product)
-                np.copyto(part, product, casting="same_kind")
+    if up.ndim == 3:
+        return np.stack([chained(*pair) for pair in zip(up, down, strict=True)])
+    made = np.zeros((len(up), down.shape[1]), np.float32)
+    step = max(1, _ROOM // max(1, down.shape[1]))
+    left, right = up.astype(np.float64), down.astype(np.float64)
+    for first in range(0, len(up), step):
+        part = made[first : first + step]
+        product = np.empty(part.shape, np.float64)
+        for k in range(up.shape[1]):
+            np.multiply(left[first : first + step, k, None], right[k], out=product)
+            np.add(product, part, out=product)
+            np.copyto(part, product, casting="same_kind")
     return made
 
 
@@ -279,9 +339,9 @@ _MANY = 16
 """Where more than one of so many elements are near a border, all are worked out by the chain."""
 
 
-def _near_enough(base: Array, deltas: Sequence[_Delta], target: DType) -> Cast | None:
-    """The sum in a type of 16 bits, by the quick product where it decides all bits, and by the
-    chain in the few elements where it does not; None where that are too many.
+def _quick_sum(base: Array, deltas: Sequence[_Delta], target: DType) -> tuple[Cast, Array] | None:
+    """The sum in a type of 16 bits, and the numbers of the elements in which the quick product does
+    not decide all bits, which are not counted as beyond the type; None where these are too many.
     """
     import numpy as np
 
@@ -292,21 +352,32 @@ def _near_enough(base: Array, deltas: Sequence[_Delta], target: DType) -> Cast |
         # rounding is monotone: so are sums, step by step; memory that was just used is warm
         low = np.add(low, both[0], out=both[0])
         high = np.add(high, both[1], out=both[1])
-    made = cast(low.reshape(-1).view(np.uint8).data, _FLOAT32, target)
-    other = cast(high.reshape(-1).view(np.uint8).data, _FLOAT32, target)
-    values = np.frombuffer(made.data, "<u2")
-    places = np.flatnonzero(values != np.frombuffer(other.data, "<u2"))
+    made = cast(_octets(low), _FLOAT32, target)
+    if target.name == "bfloat16":
+        places = _other_halves(low.reshape(-1).view(np.uint32), high.reshape(-1).view(np.uint32))
+    else:
+        other = cast(_octets(high), _FLOAT32, target)
+        places = np.flatnonzero(np.frombuffer(made.data, "<u2") != np.frombuffer(other.data, "<u2"))
     if len(places) * _MANY > base.size:
         return None
-    if not len(places):
-        return made
-    total = base.reshape(-1)[places]
-    for delta in deltas:
-        total = total + delta.at(places)
-    some = cast(total.view(np.uint8).data, _FLOAT32, target)
-    lost = cast(low.reshape(-1)[places].view(np.uint8).data, _FLOAT32, target).overflowed
-    values[places] = np.frombuffer(some.data, "<u2")
-    return Cast(made.data, made.overflowed - lost + some.overflowed)
+    lost = 0
+    if made.overflowed and len(places):
+        lost = cast(_octets(low.reshape(-1)[places]), _FLOAT32, target).overflowed
+    return Cast(made.data, made.overflowed - lost), places
+
+
+def _other_halves(one: Array, other: Array) -> Array:
+    """Where the bits of two numbers may have other leading halves after they are rounded to them:
+    also where one of both is a tie. The first array is overwritten.
+    """
+    import numpy as np
+
+    upper = np.maximum(one, other)
+    upper += np.uint32(0x8000)
+    lower = np.minimum(one, other, out=one)
+    lower += np.uint32(0x7FFF)
+    lower ^= upper
+    return np.flatnonzero(lower > np.uint32(0xFFFF))
 
 
 def _of_magnitude(how: LowRank, whole: Array, magnitude: Array, box: Box) -> Array:
@@ -361,7 +432,7 @@ def product_values(
     ]
     with np.errstate(all="ignore"):
         made = chained(*factors)
-    return cast(made.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    return cast(_octets(made), _FLOAT32, target)
 
 
 def multiply_values(
@@ -372,7 +443,7 @@ def multiply_values(
 
     one, other = (_array(*given, _FLOAT32) for given in zip(raw, types, strict=True))
     with np.errstate(all="ignore"):
-        return cast((one * other).view(np.uint8).data, _FLOAT32, target)
+        return cast(_octets(one * other), _FLOAT32, target)
 
 
 def kron_values(
@@ -393,7 +464,7 @@ def kron_values(
     inner = other[np.ix_(down % how.rows - first, along % how.columns - begin)]
     with np.errstate(all="ignore"):
         made = outer.reshape(*outer.shape, *(1,) * (inner.ndim - 2)) * inner
-    return cast(made.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    return cast(_octets(made), _FLOAT32, target)
 
 
 # ------------------------------------------------------------------------------- one element
