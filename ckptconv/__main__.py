@@ -1,5 +1,6 @@
 """The program: `ckptconv`, or `python -m ckptconv`."""
 
+import gc
 import sys
 
 _INTERRUPTED = (
@@ -12,6 +13,9 @@ _INTERRUPTED = (
 
 def main() -> None:
     """Import the command line, which takes a moment in which Ctrl-C is not an error, and run it."""
+    # one command and the process ends: neither modules nor a tree of a million nodes are garbage,
+    # and looking costs a tenth
+    gc.disable()
     try:
         from ckptconv.cli.main import main as command_line
         from ckptconv.support.blas import tame_blas

@@ -5,7 +5,6 @@ What it does is in the library; what it says is in the reports.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -189,9 +188,6 @@ def main() -> None:
 
     They are 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped).
     """
-    # one command and the process ends: a tree of a million nodes is not garbage, and looking costs
-    # a tenth
-    gc.disable()
     stop_in_good_order()
     terminal.fill_closed_streams()
     terminal.take_any_text()

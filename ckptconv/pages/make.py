@@ -96,7 +96,6 @@ def report_checkpoint(
     refuse_no_text(only=only, only_b=only_b, tag=tag, tag_b=tag_b)
     if against is not None:
         refuse_no_paths("against", against)
-    if against is not None:
         alike: dict[str, Any] = {"values": values, "force": force, "on_progress": on_progress}
         alike |= {"only": only, "only_b": only_b, "tag": tag, "tag_b": tag_b}
         return report_difference(source, against, output, **alike)[0]

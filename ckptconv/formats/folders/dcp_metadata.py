@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ckptconv.formats.folders.dcp_runs import LARGEST, Indexed, Item, TensorEntry, runs
 from ckptconv.io.source import Source
+from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import (
@@ -161,15 +162,11 @@ def _plain_size(args: tuple[Node, ...]) -> Node:
 
 def _size(node: Node, key: str) -> Shape:
     """A `torch.Size`, or a plain tuple or list."""
-    if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1:
-        node = node.args[0]
-    if type(node) not in (tuple, list):
+    sizes = plain_sizes(node)
+    if sizes is None or not all(0 <= size < LARGEST for size in sizes):
         raise _malformed("a size or offset is not a tuple of sizes", key)
-    for size in node:
-        if type(size) is not int or not 0 <= size < LARGEST:
-            raise _malformed("a size or offset is not a tuple of sizes", key)
-    refuse_dimensions(len(node), key)
-    return tuple(node)
+    refuse_dimensions(len(sizes), key)
+    return sizes
 
 
 def _path(node: Node, key: str) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
+from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.nodes import ABSENT, Call, Node, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import refuse_beyond
@@ -133,15 +134,13 @@ def _name(node: Node, where: str) -> str:
 
 
 def _shape(node: Node, where: str) -> Shape:
-    sizes = node
-    if type(node) is Call and node.name == "torch.Size" and len(node.args) == 1:
-        sizes = node.args[0]
-    if not _are_sizes(sizes):
+    sizes = plain_sizes(node)
+    if sizes is None or not _are_sizes(sizes):
         raise MalformedCheckpoint("is not a shape", where=where)
     refuse_dimensions(len(sizes), where)
     if prod(size for size in sizes if size) >= 1 << 63:
         raise MalformedCheckpoint("is not a possible shape of a tensor", where=where)
-    return tuple(sizes)
+    return sizes
 
 
 # ------------------------------------------------------------------------------------------ joining

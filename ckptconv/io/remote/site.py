@@ -95,21 +95,12 @@ class Site:
         )
 
     def _first(self, key: str) -> Part | None:
-        if not key or key.endswith("/") or self._is_known_absent(key):
+        if not key or key.endswith("/") or self.known(key) in ("nothing", "folder"):
             return None
         try:
             return self._asked(key, lambda: self._received(key, 0, HEAD, None))
         except MissingFile:
             return None
-
-    def _is_known_absent(self, key: str) -> bool:
-        """Whether a listing of the folder around it lacks an object."""
-        folder, name = split(key)
-        around = self._heads.get(folder.removesuffix("/"))
-        if around is not None and around.part.seen.size:
-            return True  # what lies around it is a file
-        listing = self._listings.get(folder)
-        return listing is not None and name not in listing.files
 
     def known(self, key: str) -> Kind | None:
         """What is there, as far as a listing of the folder around it tells."""
