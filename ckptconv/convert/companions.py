@@ -280,7 +280,10 @@ def _unquantized(item: Companion) -> Companion:
     for part in (config, *config.values()):
         for name in QUANTIZATION_KEYS if isinstance(part, dict) else ():
             part.pop(name, None)
-    raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    try:
+        raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can say
+        raw = json.dumps(config, indent=2).encode() + b"\n"
     return replace(item, raw=raw, nbytes=len(raw))
 
 

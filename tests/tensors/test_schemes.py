@@ -529,6 +529,20 @@ def test_a_config_may_hold_what_python_writes(tmp_path):
     assert "quantization_config" not in told and told["torch_dtype"] == "float32"
 
 
+def test_a_config_may_hold_half_of_a_surrogate_pair(tmp_path):
+    """JSON can say one by an escape, which UTF-8 cannot; other letters stay as they are."""
+    source = tmp_path / "in"
+    copied("fp8_block_deepseek", source)
+    config = json.loads((source / "config.json").read_text())
+    for text in ("\ud800", "é"):
+        (source / "config.json").write_text(json.dumps(config | {"about": text}))
+        out = tmp_path / f"out{len(text.encode('utf-8', 'replace'))}"
+        convert_checkpoint(source, out, to="safetensors", dequantize=True, with_files=True)
+        raw = (out / "config.json").read_bytes()
+        assert json.loads(raw)["about"] == text
+    assert "é".encode() in raw
+
+
 def test_the_config_of_the_copy_does_not_say_that_it_is_quantised(tmp_path):
     source = tmp_path / "in"
     copied("nvfp4_modelopt", source)
