@@ -6,6 +6,7 @@ what it looks for.
 
 from __future__ import annotations
 
+import random
 import shutil
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 from fuzzing import trial
 from fuzzing.hunt import Hunt, load_find, mutation, save_find, work_folder
 from fuzzing.inputs import Seed, Trial
+from fuzzing.mutations import mutate
 from fuzzing.seeds import make_seeds
 from fuzzing.structures import STRUCTURES, structures
 from fuzzing.trial import Find, run
@@ -46,7 +48,8 @@ def told(hunt: Hunt) -> str:
 
 
 def test_mutated_files_are_converted_right_or_refused(seeds, work, tmp_path, figure):
-    hunt = Hunt(seeds, work, tmp_path / "finds", seed=NUMBER, workers=1, mode="mutations")
+    others = [seed for seed in seeds if seed.target != "quantised"]
+    hunt = Hunt(others, work, tmp_path / "finds", seed=NUMBER, workers=1, mode="mutations")
     hunt.run(300, cases=60)
     assert not hunt.tally.signatures, told(hunt)
     assert sum(hunt.tally.executions.values()) == 60
@@ -54,6 +57,16 @@ def test_mutated_files_are_converted_right_or_refused(seeds, work, tmp_path, fig
     assert len(hunt.tally.executions) > 12
     assert sum(hunt.tally.accepted.values()) > 15
     assert hunt.tally.compared > 0
+
+
+def test_mutated_quantised_weights_have_the_right_values_or_are_refused(seeds, work, figure):
+    chance = random.Random(NUMBER)
+    quantised = [seed for seed in seeds if seed.target == "quantised"]
+    verdicts = [run(mutate(seed, quantised, chance), work) for seed in quantised * 2]
+    figure("executions fuzzed", len(verdicts))
+    assert [find for verdict in verdicts for find in verdict.finds] == []
+    assert sum(verdict.accepted for verdict in verdicts) > 5
+    assert sum(verdict.refused for verdict in verdicts) > 20
 
 
 @pytest.mark.parametrize("number", range(len(STRUCTURES)), ids=sorted(STRUCTURES))
@@ -75,6 +88,13 @@ def test_good_files_are_right(seeds, work):
         # Two ways of five are tried. Of several checkpoints in one file, only those to torch need
         # no choice among them.
         assert verdict.accepted or seed.target == "members", seed.name
+
+
+def test_good_quantised_weights_are_right(seeds, work):
+    for seed in seeds:
+        if seed.target == "quantised":
+            verdict = run(seed.trial, work)
+            assert not verdict.finds and verdict.accepted == 2, (seed.name, verdict.finds)
 
 
 def test_a_run_can_be_repeated(seeds):
@@ -164,6 +184,42 @@ def test_an_output_of_other_values_is_a_find(work, monkeypatch):
         ][0],
     )
     assert "differs" in kinds(work)
+
+
+def off_by_one(output: Path) -> None:
+    """Let all weights of an output be others; they are read back after the tool's own check."""
+    from safetensors.torch import load_file, save_file
+
+    if output.suffix == ".safetensors":
+        values = load_file(output)
+        weights = [key for key in values if not key.endswith("bias")]
+        save_file({**values, **{key: values[key] + 1 for key in weights}}, output)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "packed", "gptq", "experts", "nvfp4", "nf4"])
+def test_other_values_of_quantised_weights_are_a_find(seeds, work, monkeypatch, scheme):
+    instead(
+        monkeypatch,
+        "execute_plan",
+        lambda execute, plan, **options: [execute(plan, **options), off_by_one(plan.output)][0],
+    )
+    [seed] = [seed for seed in seeds if seed.name == f"quantised:{scheme}"]
+    assert {find.kind for find in run(seed.trial, work).finds} == {"other value"}
+
+
+def test_values_of_what_does_not_fit_are_a_find(seeds, work):
+    from fuzzing.plain_weights import other_value
+
+    [seed] = [seed for seed in seeds if seed.name == "quantised:fp8"]
+    for name, content in seed.trial.files.items():
+        (work / name).write_bytes(content.replace(b"[16, 8]", b"[16, 9]"))
+    output = work / "out"
+    shutil.copy(work / "model.safetensors", output)
+    wrong = other_value(work, output)
+    assert wrong is not None and "dequantised" not in wrong  # 24 columns: 3 blocks of 9 too
+    (work / "config.json").write_text(seed.trial.files["config.json"].decode().replace("8]", "99]"))
+    wrong = other_value(work, output)
+    assert wrong is not None and "scales for a grid" in wrong
 
 
 def test_an_imported_payload_is_a_find(work, monkeypatch):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["checkpoint", "rules", "like"]
-"""A checkpoint, a file of key rules, or what keys are fitted to."""
+Kind = Literal["checkpoint", "quantised", "rules", "like"]
+"""A checkpoint, one of quantised weights, a file of key rules, or what keys are fitted to."""
 
 GOOD = "good.pt"
 """What rules and fittings are applied to lies beside them, and is never mutated."""

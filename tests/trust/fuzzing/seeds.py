@@ -23,6 +23,7 @@ from torch import nn
 
 from ckptconv import convert_checkpoint
 from fuzzing.inputs import GOOD, Seed, Trial, of_file
+from fuzzing.quantised import good_folders
 from helpers import gguf_files, old_torch, oracle, zero
 from helpers.hostile_generator import GENERATOR, load_generator
 from helpers.paths import DATA
@@ -304,6 +305,25 @@ def ggufs(_: Path) -> Iterator[Seed]:
     yield Seed("gguf:set", Trial({path.name: path.read_bytes() for path in names}))
 
 
+def quantised(_: Path) -> Iterator[Seed]:
+    """Quantised weights with their config, in a file and in shards that part codes from scales."""
+    from safetensors.torch import save
+
+    for name, tensors, told in good_folders():
+        config = json.dumps({"torch_dtype": "bfloat16", "quantization_config": told}).encode()
+        files = {"model.safetensors": save(tensors), "config.json": config}
+        yield Seed(f"quantised:{name}", Trial(files, kind="quantised"))
+        names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        weight_map = {key: names[at % 2] for at, key in enumerate(sorted(tensors))}
+        shards = {
+            shard: save({key: tensors[key] for key, where in weight_map.items() if where == shard})
+            for shard in names
+        }
+        index = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+        shards |= {"config.json": config, "model.safetensors.index.json": index}
+        yield Seed(f"quantised:{name}_shards", Trial(shards, kind="quantised"))
+
+
 def distributed(folder: Path) -> Iterator[Seed]:
     """DCP folders, and the files of two ranks, written by one process that plays each of them in
     turn.
@@ -437,8 +457,8 @@ def likes(_: Path) -> Iterator[Seed]:
 
 
 MAKERS: tuple[Callable[[Path], Iterator[Seed]], ...] = (
-    samples, zips, legacies, tars, pickles, nested, scripts, flat_files, ggufs, distributed,
-    deepspeed, accelerate, rules, likes,
+    samples, zips, legacies, tars, pickles, nested, scripts, flat_files, ggufs, quantised,
+    distributed, deepspeed, accelerate, rules, likes,
 )  # fmt: skip
 
 

@@ -691,6 +691,13 @@ def gguf_files(draw: Draw) -> Trial:
     return Trial({"in.gguf": raw}, ("in.gguf",))
 
 
+def quantised_folders() -> st.SearchStrategy[Trial]:
+    """Folders of quantised weights, for which torch is needed."""
+    from fuzzing import quantised
+
+    return quantised.folders()
+
+
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
@@ -900,6 +907,7 @@ STRUCTURES: dict[str, Callable[[], st.SearchStrategy[Trial]]] = {
     "made index": indexed_shards,
     "made dcp": dcp_folders,
     "made rules": rule_files,
+    "quantised made": quantised_folders,
 }
 BATCH = 25
 """Files that are made up at once."""

@@ -453,6 +453,34 @@ def _chosen(paths: Sequence[Path]) -> str:
         return checkpoint.state_dict().path
 
 
+def _try_quantised(watch: _Watch, paths: Sequence[Path], out: Path) -> None:
+    """Looked at, and dequantised in two ways; a plain statement of the formats says the values."""
+    from fuzzing.plain_weights import other_value
+
+    watch.step("inspect", lambda: _inspect(watch, paths))
+    watch.step("doctor", lambda: _diagnose(watch, paths))
+    for name, how in DEQUANTISED.items():
+        output = out / how[0]
+        step = f"dequantise {name}"
+        plan = watch.step(
+            step, lambda how=how, output=output: _converted(watch, paths, output, how[1])
+        )
+        if plan is None:
+            watch.check_left(step, out)
+        elif output.exists():
+            watch.verdict.accepted += 1
+            folder = paths[0] if paths[0].is_dir() else paths[0].parent
+            if name == "float32" and (wrong := other_value(folder, output)):
+                watch.note("other value", step, wrong)
+        _judge_output(watch, step, out, plan)
+
+
+DEQUANTISED: dict[str, tuple[str, Options]] = {
+    "float32": ("out.safetensors", Options(dequantize=True, dtype="f32")),
+    "torch": ("out.pt", Options(dequantize=True)),
+}
+
+
 def _try_rules(watch: _Watch, paths: Sequence[Path], out: Path) -> None:
     """The rules are read, as they are and turned around, and applied to a good checkpoint."""
     for reverse in (False, True):
@@ -491,6 +519,7 @@ def _convert_good(watch: _Watch, good: Path, out: Path, options: Options) -> Non
 
 TRIALS: dict[Kind, Callable[[_Watch, Sequence[Path], Path], None]] = {
     "checkpoint": _try_checkpoint,
+    "quantised": _try_quantised,
     "rules": _try_rules,
     "like": _try_like,
 }
