@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 import struct
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +103,34 @@ def test_all_items_of_a_folder_are_opened_in_few_reads(tmp_path):
         inspect_checkpoint(path)
     assert len(reads) <= 20
     assert reads.nbytes <= 1.01 * sum(file.stat().st_size for file in path.iterdir())
+
+
+NOT_IMPORTED = (
+    "pickles.reader", "pickles.writer", "objects.pickled_modules", "tree.modules",
+    "tree.stray_tensors", "tree.old_tensors", "tensors.decoding", "tensors.gguf_blocks",
+    "io.inflate", "io.staging", "io.destination", "io.stream", "formats.zip_archive",
+    "formats.torch_zip",
+)  # fmt: skip
+"""What a safetensors file has no need of. Importing is nearly all of what a small file costs."""
+
+
+def test_a_file_without_pickles_is_opened_without_what_reads_them(tmp_path):
+    path = saved("safetensors", tmp_path, 2)
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from ckptconv.inspect import inspection, report; "
+            "from ckptconv.formats.registry import open_certain; "
+            f"open_certain({str(path)!r}).close(); print(*sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = {name.removeprefix("ckptconv.") for name in told.stdout.split()}
+    assert "formats.safetensors" in imported
+    assert imported.isdisjoint(NOT_IMPORTED)
 
 
 def test_one_walk_tells_what_there_is_to_do(tmp_path):
