@@ -160,7 +160,7 @@ def _with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
     """The plan with what is to be said of the files beside its output, and beside its source those
     that go with a model, where they were asked for.
     """
-    notes = [*beside_notes(plan)]
+    notes = [*beside_notes(plan), *_config_notes(plan, options)]
     if not options.with_files:
         notes += _files_left(plan) if plan.in_folder else ()
         return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
@@ -183,6 +183,25 @@ def _dequantizes(options: Request) -> bool:
     from ckptconv.tree.dequantizing import Dequantize  # seldom needed
 
     return any(isinstance(edit, Dequantize) for edit in options.edits)
+
+
+def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
+    """Tell of a config beside the output that calls its values codes: transformers would read them
+    so. One that is copied does not.
+    """
+    folder = place_of(plan.folder)
+    if not _dequantizes(options) or folder.is_far() or not folder.child("config.json").is_file():
+        return
+    from ckptconv.tree.quantization_config import method_in
+
+    read = {resolved(source.path.parent) for source in plan.inputs}
+    is_replaced = options.with_files and resolved(plan.folder) not in read
+    method = "" if is_replaced else method_in(folder)
+    if method:
+        yield (
+            f"config.json beside the output says that its weights are quantised ({method}); take "
+            "that out of it, or write into another folder with --with-files"
+        )
 
 
 def _companions(plan: ConversionPlan, options: Request) -> tuple[Beside, list[str]]:

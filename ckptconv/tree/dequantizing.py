@@ -23,6 +23,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.scaled_weights import may_hold_codes
 from ckptconv.tensors.schemes.base import (
     FLOAT8,
     Facts,
@@ -106,7 +107,8 @@ class Dequantize:
         if not found and self.if_quantized:
             return checkpoint
         if not found:
-            raise _nothing_found(facts)
+            refs = [ref for _, ref in checkpoint.tensors()]
+            raise _nothing_found(facts, has_codes=may_hold_codes(refs))
         self._refuse_idle(found)
         root = _edited(checkpoint.root, stand_ins, gone)
         named = naming_entries(checkpoint.metadata)
@@ -170,7 +172,13 @@ def with_rules(edits: Iterable[Edit], rules: KeyRules) -> Iterator[Edit]:
             yield edit
 
 
-def _nothing_found(facts: Facts) -> OptionRefused:
+def _nothing_found(facts: Facts, *, has_codes: bool) -> OptionRefused:
+    if facts.method and not has_codes:
+        return OptionRefused(
+            f"its config names the quantisation {printable(facts.method)}, and all its tensors are "
+            "values already",
+            hint="leave --dequantize out, and take that out of the config",
+        )
     if facts.method:
         return OptionRefused(
             f"its config names the quantisation {printable(facts.method)}, and no weight in it is "

@@ -6,11 +6,12 @@ settings went into ``config.json``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from ckptconv.io.location import Location
-from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printable
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.schemes.base import QUANTIZATION_KEYS, Facts, known_dtype
 from ckptconv.tree.checkpoint import Checkpoint
@@ -32,6 +33,17 @@ def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
         _refuse_contradiction(home, one, other)
     config = said[0].with_method() if said else {}
     return Facts(config, checkpoint.metadata, scheme, _dtype(model))
+
+
+def method_in(folder: Location) -> str:
+    """The ``quant_method`` that ``config.json`` in a folder names; empty where it says that nothing
+    is quantised.
+    """
+    with suppress(CheckpointError, OSError):
+        said = next(_in_config(json_in(folder, "config.json")), None)
+        if said is not None:
+            return printable(said.with_method().get("quant_method") or "no method is named", 40)
+    return ""
 
 
 class _Said(NamedTuple):

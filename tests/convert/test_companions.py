@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptconv
 from ckptconv import (
@@ -434,3 +434,35 @@ def test_what_fails_after_the_checkpoint_is_in_place_keeps_them(room, monkeypatc
     found = contents(room / "out")
     assert found["LICENSE"] == digests(TAKEN)["LICENSE"]
     assert (room / "out" / "config.json").read_text() == "old" and not hidden(room)
+
+
+# ------------------------------------------------------------------- a config that is not true
+
+
+def quantized(folder: Path) -> Path:
+    """A model of fp8, and the config that says so."""
+    folder.mkdir()
+    codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_file({"w.weight": codes, "w.weight_scale": torch.ones(1)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    return folder
+
+
+def test_a_config_that_calls_values_codes_is_told_of(tmp_path):
+    model = quantized(tmp_path / "model")
+    note = "config.json beside the output says that its weights are quantised (fp8)"
+
+    def notes(output: Path, **options: Any) -> str:
+        source = model / "model.safetensors"
+        made = convert_checkpoint(source, output, dequantize=True, **options)
+        return " ".join(made.plan.notes)
+
+    assert note in notes(model / "plain.safetensors")
+    (model / "plain.safetensors").unlink()
+    assert note not in notes(tmp_path / "plain.safetensors")
+    assert note not in notes(tmp_path / "plain", to="safetensors", with_files=True)
+    shutil.copytree(model, tmp_path / "other")
+    assert note in notes(tmp_path / "other" / "plain.safetensors")
+    assert note in notes(model / "model.safetensors", force=True)
+    with pytest.raises(OptionRefused, match="and all its tensors are values already"):
+        notes(tmp_path / "again.safetensors")
