@@ -38,7 +38,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 def main() -> None:
     """Import what is named, and answer requests until the other end of the socket is closed."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    _import_all(sys.argv[2:])
+    import_all(sys.argv[2:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _serve(connection, _woken_by_ends())
 
@@ -118,7 +118,8 @@ def _start(files: list[int]) -> tuple[int, _Running]:
     return pid, _Running(answer, time.monotonic() + asked["limit"])
 
 
-def _import_all(more: list[str]) -> None:
+def import_all(more: list[str]) -> None:
+    """Import the whole program, so that no fork need do so, and what is named."""
     import ckptconv
 
     for module in pkgutil.walk_packages(ckptconv.__path__, "ckptconv."):

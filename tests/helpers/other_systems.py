@@ -185,16 +185,19 @@ def behave_like_windows() -> None:
     MSVCRT.locking, MSVCRT.LK_NBLCK = locking, 2
 
 
-def wants_torch(requests: list[list[str]]) -> bool:
-    """Whether torch would be imported, which it can only be while all names are there."""
+def wanted_of_torch(requests: list[list[str]]) -> tuple[str, ...]:
+    """What would be imported of torch, which it can only be while all names are there."""
     asked = " ".join(word for request in requests for word in request)
-    wanted = any(word in asked for word in ("torch", "doctor", "devices", "dcp", "load_portable"))
-    return wanted and importlib.util.find_spec("torch") is not None
+    if importlib.util.find_spec("torch") is None:
+        return ()
+    if any(word in asked for word in ("dcp", "load_portable")):
+        return TORCH
+    return ("torch",) if any(word in asked for word in ("torch", "doctor", "devices")) else ()
 
 
-def become(system: str, *, torch: bool) -> None:
+def become(system: str, torch: tuple[str, ...]) -> None:
     """Make this process one on another system."""
-    imports = [*STANDARD.split(), *FRIENDS, *(TORCH if torch else ())]
+    imports = [*STANDARD.split(), *FRIENDS, *torch]
     if system == "windows":
         behave_like_windows()
         if sys.version_info < (3, 11):
@@ -253,7 +256,7 @@ def main() -> None:
     import json
 
     requests = json.load(sys.stdin)
-    become(sys.argv[1], torch=wants_torch(requests))
+    become(sys.argv[1], wanted_of_torch(requests))
     encoding = os.environ.get("CKPTCONV_TEST_ENCODING", "utf-8")
     json.dump([answer(request, encoding) for request in requests], sys.stdout)
     sys.stdout.flush()

@@ -238,7 +238,8 @@ def _piece(file: int) -> bytes:
 
 
 @functools.cache
-def _server(*modules: str) -> ForkServer:
+def forks_of(*modules: str) -> ForkServer:
+    """The process that runs are forked from, which has these modules imported."""
     _running.append(ForkServer(*modules))
     return _running[-1]
 
@@ -250,12 +251,12 @@ def close_servers() -> None:
     """End the processes that `run` forks from; conftest.py does it at the end of all tests."""
     while _running:
         _running.pop().close()
-    _server.cache_clear()
+    forks_of.cache_clear()
 
 
 def _server_for(arguments: Sequence[object]) -> ForkServer:
     with_torch = not ASKS_TORCH.isdisjoint(_texts(arguments))
-    return _server(*(TORCH if with_torch else NEEDED))
+    return forks_of(*(TORCH if with_torch else NEEDED))
 
 
 @contextmanager

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fork_server import import_all  # this is a script beside it
+
 
 def _child(arguments: list[str]) -> None:
     from ckptconv.cli import main as cli
@@ -87,13 +89,7 @@ RUN: dict[str, Callable[[list[str]], tuple[int, bytes, bytes]]] = {
 
 
 def main() -> None:
-    import torch  # noqa: F401 (doctor asks it)
-
-    import ckptconv.cli.main
-    import ckptconv.convert.execute
-    import ckptconv.convert.report
-    import ckptconv.diff.report  # noqa: F401 (all of them, so that a fork need not)
-
+    import_all(["torch"])  # doctor asks it
     shown = []
     for command in json.loads(Path(sys.argv[1]).read_text()):
         code, out, err = RUN[command["on"]](command["arguments"])

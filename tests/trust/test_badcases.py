@@ -26,7 +26,7 @@ from helpers.examples import ALL, crossed, some
 from helpers.program import SAMPLES, Finished, assert_one_error
 from hostile.cases import GENERATED, GOOD, OUTPUTS, ZEROS, Case, bad
 from hostile.families import NEIGHBOURS
-from hostile.forked import Server, server
+from hostile.forked import Server
 from hostile.table import listed
 
 pytestmark = pytest.mark.badcases
@@ -57,10 +57,9 @@ def assert_in_time(done: Finished) -> None:
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[Server]:
+def forked() -> Server:
     """The program, forked for each command from a process that has it imported."""
-    with server() as running:
-        yield running
+    return Server()
 
 
 def quick(cases: Iterable[Case]) -> list[Any]:

@@ -1,7 +1,7 @@
 """The program in a process of its own for every command, without starting Python for each.
 
-It is forked from one that has the whole program imported: so a
-command takes some milliseconds, and its memory is that above an idle program.
+It is forked from one that has the whole program imported, and torch for doctor: so a command takes
+some milliseconds, and its memory is that above an idle program.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from helpers.paths import ROOT
-from helpers.program import NEEDED, Finished, ForkServer
+from helpers.program import NEEDED, TORCH, Finished, close_servers, forks_of
 
 
 class Server:
     """`run` is that of `helpers.program`, with a folder for temporary files."""
 
     def __init__(self) -> None:
-        self._forks = ForkServer(*NEEDED)
         self.idle_rss = self.run("--version", cwd=ROOT).rss
         """The peak memory of a child that does nothing."""
 
@@ -29,18 +28,14 @@ class Server:
         seconds by the clock.
         """
         env = {} if tmp is None else {"TMPDIR": str(tmp)}
-        return self._forks.run(*arguments, cwd=cwd, env=env, limit=limit)
-
-    def close(self) -> None:
-        """End the server."""
-        self._forks.close()
+        forks = forks_of(*(TORCH if arguments[0] == "doctor" else NEEDED))
+        return forks.run(*arguments, cwd=cwd, env=env, limit=limit)
 
 
 @contextmanager
 def server() -> Iterator[Server]:
-    """A server while it is needed."""
-    made = Server()
+    """For a script: pytest ends what is forked from."""
     try:
-        yield made
+        yield Server()
     finally:
-        made.close()
+        close_servers()
