@@ -54,7 +54,7 @@ def test_too_little_memory_is_one_line(command, space, checkpoints, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("prlimit"), reason="prlimit is not installed")
-@pytest.mark.parametrize(("space", "goes"), [(110, False), (180, True), (190, True)])
+@pytest.mark.parametrize(("space", "goes"), [(110, False), (180, True)])
 def test_the_workers_of_a_batch_take_no_more_than_they_need(space, goes, checkpoints, tmp_path):
     out = tmp_path / "out"
     command = f"batch . --out-dir {out} --to safetensors --jobs 2"
@@ -63,7 +63,7 @@ def test_the_workers_of_a_batch_take_no_more_than_they_need(space, goes, checkpo
     assert ended.exit == (0 if goes else 1)
     made = ["a.safetensors", "b.safetensors"] if goes else []
     assert sorted(path.name for path in out.iterdir()) == sorted([*made, "ckptconv-batch.jsonl"])
-    assert ended.err.count("out of memory") == (0 if goes else 4)  # each job, and once more each
+    assert ended.err.count("out of memory") == (0 if goes else 2)  # each job once
     assert "lost" not in ended.err
 
 

@@ -205,7 +205,7 @@ WIDE = Scene(
 
 @pytest.mark.parametrize("scene", [BIG, WIDE], ids=["casts", "side by side"])
 def test_a_stop_at_any_moment_leaves_nothing(scene, tmp_path):
-    stops_at_random(scene, tmp_path / "room", 5)
+    stops_at_random(scene, tmp_path / "room", 3)
 
 
 @pytest.mark.trust

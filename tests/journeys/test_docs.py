@@ -32,10 +32,8 @@ def assert_pasted(page: str, folder: Path, programs: Path | None = None) -> None
     assert not wrong, f"{page}\n" + "\n".join(wrong) + f"\n{shown}"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.trust] * (page != "docs/keys.md")) for page in PAGES],
-)
+@pytest.mark.trust
+@pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_page_runs_as_it_is_written(page, tmp_path):
     """With ckptconv installed, in a fresh clone: all that the pages ask for."""
     assert_pasted(page, fresh_clone(tmp_path / "clone"), programs=Path(sys.executable).parent)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from helpers.examples import some
 from helpers.paths import CORPUS
 from helpers.program import PROGRAM, Finished, environment, run
 from helpers.sample_tensors import KEPT, SAMPLES
@@ -160,7 +161,7 @@ def test_a_sample_is_what_torch_found_in_it(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "entry", [pytest.param(entry, id=entry["file"]) for entry in ENTRIES] or [None]
+    "entry", some(10, [pytest.param(entry, id=entry["file"]) for entry in ENTRIES]) or [None]
 )
 def test_a_file_of_strangers_is_what_torch_found_in_it(entry, tmp_path):
     if entry is None:

@@ -13,6 +13,7 @@ import pytest
 
 from ckptconv import load_portable, scan_checkpoint
 from ckptconv.support.errors import CheckpointError
+from helpers.examples import some
 from helpers.program import run
 
 torch = pytest.importorskip("torch")
@@ -85,7 +86,7 @@ FILES = {
 }
 
 
-@pytest.fixture(params=FILES)
+@pytest.fixture(params=some(4, FILES))
 def dangerous(request, tmp_path):
     value, changed, name = FILES[request.param]
     saved(value, tmp_path / "in.pt", **changed)

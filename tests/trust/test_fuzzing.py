@@ -23,6 +23,7 @@ from fuzzing.mutations import mutate
 from fuzzing.seeds import make_seeds
 from fuzzing.structures import STRUCTURES, structures
 from fuzzing.trial import Find, run
+from helpers.examples import examples
 from helpers.program import SAMPLES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,12 +70,13 @@ def test_mutated_quantised_weights_have_the_right_values_or_are_refused(seeds, w
     assert sum(verdict.refused for verdict in verdicts) > 20
 
 
+@pytest.mark.property
 @pytest.mark.parametrize("number", range(len(STRUCTURES)), ids=sorted(STRUCTURES))
 def test_made_up_files_are_converted_right_or_refused(number, work, figure):
     import torch  # by name: a step that imports it would take its time for the file's
 
     assert torch
-    verdicts = [run(trial, work) for _, trial in structures(number, NUMBER, 15)]
+    verdicts = [run(trial, work) for _, trial in structures(number, NUMBER, examples(36))]
     figure("executions fuzzed", len(verdicts))
     assert [find for verdict in verdicts for find in verdict.finds] == []
     assert any(verdict.accepted for verdict in verdicts)

@@ -11,10 +11,12 @@ import torch
 
 from ckptconv import convert_checkpoint, diagnose, load_into
 from ckptconv.support.errors import KeyMismatch
+from helpers.examples import crossed
 from helpers.worlds import FSDP2, Small
 
 each_wrapping = pytest.mark.parametrize("wrapping", FSDP2)
-each_kind = pytest.mark.parametrize("kind", ["full", "gathered", "ranks", "dcp"])
+KINDS = ["full", "gathered", "ranks", "dcp"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def saved(worlds: Path, wrapping: str, kind: str) -> Path | list[Path]:
@@ -37,9 +39,7 @@ def assert_computes_the_same(model: torch.nn.Module, worlds: Path, wrapping: str
     assert torch.equal(model(forward["input"]), forward["output"])
 
 
-@each_kind
-@each_wrapping
-@pytest.mark.parametrize("target", ["model", "like"])
+@pytest.mark.parametrize(("wrapping", "kind", "target"), crossed(FSDP2, KINDS, ["model", "like"]))
 def test_its_checkpoint_is_fitted_to_the_plain_model(target, wrapping, kind, worlds, tmp_path):
     torch.save(plain(4).state_dict(), tmp_path / "other.pt")
     fit_to = (
