@@ -62,9 +62,9 @@ def find_checkpoints(
     of several files is one. A `root` that is a file is the checkpoint.
 
     Hidden files are passed over, and what `leave` says, silently; so are the folders of a model's
-    modules `with_files`, with which they are copied. Links to folders, what training
-    leaves beside weights (``optimizer.pt``), and checkpoints in the folder of another one are
-    passed over with a reason.
+    modules `with_files`, with which they are copied. Links to folders, what training leaves beside
+    weights (``optimizer.pt``), and checkpoints in the folder of another one are passed over with a
+    reason.
     """
     if root.is_file():
         return Found(((root, PurePosixPath(root.name)),), ())

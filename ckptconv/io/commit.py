@@ -42,6 +42,11 @@ class ShardNames:
         """The shards, and the index if there is one."""
         return (*self.shards, *([self.index] if self.index is not None else []))
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """All that must be free where nothing is to be replaced."""
+        return (*self.claimed, *self.files, *self.companions)
+
     def taken(self) -> Iterator[str]:
         """What it takes the place of or removes, but for indexes: they go with their shards."""
         yield from self.shards
@@ -110,7 +115,7 @@ def put_set(at: Names, files: ShardNames, *, force: bool) -> None:
     """
     with at.told(), at.lock():
         earlier = files.earlier()
-        replaced = at.there(files.companions if force else (*files.claimed, *_all(files)))
+        replaced = at.there(files.companions if force else files.all_names)
         taken = [] if force else [*earlier, *replaced]
         if taken:
             raise exists_by_now(at.path.parent / taken[0])
@@ -125,10 +130,6 @@ def put_set(at: Names, files: ShardNames, *, force: bool) -> None:
                 hint = "remove it: a program may take it for the checkpoint"
                 with _after_it(at, name, "removed", hint):
                     at.remove(name)
-
-
-def _all(files: ShardNames) -> Sequence[str]:
-    return (*files.files, *files.companions)
 
 
 def _put_checkpoint(

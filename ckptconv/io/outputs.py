@@ -358,9 +358,9 @@ def file_output(
     if isinstance(place, OpenFile):
         return OpenOutput(place, **how)
     if (path := place.local()) is None:
-        from ckptconv.io.remote.output import remote_output
+        from ckptconv.io.remote.output import RemoteOutput
 
-        return remote_output(place, files, force=force, read_back=read_back, replaces=replaces)
+        return RemoteOutput(place, files, force=force, read_back=read_back, replaces=replaces)
     if files is None:
         return FileOutput(path, **how)
     return SetOutput(path, files, in_folder=in_folder, **how)

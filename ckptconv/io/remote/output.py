@@ -21,8 +21,8 @@ from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.store import StoreError, Upload
 from ckptconv.io.remote.uploads import hidden_key
 from ckptconv.io.source import Source
-from ckptconv.io.stream import OutputStream, Sink
-from ckptconv.support.errors import CheckpointError, OutputRefused
+from ckptconv.io.stream import OutputStream
+from ckptconv.support.errors import OutputRefused
 from ckptconv.support.signals import held_back
 
 _NOTHING_LEFT = "nothing was left behind"
@@ -102,22 +102,6 @@ def _told(place: Location, *, is_begun: bool = True) -> Iterator[None]:
         ) from None
 
 
-class _UploadSink(Sink):
-    """Hands what is written to an upload."""
-
-    def __init__(self, upload: Upload) -> None:
-        self._upload = upload
-
-    def write(self, view: memoryview) -> None:
-        self._upload.write(view)
-
-    def end(self, size: int, *, fsync: bool) -> None:
-        self._upload.end()
-
-    def close(self) -> None:
-        """The upload goes on: it is finished or aborted by its draft."""
-
-
 class RemoteDraft(Draft):
     """An upload, which is to become the object at `target`, or at `hidden` if it is read back."""
 
@@ -144,7 +128,7 @@ class RemoteDraft(Draft):
 
     def __enter__(self) -> RemoteDraft:
         assert self._upload is not None
-        self.stream = OutputStream(_UploadSink(self._upload), self._on_progress)
+        self.stream = OutputStream(self._upload, self._on_progress)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
@@ -191,7 +175,11 @@ class RemoteDraft(Draft):
                 self._is_unhidden()
 
     def _is_unhidden(self) -> bool:
-        return _is_removed(RemotePlace(self.target.site, self._hidden or ""))
+        try:
+            asked(partial(self._store.remove, self._hidden or ""))
+        except StoreError:
+            return False
+        return True
 
 
 class _ObjectNames(Names):
@@ -231,19 +219,23 @@ class _ObjectNames(Names):
 
 
 class RemoteOutput(Destination):
-    """One object, or the objects of a set in a folder."""
+    """One object, or shards and their index; `files` are the names of a set in a folder. Of what
+    the run has read it may take the place of `replaces` alone.
+
+    With `read_back`, a committed draft can be read before the output is.
+    """
 
     def __init__(
         self,
-        place: RemotePlace,
-        files: ShardNames | None,
+        place: Location,
+        files: ShardNames | None = None,
         *,
         force: bool,
-        read_back: bool,
+        read_back: bool = False,
         replaces: Iterable[Source] = (),
     ) -> None:
         self.path, self._replaces = place.path, replaces
-        self._place, self._files = place, files
+        self._place, self._files = _writable(place), files
         self._force, self._read_back = force, read_back
         self._drafts: list[RemoteDraft] = []
         self._is_open = False
@@ -253,22 +245,18 @@ class RemoteOutput(Destination):
             if self._files is None:
                 check_remote(self._place, is_folder=False, force=self._force)
             elif not self._force:
-                files = self._files
-                names = (*files.claimed, *files.files, *files.companions)
-                if found := [*files.earlier(), *self._names().there(names)]:
-                    raise _exists(self._beside(found[0]))
+                found = [*self._files.earlier(), *self._names().there(self._files.all_names)]
+                if found:
+                    raise _exists(self._place.parent.child(found[0]))
             taken = self._files.taken() if self._files is not None and self._force else ()
-            beside = (self._beside(name).path for name in taken)
+            beside = (self._place.parent.child(name).path for name in taken)
             refuse_inputs(chain([self.path], beside), self._replaces)
         self._is_open = True
         return self
 
-    def _beside(self, name: str) -> RemotePlace:
-        return self._place.parent.child(name)
-
     def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
         self.discard()
-        if isinstance(error, (StoreError, OSError)) and not isinstance(error, CheckpointError):
+        if isinstance(error, (StoreError, OSError)):
             with _told(self._place):
                 raise error
 
@@ -277,7 +265,7 @@ class RemoteOutput(Destination):
     ) -> RemoteDraft:
         if not self._is_open:
             raise ValueError(f"{self.path}: is not open")
-        target = self._place if self._files is None else self._beside(name)
+        target = self._place if self._files is None else self._place.parent.child(name)
         hidden = hidden_key(target.key) if self._read_back else None
         draft = RemoteDraft(name, target, hidden, size, on_progress)
         self._drafts.append(draft)
@@ -310,28 +298,3 @@ class RemoteOutput(Destination):
         with held_back():
             for draft in drafts:
                 draft.discard()
-
-
-def _is_removed(place: RemotePlace) -> bool:
-    try:
-        asked(lambda: place.site.store.remove(place.key))
-    except StoreError:
-        return False
-    return True
-
-
-def remote_output(
-    place: Location,
-    files: ShardNames | None = None,
-    *,
-    force: bool,
-    read_back: bool = False,
-    replaces: Iterable[Source] = (),
-) -> Destination:
-    """One object, or shards and their index; `files` are the names of a set in a folder. Of what
-    the run has read it may take the place of `replaces` alone.
-
-    With `read_back`, a committed draft can be read before the output is.
-    """
-    named = _writable(place)
-    return RemoteOutput(named, files, force=force, read_back=read_back, replaces=replaces)

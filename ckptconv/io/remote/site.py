@@ -152,12 +152,8 @@ class Site:
         if found is None:
             raise not_opened(errno.ENOENT, path)
         seen = found.part.seen
-
-        def get(first: int, nbytes: int) -> Part:
-            return self.get(key, first, nbytes, seen)
-
         windows = [(0, bytes(found.part.data)), *found.others]
-        return RemoteSource(get, path, seen, windows)
+        return RemoteSource(partial(self.get, key, pinned=seen), path, seen, windows)
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen) -> Part:
         """A range of an object, of one version; any thread may ask."""

@@ -39,8 +39,7 @@ class RemoteSource(FarSource):
     """An object of a store, pinned to the version that was there when it was opened.
 
     `get` gives the bytes from a place on, as many as are asked for, and may be called by any
-    thread; `windows` are bytes that are known
-    already, by where they begin.
+    thread; `windows` are bytes that are known already, by where they begin.
     """
 
     def __init__(

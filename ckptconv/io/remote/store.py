@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptconv.io.remote.traffic import count
+from ckptconv.io.stream import Sink
 
 Failing = Literal["missing", "denied", "changed", "exists", "passing", "final"]
 """How a request failed: there is no such object, this user may not, the object is not the one that
@@ -85,22 +86,17 @@ def split(key: str) -> tuple[str, str]:
     return key[:begin], key[begin:].removesuffix("/")
 
 
-class Upload(ABC):
-    """A new object in the making, which nobody finds before `finish`.
+class Upload(Sink):
+    """A new object in the making, which nobody finds before `finish`. When it has come to its `end`
+    the store has all of it, so that `finish` is short.
 
-    `write` is called with views of any size, in order, by one thread. `is_left`: it is finished,
-    and what it was made of could not be removed.
+    `is_left`: it is finished, and what it was made of could not be removed.
     """
 
     is_left = False
 
-    @abstractmethod
-    def write(self, view: memoryview) -> None:
-        """Take all of `view`, which is used again afterwards."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """All was written: wait until the store has all of it, so that `finish` is short."""
+    def close(self) -> None:
+        """It goes on, until it is finished or aborted."""
 
     @abstractmethod
     def finish(self, *, create: bool) -> None:

@@ -177,7 +177,7 @@ class PartsUpload(Upload):
                 future.exception(timeout=0.2)
         return future.result()
 
-    def end(self) -> None:
+    def end(self, size: int, *, fsync: bool) -> None:
         if self._beginning is None and self._is_held and HELD.take(len(self._buffer)):
             self._nheld = len(self._buffer)
             return

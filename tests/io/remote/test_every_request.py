@@ -14,7 +14,7 @@ from safetensors.numpy import load, save_file
 from ckptconv import CheckpointError, OutputRefused, convert_checkpoint
 from ckptconv.io.commit import ShardNames
 from ckptconv.io.remote import uploads
-from ckptconv.io.remote.output import remote_output
+from ckptconv.io.remote.output import RemoteOutput
 from ckptconv.io.remote.uploads import key_of_hidden
 from ckptconv.support.limits import limits
 from helpers.conformance import DestinationConformance, pattern
@@ -39,7 +39,7 @@ class InMemory(DestinationConformance):
 
     def destination(self, room, *, force=False, size=0):
         place = bucket_place(self.bucket, "run 7/out.bin")
-        return remote_output(place, force=force, read_back=self.READ_BACK)
+        return RemoteOutput(place, force=force, read_back=self.READ_BACK)
 
     def everything(self, room):
         objects = {key.removeprefix("run 7/"): raw for key, raw in self.bucket.content.items()}
@@ -81,7 +81,7 @@ class TestSet(InMemory):
             claimed=[INDEX],
         )
         place = bucket_place(self.bucket, "run 7/m.bin")
-        return remote_output(place, force=force, read_back=self.READ_BACK, files=files)
+        return RemoteOutput(place, force=force, read_back=self.READ_BACK, files=files)
 
 
 class TestSetReadBack(TestSet):

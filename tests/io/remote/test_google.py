@@ -134,7 +134,7 @@ def test_parts_are_in_flight_a_few_at_a_time_and_nothing_is_whole_before(google)
     for _ in range(MANY // CHUNK):
         upload.write(memoryview(bytes(CHUNK)))
     assert google.objects == {}
-    upload.end()
+    upload.end(MANY, fsync=True)
     assert [key for key in google.objects if not key.startswith("run/.out.bin.")] == []
     upload.finish(create=True)
     assert {key: len(held.data) for key, held in google.objects.items()} == {"run/out.bin": MANY}

@@ -337,7 +337,7 @@ def test_the_hub_says_how_long_to_wait(hub):
     path = "org/name/resolve/main/a.bin"
     hub.web.ways[path] = lambda asked: asked.say(429, RateLimit='"resolvers";r=0;t=240')
     assert re.fullmatch(
-        r"the server answers with status 429, and asks to wait 240 s \(tried for 0 s\); try again "
+        r"the server answers with status 429, and asks to wait 240 s \(tried for \d s\); try again "
         "later",
         refused("hf://org/name/a.bin"),
     )

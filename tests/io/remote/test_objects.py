@@ -17,7 +17,7 @@ from ckptconv.io.places import place_of
 from ckptconv.io.remote import causes, patience, uploads
 from ckptconv.io.remote.causes import Forbidden, meant, told_by_obstore
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
-from ckptconv.io.remote.output import remote_output
+from ckptconv.io.remote.output import RemoteOutput
 from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.s3 import S3Store, s3_store
 from ckptconv.io.remote.site import Site
@@ -120,7 +120,7 @@ class Written(DestinationConformance):
     READ_BACK = False
 
     def destination(self, room, *, force=False, size=0):
-        return remote_output(place_in(room, "out.bin"), force=force, read_back=self.READ_BACK)
+        return RemoteOutput(place_in(room, "out.bin"), force=force, read_back=self.READ_BACK)
 
     def everything(self, room):
         return store_of(room).content()
@@ -282,7 +282,7 @@ class Service(S3Store):
 
 def written(service: Service, content: bytes, *, force: bool = False, read_back: bool = False):
     place = RemotePlace(Site(service), "run/a.pt")
-    with remote_output(place, force=force, read_back=read_back) as output:
+    with RemoteOutput(place, force=force, read_back=read_back) as output:
         with output.draft("a.pt", len(content)) as draft:
             draft.stream.write(content)
             draft.commit()
@@ -326,7 +326,7 @@ def test_an_object_that_is_there_is_not_replaced(is_blind, size, read_back):
     place = RemotePlace(Site(service), "run/a.pt")
     with (
         pytest.raises(OutputRefused, match="exists now"),
-        remote_output(place, force=False, read_back=read_back) as output,
+        RemoteOutput(place, force=False, read_back=read_back) as output,
     ):
         with output.draft("a.pt", size) as draft:
             draft.stream.write(pattern(size))
@@ -346,7 +346,7 @@ def test_an_upload_that_somebody_aborts_is_not_there(tmp_path):
     assert raised.value.kind == "missing"
     with (
         pytest.raises(OutputRefused, match="it was aborted; nothing was left behind"),
-        remote_output(RemotePlace(Site(service), "run/a.pt"), force=False) as output,
+        RemoteOutput(RemotePlace(Site(service), "run/a.pt"), force=False) as output,
     ):
         with output.draft("a.pt", 3 << 20) as draft:
             draft.stream.write(pattern(3 << 20))

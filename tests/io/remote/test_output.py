@@ -14,7 +14,7 @@ from ckptconv.io.commit import ShardNames
 from ckptconv.io.outputs import check_place_free, file_output, folder_output
 from ckptconv.io.remote import patience, uploads
 from ckptconv.io.remote.causes import Forbidden
-from ckptconv.io.remote.output import remote_output
+from ckptconv.io.remote.output import RemoteOutput
 from ckptconv.io.remote.store import StoreError
 from ckptconv.io.remote.uploads import hidden_key, key_of_hidden, part_size
 from ckptconv.support.errors import CheckpointError, OutputRefused
@@ -66,7 +66,7 @@ class InStore(DestinationConformance):
 class TestObject(InStore):
     def destination(self, room, *, force=False, size=0):
         place = memory_place(store_of(room), "run/out.bin")
-        return remote_output(place, force=force, read_back=self.READ_BACK)
+        return RemoteOutput(place, force=force, read_back=self.READ_BACK)
 
 
 class TestObjectReadBack(TestObject):
@@ -97,7 +97,7 @@ class TestSet(InStore):
         store = store_of(room)
         place = memory_place(store, "run/m.bin")
         files = shard_names(store, len(self.NAMES) - 1)
-        return remote_output(place, force=force, read_back=self.READ_BACK, files=files)
+        return RemoteOutput(place, force=force, read_back=self.READ_BACK, files=files)
 
 
 class SetWithCompanions(TestSet):
@@ -108,7 +108,7 @@ class SetWithCompanions(TestSet):
     def destination(self, room, *, force=False, size=0):
         store = store_of(room)
         files = replace(shard_names(store, 1), companions=("tokenizer.json", "cards/card.md"))
-        return remote_output(memory_place(store, "run/m.bin"), force=force, files=files)
+        return RemoteOutput(memory_place(store, "run/m.bin"), force=force, files=files)
 
 
 class TestSetReadBack(TestSet):
@@ -121,7 +121,7 @@ class TestSetOfOneFile(InStore):
     def destination(self, room, *, force=False, size=0):
         store = store_of(room)
         files = shard_names(store, 1, has_index=False)
-        return remote_output(memory_place(store, "run/m.bin"), force=force, files=files)
+        return RemoteOutput(memory_place(store, "run/m.bin"), force=force, files=files)
 
 
 # ------------------------------------------------------------------------------- what may go wrong
