@@ -536,10 +536,11 @@ def _renames(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
 
 
 def _kept(config: Mapping[str, Any], model: str | None) -> frozenset[str]:
-    """The forms of names that the rules are not for; of all classes, where it is not known."""
+    """The forms of names that the rules are not for; of a type all of whose classes have the same
+    rules as it those of all of them.
+    """
     kept: Mapping[str, list[str]] = _release()["kept"]
-    classes = _classes(config, model) or list(kept)
-    return frozenset(form for name in classes for form in kept.get(name, ()))
+    return frozenset(form for name in _classes(config, model) for form in kept.get(name, ()))
 
 
 def _classes(config: Mapping[str, Any], model: str | None) -> list[str]:

@@ -30,10 +30,13 @@ from ckptconv.tree.walk import tensor_of
 
 SPLIT = "join them with the tools of the program that split it"
 
+META = "consolidated."
+"""What the names of Meta's files begin with: of a model that was split each holds slices."""
+
 _NAMES = (
     re.compile(r"(.*[^0-9])([0-9]{5})(-of-(?!00001)[0-9]{5})((?:_[0-9]+)?\.\w+)").fullmatch,
     re.compile(r"(hf_model_)([0-9]{4})()(_[0-9]+\.pt)").fullmatch,
-    re.compile(r"(consolidated\.)([0-9]{2})()(\.pth)").fullmatch,
+    re.compile(rf"({re.escape(META)})([0-9]{{2}})()(\.pth)").fullmatch,
     re.compile(r"(model-rank-)([0-9]+)()(-part-[0-9]+\.safetensors)").fullmatch,
 )
 

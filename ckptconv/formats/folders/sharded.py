@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptconv.formats.containers import all_open, first_reads, open_file
 from ckptconv.formats.containers import named as defined
-from ckptconv.formats.folders.alone import SPLIT, are_parts, has_shards, numbered
+from ckptconv.formats.folders.alone import META, SPLIT, are_parts, has_shards, numbered
 from ckptconv.formats.folders.ranks import join_ranks
 from ckptconv.formats.folders.steps import weight_files
 from ckptconv.formats.hf_names import IS_INDEX
@@ -365,6 +365,8 @@ def join_parts(parts: Sequence[Checkpoint]) -> Checkpoint:
     if missing is not None:
         what = f"lacks {printable(last.other(missing))}, another part of the checkpoint"
         raise UnsupportedCheckpoint(what, hint="fetch all parts")
+    if last.stem == META and len(parts) > 1:
+        return _joined_slices(parts)
     found: dict[str, tuple[str, Node]] = {}
     for part in parts:
         for key, value in state_dict_pairs(part):
@@ -383,6 +385,22 @@ def join_parts(parts: Sequence[Checkpoint]) -> Checkpoint:
     return replace(whole, container=container, notes=notes)
 
 
+def _joined_slices(parts: Sequence[Checkpoint]) -> Checkpoint:
+    """Meta's parts of a Llama, each a slice of the tensors."""
+    from ckptconv.formats.folders.meta_slices import joined_slices  # seldom needed
+
+    ordered = sorted(parts, key=lambda part: part.path.name)
+    named = [(part.path.name, dict(state_dict_pairs(part))) for part in ordered]
+    whole = joined(ordered[0].path, list(joined_slices(named).items()), ordered)
+    name = f"{ordered[0].container.name}, {len(ordered)} slices"
+    # a tensor is made of several of the files' own, so `--verify` cannot count them a second way
+    container = replace(
+        whole.container, name=name, by="", why_not=_SLICED, is_index=False, names_storages=False
+    )
+    return replace(whole, container=container)
+
+
+_SLICED = "each file holds a slice of each tensor"
 _ALONE = "there is no index, so each file opens by itself only"
 _UNTOLD = "the names do not say how many parts there were; these are taken to be all of them"
 
