@@ -174,6 +174,10 @@ def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
         for name in names:
-            if type(found := part.get(name)) is int and found > 0:
-                return found
+            found = part.get(name)
+            if found is not None and (type(found) is not int or found < 1):
+                what = f"the config says {found!r:.50} for {name}, which is not a number of heads"
+                raise KeyConflict(what, hint="write the numbers behind the name of the preset")
+            if found is not None:
+                return int(found)
     return None

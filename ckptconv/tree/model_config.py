@@ -14,13 +14,34 @@ from ckptconv.tree.checkpoint import Checkpoint
 
 
 def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The model's ``config.json`` beside a checkpoint, or ``params.json`` of Meta's; empty where
-    there is none.
+    """The model's ``config.json`` beside a checkpoint, or ``params.json`` of Meta's; of a GGUF file
+    what it says itself, by the names of a config. Empty where there is none.
     """
+    if (found := _of_gguf(checkpoint.metadata)) is not None:
+        return found
     home = home_of(checkpoint)
     if home is None:
         return {}
     return json_in(home, "config.json") or json_in(home, "params.json")
+
+
+def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """The numbers of heads in the metadata of a GGUF file; None for another file.
+
+    Without one of their own keys and values have as many as queries. Source: docs/gguf.md of ggml.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture is None:
+        return None
+    told = {}
+    for name, ours in (("head_count", "num_attention_heads"), ("head_count_kv", _KV_HEADS)):
+        text = metadata.get(f"{architecture}.attention.{name}")
+        if text is not None:
+            told[ours] = int(text) if text.isdecimal() else text
+    return told
+
+
+_KV_HEADS = "num_key_value_heads"
 
 
 def home_of(checkpoint: Checkpoint) -> Location | None:

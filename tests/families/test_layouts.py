@@ -399,3 +399,44 @@ def test_a_deepseek_of_torchtitan(torchtitan, tmp_path):
     adapter = torchtitan("deepseek_v3", "DeepSeekV3StateDictAdapter", mtp_layers=[])
     theirs = adapter.from_hf(dict(hub))
     check_against(hub, theirs, "torchtitan-deepseek-v3", tmp_path, "")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_gguf_file_as_transformers_reads_it(architecture, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(40)
+    layer = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
+             "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48), "attn_norm": (32,),
+             "ffn_norm": (32,)}  # fmt: skip
+    shapes = {"token_embd.weight": (40, 32), "output_norm.weight": (32,), "output.weight": (40, 32)}
+    for at in range(2):
+        shapes |= {f"blk.{at}.{name}.weight": shape for name, shape in layer.items()}
+        if architecture == "qwen2":
+            for name in ("attn_q", "attn_k", "attn_v"):
+                shapes[f"blk.{at}.{name}.bias"] = layer[name][:1]
+    for name, shape in shapes.items():
+        writer.add_tensor(name, torch.randn(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made = {"llama": transformers.LlamaForCausalLM, "qwen2": transformers.Qwen2ForCausalLM}
+    config = made[architecture].config_class(
+        **{**SMALL, "num_hidden_layers": 2, "vocab_size": 40, "tie_word_embeddings": False}
+    )
+    with torch.device("meta"):
+        model = made[architecture](config)
+    theirs = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    rules = KeyRules.of([("preset", f"gguf-{architecture}")])
+    assert same(dict(load_portable(path, keys=rules)), dict(theirs))

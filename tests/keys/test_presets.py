@@ -9,6 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from ckptconv.keys.framework_layouts import LAYOUTS
 from ckptconv.keys.presets import Preset, preset_names
 from ckptconv.keys.transformers_layouts import scopes
 from ckptconv.support.errors import KeyConflict
+from helpers import gguf_files
 from helpers.paths import NUMBERS
 
 FAMILIES = ("deepseek_v3", "gpt_neox", "llama", "mixtral", "phi3", "qwen3_moe")
@@ -98,6 +100,11 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path):
         ("meta-llama", {}, "needs the numbers of heads, and no config.json says them"),
         ("meta-llama:32", {}, "needs the heads of keys and values too"),
         ("meta-llama:many", {}, "'many' are not numbers of heads"),
+        (
+            "meta-llama",
+            {"num_attention_heads": 4, "num_key_value_heads": [2, 4]},
+            r"the config says \[2, 4\] for num_key_value_heads",
+        ),
         ("megatron-qkv:12,5", {}, "12 heads cannot be in 5 groups"),
         ("horovod", {}, "there is no preset 'horovod'"),
         ("ddp:3", {}, "there is no preset 'ddp:3'"),
@@ -215,6 +222,28 @@ def test_a_llama_of_meta_and_a_key_that_is_none_of_its_own(tmp_path):
         load_portable(
             tmp_path / "other.safetensors", keys=KeyRules.of([("preset", "meta-llama:6,2")])
         )
+
+
+def test_heads_of_a_gguf_file_are_those_that_it_says(tmp_path):
+    rows = numpy.arange(HEADS * DIM * 2, dtype=numpy.float32).reshape(HEADS * DIM, 2)
+    told = [
+        gguf_files.entry("general.architecture", 8, gguf_files.text("llama")),
+        gguf_files.number("llama.attention.head_count", HEADS),
+        gguf_files.number("llama.attention.head_count_kv", GROUPS),
+    ]
+    keys = rows[: GROUPS * DIM]
+    tensors = [
+        gguf_files.tensor("blk.0.attn_q.weight", rows.shape[::-1]),
+        gguf_files.tensor("blk.0.attn_k.weight", keys.shape[::-1], offset=rows.nbytes),
+    ]
+    path = tmp_path / "model.gguf"
+    data = rows.tobytes() + keys.tobytes()
+    path.write_bytes(gguf_files.gguf(*tensors, metadata=told, data=data))
+    found = load_portable(path, keys=KeyRules.of([("preset", "gguf-llama")]))
+    for name, values, heads in (("q", rows, HEADS), ("k", keys, GROUPS)):
+        halves = torch.from_numpy(values).unflatten(0, (heads, -1, 2)).transpose(1, 2)
+        expected = halves.flatten(0, 2)
+        assert torch.equal(found[f"model.layers.0.self_attn.{name}_proj.weight"], expected)
 
 
 def test_experts_of_mlx_become_single_ones(tmp_path):
