@@ -5,7 +5,7 @@ lycoris-lora 4.1 (functional).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
@@ -16,7 +16,7 @@ from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed, elementwise
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
-from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride
 from ckptconv.tensors.views import in_order, permuted, repeated, reshaped, transposed
 from ckptconv.tree.lora_adapters import Config, Parts, number_in
 
@@ -334,6 +334,44 @@ def changed(weight: TensorRef, changes: Sequence[Change], key: str) -> TensorRef
             weight, waiting = _summed(weight, waiting, checked), []
         waiting.append(change)
     return _summed(weight, waiting, checked)
+
+
+def rows_of(weight: TensorRef, part: int, key: str) -> TensorRef:
+    """A part of a weight whose rows are those of several modules: q, k and v, each square, and what
+    comes after them.
+    """
+    start, count = _rows(weight, part, key)
+    zeros = (0,) * (len(weight.shape) - 1)
+    return box_of(weight, (start, *zeros), (count, *weight.shape[1:]))
+
+
+def _rows(weight: TensorRef, part: int, key: str) -> tuple[int, int]:
+    rows, *columns = weight.shape
+    size = columns[0] if len(columns) == 1 else 0
+    if not size or rows < 3 * size or (part > 2 and rows == 3 * size):
+        what = (
+            f"goes to a part of {list(weight.shape)}, which is not q, k and v one below the other"
+        )
+        raise KeyMismatch(what, where=key)
+    return (part * size, size) if part < 3 else (3 * size, rows - 3 * size)
+
+
+def with_changed_rows(
+    weight: TensorRef, parts: Mapping[int, Sequence[Change]], key: str
+) -> TensorRef:
+    """A weight, of which each part becomes what its changes make of it."""
+    rows = weight.shape[0]
+    count = 3 if rows == 3 * weight.shape[1] else 4
+    pieces: list[Piece] = []
+    for part in range(count):
+        start, _ = _rows(weight, part, key)
+        ref = rows_of(weight, part, key)
+        made = changed(ref, parts[part], key) if part in parts else ref
+        pieces += [
+            piece._replace(start=(piece.start[0] + start, *piece.start[1:]))
+            for piece in made.pieces
+        ]
+    return weight._replace(stride=contiguous_stride(weight.shape), pieces=tuple(pieces))
 
 
 def _apart(one: Change, other: Change) -> bool:

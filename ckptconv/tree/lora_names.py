@@ -5,48 +5,64 @@ model, and looked up. What was written with underscores is never taken apart.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ckptconv.support.errors import KeyMismatch, printable
 from ckptconv.support.text import count_text, first_few
+from ckptconv.tree.diffusion_names import as_in_diffusers, as_in_original, flux_in_diffusers
 from ckptconv.tree.lora_adapters import PEFT_PREFIX
 
-_BASE_PREFIXES = (
-    "model.diffusion_model.",
-    "diffusion_model.",
-    "cond_stage_model.transformer.",
-    "conditioner.embedders.0.transformer.",
-    "text_encoders.clip_l.transformer.",
-    "unet.",
-    "transformer.",
-    "text_encoder.",
-)
+_COMPONENTS = {
+    "model.diffusion_model.": "unet",
+    "diffusion_model.": "unet",
+    "unet.": "unet",
+    "transformer.": "unet",
+    "cond_stage_model.transformer.": "te1",
+    "conditioner.embedders.0.transformer.": "te1",
+    "text_encoders.clip_l.transformer.": "te1",
+    "text_encoder.": "te1",
+    "text_encoder_2.": "te2",
+}
 """What stands before the modules of one component in a file of several: the original files of
 Stable Diffusion and Flux, and what ComfyUI writes.
 """
 
-_DOTTED = (
-    "diffusion_model.",
-    "transformer.",
-    "unet.",
-    "text_encoder.",
-    "text_encoder_2.",
-    "lycoris.",
-    "model.",
-)
-"""What adapters put before the dotted path of a module within its component."""
+_DOTTED = {
+    "diffusion_model.": "unet",
+    "transformer.": "unet",
+    "unet.": "unet",
+    "text_encoder.": "te1",
+    "text_encoder_2.": "te2",
+    "lycoris.": "",
+    "model.": "",
+    "": "",
+}
+"""What adapters put before the dotted path of a module, and the component that it says."""
 
-_JOINED = (
-    "lora_unet_",
-    "lora_te_",
-    "lora_te1_",
-    "lora_te2_",
-    "lora_te3_",
-    "lora_transformer_",
-    "lora_prior_unet_",
-    "lycoris_",
-    "lora_",
-)
+_JOINED = {
+    "lora_unet_": "unet",
+    "lora_prior_unet_": "unet",
+    "lora_transformer_": "unet",
+    "lora_te_": "te1",
+    "lora_te1_": "te1",
+    "lora_te2_": "te2",
+    "lora_te3_": "te3",
+    "lycoris_": "",
+    "lora_": "",
+}
 """What they put before a path whose dots are underscores."""
+
+
+class Place(NamedTuple):
+    """Where a name leads: a module, and which of the parts of its rows that other programs have as
+    modules of their own (None: all of it).
+    """
+
+    module: str
+    part: int | None = None
+
+    def __str__(self) -> str:
+        return self.module if self.part is None else f"{self.module} (part {self.part + 1})"
 
 
 class Names:
@@ -55,23 +71,46 @@ class Names:
     def __init__(self, keys: Iterable[str]) -> None:
         """`keys` are those of the model's tensors; each is a parameter of a module."""
         self._modules = dict.fromkeys(key.rpartition(".")[0] for key in keys)
-        self._ends: dict[str, dict[str, None]] = {}
-        self._joined: dict[str, dict[str, None]] = {}
+        self._dotted: dict[str, dict[Place, str]] = {}
+        self._joined: dict[str, dict[Place, str]] = {}
         for module in self._modules:
-            for name in _spellings(module):
-                self._ends.setdefault(name, {})[module] = None
-                self._joined.setdefault(name.replace(".", "_"), {})[module] = None
+            for name, component, part in self._spellings(module):
+                place = Place(module, part)
+                self._dotted.setdefault(name, {})[place] = component
+                self._joined.setdefault(name.replace(".", "_"), {})[place] = component
 
-    def of(self, name: str) -> list[str]:
-        """The modules that a name of an adapter may mean."""
+    def _spellings(self, module: str) -> Iterator[tuple[str, str, int | None]]:
+        """The names of a module within its component, what that is (empty: nothing says it), and
+        which part of the module has the name.
+        """
+        yield module, "", None
+        rest, component = module, ""
+        for start in _COMPONENTS:
+            if module.startswith(start):
+                rest, component = module.removeprefix(start), _COMPONENTS[start]
+                yield rest, component, None
+                break
+        if component in ("", "unet"):
+            others = (as_in_diffusers(rest), as_in_original(rest, self._modules))
+            yield from ((name, component, None) for name in others if name is not None)
+            parts = flux_in_diffusers(rest)
+            for at, name in enumerate(parts):
+                yield name, component, at if len(parts) > 1 else None
+
+    def of(self, name: str) -> list[Place]:
+        """The places that a name of an adapter may mean."""
         if name in self._modules:
-            return [name]
-        for start in _JOINED:
-            if name.startswith(start) and "." not in name:
-                return [*self._joined.get(name.removeprefix(start), ())]
-        for start in (*_DOTTED, ""):
-            if name.startswith(start) and (found := self._ends.get(name.removeprefix(start))):
-                return [*found]
+            return [Place(name)]
+        known, starts = (self._dotted, _DOTTED) if "." in name else (self._joined, _JOINED)
+        for start, wanted in starts.items():
+            if not name.startswith(start):
+                continue
+            found = known.get(name.removeprefix(start), {})
+            fitting = [place for place, own in found.items() if not (own and wanted != own)]
+            if not wanted:
+                fitting = [*found]
+            if fitting or known is self._joined:
+                return fitting
         return []
 
     def shifted(self, names: Sequence[str]) -> tuple[Mapping[str, str], str]:
@@ -95,33 +134,26 @@ class Names:
         return fitting[0] if len(fitting) == 1 else ({}, "")
 
 
-def _spellings(module: str) -> Iterator[str]:
-    yield module
-    for start in _BASE_PREFIXES:
-        if module.startswith(start):
-            yield module.removeprefix(start)
-
-
 def found_modules(
     names: Sequence[str], keys: Iterable[str], key_of: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[dict[str, Place], list[str]]:
     """The module of the model that each name means, and notes of how they were found.
 
     `keys` are those of the model's tensors, `key_of` a key of the adapter for each name. Raises
     `KeyMismatch` for a name that means no module of the model, or may mean several.
     """
     known = Names(keys)
-    found: dict[str, str] = {}
+    found: dict[str, Place] = {}
     missing: dict[str, str] = {}
     for name in names:
         plain = name.removeprefix(PEFT_PREFIX)
-        modules = known.of(plain)
-        if len(modules) > 1:
-            what = f"may mean {first_few(modules, 4)}"
+        places = known.of(plain)
+        if len(places) > 1:
+            what = f"may mean {first_few([*map(str, places)], 4)}"
             hint = "merge into one of them alone: --only, or convert it first"
             raise KeyMismatch(what, where=key_of[name], hint=hint)
-        if modules:
-            found[name] = modules[0]
+        if places:
+            found[name] = places[0]
         else:
             missing[name] = plain
     if not missing:
@@ -136,7 +168,7 @@ def found_modules(
         if len(missing) > 1:
             what = f"{what}; so do the parts for {count_text(len(missing) - 1, 'other module')}"
         raise KeyMismatch(what, where=key_of[name], hint=_LEAVE_OUT)
-    return {name: moved[plain] for name, plain in missing.items()}, [
+    return {name: Place(moved[plain]) for name, plain in missing.items()}, [
         f"the modules of the adapter have another start in the base: {start}"
     ]
 

@@ -38,9 +38,11 @@ from ckptconv.tree.lora_deltas import (
     linear_change,
     misfit,
     orientations,
+    rows_of,
     whole_change,
+    with_changed_rows,
 )
-from ckptconv.tree.lora_names import found_modules
+from ckptconv.tree.lora_names import Place, found_modules
 from ckptconv.tree.walk import tensor_of
 
 
@@ -116,16 +118,15 @@ class _Base:
             if name is not None and (ref := tensor_of(node)) is not None:
                 self._nodes[name], self.tensors[name] = node, ref
         self.codes = may_hold_codes(self.tensors.values())
-        self.added: dict[str, TensorRef] = {}
-        self.changes: dict[str, list[Change]] = {}
+        self.changes: dict[str, dict[int | None, list[Change]]] = {}
         self.whole: dict[str, TensorRef] = {}
         self.notes: list[str] = []
 
-    def weight(self, key: str, role_key: str) -> TensorRef:
-        """A weight of the base that something is added to."""
+    def weight(self, key: str, role_key: str, part: int | None = None) -> TensorRef:
+        """A weight of the base that something is added to, or a part of its rows."""
         ref = self.whole.get(key, self.tensors[key])
         if ref.dtype.name in MERGED_TYPES:
-            return ref
+            return ref if part is None else rows_of(ref, part, role_key)
         what = f"goes to {printable(key)}, which is {ref.dtype.name}"
         hint = "add --dequantize" if ref.dtype.kind in ("int", "bits", "float") else None
         raise RefusedObject(what, where=role_key, hint=hint)
@@ -133,8 +134,12 @@ class _Base:
     def merged(self, adapters: Sequence[Checkpoint]) -> Checkpoint:
         """The checkpoint with all that was noted."""
         made = dict(self.whole)
-        for key, changes in self.changes.items():
-            made[key] = changed(self.whole.get(key, self.tensors[key]), changes, key)
+        for key, by_part in self.changes.items():
+            ref = self.whole.get(key, self.tensors[key])
+            if None in by_part:
+                ref = changed(ref, by_part[None], key)
+            parts = {part: changes for part, changes in by_part.items() if part is not None}
+            made[key] = with_changed_rows(ref, parts, key) if parts else ref
         stand_ins = self._stand_ins(made)
         checkpoint = self._checkpoint
         root = substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
@@ -199,11 +204,11 @@ class _Merging:
         self._replace_whole()
         experts: dict[str, list[str]] = {}
         for module, parts in adapter.modules.items():
-            target = modules[plain[module]]
-            if self._is_of_parameters(target, parts, key_of[module]):
-                experts.setdefault(target, []).append(module)
+            place = modules[plain[module]]
+            if self._is_of_parameters(place.module, parts):
+                experts.setdefault(place.module, []).append(module)
             else:
-                self._merge(module, target, parts)
+                self._merge(module, place, parts)
         for target, levels in experts.items():
             self._merge_parameters(target, levels)
         self._refuse_unclear()
@@ -241,7 +246,7 @@ class _Merging:
 
     # ---------------------------------------------------------------------------- products
 
-    def _is_of_parameters(self, target: str, parts: Parts, key: str) -> bool:
+    def _is_of_parameters(self, target: str, parts: Parts) -> bool:
         """Whether the parts of a module are for parameters that have names of their own."""
         has_weight = f"{target}.weight" in self._base.tensors
         named = any(config.parameters for config in self._adapter.configs.values())
@@ -277,7 +282,8 @@ class _Merging:
             self._refuse_twice(key, self._adapter.keys[modules[0], "up"])
             self._note(key, change, f"rank {change.term.rank}")
 
-    def _merge(self, module: str, target: str, parts: Parts) -> None:
+    def _merge(self, module: str, place: Place, parts: Parts) -> None:
+        target, part = place
         first = self._adapter.keys[module, next(iter(parts))]
         if not parts.keys() - {"alpha", "magnitude", "magnitude_of_any", "mid"}:
             raise KeyMismatch("stands without the matrices that it belongs to", where=first)
@@ -286,14 +292,17 @@ class _Merging:
             key = f"{target}.weight"
             if key not in self._base.tensors:
                 raise self._missing(key, target, first)
-            self._refuse_twice(key, first)
-            asked = self._asked(module, self._base.weight(key, first))
+            self._refuse_twice(key if part is None else f"{key} (part {part + 1})", first)
+            asked = self._asked(module, self._base.weight(key, first, part))
             change, what = self._change(asked)
-            self._note(key, self._with_magnitude(asked, change), what)
+            self._note(key, self._with_magnitude(asked, change), what, part)
         if "weight" in parts:
             what = "replaces a weight (set_weight), which is not merged here"
             raise RefusedObject(what, where=first)
         for role in ("bias", "bias_diff"):
+            if role in parts and part is not None:
+                what = f"goes to a part of {printable(target)}, whose bias is not merged here"
+                raise RefusedObject(what, where=self._adapter.keys[module, role])
             if role in parts:
                 self._merge_bias(module, target, role)
 
@@ -391,8 +400,8 @@ class _Merging:
         asked = replace(asked, parts={"diff": delta}, keys={"diff": first})
         self._note(key, whole_change(asked, delta, None, "diff"), "bias")
 
-    def _note(self, key: str, change: Change, what: str) -> None:
-        self._base.changes.setdefault(key, []).append(change)
+    def _note(self, key: str, change: Change, what: str, part: int | None = None) -> None:
+        self._base.changes.setdefault(key, {}).setdefault(part, []).append(change)
         what = f"{what}, DoRA" if change.magnitude is not None else what
         self._told[f"{what}, scale {change.term.scale:.6g}: {starred(key)}"] += 1
 

@@ -200,3 +200,93 @@ def test_gpt2_whose_layers_are_transposed(tmp_path, dtype):
         return GPT2LMHeadModel(sizes).transformer
 
     check(tmp_path, saved(tmp_path, made, config, dtype))
+
+
+BLOCKS = {
+    "Stable Diffusion 1.5": (
+        (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
+        ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
+        {"cross_attention_dim": 16, "attention_head_dim": 8},
+    ),
+    "SDXL": (
+        ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2),
+        (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"),
+        {
+            "cross_attention_dim": 16, "attention_head_dim": 8, "use_linear_projection": True,
+            "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 40, "transformer_layers_per_block": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_names_of_unets_are_those_of_diffusers(name):
+    from diffusers import UNet2DConditionModel
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
+    from ckptconv.tree.diffusion_names import as_in_diffusers, as_in_original
+
+    down, up, settings = BLOCKS[name]
+    sizes = tuple(32 for _ in down)
+    model = UNet2DConditionModel(
+        block_out_channels=sizes, down_block_types=down, up_block_types=up, **settings
+    )
+    state = model.state_dict()
+    modules = dict.fromkeys(key.rpartition(".")[0] for key in state)
+    original = {module: as_in_original(module, modules) for module in modules}
+    assert None not in original.values() and len(set(original.values())) == len(modules)
+    assert all(as_in_diffusers(old) == new for new, old in original.items())
+    numbered = {}
+    for key in state:
+        module, _, end = key.rpartition(".")
+        numbered[f"model.diffusion_model.{original[module]}.{end}"] = key
+    found = convert_ldm_unet_checkpoint(dict(numbered), dict(model.config))
+    assert found == {key: key for key in state}
+
+
+def test_names_of_flux_are_those_of_diffusers():
+    from diffusers import FluxTransformer2DModel
+    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
+
+    from ckptconv.tree.diffusion_names import flux_in_diffusers
+
+    torch.manual_seed(0)
+    with torch.device("meta"):  # of the true size, which that function has in it
+        model = FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True)
+    state = {key: torch.randn(value.shape[0]) for key, value in model.state_dict().items()}
+    blocks = [f"double_blocks.{n}.{one}" for n in range(2) for one in DOUBLE.split()]
+    blocks += [f"single_blocks.{n}.{one}" for n in range(2) for one in SINGLE.split()]
+    original = {}
+    for module in (*blocks, *AROUND.split()):
+        parts = flux_in_diffusers(module)
+        for end in ("weight", "bias"):
+            original[f"{module}.{end}"] = torch.cat([state[f"{name}.{end}"] for name in parts])
+    swapped = [state[f"norm_out.linear.{end}"].chunk(2) for end in ("weight", "bias")]
+    for end, (scale, shift) in zip(("weight", "bias"), swapped, strict=True):
+        original[f"final_layer.adaLN_modulation.1.{end}"] = torch.cat([shift, scale])
+    for n in range(2):
+        for side, norms in (
+            ("img", ("norm_q", "norm_k")),
+            ("txt", ("norm_added_q", "norm_added_k")),
+        ):
+            for name, norm in zip(("query", "key"), norms, strict=True):
+                key = f"double_blocks.{n}.{side}_attn.norm.{name}_norm.scale"
+                original[key] = state[f"transformer_blocks.{n}.attn.{norm}.weight"]
+        for name, norm in (("query", "norm_q"), ("key", "norm_k")):
+            key = f"single_blocks.{n}.norm.{name}_norm.scale"
+            original[key] = state[f"single_transformer_blocks.{n}.attn.{norm}.weight"]
+    found = convert_flux_transformer_checkpoint_to_diffusers(dict(original))
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+
+
+DOUBLE = (
+    "img_attn.qkv txt_attn.qkv img_attn.proj txt_attn.proj img_mlp.0 img_mlp.2 txt_mlp.0 txt_mlp.2 "
+    "img_mod.lin txt_mod.lin"
+)
+SINGLE = "linear1 linear2 modulation.lin"
+AROUND = (
+    "img_in txt_in time_in.in_layer time_in.out_layer vector_in.in_layer vector_in.out_layer "
+    "guidance_in.in_layer guidance_in.out_layer final_layer.linear"
+)

@@ -134,6 +134,59 @@ def test_names_of_each_convention_are_found(base, name):
         assert torch.allclose(delta, product(given, 0.25), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("input_blocks.4.1.proj_in", "lora_unet_down_blocks_1_attentions_0_proj_in"),
+        ("input_blocks.4.1.proj_in", "lora_unet_input_blocks_4_1_proj_in"),
+        ("middle_block.0.in_layers.2", "unet.mid_block.resnets.0.conv1"),
+        ("output_blocks.5.1.conv", "unet.up_blocks.1.upsamplers.0.conv"),
+        ("double_blocks.7.img_mlp.0", "transformer.transformer_blocks.7.ff.net.0.proj"),
+        ("double_blocks.7.img_mlp.0", "lora_unet_double_blocks_7_img_mlp_0"),
+    ],
+)
+def test_names_of_diffusers_in_an_original_file(tmp_path, key, name):
+    weights = {f"model.diffusion_model.{key}.weight": torch.zeros(12, 8)}
+    save_file(weights, tmp_path / "base.safetensors")
+    given = factors(name, KOHYA)
+    [found] = merged(tmp_path, of_file(tmp_path, given)).values()
+    assert torch.allclose(found, product(given), atol=1e-5)
+
+
+def test_q_k_and_v_of_diffusers_are_parts_of_one_weight_of_flux(tmp_path):
+    weights = {
+        "double_blocks.0.txt_attn.qkv.weight": torch.randn(24, 8).bfloat16(),
+        "single_blocks.0.linear1.weight": torch.randn(56, 8).bfloat16(),
+    }
+    save_file(weights, tmp_path / "base.safetensors")
+    names = {
+        "transformer_blocks.0.attn.add_k_proj": (0, 8, 16),
+        "single_transformer_blocks.0.attn.to_q": (1, 0, 8),
+        "single_transformer_blocks.0.proj_mlp": (1, 24, 56),
+    }
+    given = {
+        name: factors(f"transformer.{name}", sizes=(stop - start, 8))
+        for name, (_, start, stop) in names.items()
+    }
+    adapter = of_file(tmp_path, {key: ref for each in given.values() for key, ref in each.items()})
+    found = [*merged(tmp_path, adapter).items()]
+    expected = [value.float() for _, value in sorted(weights.items())]
+    for name, (number, start, stop) in names.items():
+        expected[number][start:stop] += product(given[name])
+    for (_, made), wanted in zip(sorted(found), expected, strict=True):
+        assert torch.equal(made, wanted.bfloat16())
+
+
+def test_the_second_text_encoder_is_not_the_first(tmp_path):
+    key = "text_model.encoder.layers.0.self_attn.q_proj"
+    weights = {f"conditioner.embedders.0.transformer.{key}.weight": torch.zeros(8, 8)}
+    save_file(weights, tmp_path / "base.safetensors")
+    joined = key.replace(".", "_")
+    merged(tmp_path, of_file(tmp_path, factors(f"lora_te1_{joined}", KOHYA, (8, 8))))
+    with pytest.raises(KeyMismatch, match=r"lora_te2_.* which the base does not have"):
+        merged(tmp_path, of_file(tmp_path, factors(f"lora_te2_{joined}", KOHYA, (8, 8))))
+
+
 def test_underscores_are_looked_up_and_not_taken_apart(tmp_path):
     weights = {"a_b.c.weight": torch.zeros(3, 3), "a.b_c.weight": torch.ones(3, 3)}
     save_file(weights, tmp_path / "base.safetensors")

@@ -1,0 +1,155 @@
+"""The two namings of the UNets of Stable Diffusion 1, 2 and XL, and of Flux: that of the original
+files (``input_blocks.4.1``) and that of diffusers (``down_blocks.1.attentions.0``).
+
+All of them have two blocks at each level, so three numbers of the original are one of diffusers.
+Facts: diffusers 0.42, loaders/single_file_utils.py and loaders/lora_conversion_utils.py
+(Apache-2.0). The names of Flux are another such pair, in which one weight of the original files is
+several of diffusers, one below the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_RESNET = {
+    "in_layers.0": "norm1",
+    "in_layers.2": "conv1",
+    "emb_layers.1": "time_emb_proj",
+    "out_layers.0": "norm2",
+    "out_layers.3": "conv2",
+    "skip_connection": "conv_shortcut",
+}
+_SINGLE = {
+    "input_blocks.0.0": "conv_in",
+    "time_embed.0": "time_embedding.linear_1",
+    "time_embed.2": "time_embedding.linear_2",
+    "label_emb.0.0": "add_embedding.linear_1",
+    "label_emb.0.2": "add_embedding.linear_2",
+    "out.0": "conv_norm_out",
+    "out.2": "conv_out",
+}
+_MIDDLE = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
+_BACK_RESNET = {new: old for old, new in _RESNET.items()}
+_BACK_SINGLE = {new: old for old, new in _SINGLE.items()}
+_BACK_MIDDLE = {new: old for old, new in _MIDDLE.items()}
+
+_ORIGINAL = re.compile(r"(input_blocks|output_blocks)\.(\d{1,3})\.(\d)\.(.+)")
+_DIFFUSERS = re.compile(
+    r"(down|up)_blocks\.(\d)\.(resnets|attentions|downsamplers|upsamplers)\.(\d)\.(.+)"
+)
+
+
+def as_in_diffusers(module: str) -> str | None:
+    """The name in diffusers of a module of an original UNet; None for any other name.
+
+    >>> as_in_diffusers("input_blocks.4.1.transformer_blocks.0.attn1.to_q")
+    'down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q'
+    """
+    if module in _SINGLE:
+        return _SINGLE[module]
+    if module.startswith("middle_block."):
+        _, number, rest = module.split(".", 2) if module.count(".") > 1 else ("", "", "")
+        return _within(f"mid_block.{_MIDDLE[number]}", rest, _RESNET) if number in _MIDDLE else None
+    if not (found := _ORIGINAL.fullmatch(module)):
+        return None
+    side, number, part, rest = found.groups()
+    if side == "input_blocks":
+        block, at = divmod(int(number) - 1, 3)
+        if at == 2:
+            return f"down_blocks.{block}.downsamplers.0.conv" if rest == "op" else None
+        kind = "resnets" if part == "0" else "attentions"
+        return _within(f"down_blocks.{block}.{kind}.{at}", rest, _RESNET)
+    block, at = divmod(int(number), 3)
+    if rest == "conv" and part != "0":
+        return f"up_blocks.{block}.upsamplers.0.conv"
+    kind = "resnets" if part == "0" else "attentions"
+    return _within(f"up_blocks.{block}.{kind}.{at}", rest, _RESNET)
+
+
+def as_in_original(module: str, modules: Collection[str]) -> str | None:
+    """The original name of a module of a UNet in diffusers, whose `modules` tell which of its
+    blocks have attention; None for any other name.
+
+    >>> as_in_original("up_blocks.0.upsamplers.0.conv", ())
+    'output_blocks.2.1.conv'
+    """
+    if module in _BACK_SINGLE:
+        return _BACK_SINGLE[module]
+    if module.startswith("mid_block."):
+        for new, old in _BACK_MIDDLE.items():
+            if module.startswith(f"mid_block.{new}."):
+                rest = module.removeprefix(f"mid_block.{new}.")
+                return _within(f"middle_block.{old}", rest, _BACK_RESNET)
+        return None
+    if not (found := _DIFFUSERS.fullmatch(module)):
+        return None
+    side, number, kind, at, rest = found.groups()
+    block = int(number)
+    if kind == "downsamplers":
+        return f"input_blocks.{3 * block + 3}.0.op"
+    if kind == "upsamplers":
+        start = f"up_blocks.{block}.attentions."
+        part = 2 if any(name.startswith(start) for name in modules) else 1
+        return f"output_blocks.{3 * block + 2}.{part}.conv"
+    part = 0 if kind == "resnets" else 1
+    if side == "down":
+        return _within(f"input_blocks.{3 * block + int(at) + 1}.{part}", rest, _BACK_RESNET)
+    return _within(f"output_blocks.{3 * block + int(at)}.{part}", rest, _BACK_RESNET)
+
+
+def _within(start: str, rest: str, parts: dict[str, str]) -> str:
+    return f"{start}.{parts.get(rest, rest)}"
+
+
+# ------------------------------------------------------------------------------------------ Flux
+
+_DOUBLE = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "img_attn.proj": ("attn.to_out.0",),
+    "txt_attn.proj": ("attn.to_add_out",),
+    "img_mlp.0": ("ff.net.0.proj",),
+    "img_mlp.2": ("ff.net.2",),
+    "txt_mlp.0": ("ff_context.net.0.proj",),
+    "txt_mlp.2": ("ff_context.net.2",),
+    "img_mod.lin": ("norm1.linear",),
+    "txt_mod.lin": ("norm1_context.linear",),
+}
+_ONE = {
+    "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+    "linear2": ("proj_out",),
+    "modulation.lin": ("norm.linear",),
+}
+_AROUND = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+    "final_layer.linear": "proj_out",
+}
+"""What stands outside the blocks, but for ``final_layer.adaLN_modulation.1``: its halves are the
+other way round in diffusers.
+"""
+_FLUX = re.compile(r"(double|single)_blocks\.(\d{1,3})\.(.+)")
+
+
+def flux_in_diffusers(module: str) -> tuple[str, ...]:
+    """The modules of diffusers that are one of the original Flux, in the order of its rows; empty
+    for any other name.
+
+    >>> flux_in_diffusers("single_blocks.3.linear1")[3]
+    'single_transformer_blocks.3.proj_mlp'
+    """
+    if module in _AROUND:
+        return (_AROUND[module],)
+    if not (found := _FLUX.fullmatch(module)):
+        return ()
+    kind, number, rest = found.groups()
+    start = "transformer_blocks" if kind == "double" else "single_transformer_blocks"
+    table = _DOUBLE if kind == "double" else _ONE
+    return tuple(f"{start}.{number}.{name}" for name in table.get(rest, ()))
