@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from ckptconv.support import platforms
 from ckptconv.support.errors import OutputRefused, UnsupportedCheckpoint
 
 _PATIENCE = 5.0  # seconds for which a process that was killed may take to be gone
-_EVERY = 0.05
 
 
 class AppendedLines:
@@ -32,23 +31,10 @@ class AppendedLines:
             raise OutputRefused(f"cannot be written: {error.strerror}", path=path) from error
 
     def _lock(self) -> None:
-        until = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                platforms.lock_file(self._fd)
-                return
-            except BlockingIOError:
-                if time.monotonic() < until:
-                    time.sleep(_EVERY)
-                    continue
-                os.close(self._fd)
-                raise OutputRefused(
-                    "is the report of a batch that runs now",
-                    path=self.path,
-                    hint="wait for it, or name another report with --report",
-                ) from None
-            except OSError:  # a file system without locks
-                return
+        if not platforms.taken_within(partial(platforms.lock_file, self._fd), _PATIENCE):
+            os.close(self._fd)
+            what, hint = "is the ledger of a batch that runs now", "wait for it, or name another"
+            raise OutputRefused(what, path=self.path, hint=f"{hint} with --ledger")
 
     def _end_last_line(self) -> None:
         size = os.fstat(self._fd).st_size

@@ -7,9 +7,9 @@ import errno
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from ckptconv.io.commit import Names, ShardNames, exists_by_now
@@ -179,26 +179,13 @@ def folder_held(path: Path) -> Iterator[None]:
     """
     lock = platforms.folder_lock(path.parent, follow=True)
     try:
-        _lock_patiently(lock, path)
+        if not platforms.taken_within(partial(lock.take, wait=False), _PATIENCE):
+            what = f"its folder was locked by another process for {_PATIENCE:.0f} s"
+            raise OutputRefused(what, path=path)
         yield
     finally:
         with contextlib.suppress(OSError):
             lock.close()
-
-
-def _lock_patiently(lock: platforms.FolderLock, path: Path) -> None:
-    end = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            return lock.take(wait=False)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise OutputRefused(
-                    f"its folder was locked by another process for {_PATIENCE:.0f} s", path=path
-                ) from None
-            time.sleep(0.01)
-        except OSError:  # no locks on this file system
-            return None
 
 
 # -------------------------------------------------------------------------------------------- names

@@ -469,6 +469,24 @@ def lock_file(fd: int) -> None:
         _flock(fd, wait=False)
 
 
+def taken_within(take: Callable[[], None], seconds: float) -> bool:
+    """Take a lock that another process may give back soon: `take` is tried for so many seconds.
+    Whether it was taken, which every lock is where locks are unknown.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            take()
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        except OSError:
+            return True
+        else:
+            return True
+
+
 def _flock(fd: int, wait: bool) -> None:
     if _fcntl is None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))

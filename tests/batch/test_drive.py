@@ -336,7 +336,8 @@ def test_of_two_drivers_with_one_report_the_second_is_told(room, monkeypatch):
     report = room / "r.jsonl"
     first = convert_many(jobs_in(room), ledger=report)
     next(first)
-    with pytest.raises(OutputRefused, match="a batch that runs now"):
+    what = "is the ledger of a batch that runs now; wait for it, or name another with --ledger$"
+    with pytest.raises(OutputRefused, match=what):
         next(convert_many(jobs_in(room), ledger=report))
     first.close()
     assert ran(jobs_in(room), ledger=report)[0] == EARLIER
