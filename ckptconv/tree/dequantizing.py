@@ -113,8 +113,8 @@ class Dequantize:
         root = _edited(checkpoint.root, stand_ins, gone)
         named = naming_entries(checkpoint.metadata)
         metadata = {key: text for key, text in checkpoint.metadata.items() if key not in named}
-        there = set(map(id, _values(root)))
-        dropped = [node for node in _values(checkpoint.root) if id(node) in gone.keys() - there]
+        lost = gone.keys() - set(map(id, _values(root)))
+        dropped = [node for node in _values(checkpoint.root) if id(node) in lost]
         return replace(
             checkpoint,
             root=root,
@@ -156,7 +156,7 @@ class Dequantize:
             yield
         except CheckpointError as error:
             if self.keys is not None and error.where is not None:
-                error.hint = f"{error.hint}, or {_LEAVE}" if error.hint else _LEAVE
+                error.hint = f"{error.hint}; or {_LEAVE}" if error.hint else _LEAVE
             raise
 
 
@@ -312,10 +312,10 @@ def _note_stand_ins(
     A tensor may be there under several keys; codes that are read with the same give the same.
     """
     values = dict(zip(state_dict.keys, state_dict.values, strict=True))
-    there = {key for key in values if key not in {item.codes for item in done}}
     used = {key for item in done for key in item.used}
+    others = values.keys() - {item.codes for item in done} - used
     for item in done:
-        if item.key in there - used:
+        if item.key in others:
             what = "stands beside the codes of which it would be made"
             raise KeyConflict(what, where=item.key)
         node = values[item.codes]
