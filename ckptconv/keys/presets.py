@@ -145,6 +145,9 @@ class Preset(Rule):
         return Heads(queries, _number(config, _KEYS) or queries)
 
     def step(self, keys: Sequence[str]) -> Step:
+        if self.needs_config:
+            what = f"{self.words} lays tensors out anew, and here only keys can change"
+            raise KeyConflict(what, hint="convert the checkpoint with it: ckptconv convert")
         steps = []
         for part in self.parts:
             steps.append(part.step(keys))

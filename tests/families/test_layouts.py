@@ -209,6 +209,17 @@ def test_names_and_shapes_of_a_class_go_back_and_there(model_type, name):
             continue
 
 
+def test_the_data_are_what_the_tool_takes_from_this_release():
+    import transformers_mapping as tool
+
+    release = json.loads((ROOT / "ckptconv/keys/transformers_mapping.json").read_text("utf-8"))
+    if release["version"] != transformers.__version__:
+        pytest.skip(f"the data are those of transformers {release['version']}")
+    rules, aliases = tool.entries()
+    assert json.loads(json.dumps([rules, aliases])) == [release["entries"], release["aliases"]]
+    assert release["bases"] == tool.bases(rules, aliases)
+
+
 # ---------------------------------------------------------------------------------- other programs
 
 

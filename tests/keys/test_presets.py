@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptconv import KeyRules, convert_checkpoint, load_portable
+from ckptconv import KeyRules, convert_checkpoint, edit_checkpoint, load_portable
 from ckptconv.keys.framework_layouts import LAYOUTS
 from ckptconv.keys.presets import Preset, preset_names
 from ckptconv.keys.transformers_layouts import scopes
@@ -260,6 +260,21 @@ def test_a_layout_that_meets_no_key_is_an_error(tmp_path):
     save_file({"a.weight": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(KeyConflict, match="--preset mlx-moe matches no key"):
         convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", preset="mlx-moe")
+
+
+def test_edits_in_place_refuse_a_layout(tmp_path):
+    path = shutil.copy(layout("mixtral", "original"), tmp_path / "model.safetensors")
+    with pytest.raises(KeyConflict, match="lays tensors out anew, and here only keys can change"):
+        edit_checkpoint(path, preset="transformers-v5:mixtral")
+    assert same(load_file(path), load_file(layout("mixtral", "original")))
+
+
+def test_a_mapping_undoes_a_layout(tmp_path):
+    out, back, mapping = (tmp_path / name for name in ("v5.safetensors", "b.safetensors", "m.json"))
+    before = layout("mixtral", "original")
+    convert_checkpoint(before, out, preset="transformers-v5", save_mapping=mapping)
+    convert_checkpoint(out, back, rules=mapping, reverse=True)
+    assert same(load_file(back), load_file(before))
 
 
 def test_each_layout_says_where_its_facts_are_from():
