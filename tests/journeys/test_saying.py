@@ -90,7 +90,7 @@ def test_keys_that_are_left_out_are_named_as_the_rule_saw_them(tmp_path):
 )
 def test_a_name_and_a_format_that_disagree_are_refused(name, to, better, tmp_path):
     code, text = said("convert", DDP, tmp_path / name, "--to", to)
-    assert code == 1 and f"write {better}, or leave --to out" in text
+    assert code == 2 and f"write {better}, or leave --to out" in text
     assert not (tmp_path / name).exists()
     with pytest.raises(CheckpointError, match=f"but --to says {to}"):
         ckptconv.convert_checkpoint(DDP, tmp_path / name, to=to)
