@@ -20,6 +20,7 @@ by the last segments of the keys:
 | bitsandbytes | ``weight`` (uint8; int8) | ``weight.absmax``; ``SCB`` |
 | HQQ; quanto | ``W_q``; ``weight._data`` | ``scale``; ``weight._scale`` |
 | torchao | ``_weight_qdata`` | ``_weight_scale`` |
+| TensorRT-LLM | ``weight`` (fp8, int8) | ``weights_scaling_factor`` |
 | nunchaku | ``qweight`` (int8) | ``wscales``, ``wtscale`` |
 | EETQ; Marlin | ``weight``; ``B`` | ``weight_scales``; ``s`` |
 | ExLlama 2, 3; QuIP# | ``q_weight``, ``trellis``; ``Qidxs`` | ``q_scale``, ``suh``; ``SU`` |
@@ -74,7 +75,12 @@ def _is_scale(word: str) -> bool:
 
 
 def _names_scale(name: str) -> bool:
-    return any(map(_is_scale, name.split("_")))
+    return any(map(_is_scale, _words(name)))
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name; TensorRT-LLM calls a scale a scaling factor."""
+    return name.replace("scaling_factor", "scale").split("_")
 
 
 def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
@@ -183,7 +189,7 @@ def _scaled_by(name: str) -> str | None:
     """The name of what a tensor of this name is read with; None where it names no scale, nor what
     stands beside one.
     """
-    words = name.split("_")
+    words = _words(name)
     rest = [
         word
         for word in words
@@ -196,7 +202,7 @@ def _names_of_codes(name: str) -> Iterator[str]:
     """The names under which the scale of a tensor may speak of it."""
     yield name
     if name == "weight":
-        yield from ("w", "dequant", "descale")
+        yield from ("w", "weights", "dequant", "descale")
     else:
         yield f"{name}_weight"
     for ending in _PACKED_ENDINGS:
