@@ -398,7 +398,8 @@ def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]
         yield (
             f"left out with them, as they mean nothing without codes: {first_few(listed, _SCHEMES)}"
         )
-    if listed_as_plain := [item.codes for item in found if _is_listed(item.key, facts)]:
+    plain = _listed_as_plain(facts)
+    if listed_as_plain := [item.codes for item in found if _is_listed(item.key, plain)]:
         yield (
             "the config names these among the modules that are not quantised, and they are: "
             f"{first_few(listed_as_plain, _LISTED)}"
@@ -458,12 +459,21 @@ def _plain_notes(plain: list[str]) -> Iterator[str]:
 _PLAIN_LISTS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
 
 
-def _is_listed(key: str, facts: Facts) -> bool:
-    """Whether a config lists a module, by its path or the end of it, as not quantised."""
-    module = key.rpartition(".")[0]
+def _listed_as_plain(facts: Facts) -> set[str]:
+    """The modules that a config lists as not quantised."""
     listed = [facts.config.get(name) for name in _PLAIN_LISTS]
     names = [name for item in listed if isinstance(item, list) for name in item]
-    return any(
-        isinstance(name, str) and name and (module == name or module.endswith(f".{name}"))
-        for name in names
-    )
+    return {name for name in names if isinstance(name, str) and name}
+
+
+def _is_listed(key: str, listed: set[str]) -> bool:
+    """Whether the module of a weight is among these, by its path or the end of it.
+
+    Its ends are looked up: models have tens of thousands of weights, and lists hundreds of names.
+    """
+    end = key.rpartition(".")[0]
+    while end:
+        if end in listed:
+            return True
+        end = end.partition(".")[2]
+    return False

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from ckptconv import ConversionResult, convert_checkpoint, inspect_checkpoint
+from ckptconv import (
+    ConversionResult,
+    Dequantize,
+    convert_checkpoint,
+    inspect_checkpoint,
+    open_checkpoint,
+)
 from ckptconv.support.errors import RefusedObject
 
 Tensors = dict[str, torch.Tensor]
@@ -117,3 +126,21 @@ def test_values_beyond_the_range_of_their_type_are_counted(tmp_path, shape, opti
     assert done.overflowed == {"a.weight": int(beyond.sum())} and beyond.any()
     [(path, what)] = done.odd_values()
     assert path == "a.weight" and f"{int(beyond.sum()):,} value" in what
+
+
+def test_the_time_to_plan_grows_with_the_weights_and_not_with_their_square(tmp_path):
+    """4,000 took 5 s of a processor: sets were made anew for each weight. Now it is half a second;
+    the largest models have 60,000.
+    """
+    codes, scale = torch.ones(1, 1).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    tensors = {}
+    for number in range(4000):
+        key = f"layers.{number % 60}.experts.{number // 60}.up.weight"
+        tensors |= {key: codes.clone(), f"{key}_scale": scale.clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    told = {"quant_method": "fp8", "ignore": [f"layers.{number}.norm" for number in range(400)]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": told}))
+    begin = time.process_time()
+    with open_checkpoint(tmp_path / "model.safetensors", edits=[Dequantize()]) as checkpoint:
+        assert len(checkpoint.state_dict().keys) == 4000
+    assert time.process_time() - begin < 2.5
