@@ -56,7 +56,7 @@ class Transform:
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    operations: tuple[tuple[str, Mapping[str, Any]], ...] | None = None
+    operations: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] | None = None
     kind: str = ""
     offset: int = 0
     below: tuple[str, ...] = ("",)
@@ -210,7 +210,7 @@ def _transforms(scope: Scope, direction: Direction) -> Iterator[Transform]:
             sign = -1
         operations = told.get("ops")
         if operations is not None:
-            operations = tuple((name, given) for name, given in operations)
+            operations = tuple((name, _frozen(given)) for name, given in operations)
         yield Transform(
             tuple(sources),
             tuple(targets),
@@ -223,10 +223,20 @@ def _transforms(scope: Scope, direction: Direction) -> Iterator[Transform]:
         )
 
 
+_ALL = "legacy"
+"""The entry of rules for all models, on the way to version 5."""
+
+
+def _frozen(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in given.items()
+    )
+
+
 def transforms_of(listed: Sequence[Scope], direction: Direction) -> list[Transform]:
     """All rules in the order in which they apply: renames first, or last on the way back."""
     if direction == "v5":
-        made = [item for scope in (*listed, Scope("legacy")) for item in _transforms(scope, "v5")]
+        made = [item for scope in (*listed, Scope(_ALL)) for item in _transforms(scope, "v5")]
     else:
         made = [item for scope in reversed(listed) for item in _transforms(scope, "original")]
     return sorted(made, key=lambda item: (item.operations is None) == (direction == "original"))
@@ -239,10 +249,14 @@ def transforms_of(listed: Sequence[Scope], direction: Direction) -> list[Transfo
 class Renames(Rule):
     """Renames of transformers, one after another; names whose form is one of `kept` (``{}`` is a
     number) are those of version 5 already.
+
+    `about` are the rules of a model type that somebody named, both ways: it is the wrong one where
+    no key is one of theirs.
     """
 
     transforms: tuple[Transform, ...]
     kept: frozenset[str] = frozenset()
+    about: tuple[Transform, ...] = ()
 
     @property
     def words(self) -> str:
@@ -262,6 +276,12 @@ class Renames(Rule):
             return key
 
         return renamed
+
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        if not self.about:
+            return ()  # what is in the layout already has nothing to be done
+        known = re.compile("|".join(map(_anywhere, self.about)), re.DOTALL).match
+        return () if any(map(known, keys)) else (self.words,)
 
     def _is_kept(self, key: str) -> bool:
         return bool(self.kept) and re.sub(r"(?<![^.])\d+(?![^.])", "{}", key) in self.kept
@@ -363,7 +383,7 @@ def _operations(asked: Asked) -> Iterator[Operation]:
     for name, given in reversed(listed) if asked.is_back else listed:
         if name not in _MAKERS:
             raise _inexpressible(asked.transform, f"{name} cannot be told by a tensor rule")
-        yield from _MAKERS[name](asked, given)
+        yield from _MAKERS[name](asked, dict(given))
 
 
 def _inexpressible(transform: Transform, why: str) -> KeyConflict:
@@ -486,6 +506,9 @@ class IsVersion5(Rule):
     back: Renames
     words = "--preset transformers-original"
 
+    def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return (self.words,)  # it does nothing by itself
+
     def step(self, keys: Sequence[str]) -> Step:
         for key, name in zip(keys, through(self.there, keys), strict=True):
             if name != key:
@@ -524,7 +547,9 @@ def layout_rules(model: str | None, config: Mapping[str, Any], *, back: bool) ->
     for item in (*forward, *backward):
         if item.kind not in _KINDS:
             raise _inexpressible(item, f"{item.kind} is not a rename")
-    there, again = Renames(_renames(forward), _kept(config, model)), Renames(_renames(backward))
+    about = _about((*forward, *backward)) if model is not None else ()
+    there = Renames(_renames(forward), _kept(config, model), about)
+    again = Renames(_renames(backward), about=about)
     return (IsVersion5(there, again), *made, again) if back else (there, *made)
 
 
@@ -533,6 +558,14 @@ _KINDS = ("", "PrefixChange", "GroupWeightRename", "Inkling2IndexOffsetWeightRen
 
 def _renames(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
     return tuple(item for item in transforms if item.operations is None)
+
+
+def _about(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+    """The rules that tell a model type: conversions, where there are some, for names that are
+    changed may be those of many models.
+    """
+    own = tuple(item for item in transforms if item.entry != _ALL)
+    return tuple(item for item in own if item.operations is not None) or own
 
 
 def _kept(config: Mapping[str, Any], model: str | None) -> frozenset[str]:

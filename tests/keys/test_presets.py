@@ -67,6 +67,15 @@ def test_the_model_type_may_stand_behind_the_preset(tmp_path):
     assert same(dict(found), load_file(layout("mixtral", "v5")))
 
 
+@pytest.mark.parametrize("direction", ["v5", "original"])
+def test_a_model_type_of_another_model_is_an_error(direction, tmp_path):
+    path = layout("llama", "original")
+    with pytest.raises(KeyConflict, match="matches no key"):
+        load_portable(path, keys=KeyRules.of([("preset", f"transformers-{direction}:mixtral")]))
+    own = KeyRules.of([("preset", f"transformers-{direction}:llama")])
+    assert same(dict(load_portable(path, keys=own)), load_file(path))
+
+
 def test_an_expert_that_is_missing_is_an_error(tmp_path):
     tensors = load_file(layout("mixtral", "original"))
     del tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
