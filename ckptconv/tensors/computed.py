@@ -300,20 +300,27 @@ def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
 
 # ------------------------------------------------------------- what does not lie in order is kept
 
-_KEPT = 48 << 20
+_KEPT = 36 << 20
 """The most bytes of gathered inputs that are kept: what is read next lies between them."""
 
-_STRIP = 8 << 20
-"""About the bytes of an input that are gathered at a time."""
+_STRIP, _LONG_STRIP = 8 << 20, 16 << 20
+"""About the bytes of an input that are gathered at a time; more of a long one, for each row that
+lies in the file gives only some of its bytes, in a read of its own.
+"""
+
+_PART = 4 << 10
+"""The bytes that a row in the file should give."""
 
 
 def strip_of(ref: TensorRef, start: Shape, shape: Shape) -> Box:
     """The box around a box that is gathered at a time: whole columns, and rows (of the last two
-    dimensions) in strips of about 8 MB. Boxes of one strip are cut out of what was gathered once.
+    dimensions) in strips of about 8 to 16 MB. Boxes of one strip are cut out of what was gathered
+    once.
     """
     (*outer, first, _), (*counts, count, _) = start, shape
     *_, rows, columns = ref.shape
-    step = max(1, _STRIP // max(1, columns * ref.dtype.itemsize))
+    strip = max(_STRIP, min(columns * _PART, _LONG_STRIP))
+    step = max(1, strip // max(1, columns * ref.dtype.itemsize))
     begin = first // step * step
     end = min(rows, -(-(first + count) // step) * step)
     return (*outer, begin, 0), (*counts, end - begin, columns)
@@ -350,22 +357,23 @@ class _Strips:
         """The values of a box of the input with this number, gathered now or before."""
         with self._lock:  # one thread gathers, the others have it then
             own = self._kept.setdefault(source, {})
-            found = own.get((index, box))
+            found = own.pop((index, box), None)
             if found is None:
                 ref = source.inputs[index]
                 _note_all(ref, note)
                 found = read_box(ref, *box).reshape(box[1])
                 self._make_room(found.nbytes)
-                self._kept.setdefault(source, {})[index, box] = found
+                own = self._kept.setdefault(source, {})
+            own[index, box] = found  # behind those that were used before
             return found
 
     def _make_room(self, nbytes: int) -> None:
-        """Forget the oldest strips where the new one would be too much."""
-        for source in list(self._kept):
-            held = sum(strip.nbytes for own in self._kept.values() for strip in own.values())
-            if held + nbytes <= _KEPT:
-                return
-            del self._kept[source]
+        """Forget the strips that were used longest ago, where the new one would be too much."""
+        excess = nbytes - _KEPT
+        excess += sum(strip.nbytes for own in self._kept.values() for strip in own.values())
+        for own in list(self._kept.values()):
+            while own and excess > 0:
+                excess -= own.pop(next(iter(own))).nbytes
 
 
 _strips = _Strips()

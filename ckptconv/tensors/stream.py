@@ -185,33 +185,32 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
 def _fill(out: Array, piece: Piece, itemsize: int) -> None:
     """Copy `piece` into `out`, reading spans that hold mostly wanted bytes.
 
-    A box whose bytes lie far apart in the file, or whose span is long, is halved along the
-    dimension of the largest step until a read of its span fetches at most four times what is
-    wanted, or is small anyway.
+    A span is read where it is at most four times what is wanted, or small anyway, and not too long.
+    Else the box is cut along the dimension of the largest step.
     """
     import numpy as np
-    from numpy.lib.stride_tricks import as_strided
 
     work = [(out, piece.offset)]
+    steps = [step * itemsize for step in piece.stride]
     while work:
         box, first = work.pop()
-        reach = [(size - 1) * step for size, step in zip(box.shape, piece.stride, strict=True)]
-        span = (sum(reach) + 1) * itemsize
-        if span <= min(max(4 * box.size * itemsize, 1 << 16), _SPAN) or max(reach) == 0:
-            raw = np.frombuffer(
-                piece.storage.source.read(piece.storage.offset + first * itemsize, span),
-                dtype=box.dtype,
-            )
-            _copy(box, as_strided(raw, box.shape, [step * itemsize for step in piece.stride]))
-        else:
-            axis = reach.index(max(reach))
-            middle = box.shape[axis] // 2
-            head: list[Any] = [slice(None)] * box.ndim
-            tail = list(head)
-            head[axis], tail[axis] = slice(None, middle), slice(middle, None)
-            work.append((box[tuple(head)], first))
-            work.append((box[tuple(tail)], first + middle * piece.stride[axis]))
+        reach = [(size - 1) * step for size, step in zip(box.shape, steps, strict=True)]
+        span = sum(reach) + itemsize
+        most = _SMALL if span > 4 * box.size * itemsize else _SPAN
+        if span <= most or max(reach) == 0:
+            raw = piece.storage.source.read(piece.storage.offset + first * itemsize, span)
+            _copy(box, np.ndarray(box.shape, box.dtype, raw, 0, steps))
+            continue
+        axis = reach.index(max(reach))
+        count = max(1, (most - (span - reach[axis])) // steps[axis] + 1)
+        cut: list[Any] = [slice(None)] * box.ndim
+        for at in reversed(range(0, box.shape[axis], count)):
+            cut[axis] = slice(at, at + count)
+            work.append((box[tuple(cut)], first + at * piece.stride[axis]))
 
+
+_SMALL = 1 << 16
+"""The bytes that are read for a few of them, rather than to ask more often."""
 
 _SPAN = 8 << 20
 """The bytes of a span that are read at a time."""

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckptconv import Dequantize, convert_checkpoint, load_portable
+from ckptconv.io.remote import source
+from ckptconv.tensors import computed
 from helpers.http_server import HttpServer
 from helpers.paths import NUMBERS
 from helpers.program import run
@@ -93,3 +95,30 @@ def test_a_batch_of_two_processes_makes_all_of_them(tmp_path, samples):
 
 def test_there_are_samples():
     assert NUMBERS.is_dir() and len(FLAT) > 30
+
+
+def test_a_folder_over_http_is_read_about_once(tmp_path, monkeypatch):
+    """Also words that are packed down the inputs, whose rows are gathered strip by strip."""
+    monkeypatch.setattr(computed, "_STRIP", 1 << 18)
+    monkeypatch.setattr(computed, "_PART", 0)
+    monkeypatch.setattr(source, "_KEPT", 1 << 16)
+    outputs, inputs = 16384, 130 * 8  # rows of 64 KiB, of which 2 are read at a time
+    torch.manual_seed(0)
+    tensors = {
+        "a.qweight": torch.randint(-(1 << 31), 1 << 31, (inputs // 8, outputs), dtype=torch.int32),
+        "a.qzeros": torch.zeros(10, outputs // 8, dtype=torch.int32),
+        "a.scales": torch.ones(10, outputs, dtype=torch.float16),
+        "a.g_idx": torch.arange(inputs, dtype=torch.int32) // 104,
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantised = {"quant_method": "gptq", "bits": 4, "group_size": 104}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    objects = {f"/m/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    out = tmp_path / "out.safetensors"
+    with HttpServer(objects) as server:
+        convert_checkpoint(server.at("m/model.safetensors"), out, dequantize=True)
+        sent = server.sent - 2 * source.HEAD  # it is opened twice, to see what it is
+    assert sent <= 1.05 * sum(map(len, objects.values()))
+    near = tmp_path / "near.safetensors"
+    convert_checkpoint(tmp_path / "model.safetensors", near, dequantize=True)
+    assert out.read_bytes() == near.read_bytes()

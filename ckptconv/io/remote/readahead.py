@@ -115,6 +115,26 @@ class Readahead:
             self._used(block, last - first)
         return True
 
+    def held(self, source: FarSource, offset: int, nbytes: int) -> memoryview | None:
+        """Bytes that are here, on their way or the next to be fetched, whether they are planned or
+        not: for small reads, which do not use up what is planned.
+        """
+        of = self._at.get(id(source))
+        number = bisect_right(of.starts, offset) - 1 if of is not None else -1
+        if of is None or number < 0 or offset + nbytes > of.blocks[number].last:
+            return None
+        block = of.blocks[number]
+        with self._lock:
+            if block.data is None and not block.is_over and self._number[id(block)] == self._next:
+                self._started(block)
+            data = block.data
+        if data is None:
+            return None
+        try:
+            return data.result()[offset - block.first : offset - block.first + nbytes]
+        except CancelledError:
+            return None
+
     def close(self) -> None:
         """Nothing more will be read by this plan."""
         with self._lock:

@@ -99,6 +99,8 @@ class RemoteSource(FarSource):
             whole = bytearray(nbytes)
             if self._fill_ahead(offset, memoryview(whole)):
                 return bytes(whole)
+        elif self.ahead is not None and (held := self.ahead.held(self, offset, nbytes)) is not None:
+            return bytes(held)
         return bytes(self._bytes(offset, nbytes))
 
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
