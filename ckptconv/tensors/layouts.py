@@ -12,14 +12,21 @@ from itertools import accumulate, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptconv.io.source import CHUNK
 from ckptconv.support.errors import KeyMismatch, RefusedObject
 from ckptconv.support.text import count_text
 from ckptconv.tensors.flat_runs import flat_boxes
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride, view_identity
+from ckptconv.tensors.stream import verbatim_runs
 
 _MOST_PIECES = 4096
-"""Of a tensor that is reshaped: with more, it is gathered in order first. A piece takes about 0.5
-kB of memory, and a request of its own of a server.
+"""Of a tensor that is reshaped, where they follow each other in it: a piece takes about 0.5 kB of
+memory, and is a request of its own of a server.
+"""
+_MOST_APART = 16
+"""The same, where they lie between each other, so that each block of values is put together from
+many of them. Beyond these numbers the tensor is gathered in its former shape, a large part at a
+time, when it is read: interleaving 1,536 rows is 7 times as quick like that as from 768 pieces.
 """
 
 
@@ -272,16 +279,31 @@ def in_shape(ref: TensorRef, shape: Shape) -> TensorRef:
     groups = list(_groups(ref.shape, shape))
     made = (part for piece in ref.pieces for part in _in_groups(piece, groups))
     pieces = tuple(islice(made, _MOST_PIECES + 1))
-    if len(pieces) > _MOST_PIECES:
-        return in_shape(_in_order(ref), shape)
-    return _of_pieces(ref, shape, pieces)
+    made_of = _of_pieces(ref, shape, pieces)
+    few = _MOST_PIECES if verbatim_runs(made_of) is not None else _MOST_APART
+    if len(pieces) > max(few, len(ref.pieces)):
+        return in_shape(in_order(ref), shape)
+    return made_of
 
 
-def _in_order(ref: TensorRef) -> TensorRef:
+def in_order(ref: TensorRef) -> TensorRef:
     """The same values gathered in C order when they are read."""
     from ckptconv.tensors.computed import elementwise  # seldom needed
 
     return elementwise("cast", [ref], (), ref.dtype, ref.storage.name)
+
+
+def if_turned(ref: TensorRef) -> TensorRef:
+    """A tensor whose dimensions are in another order than they lie in, gathered in C order when it
+    is read: in large parts, by several threads. Others stay as they are.
+    """
+    return in_order(ref) if ref.nbytes > CHUNK and any(map(_is_turned, ref.pieces)) else ref
+
+
+def _is_turned(piece: Piece) -> bool:
+    """Whether elements that lie next to each other are far apart in the tensor."""
+    steps = [step for size, step in zip(piece.shape, piece.stride, strict=True) if size > 1]
+    return bool(steps) and steps[-1] > min(steps)
 
 
 class _Group(NamedTuple):

@@ -337,7 +337,12 @@ def lacking(owner: str, dtype: DType, where: str, hint: str) -> RefusedObject:
 def box_of(ref: TensorRef, start: Shape, shape: Shape) -> TensorRef:
     """The box of a tensor at `start`, which lies inside, as a tensor of its own."""
     pieces = []
+    is_many = len(ref.pieces) > 1 and bool(shape)
     for piece in ref.pieces:
+        if is_many and not (
+            piece.start[0] < start[0] + shape[0] and start[0] < piece.start[0] + piece.shape[0]
+        ):
+            continue  # most of many are told by the first dimension
         low = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
         ends = zip(start, shape, piece.start, piece.shape, strict=True)
         size = tuple(min(a + n, b + m) - c for c, (a, n, b, m) in zip(low, ends, strict=True))

@@ -36,7 +36,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.text import count_text
-from ckptconv.tensors.layouts import Move, settled
+from ckptconv.tensors.layouts import Move, if_turned, settled
 from ckptconv.tensors.refs import TensorObject, TensorRef
 from ckptconv.tensors.scaled_weights import find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
@@ -444,7 +444,7 @@ class _Application:
             error.what = f"the mapping does not fit: {error.what}"
             raise error.at(where=taken[0].name) from None
         rank = min(entry.rank for entry in taken)
-        made = [self._entry("", ref, rank) for ref in refs]
+        made = [self._entry("", if_turned(ref), rank) for ref in refs]
         self._note(rule, taken, moves, made)
         return made
 
@@ -512,7 +512,7 @@ def _worked_out(rule: TensorRule, group: Group, refs: list[TensorRef], like: Sha
         )
         for place in axes.places()
     ]
-    return _Done(names, refs, moves, order)
+    return _Done(names, [if_turned(ref) for ref in refs], moves, order)
 
 
 def _with_sizes(item: Operation, rule: TensorRule, group: Group, like: Shapes) -> Operation:

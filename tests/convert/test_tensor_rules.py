@@ -29,35 +29,9 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from helpers.random_rules import Drawn, drawn_rules  # noqa: E402
+from helpers.random_rules import assert_same, drawn_rules, forth_and_back  # noqa: E402
 
 LAYOUTS = "original", "v5"
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty(t.shape, dtype=t.dtype).copy_(t).reshape(-1).view(torch.uint8)
-
-
-def _same(found, expected) -> None:
-    assert {*found} == {*expected}
-    for key, t in expected.items():
-        assert found[key].dtype == t.dtype and found[key].shape == t.shape, key
-        assert torch.equal(_bits(found[key]), _bits(t)), key
-
-
-def forth_and_back(drawn: Drawn, folder, to: str = "torch") -> None:
-    """What rules make is what torch makes, and the mapping gives what there was before."""
-    saved, made, back, mapping = (folder / name for name in ("a.pt", "b", "c.pt", "map.json"))
-    torch.save(drawn.before, saved)
-    rules = KeyRules("keep", rules=tuple(drawn.rules))
-    options = {"force": True, "fsync": False}
-    convert_checkpoint(saved, made, to=to, keys=rules, save_mapping=mapping, **options)
-    _same(load_portable(made), drawn.after)
-    _same(load_portable(saved, keys=rules), drawn.after)
-    convert_checkpoint(made, back, rules=mapping, reverse=True, verify=True, **options)
-    before = torch.load(back, weights_only=True)
-    assert not drawn.rules or list(before) == list(drawn.before)
-    _same(before, drawn.before)
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=HealthCheck)
@@ -146,10 +120,10 @@ def test_a_real_model_has_the_other_layout_and_comes_back(name, to, tmp_path):
     convert_checkpoint(
         _folder(name, "original"), out, to=to, rules=PAIRS[name], save_mapping=mapping, verify=True
     )
-    _same(load_portable(out), v5)
+    assert_same(load_portable(out), v5)
     convert_checkpoint(out, back, to=to, rules=mapping, reverse=True, verify=True)
-    _same(load_portable(back), original)
-    _same(load_portable(_folder(name, "v5"), rules=BACK[name]), original)
+    assert_same(load_portable(back), original)
+    assert_same(load_portable(_folder(name, "v5"), rules=BACK[name]), original)
 
 
 def test_other_functions_take_tensor_rules(tmp_path):
@@ -169,7 +143,7 @@ def test_other_functions_take_tensor_rules(tmp_path):
     )
     merged = load_portable(tmp_path / "both.pt")
     assert torch.equal(merged.pop("extra"), torch.ones(2))
-    _same(merged, load_file(expected / "model.safetensors"))
+    assert_same(merged, load_file(expected / "model.safetensors"))
 
 
 # ------------------------------------------------------------------------------------ misfits
@@ -401,25 +375,25 @@ def test_key_rules_and_tensor_rules_are_one_ordered_list(name, tmp_path):
     convert_checkpoint(*paths, rules=tmp_path / name, save_mapping=tmp_path / "map.json")
     stacked = torch.stack([tensors["old.0.w"], tensors["old.1.w"]], -1)
     expected = {"net.a": stacked[:1], "net.b": stacked[1:], "net.other": tensors["other"]}
-    _same(load_portable(paths[1]), expected)
-    _same(load_portable(paths[1], rules=tmp_path / "map.json", reverse=True), tensors)
+    assert_same(load_portable(paths[1]), expected)
+    assert_same(load_portable(paths[1], rules=tmp_path / "map.json", reverse=True), tensors)
     again = tmp_path / "again.pt"
     torch.save({key: t * 2 for key, t in tensors.items()}, again)
-    _same(
+    assert_same(
         load_portable(again, rules=tmp_path / "map.json"), {k: t * 2 for k, t in expected.items()}
     )
 
 
-def test_tied_names_become_one_again_where_their_values_are_the_same(tmp_path):
+def test_tied_names_become_one_again_where_their_values_are_theassert_same(tmp_path):
     rules = {"from": "emb", "to": ["emb", "head"], "operations": ["tie"]}
     torch.save({"emb": _w(4)}, tmp_path / "a.pt")
     mapping = tmp_path / "map.json"
     convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.pt", rules=[rules], save_mapping=mapping)
     tied = torch.load(tmp_path / "b.pt")
     assert tied["emb"].data_ptr() == tied["head"].data_ptr()
-    _same(load_portable(tmp_path / "b.pt", rules=mapping, reverse=True), {"emb": _w(4)})
+    assert_same(load_portable(tmp_path / "b.pt", rules=mapping, reverse=True), {"emb": _w(4)})
     torch.save({"emb": _w(4), "head": _w(4)}, tmp_path / "c.pt")
-    _same(load_portable(tmp_path / "c.pt", rules=mapping, reverse=True), {"emb": _w(4)})
+    assert_same(load_portable(tmp_path / "c.pt", rules=mapping, reverse=True), {"emb": _w(4)})
     torch.save({"emb": _w(4), "head": _w(4) + 1}, tmp_path / "d.pt")
     with pytest.raises(KeyMismatch, match="names of one tensor to the mapping, and their values"):
         load_portable(tmp_path / "d.pt", rules=mapping, reverse=True)
@@ -436,10 +410,10 @@ def test_what_was_left_out_does_not_come_back_and_the_rest_does(tmp_path):
     done = convert_checkpoint(
         tmp_path / "a.pt", tmp_path / "b", to="torch", rules=rules, save_mapping=mapping
     )
-    _same(load_portable(tmp_path / "b"), {"q": _w(2), "x": _w(2, 1), "y": _w(2)})
+    assert_same(load_portable(tmp_path / "b"), {"q": _w(2), "x": _w(2, 1), "y": _w(2)})
     assert any("qkv" in note and "does not come back" in note for note in done.plan.notes)
     back = load_portable(tmp_path / "b", rules=mapping, reverse=True)
-    _same(back, {"x.0": _w(1), "x.1": _w(1) + 1, "y": _w(2)})
+    assert_same(back, {"x.0": _w(1), "x.1": _w(1) + 1, "y": _w(2)})
 
 
 def test_parts_of_a_tensor_share_no_memory(tmp_path):

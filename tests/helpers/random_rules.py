@@ -4,13 +4,16 @@ list of patterns and the value of the variable that is joined or made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from ckptconv import KeyRules, convert_checkpoint, load_portable
 from ckptconv.keys.tensor_rules import Operation, TensorRule
 
 Places = dict[tuple[int, int], torch.Tensor]
@@ -282,3 +285,30 @@ def _draw_rule(draw: Callable, number: int, found: Drawn) -> None:
         for (at, value), t in group.items():
             name = targets[at].replace("{l}", str(layer)).replace("{e}", str(value))
             found.after[name] = t
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=t.dtype).copy_(t).reshape(-1).view(torch.uint8)
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same keys, dtypes, shapes and bits."""
+    assert {*found} == {*expected}
+    for key, t in expected.items():
+        assert found[key].dtype == t.dtype and found[key].shape == t.shape, key
+        assert torch.equal(_bits(found[key]), _bits(t)), key
+
+
+def forth_and_back(drawn: Drawn, folder: Path, to: str = "torch") -> None:
+    """What rules make is what torch makes, and the mapping gives what there was before."""
+    saved, made, back, mapping = (folder / name for name in ("a.pt", "b", "c.pt", "map.json"))
+    torch.save(drawn.before, saved)
+    rules = KeyRules("keep", rules=tuple(drawn.rules))
+    options: dict[str, Any] = {"force": True, "fsync": False}
+    convert_checkpoint(saved, made, to=to, keys=rules, save_mapping=mapping, **options)
+    assert_same(load_portable(made), drawn.after)
+    assert_same(load_portable(saved, keys=rules), drawn.after)
+    convert_checkpoint(made, back, rules=mapping, reverse=True, verify=True, **options)
+    before = torch.load(back, weights_only=True)
+    assert not drawn.rules or list(before) == list(drawn.before)
+    assert_same(before, drawn.before)
