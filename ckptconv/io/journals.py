@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from struct import Struct
-from typing import IO, Literal
+from typing import IO, Literal, NamedTuple
 from zlib import crc32
 
 from ckptconv.support import platforms
@@ -29,8 +28,7 @@ _LONGEST_PREFIX = 100  # bytes of a name that the names of hidden files repeat
 State = Literal["old", "new", "torn", "other"]
 
 
-@dataclass(frozen=True, slots=True)
-class Journal:
+class Journal(NamedTuple):
     """The first bytes of a file of `size` bytes before a change and after it, equally many. Both
     begin with the length of the rest (8 bytes, little-endian), so data are never taken for them.
     """

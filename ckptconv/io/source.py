@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
+from typing import NamedTuple
 
 from ckptconv.io.crc import crc32
 from ckptconv.support.errors import MalformedCheckpoint
@@ -63,8 +63,7 @@ Fingerprint = tuple[Hashable, ...]
 """What differs when the bytes may differ: equal ones stand for equal bytes. It can be pickled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reopening:
+class Reopening(NamedTuple):
     """What another process needs to open a source again: the name of its place, and what tells its
     bytes from others.
     """

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 try:
     import fcntl as _posix_locks
@@ -404,8 +404,7 @@ Source: "Naming Files, Paths, and Namespaces" in Microsoft's documentation of Wi
 _LOCK = ".ckptconv-lock"
 
 
-@dataclass(frozen=True, slots=True)
-class FolderLock:
+class FolderLock(NamedTuple):
     """What a folder is locked by until it is closed, or the process ends.
 
     That is the folder's own descriptor, or that of a `file` in it; below 0 where there are no

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -28,8 +27,7 @@ from ckptconv.support.text import first_few
 Test = Callable[[Location], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """What is meant in a folder, and what to tell the user about the choice."""
 
     path: Location
@@ -104,8 +102,7 @@ def chosen(folder: Location, tag: str | None, is_checkpoint: Test, is_empty: Tes
 # ------------------------------------------------------------------------------------ what there is
 
 
-@dataclass(frozen=True, slots=True)
-class _Inside:
+class _Inside(NamedTuple):
     """The names in a folder: of checkpoints that are folders, of folders around such, and of files
     that may be checkpoints.
     """
