@@ -403,6 +403,13 @@ def _chunk(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     yield _join(asked, given) if asked.is_back else _split(asked, given)
 
 
+def _split_as_model(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
+    """Parts as large as the parameters of the model, which its code says."""
+    if not asked.is_back and (asked.transform.entry, asked.cut) not in _SIZES:
+        raise _inexpressible(asked.transform, "the sizes of parts are those in code of the model")
+    yield from _chunk(asked, given)
+
+
 def _join(asked: Asked, given: Mapping[str, Any]) -> Operation:
     return Operation.of("concat", given["dim"], over=_over(asked.transform.sources))
 
@@ -429,6 +436,13 @@ _SIZES = {
         "linear_num_key_heads * linear_key_head_dim",
         "linear_num_value_heads * linear_value_head_dim",
     ),
+    ("lara_mini", "linear_attn.in_proj"): (
+        "2 * linear_num_key_heads * linear_key_head_dim"
+        " + linear_num_value_heads * linear_value_head_dim",
+        "linear_num_value_heads * linear_value_head_dim",
+        "linear_num_value_heads",
+        "linear_num_value_heads",
+    ),
     ("Molmo2TextModel", "embed_tokens.weight"): ("vocab_size", "additional_vocab_size"),
     ("Molmo2TextModel", "self_attn.att_proj"): (
         "num_attention_heads * head_dim",
@@ -437,8 +451,8 @@ _SIZES = {
     ),
 }
 """The sizes of parts that are not equal, by entry and by what is cut: those of the parameters in
-transformers' ``models/olmo_hybrid`` and ``models/molmo2``. On the way back transformers cuts in
-equal parts, and what it writes is not what was read.
+transformers' ``models/olmo_hybrid``, ``models/lara_mini`` and ``models/molmo2``. On the way back
+transformers cuts in equal parts, and what it writes is not what was read.
 """
 
 
@@ -485,7 +499,7 @@ _MAKERS: Mapping[str, Callable[[Asked, Mapping[str, Any]], Iterator[Operation]]]
     "MergeModulelist": _stack,
     "Concatenate": _concat,
     "Chunk": _chunk,
-    "Split": _chunk,
+    "Split": _split_as_model,
     "PermuteForRope": _rope,
     "Transpose": _transpose,
     "Interleave": _interleave,

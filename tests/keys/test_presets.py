@@ -106,6 +106,13 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path):
             {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"},
             "config.json has no linear_num_key_heads",
         ),
+        (
+            "transformers-v5:Ernie4_5_VLMoeModel",
+            {},
+            "the layout of 'ernie4_5_vl_moe' is not supported",
+        ),
+        ("transformers-v5:dory", {}, "the layout of 'dory' is not supported: LayerPairCollapse"),
+        ("transformers-v5:lara_mini", {}, "config.json has no linear_num_key_heads"),
         ("meta-llama", {}, "needs the numbers of heads, and no config.json says them"),
         ("meta-llama:32", {}, "needs the heads of keys and values too"),
         ("meta-llama:many", {}, "'many' are not numbers of heads"),
