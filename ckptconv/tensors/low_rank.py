@@ -249,10 +249,12 @@ class _Delta:
         if self._rank and self._off is None:
             # any order of n products is off by at most n/2**24 of the sum of their sizes (Higham,
             # Accuracy and Stability, 3.1), and that is at most the product of the norms
-            up, down = (factor.astype(np.float64) for factor in self._factors)
-            most = np.sqrt(np.einsum("orn,orn->on", down, down).max(axis=1, initial=0))
+            up, down = self._factors
+            squares = np.einsum("orn,orn->on", down, down, dtype=np.float64)
+            most = np.sqrt(squares.max(axis=1, initial=0))
             share = (2 * self._rank + 12) * 1.02 / 2**24 * abs(float(self._scale))
-            self._off = np.sqrt(np.einsum("omr,omr->om", up, up)) * most[:, None] * share
+            norms = np.sqrt(np.einsum("omr,omr->om", up, up, dtype=np.float64))
+            self._off = norms * most[:, None] * share
         part = copy(self)
         first_one, *others = self._factors
         part._factors = [first_one[matrix, first:stop], *(one[matrix] for one in others)]

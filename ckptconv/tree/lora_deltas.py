@@ -139,18 +139,20 @@ def _two(asked: Asked, first: str, second: str) -> tuple[TensorRef, TensorRef]:
             what = f"has no {role} beside it, without which it says nothing"
             raise MalformedCheckpoint(what, where=asked.keys[other])
     up, down = asked.parts[first], asked.parts[second]
-    for role in (first, second):
-        _refuse_no_values(asked.parts[role], asked.keys[role])
+    for role in (first, second, "mid"):
+        if role in asked.parts:
+            _refuse_no_values(asked.parts[role], asked.keys[role])
     rank = asked.parts["mid"].shape[0] if "mid" in asked.parts else down.shape[0]
     wanted = (rank, *(1,) * len(up.shape[2:]))
-    if len(up.shape) < 2 or len(down.shape) < 2 or up.shape[1:] != wanted:
+    if up.shape[1:] != wanted:
         what = f"is {list(up.shape)}, which cannot be multiplied with {list(down.shape)}"
         raise MalformedCheckpoint(what, where=asked.keys[first])
     return reshaped(in_order(up), up.shape[:2], asked.keys[first]), down
 
 
-def _refuse_no_values(ref: TensorRef, key: str) -> None:
-    if not ref.dtype.is_floating or 0 in ref.shape:
+def _refuse_no_values(ref: TensorRef, key: str, dimensions: int = 2) -> None:
+    """Refuse what cannot be a matrix, or a tensor of at least so many dimensions."""
+    if not ref.dtype.is_floating or 0 in ref.shape or len(ref.shape) < dimensions:
         raise MalformedCheckpoint(f"is {ref.dtype.name} {list(ref.shape)}, no matrix", where=key)
 
 
@@ -193,7 +195,7 @@ def whole_change(asked: Asked, delta: TensorRef, rank: int | None, role: str) ->
         asked.weight.shape[:1]
     ):
         raise misfit(asked)
-    _refuse_no_values(delta, asked.keys[role])
+    _refuse_no_values(delta, asked.keys[role], 0)
     shaped = reshaped(in_order(delta), asked.weight.shape, asked.keys[role])
     scale = asked.strength if role == "diff" else asked.scale(rank)
     return Change(Term(0, scale), (shaped,))
@@ -402,7 +404,9 @@ def _summed(weight: TensorRef, changes: Sequence[Change], checked: Checksums) ->
     value = Computed("low-rank", (seen, *inputs, first.magnitude), how, weight.dtype, seen.shape)
     made = computed(value, name, checked)
     back = [order.index(axis) for axis in range(len(order))]
-    return permuted(made, back)._replace(requires_grad=weight.requires_grad)
+    # gathered: who casts what lies in another order would round it twice, and --verify would not
+    turned = in_order(permuted(made, back))
+    return turned._replace(requires_grad=weight.requires_grad)
 
 
 def kept_type(ref: TensorRef, dtype: DType) -> TensorRef:

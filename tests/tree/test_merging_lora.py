@@ -230,6 +230,9 @@ def test_a_magnitude_of_lycoris_is_for_outputs_or_inputs_as_its_shape_says(base)
         found = merged(folder, of_file(folder, given | {f"{JOINED}.dora_scale": scale}))
         norm = whole.norm(dim=dim, keepdim=True) + torch.finfo(torch.float32).eps
         assert torch.allclose(found[f"{Q}.weight"], whole * scale / norm, atol=1e-5)
+    half = {key: value.bfloat16() for key, value in tensors.items()}
+    save_file(half, folder / "base.safetensors")
+    merged(folder, of_file(folder, given | {f"{JOINED}.dora_scale": scale}), dtype="f32")
 
 
 def test_several_adapters_are_added_up(base):
@@ -336,6 +339,9 @@ NEEDED = {
     "saved module": (
         factors(PEFT + Q) | {f"{PEFT}score.weight": torch.ones(2, 8)}, {},
         KeyMismatch, "takes the place of score.weight",
+    ),
+    "scalars": (
+        dict.fromkeys(factors(PEFT + Q), torch.tensor(1.0)), {}, MalformedCheckpoint, "no matrix",
     ),
     "integers": (
         {key: value.to(torch.int32) for key, value in factors(PEFT + Q).items()}, {},
