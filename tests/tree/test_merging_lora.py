@@ -341,7 +341,7 @@ NEEDED = {
         KeyMismatch, "takes the place of score.weight",
     ),
     "scalars": (
-        dict.fromkeys(factors(PEFT + Q), torch.tensor(1.0)), {}, MalformedCheckpoint, "no matrix",
+        {key: torch.tensor(1.0) for key in factors(PEFT + Q)}, {}, MalformedCheckpoint, "no matrix",
     ),
     "integers": (
         {key: value.to(torch.int32) for key, value in factors(PEFT + Q).items()}, {},
