@@ -153,7 +153,7 @@ def _two(asked: Asked, first: str, second: str) -> tuple[TensorRef, TensorRef]:
 def _refuse_no_values(ref: TensorRef, key: str, dimensions: int = 2) -> None:
     """Refuse what cannot be a matrix, or a tensor of at least so many dimensions."""
     if not ref.dtype.is_floating or 0 in ref.shape or len(ref.shape) < dimensions:
-        raise MalformedCheckpoint(f"is {ref.dtype.name} {list(ref.shape)}, no matrix", where=key)
+        raise MalformedCheckpoint(f"is {ref.dtype.name} {list(ref.shape)}, not a matrix", where=key)
 
 
 def _flat(ref: TensorRef) -> TensorRef:

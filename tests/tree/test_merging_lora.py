@@ -341,11 +341,12 @@ NEEDED = {
         KeyMismatch, "takes the place of score.weight",
     ),
     "scalars": (
-        {key: torch.tensor(1.0) for key in factors(PEFT + Q)}, {}, MalformedCheckpoint, "no matrix",
+        {key: torch.tensor(1.0) for key in factors(PEFT + Q)}, {},
+        MalformedCheckpoint, "not a matrix",
     ),
     "integers": (
         {key: value.to(torch.int32) for key, value in factors(PEFT + Q).items()}, {},
-        MalformedCheckpoint, "no matrix",
+        MalformedCheckpoint, "not a matrix",
     ),
 }  # fmt: skip
 
