@@ -10,9 +10,11 @@ import pytest
 
 from ckptconv.cli.main import cli
 from helpers.examples import some
+from helpers.paths import NUMBERS
 from helpers.program import SAMPLES, run, run_bytes, run_on_terminal, run_process
 
 TRAIN, DDP = SAMPLES / "ddp_cuda3_train.pt", SAMPLES / "ddp_cuda3.pt"
+LORA = NUMBERS / "lora_bf16"
 COMMANDS: dict[str, tuple[object, ...]] = {
     "convert": (TRAIN, "out.safetensors", "--verify"),
     "strip-module": (DDP, "out.pt"),
@@ -27,6 +29,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "show": (DDP, "classifier.weight", "[0, :3]"),
     "merge": (DDP, SAMPLES / "tied.pt", "out.pt"),
     "average": (DDP, DDP, "out.pt"),
+    "merge-lora": (LORA / "base", LORA, "out.safetensors"),
     "edit": (DDP, "--metadata", "license=mit"),
     "cleanup": (DDP,),
     "batch": (DDP, "--out-dir", "out", "--to", "torch", "--dry-run"),

@@ -595,7 +595,7 @@ def test_to_says_the_format_of_a_name_that_says_none(tmp_path):
 def test_a_name_that_says_no_format_is_an_error(tmp_path):
     for name in ("out", "out.onnx"):
         assert "--to torch or --to safetensors (or dcp, npz)" in assert_one_error(
-            run("convert", DDP, name, cwd=tmp_path)
+            run("convert", DDP, name, cwd=tmp_path), code=2
         )
     assert names(tmp_path) == []
 
@@ -1304,6 +1304,7 @@ COMMANDS = {
     "show": ["INDICES", "--npy", "--npz", "--force", "--json"],
     "merge": [*OPTIONS, "--prefix"],
     "average": [*OPTIONS, "--weights", "--integers"],
+    "merge-lora": [*OPTIONS, "--scale"],
     "edit": [
         "--metadata",
         "--metadata-from",
