@@ -57,7 +57,8 @@ def _made_lines(plan: ConversionPlan) -> Iterator[Row]:
             targets = sum(len(item.targets) for item in renamed.made)
             first = renamed.made[0]
             eg = f", e.g. {_made_text([first])}"
-            yield Row("tensors", f"{count_text(sources, 'key')} become {targets:,}{eg}")
+            verb = "becomes" if sources == 1 else "become"
+            yield Row("tensors", f"{count_text(sources, 'key')} {verb} {targets:,}{eg}")
 
 
 def _made_text(uses: Sequence[MadeKeys]) -> str:
