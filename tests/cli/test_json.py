@@ -286,7 +286,7 @@ def test_convert_prints_what_the_page_says(room):
         "state_dict.flag": 1
     }
     assert found[-1]["dry_run"] is True and found[-1]["error"]["exit_code"] == 1
-    hold("convert, strip-module, add-module, merge, average", found, fit=True)
+    hold("convert, strip-module, add-module, merge, average, merge-lora", found, fit=True)
 
 
 def test_what_went_over_the_network_is_in_every_document(room):
