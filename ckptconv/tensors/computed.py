@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -162,13 +162,13 @@ class ComputedSource(DerivedSource):
         self.value, self.inputs = value, value.inputs
         self.path = value.inputs[0].storage.source.path
         self.size = prod(value.shape) * value.dtype.itemsize
-        self._checked = checked
+        self.checked = checked
         self._is_checked = False
 
     def read_into(self, offset: int, view: memoryview) -> None:
         if not self._is_checked:
             for storage in origins(self.inputs):
-                self._checked.read(storage)
+                self.checked.read(storage)
             self._is_checked = True
         self.compute_into(offset, view, _nobody)
 
@@ -433,6 +433,11 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
     is_made = runs is not None and any(is_once_rounded(storage) for storage, _, _ in runs)
     if target is ref.dtype and not is_made:
         yield from iter_chunks(ref)
+    elif runs is None and any(is_once_rounded(piece.storage) for piece in ref.pieces):
+        if target.name not in _WIDEST:
+            for chunk in iter_chunks(ref):
+                overflowed[0] += cast(chunk, ref.dtype, target).overflowed
+        yield from iter_chunks(_made_as(ref, target))
     elif runs is None:
         for chunk in iter_chunks(ref):
             yield _counted(cast(chunk, ref.dtype, target), overflowed)
@@ -444,6 +449,33 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
                 view = buffer[: min(step, first + nbytes - start)]
                 made = read_cast(storage, start, view, ref.dtype, target, _nobody)
                 yield _counted(made, overflowed)
+
+
+_WIDEST = ("float32", "float64")
+"""Types that hold the values of all others: none becomes infinite."""
+
+
+def _made_as(ref: TensorRef, target: DType) -> TensorRef:
+    """A tensor of pieces in the type `target`: what an operation rounds once is made in that type,
+    whatever order its values are seen in; all else is cast.
+    """
+    widened = Widener(target)
+    pieces = []
+    for piece in ref.pieces:
+        made_by = piece.storage.source
+        if not isinstance(made_by, ComputedSource) or not made_by.is_once_rounded:
+            [cast_piece] = widened(ref._replace(pieces=(piece,))).pieces
+            pieces.append(cast_piece)
+            continue
+        value = made_by.value
+        whole = computed(replace(value, dtype=target), piece.storage.name, made_by.checked)
+        first = piece.storage.offset // value.dtype.itemsize
+        storage = whole.storage._replace(
+            offset=first * target.itemsize,
+            nbytes=piece.storage.nbytes // value.dtype.itemsize * target.itemsize,
+        )
+        pieces.append(piece._replace(storage=storage))
+    return ref._replace(dtype=target, pieces=tuple(pieces))
 
 
 def _counted(made: Cast, overflowed: list[int]) -> memoryview:

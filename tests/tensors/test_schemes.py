@@ -998,3 +998,20 @@ def test_many_weights_take_no_more_time_each_than_few(tmp_path):
 
     few, many = seconds(400), seconds(3200)
     assert many < 24 * few  # eight times as many; in squares 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_values_in_another_order_are_rounded_once_too(dtype, tmp_path):
+    """A transpose behind the decoding: the type asked for is made of float32, not of the bfloat16
+    that stands between.
+    """
+    sample = NUMBERS / "fp8_block_deepseek"
+    expected = expected_of(sample / "model.safetensors")
+    key = "model.layers.0.self_attn.o_proj.weight"
+    rules = [{"from": key, "to": "turned", "operations": [{"transpose": [0, 1]}]}]
+    options = {"dequantize": True, "dtype": dtype, "rules": rules}
+    convert_checkpoint(sample, tmp_path / "out.safetensors", verify=True, **options)
+    turned = expected[key].T.to(dtype)
+    assert not torch.equal(turned, expected[key].T.bfloat16().to(dtype))
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["turned"], turned)
+    assert torch.equal(load_portable(sample, **options)["turned"], turned)
