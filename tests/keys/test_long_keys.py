@@ -282,7 +282,7 @@ def test_every_command_answers_a_key_of_many_wrappers_at_once(command, folder, t
     done = run(*given, cwd=tmp_path)
     assert done.exit in (0, 1) and "Traceback" not in done.err, done.err
     assert done.seconds < 2 * SECONDS
-    assert done.rss < 300_000_000
+    assert done.rss < 400_000_000  # of which a fork that has torch, as doctor has, takes 300 MB
     assert len(done.out) + len(done.err) < 10_000, "a name is shown whole"
     if command[0] in ("convert", "strip-module"):
         output = tmp_path / command[2]

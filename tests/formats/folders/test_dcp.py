@@ -159,7 +159,8 @@ def test_memory_does_not_grow_with_a_tensor_split_by_columns(worlds, tmp_path):
     done = run_process("convert", worlds / "large2", "out.safetensors", "--no-fsync", cwd=tmp_path)
     assert done.exit == 0, done.err
     assert (tmp_path / "out.safetensors").stat().st_size > 64_000_000
-    assert done.rss < idle_rss() + 30_000_000
+    # up to 16 MiB of what was freed is kept for what comes next (`keep_freed_memory`)
+    assert done.rss < idle_rss() + 34_000_000
 
 
 def test_no_payload_is_read_when_opening(worlds, monkeypatch):
