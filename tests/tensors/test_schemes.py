@@ -996,7 +996,8 @@ def test_many_weights_take_no_more_time_each_than_few(tmp_path):
             Dequantize()(checkpoint)
             return time.thread_time() - begin
 
-    few, many = seconds(400), seconds(3200)
+    # the least of three, for the machine may be busy
+    few, many = (min(seconds(count) for _ in range(3)) for count in (400, 3200))
     assert many < 24 * few  # eight times as many; in squares 64
 
 
