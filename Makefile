@@ -178,7 +178,7 @@ bench-quantised: $(VENV)/ready
 
 # Tensor rules against cp of the input, and against a conversion without rules.
 bench-layouts: $(VENV)/ready
-	$(BIN)/python bench/layouts.py
+	$(BIN)/python bench/tensor_rules.py
 
 bench-lora: $(FAMILIES)/ready
 	$(FAMILIES)/bin/python bench/lora.py
