@@ -42,7 +42,7 @@ def combined(*values: Collection[Any]) -> list[Any]:
 
 def _few(*values: Collection[Any]) -> list[Any]:
     listed = [list(each) for each in values]
-    most = max(map(len, listed))
+    most = max(map(len, listed)) if all(listed) else 0  # samples may not be here
     return [tuple(each[at % len(each)] for each in listed) for at in range(most)]
 
 
