@@ -78,6 +78,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.get(page.as_uri())
+        # the data are inflated by the browser, which may go on after it has loaded the page
+        with contextlib.suppress(AssertionError):
+            self.wait("document.documentElement.dataset.ready === 'yes'", 20)
         assert self.run("return document.documentElement.dataset.ready") == "yes", self.console()
 
     def console(self) -> list[str]:
