@@ -31,7 +31,8 @@ def test_a_server_keeps_objects(name, servers):
     assert raw_objects.object_keys(server, "a b/") == [key]
     assert raw_objects.open_uploads(server, "a b/") == []
     raw_objects.delete_object(server, key)
-    assert raw_objects.object_keys(server) == ["other"]
+    left = raw_objects.object_keys(server)  # other tests may have put some there
+    assert "other" in left and key not in left
     with pytest.raises(KeyError):
         raw_objects.get_object(server, key)
 

@@ -185,9 +185,9 @@ def test_a_key_that_the_client_cannot_name_is_refused_by_its_name(key, servers, 
     address = f"s3://bucket/odd/{key}" if key[0] != "/" else f"s3://bucket/{key}"
     shown = address.replace("\t", "\\t").replace("\n", "\\n")
     before = object_keys(server, "")
-    for words in (("inspect", address), ("convert", SAMPLES / "tied.pt", address)):
+    for words, code in (("inspect", address), 1), (("convert", SAMPLES / "tied.pt", address), 2):
         done = ckptconv(server, tmp_path, *words)
-        assert done.exit == 1 and f"error: {shown}: has a" in done.err and "presign" in done.err
+        assert done.exit == code and f"error: {shown}: has a" in done.err and "presign" in done.err
         assert "request" not in done.err
     assert object_keys(server, "") == before
 
