@@ -33,7 +33,6 @@ Box = tuple[Shape, Shape]
 Number = float | complex
 
 _FLOAT32 = BY_NAME["float32"]
-_E8M0 = BY_NAME["float8_e8m0fnu"]
 
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4 = (*_HALF, *(-value for value in _HALF))

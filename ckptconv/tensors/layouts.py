@@ -16,8 +16,17 @@ from ckptconv.io.source import CHUNK
 from ckptconv.support.errors import KeyMismatch, RefusedObject
 from ckptconv.support.text import count_text
 from ckptconv.tensors.flat_runs import flat_boxes
-from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride, view_identity
+from ckptconv.tensors.refs import (
+    Piece,
+    Shape,
+    TensorRef,
+    box_of,
+    contiguous_stride,
+    permuted,
+    view_identity,
+)
 from ckptconv.tensors.stream import verbatim_runs
+from ckptconv.tensors.views import in_order
 
 _MOST_PIECES = 4096
 """Of a tensor that is reshaped, where they follow each other in it: a piece takes about 0.5 kB of
@@ -240,21 +249,14 @@ def _chosen(
 
 
 def _permute(refs: Sequence[TensorRef], dims: Shape, on: Shape = ()) -> list[TensorRef]:
-    def permuted(ref: TensorRef) -> TensorRef:
+    def turned(ref: TensorRef) -> TensorRef:
         if sorted(dims) != list(range(len(ref.shape))):
             what = f"{list(dims)} is not an order of the dimensions of {list(ref.shape)}"
             raise KeyMismatch(what)
+        made = permuted(ref, dims)
+        return _of_pieces(made, made.shape, made.pieces)
 
-        def of(numbers: Shape) -> Shape:
-            return tuple(numbers[axis] for axis in dims)
-
-        pieces = tuple(
-            piece._replace(shape=of(piece.shape), stride=of(piece.stride), start=of(piece.start))
-            for piece in ref.pieces
-        )
-        return _of_pieces(ref, of(ref.shape), pieces)
-
-    return _chosen(refs, on, permuted)
+    return _chosen(refs, on, turned)
 
 
 def _reshape(
@@ -284,13 +286,6 @@ def in_shape(ref: TensorRef, shape: Shape) -> TensorRef:
     if len(pieces) > max(few, len(ref.pieces)):
         return in_shape(in_order(ref), shape)
     return made_of
-
-
-def in_order(ref: TensorRef) -> TensorRef:
-    """The same values gathered in C order when they are read."""
-    from ckptconv.tensors.computed import elementwise  # seldom needed
-
-    return elementwise("cast", [ref], (), ref.dtype, ref.storage.name)
 
 
 def if_turned(ref: TensorRef) -> TensorRef:

@@ -8,7 +8,7 @@ afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -332,6 +332,19 @@ def lacking(owner: str, dtype: DType, where: str, hint: str) -> RefusedObject:
     if dtype.is_block:
         hint = "convert it with --dequantize, or leave it out (--exclude)"
     return RefusedObject(f"{owner} has no dtype {dtype.name}", where=where, hint=hint)
+
+
+def permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
+    """The dimensions in another order; those that `order` leaves out have to be of size 1."""
+
+    def of(numbers: Shape) -> Shape:
+        return tuple(numbers[axis] for axis in order)
+
+    pieces = tuple(
+        piece._replace(shape=of(piece.shape), stride=of(piece.stride), start=of(piece.start))
+        for piece in ref.pieces
+    )
+    return ref._replace(shape=of(ref.shape), stride=of(ref.stride), pieces=pieces)
 
 
 def box_of(ref: TensorRef, start: Shape, shape: Shape) -> TensorRef:

@@ -15,6 +15,7 @@ from ckptconv.tensors.refs import (
     box_of,
     contiguous_stride,
     is_contiguous,
+    permuted,
 )
 
 if TYPE_CHECKING:
@@ -118,20 +119,7 @@ def _without_ones(ref: TensorRef) -> TensorRef:
 
     What is left of more than 32 would be 2**32 values and more.
     """
-    axes = [axis for axis, size in enumerate(ref.shape) if size != 1]
-    pieces = tuple(
-        piece._replace(
-            shape=_of(piece.shape, axes),
-            stride=_of(piece.stride, axes),
-            start=_of(piece.start, axes),
-        )
-        for piece in ref.pieces
-    )
-    return ref._replace(shape=_of(ref.shape, axes), stride=_of(ref.stride, axes), pieces=pieces)
-
-
-def _of(numbers: Shape, axes: Sequence[int]) -> Shape:
-    return tuple(numbers[axis] for axis in axes)
+    return permuted(ref, [axis for axis, size in enumerate(ref.shape) if size != 1])
 
 
 def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:

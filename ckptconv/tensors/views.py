@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 from ckptconv.support.errors import MalformedCheckpoint
@@ -13,36 +12,14 @@ from ckptconv.tensors.refs import (
     box_of,
     contiguous_stride,
     is_contiguous,
+    permuted,
 )
 
 
 def transposed(ref: TensorRef) -> TensorRef:
     """The last two dimensions in the other order."""
-    pieces = tuple(
-        piece._replace(
-            shape=_swapped(piece.shape), stride=_swapped(piece.stride), start=_swapped(piece.start)
-        )
-        for piece in ref.pieces
-    )
-    return ref._replace(shape=_swapped(ref.shape), stride=_swapped(ref.stride), pieces=pieces)
-
-
-def _swapped(numbers: Shape) -> Shape:
-    *outer, one, other = numbers
-    return (*outer, other, one)
-
-
-def permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
-    """The dimensions in another order."""
-
-    def of(numbers: Shape) -> Shape:
-        return tuple(numbers[axis] for axis in order)
-
-    pieces = tuple(
-        piece._replace(shape=of(piece.shape), stride=of(piece.stride), start=of(piece.start))
-        for piece in ref.pieces
-    )
-    return ref._replace(shape=of(ref.shape), stride=of(ref.stride), pieces=pieces)
+    *outer, one, other = range(len(ref.shape))
+    return permuted(ref, (*outer, other, one))
 
 
 def in_order(ref: TensorRef) -> TensorRef:

@@ -16,8 +16,8 @@ from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed, elementwise
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
-from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride
-from ckptconv.tensors.views import in_order, permuted, repeated, reshaped, transposed
+from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride, permuted
+from ckptconv.tensors.views import in_order, repeated, reshaped, transposed
 from ckptconv.tree.lora_adapters import Config, Parts, number_in
 
 _FLOAT32 = BY_NAME["float32"]
