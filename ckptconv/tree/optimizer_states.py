@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptconv.keys.wrappers import bare_key, drop_unmistakable
-from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
 from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.labels import names_training_state
@@ -81,6 +81,34 @@ def left_behind(
         if renamed or gone or is_short:
             found.append(LeftBehind(state, renamed, gone, is_short))
     return found
+
+
+# ------------------------------------------------------------------------------------- made by name
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """A group of parameters, which one set of hyperparameters (`settings`: ``lr``, …) is for.
+    `params` are their names.
+    """
+
+    settings: Mapping[str, Node]
+    params: Sequence[str]
+
+
+def named_optimizer(states: Mapping[str, Mapping[str, Node]], groups: Iterable[ParamGroup]) -> Dict:
+    """An optimizer state that goes by the names of parameters, in the form of
+    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+
+    `states` are what the optimizer keeps of each parameter (``exp_avg``, ``step``, …), by its key
+    in the state dict of weights beside it. Groups keep their order; ``params`` stands last in each,
+    as torch has it.
+    """
+    of_each: list[tuple[Node, Node]] = [
+        (name, Dict(list(state.items()))) for name, state in states.items()
+    ]
+    listed = [Dict([*group.settings.items(), ("params", list(group.params))]) for group in groups]
+    return Dict([("state", Dict(of_each)), ("param_groups", listed)])
 
 
 # --------------------------------------------------------------------------------- optimizer states

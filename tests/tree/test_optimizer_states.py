@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from ckptconv import convert_checkpoint, merge
+from ckptconv import Checkpoint, convert_checkpoint, load_portable, merge
+from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
+from helpers import oracle
 from helpers.examples import crossed
 from helpers.paths import PRODUCED
 from helpers.program import run
@@ -326,3 +330,28 @@ def test_names_out_of_the_file_are_escaped(tmp_path):
     notes, _ = told(tmp_path, {"model": model, "optimizer": state}, rename=["a\x1b[31m.=c."])
     [note] = notes
     assert note.isprintable() and note.endswith("by its old name, e.g. a\\x1b[31m.weight")
+
+
+def entries(node: Node) -> dict[str, Node]:
+    return dict(mapping_pairs(node) or ())
+
+
+def remade(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, its root an optimizer state that is made anew of what that one says."""
+    parts = entries(checkpoint.root)
+    states = {name: entries(state) for name, state in entries(parts["state"]).items()}
+    groups = []
+    for group in map(entries, parts["param_groups"]):
+        params = group.pop("params")
+        groups.append(ParamGroup(group, params))
+    return replace(checkpoint, root=named_optimizer(states, groups))
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+def test_an_optimizer_state_made_by_names_is_what_torch_gives(tmp_path, kind):
+    model = Net()
+    optimizer = step(model, ADAMS[kind](model))
+    torchs = get_optimizer_state_dict(model, optimizer)
+    torch.save(torchs, tmp_path / "optim.pt")
+    made = load_portable(tmp_path / "optim.pt", whole=True, edits=[remade])
+    assert oracle.flatten(made) == oracle.flatten(torchs)
