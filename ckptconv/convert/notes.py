@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.hf_names import index_path
@@ -27,6 +28,10 @@ from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.settling import Settled
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import label_text, place_text, tensor_of
+
+if TYPE_CHECKING:
+    from ckptconv.tree.optimizer_names import Followed
+    from ckptconv.tree.optimizer_states import LeftBehind
 
 
 def tree_notes(settled: Settled) -> Iterator[str]:
@@ -64,9 +69,10 @@ def optimizer_notes(
     overlay: Mapping[int, Node],
     before: Sequence[StateDict],
     after: Sequence[tuple[StateDict, RenamedKeys]],
+    followed: Sequence[Followed] = (),
 ) -> Iterator[str]:
     """Tell of optimizer states that stay in the output, and whose parameters have other keys now or
-    are left out.
+    are left out; in those of `followed`, names have become those keys.
     """
     if before == [item for item, _ in after] and not any(
         done.changed or done.left_out or done.made for _, done in after
@@ -75,28 +81,59 @@ def optimizer_notes(
     from ckptconv.tree.optimizer_states import left_behind  # seldom needed
 
     found = left_behind(root, overlay, before, after)
-    for item in found[:_MOST]:
-        where = printable(item.state.path) or "the optimizer state"
-        if item.renamed:
-            count, first = len(item.renamed), printable(item.renamed[0])
-            names = "its old name" if count == 1 else "their old names"
-            yield (
-                f"{where} still names {count:,} of the renamed parameters by {names}, e.g. {first}"
-            )
-        if item.gone:
-            count, first = len(item.gone), printable(item.gone[0])
-            are = "is" if count == 1 else "are"
-            yield (
-                f"{where} still holds {count_text(count, 'parameter')} that {are} left out, e.g. "
-                f"{first}"
-            )
-        elif item.is_short:
-            yield (
-                f"{where} knows its {count_text(len(item.state.shapes), 'parameter')} by number "
-                "only, and some of them are left out: it no longer fits the model"
-            )
-    if more := found[_MOST:]:
+    yield from _in_short([_followed_text(item) for item in followed if item.names])
+    yield from _in_short([_unclear_text(item) for item in followed if item.unclear])
+    settled = {
+        (item.path, name) for item in followed for name in (*dict(item.names), *item.unclear)
+    }
+    left = (_left_texts(item, settled) for item in found)
+    yield from _in_short([texts for texts in map(list, left) if texts])
+
+
+def _in_short(told: Sequence[str | Sequence[str]]) -> Iterator[str]:
+    """What is to be told of each optimizer state, of many of them in one line."""
+    for texts in told[:_MOST]:
+        yield from [texts] if isinstance(texts, str) else texts
+    if more := told[_MOST:]:
         yield f"the same is true of {count_text(len(more), 'more optimizer state')}"
+
+
+def _followed_text(item: Followed) -> str:
+    old, new = item.names[0]
+    where = printable(item.path) or "the optimizer state"
+    names = "names" if len(item.names) > 1 else "name"
+    count = count_text(len(item.names), "parameter")
+    return f"{where} has the new {names} of {count} too, e.g. {printable(old)} → {printable(new)}"
+
+
+def _unclear_text(item: Followed) -> str:
+    where = printable(item.path) or "the optimizer state"
+    count = count_text(len(item.unclear), "parameter")
+    return (
+        f"{where} still names {count} as before, because state dicts that have them, e.g. "
+        f"{printable(item.unclear[0])}, do not agree on a new name"
+    )
+
+
+def _left_texts(item: LeftBehind, settled: Collection[tuple[str, str]]) -> Iterator[str]:
+    where = printable(item.state.path) or "the optimizer state"
+    renamed = [name for name in item.renamed if (item.state.path, name) not in settled]
+    if renamed:
+        count, first = len(renamed), printable(renamed[0])
+        names = "its old name" if count == 1 else "their old names"
+        yield f"{where} still names {count:,} of the renamed parameters by {names}, e.g. {first}"
+    if item.gone:
+        count, first = len(item.gone), printable(item.gone[0])
+        are = "is" if count == 1 else "are"
+        yield (
+            f"{where} still holds {count_text(count, 'parameter')} that {are} left out, e.g. "
+            f"{first}"
+        )
+    elif item.is_short:
+        yield (
+            f"{where} knows its {count_text(len(item.state.shapes), 'parameter')} by number "
+            "only, and some of them are left out: it no longer fits the model"
+        )
 
 
 def text_notes(found: StateDict) -> Iterator[str]:

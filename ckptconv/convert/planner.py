@@ -53,6 +53,7 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
+from ckptconv.tree.optimizer_names import follow_names
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.settling import settle_objects
@@ -312,6 +313,8 @@ def _plan_tree(
     left_out = settle_strays(checkpoint, root, options.unknown)
     found = find_state_dicts(root, checkpoint.root, options.only)
     applied, renamed, skipped = rename_state_dicts(found, overlay, options.keys, options.fit_to)
+    before = _before(checkpoint, found, options, whole)
+    new_names = follow_names(root, overlay, before, list(zip(found, renamed, strict=True)))
     for item, each in zip(found, applied, strict=True):
         names = each.names()
         refuse_without(followed(checkpoint.metadata, names), f"a {to.name} output")
@@ -352,7 +355,7 @@ def _plan_tree(
             *checkpoint.notes,
             *tree_notes(settled),
             *key_notes(renamed, options.keys),
-            *optimizer_notes(root, overlay, _before(checkpoint, found, options, whole), after),
+            *optimizer_notes(root, overlay, before, after, new_names),
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
             *parted_notes([done for _, done in after], renamed),

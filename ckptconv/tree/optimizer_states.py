@@ -5,15 +5,16 @@ order in which it was given them (torch/optim/optimizer.py): new keys do not mat
 fits no model that has lost a parameter. Names stand in `param_names` of its groups (torch 2.6, for
 `named_parameters()`); in place of the numbers, where FSDP or
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` made it; and in the keys
-``state.NAME.exp_avg`` and ``param_groups.NAME.lr`` of one that was flattened. They stay as they
-are, whatever the keys of the model become.
+``state.NAME.exp_avg`` and ``param_groups.NAME.lr`` of one that was flattened. Names follow the keys
+(`optimizer_names`), numbers cannot.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckptconv.keys.wrappers import bare_key, drop_unmistakable
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
@@ -36,12 +37,15 @@ class OptimizerState:
     """What an optimizer state at `path` knows of its parameters.
 
     `names` are those that it names. `shapes` has an item for each that it numbers, and for no
-    other: the shape, or None where its state does not tell.
+    other: the shape, or None where its state does not tell. `is_flat`: its keys hold the names
+    (`flat_key`).
     """
 
     path: str
     names: tuple[str, ...]
     shapes: tuple[Shape | None, ...]
+    node: Node = field(default=None, repr=False)
+    is_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def left_behind(
     states = list(optimizer_states(root, overlay, (item for item, _ in after)))
     if not states:
         return []
-    fates = [_fate(item, after) for item in before]
+    fates = fates_of(before, after)
     known = {new for fate in fates for new in fate.keys.values()}
     found = []
     for state in states:
@@ -144,7 +148,7 @@ def _state(place: Place, node: Node) -> OptimizerState | None:
         names |= dict.fromkeys(name for name in (*params, *named) if type(name) is str)
         numbers += [at for at in params if type(at) is int]
     shapes = tuple(_shape(states.get(at)) for at in dict.fromkeys(numbers))
-    return OptimizerState(place_text(place), tuple(names), shapes)
+    return OptimizerState(place_text(place), tuple(names), shapes, node)
 
 
 def _listed(node: Node) -> list[Node]:
@@ -171,15 +175,46 @@ def _named_flat(place: Place, node: Node) -> OptimizerState | None:
         return None
     if not all(type(key) is str and key.startswith(_FLAT) for key, _ in pairs):
         return None
-    names = (str(key).partition(".")[2].rpartition(".")[0] for key, _ in pairs)
-    return OptimizerState(place_text(place), tuple(dict.fromkeys(filter(None, names))), ())
+    keys = flat_keys([key for key, _ in pairs])
+    names = dict.fromkeys(key.name for key in keys if key.name)
+    return OptimizerState(place_text(place), tuple(names), (), node, is_flat=True)
+
+
+class FlatKey(NamedTuple):
+    """A key of a flattened state: ``state`` or ``param_groups``, the name of a parameter, and what
+    it holds of that; `name` is empty where the key has none.
+    """
+
+    part: str
+    name: str
+    field: str
+
+
+def flat_keys(keys: Sequence[str]) -> list[FlatKey]:
+    """The keys of a flattened state, taken apart.
+
+    What is in a group has no dots in its name, so groups tell the names of parameters; states may
+    be nested (Shampoo's), and are those of the longest such name that they begin with.
+    """
+    parted = [key.partition(".") for key in keys]
+    known = {rest.rpartition(".")[0] for part, _, rest in parted if part == "param_groups"}
+    found = []
+    for part, _, rest in parted:
+        name, _, held = rest.rpartition(".")
+        at = len(name)
+        while at > 0 and rest[:at] not in known:
+            at = rest.rfind(".", 0, at)
+        if at > 0:
+            name, held = rest[:at], rest[at + 1 :]
+        found.append(FlatKey(part, name, held))
+    return found
 
 
 # ----------------------------------------------------------------------------------- what became of
 
 
 @dataclass(frozen=True, slots=True)
-class _Fate:
+class Fate:
     """What became of the keys of a state dict: each with its new one, or None."""
 
     keys: dict[str, str | None]
@@ -192,26 +227,33 @@ class _Fate:
         return list({view_identity(ref): ref for ref in refs}.values())
 
 
-def _fate(item: StateDict, after: Sequence[tuple[StateDict, RenamedKeys]]) -> _Fate:
+def fates_of(
+    before: Sequence[StateDict], after: Sequence[tuple[StateDict, RenamedKeys]]
+) -> list[Fate]:
+    """What became of the keys of each of the state dicts `before`."""
+    return [_fate(item, after) for item in before]
+
+
+def _fate(item: StateDict, after: Sequence[tuple[StateDict, RenamedKeys]]) -> Fate:
     path = item.path.removesuffix(".")
     there = [pair for pair in after if pair[0].path.removesuffix(".") == path]
     kept = there[-1][1].kept(there[-1][0].keys) if there else {}
-    return _Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()))
+    return Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()))
 
 
 def _stale(
-    names: Sequence[str], fates: Sequence[_Fate], known: set[str | None]
+    names: Sequence[str], fates: Sequence[Fate], known: set[str | None]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of parameters that have other keys now, and of those that are left out."""
     if not names:
         return (), ()
     exact = {key: new for fate in fates for key, new in fate.keys.items()}
-    plain = {_bare(key): new for fate in fates for key, new in fate.keys.items()}
+    plain = {bare_name(key): new for fate in fates for key, new in fate.keys.items()}
     same = {key for fate in fates for key, new in fate.keys.items() if key == new}
     renamed: list[str] = []
     gone: list[str] = []
     for name in names:
-        bare = _bare(name)
+        bare = bare_name(name)
         # one whose bare name is the same went by another name before, and nothing has changed
         is_told = name in exact or (bare in plain and bare not in same)
         if is_told and name not in known:
@@ -220,11 +262,12 @@ def _stale(
     return tuple(renamed), tuple(gone)
 
 
-def _bare(key: str) -> str:
+def bare_name(key: str) -> str:
+    """The name of a parameter without wrappers, which optimizers may know or not."""
     return bare_key(drop_unmistakable(key))
 
 
-def _is_short(shapes: Sequence[Shape | None], fates: Sequence[_Fate]) -> bool:
+def _is_short(shapes: Sequence[Shape | None], fates: Sequence[Fate]) -> bool:
     """Whether parameters of these shapes were in a state dict, or in all together, and are not any
     more.
     """

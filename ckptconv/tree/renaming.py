@@ -43,9 +43,13 @@ class RenameKeys:
     rules: KeyRules
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        from ckptconv.tree.optimizer_names import follow_names  # it knows what is made here
+
         overlay: dict[int, Node] = {}
         rules = with_config(self.rules, checkpoint)
-        applied, _, skipped = rename_state_dicts(checkpoint.state_dicts(), overlay, rules)
+        found = checkpoint.state_dicts()
+        applied, renamed, skipped = rename_state_dicts(found, overlay, rules)
+        follow_names(checkpoint.root, overlay, found, list(zip(found, renamed, strict=True)))
         names: dict[str, str | None] = {}
         for done in applied:
             prefix = done.item.prefix

@@ -13,9 +13,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from ckptconv import Checkpoint, convert_checkpoint, load_portable, merge
+from ckptconv import (
+    Checkpoint,
+    KeyRules,
+    RenameKeys,
+    convert_checkpoint,
+    load_portable,
+    merge,
+)
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
 from helpers import oracle
@@ -196,24 +207,138 @@ def names_in(state: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("state_of", [named_groups, by_name, flat])
-def test_names_that_stay_behind_are_told(state_of, tmp_path):
+def test_names_follow_their_keys(state_of, tmp_path):
     model = Net()
     state = state_of(model)
     tree = {"model": model.state_dict(), "optimizer": state}
     assert told(tmp_path, tree)[0] == []
     notes, out = told(tmp_path, tree, rename=["fc.=linear."])
-    assert names_in(out["optimizer"]) == names_in(state)
-    assert len(names_in(state) - out["model"].keys()) == 2
+    parameters = {name.replace("fc.", "linear.") for name, _ in model.named_parameters()}
+    assert names_in(out["optimizer"]) == parameters
     assert notes == [
-        "optimizer still names 2 of the renamed parameters by their old names, e.g. fc.weight"
+        "optimizer has the new names of 2 parameters too, e.g. fc.weight → linear.weight"
     ]
-    notes, _ = told(tmp_path, tree, strip_prefix=["head."], exclude=["fc.bias", "*.running_*"])
+    notes, out = told(tmp_path, tree, strip_prefix=["head."], exclude=["fc.bias", "*.running_*"])
     assert notes == [
-        "optimizer still names 2 of the renamed parameters by their old names, e.g. head.weight",
+        "optimizer has the new names of 2 parameters too, e.g. head.weight → weight",
         "optimizer still holds 1 parameter that is left out, e.g. fc.bias",
     ]
+    assert names_in(out["optimizer"]) - out["model"].keys() == {"fc.bias"}
     notes, _ = told(tmp_path, tree, drop=["model.fc.*"])
     assert notes == ["optimizer still holds 2 parameters that are left out, e.g. fc.weight"]
+
+
+class Renamed(Net):
+    """The same model, whose `fc` is called `linear`, in a wrapper or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = self.fc
+        del self.fc
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.linear(self.stem(x).mean(2)))
+
+
+@pytest.mark.parametrize("state_of", [by_name, flat])
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_torch_finds_the_states_of_renamed_parameters(state_of, wrapper, tmp_path):
+    """Without names that follow, torch loads such a state without a word, and without moments."""
+    model = Net()
+    state = state_of(model)
+    if wrapper:
+        state = wrapped_names(state, wrapper)
+    keys = {wrapper + key: value for key, value in model.state_dict().items()}
+    _, out = told(tmp_path, {"model": keys, "optimizer": state}, rename=["fc.=linear."])
+    again = Renamed()
+    optimizer = torch.optim.Adam(again.parameters())
+    options = StateDictOptions(flatten_optimizer_state_dict=state_of is flat)
+    again.load_state_dict(out["model"])
+    set_optimizer_state_dict(again, optimizer, out["optimizer"], options=options)
+    before = by_names(model, state_of, state, wrapper)
+    for name, parameter in again.named_parameters():
+        loaded = optimizer.state[parameter]
+        assert torch.equal(loaded["exp_avg"], before[name.replace("linear.", "fc.")]), name
+        assert loaded["exp_avg"].any()
+
+
+def wrapped_names(state: dict[str, Any], wrapper: str) -> dict[str, Any]:
+    """The same state of a model that stands in a wrapper, as FSDP's `rekey_optim_state_dict` and
+    older torch name it.
+    """
+    if "param_groups" not in state:
+        parted = [(key.partition("."), value) for key, value in state.items()]
+        return {f"{part}.{wrapper}{rest}": value for (part, _, rest), value in parted}
+    groups = [
+        {**group, "params": [wrapper + name for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    states = {wrapper + name: value for name, value in state["state"].items()}
+    return {"state": states, "param_groups": groups}
+
+
+def by_names(
+    model: nn.Module, state_of: Callable[..., Any], state: dict[str, Any], wrapper: str
+) -> dict[str, torch.Tensor]:
+    """The first moments in a state, by the names of the bare model."""
+    names = [name for name, _ in model.named_parameters()]
+    if state_of is flat:
+        return {name: state[f"state.{wrapper}{name}.exp_avg"] for name in names}
+    return {name: state["state"][wrapper + name]["exp_avg"] for name in names}
+
+
+def test_nested_states_of_a_flattened_optimizer(tmp_path):
+    """As torch flattens Shampoo's."""
+    model = Net()
+    state: dict[str, Any] = {}
+    for name, value in model.named_parameters():
+        state[f"state.{name}.factors.0.inverse"] = value.detach()
+        state[f"param_groups.{name}.lr"] = 0.1
+    tree = {"model": model.state_dict(), "optimizer": state}
+    _, out = told(tmp_path, tree, rename=["fc.=linear."])
+    assert [*out["optimizer"]] == [key.replace(".fc.", ".linear.") for key in state]
+
+
+def test_two_parameters_that_swap_their_names(tmp_path):
+    model = Net()
+    tree = {"model": model.state_dict(), "optimizer": by_name(model)}
+    rename = ["fc.=spare.", "head.=fc.", "spare.=head."]
+    _, out = told(tmp_path, tree, rename=rename)
+    moments = {name: state["exp_avg"].shape for name, state in out["optimizer"]["state"].items()}
+    assert moments == {name: out["model"][name].shape for name in moments}
+
+
+def test_of_two_models_the_names_follow_the_one_that_has_them_all(tmp_path):
+    net, other = Net(), nn.Linear(4, 5)
+    tree = {
+        "generator": {f"module.{key}": value for key, value in net.state_dict().items()},
+        # its attribute is called module: no wrapper
+        "discriminator": {
+            "module.fc.weight": other.weight,
+            "module.fc.bias": other.bias,
+            "last.weight": other.weight,
+        },
+        "optimizer": wrapped_names(by_name(net), "module."),
+    }
+    _, out = told(tmp_path, tree)
+    assert names_in(out["optimizer"]) == {name for name, _ in net.named_parameters()}
+    assert "module.fc.weight" in out["discriminator"]
+
+
+def test_names_that_state_dicts_do_not_agree_on_stay(tmp_path):
+    net = Net()
+    keys = {f"module.{key}": value for key, value in net.state_dict().items()}
+    tree = {
+        "generator": keys,
+        "discriminator": {**keys, "last.weight": torch.ones(2)},
+        "optimizer": wrapped_names(by_name(net), "module."),
+    }
+    notes, out = told(tmp_path, tree)
+    assert names_in(out["optimizer"]) == names_in(tree["optimizer"])
+    assert notes == [
+        "optimizer still names 8 parameters as before, because state dicts that have them, e.g. "
+        "module.stem.0.weight, do not agree on a new name"
+    ]
 
 
 @pytest.mark.parametrize("state_of", [named_groups, by_name, flat])
@@ -224,32 +349,43 @@ def test_wrappers_around_names_and_keys(state_of, tmp_path):
     # the names are those of the bare model, which its keys become
     tree = {"model": wrapped, "optimizer": state}
     assert told(tmp_path, tree)[0] == []
-    notes, _ = told(tmp_path, tree, rename=["fc.=linear."])
+    notes, out = told(tmp_path, tree, rename=["fc.=linear."])
+    assert names_in(out["optimizer"]) <= out["model"].keys()
     assert notes == [
-        "optimizer still names 2 of the renamed parameters by their old names, e.g. fc.weight"
+        "optimizer has the new names of 2 parameters too, e.g. fc.weight → linear.weight"
     ]
 
 
-def test_names_with_a_wrapper_are_told_where_it_is_taken_off(tmp_path):
+def test_names_with_a_wrapper_lose_it_with_the_keys(tmp_path):
     model = nn.Module()
     model.module = Net()
     model.forward = model.module.forward
     state = named_groups(model)
     notes, out = told(tmp_path, {"model": model.state_dict(), "optimizer": state})
-    assert names_in(out["optimizer"]).isdisjoint(out["model"])
+    assert names_in(out["optimizer"]) == {name for name, _ in model.module.named_parameters()}
     assert notes == [
-        "optimizer still names 8 of the renamed parameters by their old names, e.g. "
-        "module.stem.0.weight"
+        "optimizer has the new names of 8 parameters too, e.g. module.stem.0.weight → stem.0.weight"
     ]
     # names that never were those of the keys: nothing has changed
     tree = {"model": model.module.state_dict(), "optimizer": state}
     assert told(tmp_path, tree)[0] == []
     assert told(tmp_path, tree, exclude=["*.num_batches_tracked"])[0] == []
-    notes, _ = told(tmp_path, tree, rename=["head.=out."])
-    assert notes == [
-        "optimizer still names 2 of the renamed parameters by their old names, e.g. "
-        "module.head.weight"
-    ]
+    notes, out = told(tmp_path, tree, rename=["head.=out."])
+    assert names_in(out["optimizer"]) <= out["model"].keys()
+    assert len(notes) == 1 and notes[0].startswith("optimizer has the new names of 8 parameters")
+
+
+def test_edits_and_loaders_take_the_names_along(tmp_path):
+    model = Net()
+    keys = {f"module.{key}": value for key, value in model.state_dict().items()}
+    tree = {"model": keys, "optimizer": wrapped_names(by_name(model), "module.")}
+    torch.save(tree, tmp_path / "train.pt")
+    expected = {name for name, _ in model.named_parameters()}
+    loaded = load_portable(tmp_path / "train.pt", whole=True)
+    assert names_in(loaded["optimizer"]) == expected
+    edit = RenameKeys(KeyRules())
+    edited = load_portable(tmp_path / "train.pt", whole=True, edits=[edit], keys="keep")
+    assert names_in(edited["optimizer"]) == expected
 
 
 # ----------------------------------------------------------------------------------------- nestings
@@ -291,10 +427,14 @@ def test_partitions_of_many_parameters_are_not_taken_for_theirs(tmp_path):
     [
         ("lightning.ckpt", ["--exclude", "*.weight"], "optimizer_states.0 knows its "),
         ("lightning.ckpt", ["--strip-prefix", "model."], None),
-        ("accelerate_fsdp", ["--rename", "model.layers.=blocks."], "optimizer_0 still names 18 of"),
+        (
+            "accelerate_fsdp",
+            ["--rename", "model.layers.=blocks."],
+            "optimizer_0 has the new names of 18 ",
+        ),
         ("accelerate_fsdp", ["--exclude", "lm_head.*"], "optimizer_0 still holds 1 parameter"),
         ("accelerate_fsdp", [], None),
-        ("torchtitan/new", ["--rename", "bias=b"], "optimizer still names 1 of the renamed"),
+        ("torchtitan/new", ["--rename", "bias=b"], "optimizer has the new name of 1 param"),
         ("torchtitan/new", ["--drop", "optimizer", "--rename", "bias=b"], None),
     ],
 )
@@ -302,7 +442,7 @@ def test_what_frameworks_wrote(name, rule, expected, tmp_path):
     if not (PRODUCED / name).exists():
         pytest.skip("the framework's checkpoint is not here")
     done = run("convert", PRODUCED / name, tmp_path / "out.pt", "--dry-run", *rule, cwd=tmp_path)
-    lines = [line for line in done.lines if re.search("optim.*(still|by number)", line)]
+    lines = [line for line in done.lines if re.search("optim.*(still|by number|has the new)", line)]
     assert done.exit == 0, done.err
     assert not lines if expected is None else len(lines) == 1 and expected in lines[0], done.err
 
@@ -329,7 +469,7 @@ def test_names_out_of_the_file_are_escaped(tmp_path):
     state = {"state": {key: {"exp_avg": torch.ones(2)} for key in model}, "param_groups": []}
     notes, _ = told(tmp_path, {"model": model, "optimizer": state}, rename=["a\x1b[31m.=c."])
     [note] = notes
-    assert note.isprintable() and note.endswith("by its old name, e.g. a\\x1b[31m.weight")
+    assert note.isprintable() and note.endswith("e.g. a\\x1b[31m.weight → c.weight")
 
 
 def entries(node: Node) -> dict[str, Node]:
