@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from ckptconv.tree.dequantizing import Dequantize as Dequantize
     from ckptconv.tree.dropping import Drop as Drop
     from ckptconv.tree.merging_lora import MergeLora as MergeLora
-    from ckptconv.tree.renaming import RenameKeys as RenameKeys
+    from ckptconv.tree.rename_keys import RenameKeys as RenameKeys
     from ckptconv.tree.state_dicts import StateDict as StateDict
     from ckptconv.values.collect import stats as stats
     from ckptconv.values.collect import stats_checkpoint as stats_checkpoint
@@ -138,7 +138,7 @@ _HOMES = {
     "Receipt": "batch.receipts",
     "RefusedObject": "support.errors",
     "RemoteFailure": "support.errors",
-    "RenameKeys": "tree.renaming",
+    "RenameKeys": "tree.rename_keys",
     "Scan": "scan.files",
     "StateDict": "tree.state_dicts",
     "Statistics": "tensors.statistics",

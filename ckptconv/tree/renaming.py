@@ -16,51 +16,16 @@ from ckptconv.keys.key_map import (
     unchanged,
 )
 from ckptconv.keys.mappings import MappedKeys
-from ckptconv.keys.naming_metadata import followed
 from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
-from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.tensors.refs import homes
 from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
-from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, fitted
-from ckptconv.tree.reshaping import Applied, MadeKeys, apply_rules, with_config
+from ckptconv.tree.reshaping import Applied, MadeKeys, apply_rules
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, renamed_in_place
-
-
-@dataclass(frozen=True, slots=True)
-class RenameKeys:
-    """An edit: gives the keys of all state dicts (`Checkpoint.state_dicts`) their names by `rules`.
-    A dict of dicts of tensors has a state dict in each of them; rules over the keys of a part that
-    `only` names belong to the call itself.
-
-    It is the last edit where there are others: they know the names of the file.
-    """
-
-    rules: KeyRules
-
-    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        from ckptconv.tree.optimizer_names import follow_names  # it knows what is made here
-
-        overlay: dict[int, Node] = {}
-        rules = with_config(self.rules, checkpoint)
-        found = checkpoint.state_dicts()
-        applied, renamed, skipped = rename_state_dicts(found, overlay, rules)
-        follow_names(checkpoint.root, overlay, found, list(zip(found, renamed, strict=True)))
-        names: dict[str, str | None] = {}
-        for done in applied:
-            prefix = done.item.prefix
-            for key, new in done.names().items():
-                names[prefix + key] = None if new is None else prefix + new
-        return replace(
-            checkpoint,
-            root=substituted(checkpoint.root, containers(checkpoint.root), overlay),
-            metadata=followed(checkpoint.metadata, names),
-            dropped=(*checkpoint.dropped, *(item.node for item in skipped)),
-        )
 
 
 def refuse_codes_apart(item: StateDict, names: Mapping[str, str | None]) -> None:
