@@ -184,7 +184,7 @@ def followed(path: Path) -> Path:
 
 @contextlib.contextmanager
 def new_file(
-    made: Path, path: Path, *, size: int = 0, on_progress: Callable[[int], None] | None = None
+    made: Path, path: PurePath, *, size: int = 0, on_progress: Callable[[int], None] | None = None
 ) -> Iterator[OutputStream]:
     """A stream into the file `made`, new and in a folder of this process alone, which is to become
     `path`.
@@ -234,7 +234,7 @@ def check_folder(path: Path, *, force: bool) -> None:
             )
 
 
-def check_space(place: Path, size: int, path: Path) -> None:
+def check_space(place: Path, size: int, path: PurePath) -> None:
     """Refuse the output `path` of `size` bytes that the file system of `place` has no room for, as
     far as that tells.
     """

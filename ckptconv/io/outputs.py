@@ -6,185 +6,39 @@ whole (`staging`).
 
 from __future__ import annotations
 
-import contextlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptconv.io.commit import ShardNames, put_set
 from ckptconv.io.destination import (
     Destination,
-    Draft,
     check_folder,
     check_output,
-    check_space,
     followed,
-    new_file,
     refuse_missing_folder,
 )
-from ckptconv.io.files import let_go, refuse_inputs
+from ckptconv.io.files import let_go
 from ckptconv.io.hidden_folders import (
     remove_kept,
     remove_leftovers,
     staging_folder,
     temporary_folder,
 )
-from ckptconv.io.local import LocalPlace
+from ckptconv.io.local_drafts import LocalDraft, Staged
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import local_path
 from ckptconv.io.source import Source
 from ckptconv.io.staging import NamesBeside, put_file, put_folder, put_new_folder
 from ckptconv.support import platforms
-from ckptconv.support.errors import OutputRefused
-from ckptconv.support.signals import held_back
 
 
-class LocalDraft(Draft):
-    """A file in a hidden folder, which is to become `path`."""
-
-    def __init__(
-        self,
-        made: Path,
-        path: Path,
-        size: int,
-        on_progress: Callable[[int], None] | None,
-        *,
-        fsync: bool,
-    ) -> None:
-        self.is_whole = False
-        self._made, self._named, self._fsync = made, path, fsync
-        self._writing = new_file(made, path, size=size, on_progress=on_progress)
-
-    @property
-    def place(self) -> Location:
-        return LocalPlace(self._made)
-
-    def __enter__(self) -> LocalDraft:
-        self.stream = self._writing.__enter__()
-        return self
-
-    def __exit__(self, *failure: Any) -> bool | None:
-        try:
-            return self._writing.__exit__(*failure)
-        finally:
-            if not self.is_whole:
-                self.discard()
-
-    def commit(self) -> None:
-        self.stream.settle(fsync=self._fsync)
-        self.is_whole = True
-
-    def hand_out(self) -> Path | None:
-        return self._made
-
-    def take_back(self, nbytes: int) -> None:
-        try:
-            size = self._made.stat().st_size
-        except FileNotFoundError:
-            size = -1
-        if size != nbytes:
-            what = "was made by a worker on a disk that this machine does not see"
-            hint = "write to a disk that all machines share, or leave --engine out"
-            raise OutputRefused(what, path=self._named, hint=hint)
-        self.is_whole = True
-
-    def discard(self) -> None:
-        self.is_whole = False
-        with held_back(), contextlib.suppress(OSError):
-            self._made.unlink(missing_ok=True)
-
-
-S = TypeVar("S", bound="_Staged")
-
-
-class _Staged(Destination):
-    """An output that is made in a hidden folder; `size` is what all its files will have, `replaces`
-    are the sources whose place it may take.
-    """
+class FileOutput(Staged):
+    """One file. The one that is there is replaced in one step, and gives its permissions on."""
 
     path: Path
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        force: bool,
-        fsync: bool,
-        size: int,
-        replaces: Iterable[Source] = (),
-    ) -> None:
-        self.path, self._replaces = path, tuple(replaces)
-        self._force, self._fsync, self._size = force, fsync, size
-        self._drafts: list[LocalDraft] = []
-        self._made: Path | None = None
-        self._leaving = ExitStack()
-
-    def __enter__(self: S) -> S:
-        with self._leaving:
-            refuse_inputs(self._taken(), self._replaces)
-            self._made = self._prepared(self._leaving)
-            check_space(self._made / self.path.name, self._size, self.path)
-            self._leaving = self._leaving.pop_all()
-        return self
-
-    def __exit__(self, *failure: Any) -> bool | None:
-        self._made = None
-        return self._leaving.__exit__(*failure)
-
-    def draft(
-        self, name: str, size: int, on_progress: Callable[[int], None] | None = None
-    ) -> LocalDraft:
-        made = self._folder() / name
-        if "/" in name:
-            made.parent.mkdir(parents=True, exist_ok=True)
-        draft = LocalDraft(made, self._named(name), size, on_progress, fsync=self._fsync)
-        self._drafts.append(draft)
-        return draft
-
-    def is_for_threads(self) -> bool:
-        return True
-
-    def forget(self, draft: Draft) -> None:
-        self._drafts = [one for one in self._drafts if one is not draft]
-
-    def commit(self, inputs: Iterable[Source] = ()) -> None:
-        made = self._folder()
-        if not all(draft.is_whole for draft in self._drafts):
-            raise ValueError(f"{self.path}: not all drafts are whole")
-        self._put(made, inputs)
-
-    def discard(self) -> None:
-        self._made = None
-        self._leaving.close()
-
-    def _folder(self) -> Path:
-        """Where the drafts are made."""
-        if self._made is None:
-            raise ValueError(f"{self.path}: is not open")
-        return self._made
-
-    def _named(self, name: str) -> Path:
-        """How errors call the draft of that name."""
-        return self.path.parent / name
-
-    def _taken(self) -> Iterable[Path]:
-        """The places that it takes."""
-        return [self.path]
-
-    @abstractmethod
-    def _prepared(self, leaving: ExitStack) -> Path:
-        """Refuse what must not be written; the hidden folder, which goes when `leaving` does."""
-
-    @abstractmethod
-    def _put(self, made: Path, inputs: Iterable[Source]) -> None:
-        """Give what is in the folder `made` its names."""
-
-
-class FileOutput(_Staged):
-    """One file. The one that is there is replaced in one step, and gives its permissions on."""
 
     def _prepared(self, leaving: ExitStack) -> Path:
         check_output(self.path, force=self._force)
@@ -197,7 +51,7 @@ class FileOutput(_Staged):
         put_file(made / self.path.name, self.path, target=self._target, **how)
 
 
-class OpenOutput(_Staged):
+class OpenOutput(Staged):
     """A file that the caller has opened: its bytes are made in a temporary file, and written to it
     when they are whole.
     """
@@ -217,10 +71,12 @@ class OpenOutput(_Staged):
         self._place.take(made / self.path.name)
 
 
-class SetOutput(_Staged):
+class SetOutput(Staged):
     """Shards and their index, or the one file that they all fit in; a new folder, if one is asked
     for that is not there.
     """
+
+    path: Path
 
     def __init__(self, path: Path, files: ShardNames, *, in_folder: bool, **how: Any) -> None:
         super().__init__(path, **how)
@@ -273,8 +129,10 @@ class SetOutput(_Staged):
         put_set(NamesBeside(made, self.path, fsync=self._fsync), self._files, force=self._force)
 
 
-class FolderOutput(_Staged):
+class FolderOutput(Staged):
     """A folder of files, which takes the place of a DCP folder only."""
+
+    path: Path
 
     def folder(self) -> Path:
         """The folder that will be put in place, empty at first, for others to write into."""
@@ -354,13 +212,16 @@ def file_output(
     folder that may be made. With `read_back` drafts are read before they are in their places; of
     what the run has read it may take the place of `replaces` alone.
     """
-    how: Any = {"force": force, "fsync": fsync, "size": size, "replaces": replaces}
+    how: Any = {"force": force, "size": size, "replaces": replaces}
+    path = place.local()
+    if path is None and not isinstance(place, OpenFile):
+        from ckptconv.io.remote.output import remote_output
+
+        return remote_output(place, files, read_back=read_back, **how)
+    how["fsync"] = fsync
     if isinstance(place, OpenFile):
         return OpenOutput(place, **how)
-    if (path := place.local()) is None:
-        from ckptconv.io.remote.output import RemoteOutput
-
-        return RemoteOutput(place, files, force=force, read_back=read_back, replaces=replaces)
+    assert path is not None
     if files is None:
         return FileOutput(path, **how)
     return SetOutput(path, files, in_folder=in_folder, **how)

@@ -34,8 +34,18 @@ class Asked(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.web.answer(self)
 
-    def do_HEAD(self) -> None:
-        self.server.web.answer(self)
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def body(self) -> bytes:
+        """What was sent with the request."""
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
 
     def log_message(self, *_: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face Hub, read by ranges.
+"""Repositories of the Hugging Face Hub, read by ranges; `hub_output` writes them.
 
 An address is written as huggingface_hub writes it (`utils/_hf_uris.py`):
 ``hf://[models/|datasets/|spaces/]OWNER/NAME[@REVISION][/PATH]``; a slash in a revision is written
@@ -109,11 +109,12 @@ def hub_address(address: str) -> str | None:
 
 def _hosts() -> tuple[str, ...]:
     """The hosts, as they are written, of the Hub that is in use."""
-    host = _endpoint().lower().partition("://")[2]
-    return (host, "www.huggingface.co", "hf.co") if _endpoint() == _ENDPOINT else (host,)
+    host = endpoint().lower().partition("://")[2]
+    return (host, "www.huggingface.co", "hf.co") if endpoint() == _ENDPOINT else (host,)
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
+    """The address of the Hub in use."""
     return shown(os.environ.get("HF_ENDPOINT") or _ENDPOINT).rstrip("/")
 
 
@@ -132,10 +133,11 @@ class HubStore(WebStore):
     """The files of one repository, of one commit. Keys are paths as they are."""
 
     can_list = True
+    commits = True
 
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
-        self._endpoint = _endpoint()
+        self._endpoint = endpoint()
         self._has_token = False
         super().__init__(repository.root)
         self._commit = repository.revision if _COMMIT(repository.revision) else None
@@ -237,7 +239,7 @@ class HubStore(WebStore):
         """One request for all of a repository; a folder at a time where it has more files than one
         answer holds.
         """
-        commit = self._resolved()
+        commit = self.commit()
         with self._listing:
             if self._tree is None:
                 entries, more = self._entries(f"{self._api('tree')}/{commit}?recursive=true")
@@ -254,8 +256,8 @@ class HubStore(WebStore):
             found += entries
         raise StoreError("final", f"the Hub lists more than {len(found)} files")
 
-    def _resolved(self) -> str:
-        """The commit of the revision."""
+    def commit(self) -> str:
+        """The commit of the revision, as it is when it is first asked for."""
         with self._committing:
             if self._commit is None:
                 revision = quote(self.repository.revision, safe="")

@@ -50,10 +50,33 @@ def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
 
 
 def _writable(place: Location) -> RemotePlace:
-    if not isinstance(place, RemotePlace) or not place.site.store.can_write:
+    store = place.site.store if isinstance(place, RemotePlace) else None
+    if (
+        not isinstance(place, RemotePlace)
+        or store is None
+        or not (store.can_write or store.commits)
+    ):
         hint = "write a file here, and upload it"
         raise OutputRefused("can be read, but not written", path=place.path, hint=hint)
     return place
+
+
+def remote_output(
+    place: Location,
+    files: ShardNames | None,
+    *,
+    force: bool,
+    size: int,
+    read_back: bool,
+    replaces: Iterable[Source],
+) -> Destination:
+    """The output at `place`, in the way in which its store takes files; see `RemoteOutput`."""
+    named = _writable(place)
+    if not named.site.store.commits:
+        return RemoteOutput(named, files, force=force, read_back=read_back, replaces=replaces)
+    from ckptconv.io.remote.hub_output import HubOutput
+
+    return HubOutput(named, files, force=force, size=size, read_back=read_back, replaces=replaces)
 
 
 def _is_there(place: RemotePlace) -> bool:

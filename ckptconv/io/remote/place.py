@@ -41,7 +41,7 @@ class RemotePlace(Location):
 
     @property
     def says_folder(self) -> bool:
-        return self.key.endswith("/")
+        return not self.key or self.key.endswith("/")
 
     @property
     def parent(self) -> RemotePlace:

@@ -133,6 +133,8 @@ class Store(ABC):
     root: str
     can_list: bool = True
     can_write: bool = False
+    commits: bool = False
+    """Whether it takes files of this host, several in one commit, instead of uploads."""
     keeps_moved: bool = False
     """Whether `move` only copies, and the old object is to be removed by who asked for it."""
 
