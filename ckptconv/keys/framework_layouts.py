@@ -45,13 +45,15 @@ class Layout:
     """A table of rows, and the `source` of its facts.
 
     `rows` makes it for numbers of heads, which it does not look at unless it `needs_heads`.
-    `is_whole`: all keys of a checkpoint are in it; another one is an error.
+    `is_whole`: all keys of a checkpoint are in it; another one is an error. `one_way` says why
+    there is no way back, if there is none.
     """
 
     source: str
     rows: Callable[[Heads], Iterable[Row]]
     needs_heads: bool = False
     is_whole: bool = True
+    one_way: str = ""
 
 
 def layout_rules(name: str, heads: Heads | None, *, back: bool) -> tuple[Rule, ...]:
@@ -427,7 +429,45 @@ def _gguf_qwen2(_: Heads) -> Iterator[Row]:
         yield from _same((f"blk.{{n}}.{ours}.bias", f"{_HUB_ATTENTION}{hub}.bias"))
 
 
+def _gguf_gemma(heads: Heads) -> Iterator[Row]:
+    yield from _gguf_gemmas()
+    yield _one_less("blk.{n}.ffn_norm", f"{_HUB}post_attention_layernorm")
+
+
+def _gguf_gemma2(heads: Heads) -> Iterator[Row]:
+    yield from _gguf_gemmas()
+    for ours, hub in (
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("ffn_norm", "pre_feedforward_layernorm"),
+        ("post_ffw_norm", "post_feedforward_layernorm"),
+    ):
+        yield _one_less(f"blk.{{n}}.{ours}", f"{_HUB}{hub}")
+
+
+def _gguf_gemma3(heads: Heads) -> Iterator[Row]:
+    yield from _gguf_gemma2(heads)
+    for ours, hub in (("attn_q_norm", "q_norm"), ("attn_k_norm", "k_norm")):
+        yield _one_less(f"blk.{{n}}.{ours}", f"{_HUB_ATTENTION}{hub}")
+
+
+def _gguf_gemmas() -> Iterator[Row]:
+    """What all gemmas have: q and k in the order of the Hub, the norms that they begin with."""
+    yield from _gguf(ends=False)
+    for ours, hub in (("attn_q", "q_proj"), ("attn_k", "k_proj")):
+        yield from _same((f"blk.{{n}}.{ours}.weight", f"{_HUB_ATTENTION}{hub}.weight"))
+    yield _one_less("output_norm", "model.norm")
+    yield _one_less("blk.{n}.attn_norm", f"{_HUB}input_layernorm")
+
+
+def _one_less(theirs: str, hub: str) -> Row:
+    """A norm that llama.cpp multiplies by as it is, and a gemma of transformers by 1 more."""
+    return Row((f"{theirs}.weight",), (f"{hub}.weight",), (Operation.of("add", -1),))
+
+
 # ------------------------------------------------------------------------------------- all layouts
+
+_GEMMA = "llama.cpp conversion/gemma.py, gguf-py 0.19 tensor_mapping.py (MIT)"
+_OF_GEMMA = "1 is subtracted from its norms, which rounds some, and GGUF is not written"
 
 LAYOUTS: Mapping[str, Layout] = {
     "meta-llama": Layout(
@@ -473,5 +513,10 @@ LAYOUTS: Mapping[str, Layout] = {
         True,
     ),
     "gguf-qwen2": Layout("gguf-py 0.19 tensor_mapping.py (MIT)", _gguf_qwen2),
+    "gguf-gemma": Layout(_GEMMA, _gguf_gemma, one_way=_OF_GEMMA),
+    "gguf-gemma2": Layout(_GEMMA, _gguf_gemma2, one_way=_OF_GEMMA),
+    "gguf-gemma3": Layout(_GEMMA, _gguf_gemma3, one_way=_OF_GEMMA),
 }
-"""The layouts by the names of their presets, which go to the Hub; ``to-NAME`` goes back."""
+"""The layouts by the names of their presets, which go to the Hub; ``to-NAME`` goes back, but of
+those that are `one_way`.
+"""

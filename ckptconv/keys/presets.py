@@ -55,7 +55,8 @@ def preset_names() -> list[str]:
     """The names of all presets, without what may stand behind a colon."""
     from ckptconv.keys.framework_layouts import LAYOUTS
 
-    return [*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS, *(_BACK + name for name in LAYOUTS)]
+    back = [_BACK + name for name, layout in LAYOUTS.items() if not layout.one_way]
+    return [*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS, *back]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,9 @@ class Preset(Rule):
             what = f"there is no preset '{printable(self.name)}'"
             listed = ", ".join((*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS))
             raise KeyConflict(what, hint=f"there are {listed}, and to-NAME of a layout")
+        one_way = LAYOUTS[head.removeprefix(_BACK)].one_way
+        if one_way and head.startswith(_BACK):
+            raise KeyConflict(f"there is no preset '{head}': {one_way}")
         if argument and not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})?", argument):
             what = f"'{printable(argument)}' are not numbers of heads"
             raise KeyConflict(what, where=self.words, hint=f"write {head}:HEADS,KV_HEADS")

@@ -27,7 +27,7 @@ LIST = ""
 
 # ----------------------------------------------------------------------------------- operations
 
-Kind = Literal["dim", "number", "dims", "numbers", "places", "variable"]
+Kind = Literal["dim", "number", "dims", "numbers", "places", "variable", "value"]
 
 
 class Parameter(NamedTuple):
@@ -61,6 +61,7 @@ OPERATIONS: Mapping[str, tuple[Parameter, ...]] = {
     "deinterleave": (_DIM, Parameter("parts", "number", optional=True), _ON),
     "rope": (Parameter("heads", "number"), _ON),
     "unrope": (Parameter("heads", "number"), _ON),
+    "add": (Parameter("value", "value"), _ON),
     "tie": (),
     "drop": (),
 }
@@ -78,6 +79,8 @@ OPERATIONS: Mapping[str, tuple[Parameter, ...]] = {
   (2); ``deinterleave`` undoes it.
 - ``rope``: rows of each head from pairs ``(0, 1), (2, 3), ...`` to halves ``(0, d/2), ...``, as
   transformers has q and k; ``unrope`` back, as Meta has them.
+- ``add``: a whole number to each value, in the type of the tensor, rounded once. It alone computes
+  values, and cannot be undone: what was rounded is lost.
 - ``tie``: one tensor under several names; ``drop``: it is left out.
 
 `on` are the places in the list of tensors (0 is the first) that an operation is for; left out: all.
@@ -208,6 +211,7 @@ _FORMS: Mapping[Kind, str] = {
     "numbers": "write a list of numbers, or of names of config.json",
     "places": "places in the list of tensors, from 0 on, as a list: [0, 1]",
     "variable": "the name of a variable of the patterns",
+    "value": "write a whole number other than 0, as -1",
 }
 
 
@@ -216,6 +220,8 @@ def _is_of(kind: Kind, value: object) -> bool:
         return type(value) is int
     if kind == "variable":
         return type(value) is str
+    if kind == "value":
+        return type(value) is int and value != 0
     if kind == "number":
         return (type(value) is int and value > 0) or (type(value) is str and bool(value))
     if kind == "numbers" and value == LIKE:

@@ -2,7 +2,8 @@
 
 No value is computed or read: what is made are pieces with strides, and boxes of them where strides
 alone cannot say it. A `Move` is one such step on a list of tensors; its numbers are settled, so it
-knows its own reverse. `settled` makes moves of the operations that people write.
+knows its own reverse. `settled` makes moves of the operations that people write. Only ``add``
+computes, when its values are read, and has no reverse.
 """
 
 from __future__ import annotations
@@ -430,6 +431,25 @@ def _untie(refs: Sequence[TensorRef], count: Shape) -> list[TensorRef]:
     return made
 
 
+def _add(refs: Sequence[TensorRef], number: Shape, on: Shape = ()) -> list[TensorRef]:
+    from ckptconv.tensors.computed import elementwise  # only these moves compute
+    from ckptconv.tensors.operations import can_add
+
+    def added(ref: TensorRef) -> TensorRef:
+        if not can_add(ref.dtype) or ref.neg:
+            raise KeyMismatch(f"nothing is added to values of {ref.dtype.name}")
+        return elementwise("add", [ref], (float(number[0]),), ref.dtype, ref.storage.name)
+
+    return _chosen(refs, on, added)
+
+
+def _no_way_back(*numbers: Shape) -> tuple[str, tuple[Shape, ...]]:
+    raise KeyMismatch("values were computed, and what was rounded is lost")
+
+
+COMPUTING = frozenset(("add",))
+"""The moves that compute values; they have no reverse, so a mapping does not have them."""
+
 MOVES: Mapping[str, _Row] = {
     "stack": _Row(_stack, lambda dim, count: ("unstack", (dim, count)), ("dim", "count")),
     "unstack": _Row(_unstack, lambda dim, count: ("stack", (dim, count)), ("dim", "count")),
@@ -444,6 +464,7 @@ MOVES: Mapping[str, _Row] = {
     "order": _Row(_order, lambda places: ("order", (_inverse(places),)), ("places",)),
     "tie": _Row(_tie, lambda count: ("untie", (count,)), ("count",)),
     "untie": _Row(_untie, lambda count: ("tie", (count,)), ("count",)),
+    "add": _Row(_add, _no_way_back, ("number", "on")),
 }
 """What each move makes, its reverse, and its numbers."""
 
@@ -655,6 +676,12 @@ def _ropes(*, back: bool) -> _Settle:
     return _for_each(make)
 
 
+def _settle_add(
+    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
+) -> list[Move]:
+    return [Move("add", ((_number(arguments["value"]),), on))]
+
+
 _SETTLED: Mapping[str, _Settle] = {
     "stack": _settle_stack,
     "unstack": _settle_unstack,
@@ -669,5 +696,6 @@ _SETTLED: Mapping[str, _Settle] = {
     "deinterleave": _interleaves(back=True),
     "rope": _ropes(back=False),
     "unrope": _ropes(back=True),
+    "add": _settle_add,
     "tie": _settle_tie,
 }

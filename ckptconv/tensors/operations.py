@@ -156,9 +156,42 @@ def _plain_sum(numbers: Sequence[float], weights: Sequence[float]) -> float:
     return total
 
 
+# -------------------------------------------------------------------------------------------- add
+
+_FLOAT32 = BY_NAME["float32"]
+
+
+def can_add(dtype: DType) -> bool:
+    """Whether a number is added to values of a type: floating ones of 16 bits and more."""
+    return dtype.is_floating and dtype.itemsize > 1
+
+
+def _add(
+    parameters: Parameters,
+    box: Box,
+    types: Sequence[DType],
+    raw: Sequence[memoryview],
+    target: DType,
+) -> Cast:
+    """A number added to each value, in float32 as torch adds it to 16 bits; float64 in its own."""
+    import numpy as np
+
+    [number] = _numbers(parameters)
+    wide = _FLOAT64 if types[0] is _FLOAT64 else _FLOAT32
+    values = np.frombuffer(cast(raw[0], types[0], wide).data, f"<f{wide.itemsize}")
+    with np.errstate(all="ignore"):
+        return cast((values + values.dtype.type(number)).view(np.uint8).data, wide, target)
+
+
+def _plain_add(parameters: Parameters, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
+    # a sum of two float32, rounded to float64 and then to float32, is what float32 makes of it
+    return numbers[0][0] + _numbers(parameters)[0]
+
+
 OPERATIONS = {
     "cast": Operation(_the_same, _cast, _itself),
     "mean": Operation(_the_same, _mean, _plain_mean),
+    "add": Operation(_the_same, _add, _plain_add, is_once_rounded=True),
     "unblock": Operation(block_needs, block_values, block_plain, is_once_rounded=True),
     "decode": Operation(decode_needs, decode_values, decode_plain, is_once_rounded=True),
     "low-rank": Operation(low_rank_needs, low_rank_values, low_rank_plain, is_once_rounded=True),

@@ -36,7 +36,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.text import count_text
-from ckptconv.tensors.layouts import Move, if_turned, settled
+from ckptconv.tensors.layouts import COMPUTING, Move, if_turned, settled
 from ckptconv.tensors.refs import TensorObject, TensorRef
 from ckptconv.tensors.scaled_weights import find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
@@ -107,7 +107,15 @@ class Reshaped:
             yield MadeKeys(item.rule, counts, sources, targets, item.first)
 
     def mapped(self, plain: MappedKeys) -> MappedKeys:
-        """The mapping of all, of that of the keys behind the last tensor rule."""
+        """The mapping of all, of that of the keys behind the last tensor rule.
+
+        Raises `KeyConflict` where values were computed: nothing brings those back that there were.
+        """
+        for item in self.made:
+            if any(move.name in COMPUTING for move in item.moves):
+                what = f"{item.rule.words} computes values, which a mapping does not undo"
+                hint = "leave --save-mapping out, and keep the source"
+                raise KeyConflict(what, where=str(item.origins[0]), hint=hint)
         fates = self.fates(plain.keys)
         later = {origin for item in self.made for origin in item.origins}
 

@@ -31,7 +31,10 @@ from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, whole_view
 from ckptconv.tree.reshaping import apply_rules
 from ckptconv.tree.state_dicts import StateDict
+from helpers import families
 from helpers.paths import ROOT
+
+families.stand_in_for_torchvision()  # also where this module alone is run
 
 pytestmark = [pytest.mark.families, pytest.mark.filterwarnings("ignore")]
 
@@ -180,6 +183,18 @@ def classes() -> Iterator[tuple[str, str]]:
             yield model_type, name
 
 
+def hold_prefixes(model: Any) -> None:
+    """Have transformers take off the prefixes again that loading puts before names: of a model that
+    was not loaded it does not know whether there were any.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    listed = get_model_conversion_mapping(model, add_legacy=False)
+    added = [each for each in listed if not getattr(each, "prefix_to_remove", None)]
+    if any(getattr(each, "prefix_to_add", None) for each in added):
+        model._weight_conversions = added
+
+
 @pytest.mark.parametrize(("model_type", "name"), list(classes()))
 def test_names_and_shapes_of_a_class_go_back_and_there(model_type, name):
     """Of transformers' own functions, on the meta device; what is not known is refused."""
@@ -199,6 +214,7 @@ def test_names_and_shapes_of_a_class_go_back_and_there(model_type, name):
         assert "is not supported" in str(error) or "original name is not known" in str(error)
         return
     if not name.startswith(_LARGER):
+        hold_prefixes(model)
         theirs = revert_weight_conversion(model, dict(model.state_dict()))
         assert original == {key: tuple(value.shape) for key, value in theirs.items()}
     assert reshaped(original, config, "transformers-v5") == held
@@ -412,7 +428,16 @@ def test_a_deepseek_of_torchtitan(torchtitan, tmp_path):
     check_against(hub, theirs, "torchtitan-deepseek-v3", tmp_path, "")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+GEMMA2_NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+GGUF_NORMS = {
+    "llama": ("attn_norm", "ffn_norm"),
+    "qwen2": ("attn_norm", "ffn_norm"),
+    "gemma2": GEMMA2_NORMS,
+    "gemma3": (*GEMMA2_NORMS, "attn_q_norm", "attn_k_norm"),
+}
+
+
+@pytest.mark.parametrize("architecture", GGUF_NORMS)
 def test_a_gguf_file_as_transformers_reads_it(architecture, tmp_path):
     gguf = pytest.importorskip("gguf")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -428,9 +453,13 @@ def test_a_gguf_file_as_transformers_reads_it(architecture, tmp_path):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(40)
     layer = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
-             "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48), "attn_norm": (32,),
-             "ffn_norm": (32,)}  # fmt: skip
-    shapes = {"token_embd.weight": (40, 32), "output_norm.weight": (32,), "output.weight": (40, 32)}
+             "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}  # fmt: skip
+    heads = ("attn_q_norm", "attn_k_norm")
+    layer |= {name: (8,) if name in heads else (32,) for name in GGUF_NORMS[architecture]}
+    shapes = {"token_embd.weight": (40, 32), "output_norm.weight": (32,)}
+    is_tied = architecture.startswith("gemma")
+    if not is_tied:
+        shapes["output.weight"] = (40, 32)
     for at in range(2):
         shapes |= {f"blk.{at}.{name}.weight": shape for name, shape in layer.items()}
         if architecture == "qwen2":
@@ -442,10 +471,11 @@ def test_a_gguf_file_as_transformers_reads_it(architecture, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    made = {"llama": transformers.LlamaForCausalLM, "qwen2": transformers.Qwen2ForCausalLM}
-    config = made[architecture].config_class(
-        **{**SMALL, "num_hidden_layers": 2, "vocab_size": 40, "tie_word_embeddings": False}
-    )
+    made = {"llama": transformers.LlamaForCausalLM, "qwen2": transformers.Qwen2ForCausalLM,
+            "gemma2": transformers.Gemma2ForCausalLM,
+            "gemma3": transformers.Gemma3ForCausalLM}  # fmt: skip
+    settings = {**SMALL, "num_hidden_layers": 2, "vocab_size": 40, "head_dim": 8}
+    config = made[architecture].config_class(**settings, tie_word_embeddings=is_tied)
     with torch.device("meta"):
         model = made[architecture](config)
     theirs = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]

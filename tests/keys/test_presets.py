@@ -18,7 +18,7 @@ from ckptconv import KeyRules, convert_checkpoint, edit_checkpoint, load_portabl
 from ckptconv.keys.framework_layouts import LAYOUTS
 from ckptconv.keys.presets import Preset, preset_names
 from ckptconv.keys.transformers_layouts import scopes
-from ckptconv.support.errors import KeyConflict
+from ckptconv.support.errors import KeyConflict, KeyMismatch
 from helpers import gguf_files
 from helpers.paths import NUMBERS
 
@@ -122,6 +122,7 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path):
             r"the config says \[2, 4\] for num_key_value_heads",
         ),
         ("megatron-qkv:12,5", {}, "12 heads cannot be in 5 groups"),
+        ("to-gguf-gemma2", {}, "no preset 'to-gguf-gemma2': 1 is subtracted from its norms"),
         ("horovod", {}, "there is no preset 'horovod'"),
         ("ddp:3", {}, "there is no preset 'ddp:3'"),
     ],
@@ -262,6 +263,70 @@ def test_heads_of_a_gguf_file_are_those_that_it_says(tmp_path):
         assert torch.equal(found[f"model.layers.0.self_attn.{name}_proj.weight"], expected)
 
 
+def gemma_file(path: Path, norms: torch.Tensor, matrix: torch.Tensor) -> Path:
+    """A GGUF file with all norms of a layer of Gemma 3, in float32, and q in float16."""
+    names = ["output_norm", *(f"blk.0.{name}" for name in GEMMA_NORMS)]
+    tensors, data = [], b""
+    for name, values in zip(names, norms.numpy(), strict=True):
+        at = len(data)
+        tensors.append(gguf_files.tensor(f"{name}.weight", values.shape, offset=at))
+        data += values.tobytes()
+    at, q = len(data), matrix.half().numpy()
+    tensors.append(gguf_files.tensor("blk.0.attn_q.weight", q.shape[::-1], kind=1, offset=at))
+    path.write_bytes(gguf_files.gguf(*tensors, data=data + q.tobytes()))
+    return path
+
+
+GEMMA_NORMS = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+
+
+def test_norms_of_a_gemma_in_gguf_are_less_by_1_and_q_stays_as_it_is(tmp_path):
+    norms = torch.randn(7, 32) * 2.0 ** torch.randint(-20, 3, (7, 32))
+    matrix = torch.randn(16, 32)
+    path = gemma_file(tmp_path / "gemma.gguf", norms, matrix)
+    names = ["model.norm", *(f"model.layers.0.{name}" for name in GEMMA_NORMS.values())]
+    expected = {f"{name}.weight": values for name, values in zip(names, norms - 1, strict=True)}
+    expected["model.layers.0.self_attn.q_proj.weight"] = matrix.half()
+    rules = {"preset": "gguf-gemma3", "verify": True}
+    convert_checkpoint(path, tmp_path / "out.safetensors", **rules)
+    assert same(load_file(tmp_path / "out.safetensors"), expected)
+    convert_checkpoint(path, tmp_path / "16.pt", **rules, dtype="bfloat16")
+    as_16 = {name: values.bfloat16() for name, values in expected.items()}
+    assert same(dict(load_portable(tmp_path / "16.pt")), as_16)
+
+
+def test_a_mapping_does_not_promise_to_undo_what_was_computed(tmp_path):
+    path = gemma_file(tmp_path / "gemma.gguf", torch.rand(7, 32), torch.randn(16, 32))
+    with pytest.raises(KeyConflict, match=r"output_norm.* computes values, which a mapping"):
+        convert_checkpoint(
+            path,
+            tmp_path / "out.safetensors",
+            preset="gguf-gemma3",
+            save_mapping=tmp_path / "map.json",
+        )
+    assert not (tmp_path / "map.json").exists()
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_number_is_added_by_a_rule_of_a_file_too(tmp_path):
+    save_file({"norm.weight": torch.rand(5), "ids": torch.arange(3)}, tmp_path / "a.safetensors")
+    rule = {"from": "norm.weight", "to": "n.weight", "operations": [{"add": 2}]}
+    found = load_portable(tmp_path / "a.safetensors", keys=KeyRules.of([rule]))
+    assert torch.equal(found["n.weight"], load_file(tmp_path / "a.safetensors")["norm.weight"] + 2)
+    for of, value, message in (
+        ("ids", 2, "nothing is added to values of int64"),
+        ("norm.weight", 0, "a whole number other than 0"),
+        ("norm.weight", 0.5, "a whole number other than 0"),
+    ):
+        with pytest.raises((KeyConflict, KeyMismatch), match=message):
+            rule = {"from": of, "to": "n", "operations": [{"add": value}]}
+            load_portable(tmp_path / "a.safetensors", keys=KeyRules.of([rule]))
+
+
 def test_experts_of_mlx_become_single_ones(tmp_path):
     tensors = {f"model.layers.0.mlp.switch_mlp.{name}.weight": torch.randn(3, 4, 5)
                for name in ("gate_proj", "up_proj", "down_proj")}  # fmt: skip
@@ -295,4 +360,6 @@ def test_a_mapping_undoes_a_layout(tmp_path):
 
 def test_each_layout_says_where_its_facts_are_from():
     assert all("(" in layout.source for layout in LAYOUTS.values())
-    assert {f"to-{name}" for name in LAYOUTS} < set(preset_names())
+    both_ways = {f"to-{name}" for name, layout in LAYOUTS.items() if not layout.one_way}
+    assert both_ways == {name for name in preset_names() if name.startswith("to-")}
+    assert LAYOUTS.keys() < set(preset_names())

@@ -257,6 +257,36 @@ class TestCastOfAMean(TestMean):
         return super().expected(inputs).float()
 
 
+class TestAdd(ComputedConformance):
+    """Norms of a gemma in GGUF, less 1; around 1 and near 0, where the sum is rounded."""
+
+    DTYPE = torch.float32
+
+    def inputs(self):
+        torch.manual_seed(3)
+        powers = torch.randint(-30, 3, (601, 997))
+        return [(torch.randn(601, 997) * 2.0**powers).to(self.DTYPE)]
+
+    def made(self, inputs):
+        return elementwise("add", inputs, (-1.0,), inputs[0].dtype, "a norm")
+
+    def expected(self, inputs):
+        return inputs[0] - 1
+
+
+class TestAddToBfloat16(TestAdd):
+    DTYPE = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_number_is_added_in_other_types(dtype):
+    values = torch.randn(40, 30) * 2.0 ** torch.randint(-30, 3, (40, 30))
+    storage = stored(values.to(dtype))
+    ref = whole_view(storage, storage.dtype, (40, 30))
+    made = elementwise("add", [ref], (-1.0,), ref.dtype, "a norm")
+    assert bytes_of(made) == oracle.stored_bytes(values.to(dtype) - 1)
+
+
 class TestDecodeByBlocks(ComputedConformance):
     """fp8 with a scale for each block, of which those at the edges are cut."""
 
@@ -560,7 +590,7 @@ class TestKron(TestLowRank):
 
 def test_every_operation_has_a_class_here():
     assert set(OPERATIONS) == {
-        *("cast", "mean", "decode", "unblock"),
+        *("cast", "mean", "add", "decode", "unblock"),
         *("low-rank", "matmul", "multiply", "kron"),
     }
 
