@@ -73,6 +73,19 @@ def _note_called_result() -> None:
         noted.add(CALLED_RESULT)
 
 
+def _note_inner_class(cls: Node) -> None:
+    """Note a class that is the attribute of another by its name: protocols before 4 have `getattr`
+    find it, as for `ShardedTensor.ProcessGroupState`.
+    """
+    noted = _NAMED.get()
+    match cls:
+        case Call(args=(Global() as holder, str() as name)) if cls.name == "builtins.getattr":
+            if noted is not None:
+                noted.add((holder.module, f"{holder.name}.{name}"))
+        case _:
+            _note_called_result()
+
+
 class NodeMaker:
     """Makes the nodes of one stream; `position` is the byte that errors name.
 
@@ -136,7 +149,7 @@ class NodeMaker:
 
     def _new(self, cls: Node, args: tuple[Node, ...], kwargs: Node) -> Call:
         if type(cls) is not Global:
-            _note_called_result()
+            _note_inner_class(cls)
         if type(cls) is Global and cls.path in _IGNORE_NEW_ARGUMENTS:
             return Call(cls, (), new=True)
         return Call(cls, args, new=True, kwargs=kwargs)

@@ -24,7 +24,7 @@ from ckptconv.formats.folders.dcp_items import Coming, ForetoldItems, Items, ins
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, with_key
 from ckptconv.formats.folders.dcp_runs import Item, TensorEntry
 from ckptconv.io.location import Location, within
-from ckptconv.pickles.nodes import Dict, Node
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import (
     CheckpointError,
     MalformedCheckpoint,
@@ -39,6 +39,7 @@ from ckptconv.tree.walk import label_text
 
 _DATA = ".distcp"
 _OF_A_RANK = re.compile(rf"__.*{re.escape(INDEX)}").fullmatch
+_MOST_PARTS = 50  # of an optimizer state, which has two and what somebody put beside them
 # items that are held against each other before any is opened; of fewer, what is wrong with one is
 # told first
 _MANY = 1000
@@ -172,7 +173,33 @@ def _tree(
             tree.put(paths.get(key, (key,)), _value(metadata, key, entry, items))
         except CheckpointError as error:
             raise with_key(error, key) from error.__cause__
+    for node in tree.dicts():
+        _number_states(node)
     return tree.root
+
+
+def _number_states(node: Dict) -> None:
+    """Have the states of an optimizer that goes by numbers under numbers. The planner's paths have
+    them as text: torch's `load_state_dict` would find the state of no parameter, and say nothing.
+    """
+    if len(node.pairs) > _MOST_PARTS:
+        return
+    parts = dict(node.pairs)
+    states, groups = parts.get("state"), parts.get("param_groups")
+    if type(states) is not Dict or type(groups) is not list:
+        return
+    params = {
+        param
+        for group in groups
+        for label, listed in mapping_pairs(group) or ()
+        if label == "params" and type(listed) is list
+        for param in listed
+        if type(param) in (int, str)
+    }
+    numbers = {str(param): param for param in params if type(param) is int}
+    states.pairs = [
+        (numbers.get(key, key) if key not in params else key, value) for key, value in states.pairs
+    ]
 
 
 def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterator[Coming]:
@@ -247,6 +274,11 @@ class _Nested:
             raise MalformedCheckpoint("two keys have one place in the state dict")
         self._hang(holder, path[-1], value)
         self._values.add(place)
+
+    def dicts(self) -> Iterator[Dict]:
+        """The root, and all dicts that paths go through."""
+        yield self.root
+        yield from (holder for holder in self._holders.values() if type(holder) is Dict)
 
     def _hang(self, holder: Node, label: str | int, value: Node) -> None:
         if (type(holder) is list) is not (type(label) is int):
