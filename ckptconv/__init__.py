@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from ckptconv.pages.make import Page as Page
     from ckptconv.pages.make import report as report
     from ckptconv.pages.make import report_checkpoint as report_checkpoint
+    from ckptconv.proof.making import manifest_checkpoint as manifest_checkpoint
+    from ckptconv.proof.manifest import Manifest as Manifest
+    from ckptconv.proof.verify import Verification as Verification
+    from ckptconv.proof.verify import verify_checkpoint as verify_checkpoint
     from ckptconv.scan.files import Scan as Scan
     from ckptconv.scan.files import scan_checkpoint as scan_checkpoint
     from ckptconv.support.errors import AmbiguousStateDict as AmbiguousStateDict
@@ -125,6 +129,7 @@ _HOMES = {
     "Limits": "support.limits",
     "LoadResult": "live.load_into",
     "MalformedCheckpoint": "support.errors",
+    "Manifest": "proof.manifest",
     "MergeLora": "tree.merging_lora",
     "MissingDependency": "support.errors",
     "MissingFile": "support.errors",
@@ -149,6 +154,7 @@ _HOMES = {
     "UnknownOption": "support.errors",
     "UnreadableFile": "support.errors",
     "UnsupportedCheckpoint": "support.errors",
+    "Verification": "proof.verify",
     "VerificationFailed": "support.errors",
     "average_checkpoints": "convert.combining",
     "best_device": "devices.host",
@@ -163,6 +169,7 @@ _HOMES = {
     "limits": "support.limits",
     "load_into": "live.load_into",
     "load_portable": "live.load",
+    "manifest_checkpoint": "proof.making",
     "merge_checkpoints": "convert.combining",
     "merge_lora_checkpoint": "convert.lora",
     "open_checkpoint": "live.opened",
@@ -172,6 +179,7 @@ _HOMES = {
     "save_portable": "live.save",
     "scan_checkpoint": "scan.files",
     "stats_checkpoint": "values.collect",
+    "verify_checkpoint": "proof.verify",
 }
 """Public name → its module, imported on first use, so that `import ckptconv` costs nothing."""
 

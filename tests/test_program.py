@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "doctor": (TRAIN,),
     "diff": (TRAIN, DDP),
     "scan": (TRAIN, "--strict"),
+    "manifest": (DDP, "-o", "ddp.sha256"),
+    "verify": (DDP, "missing.sha256"),
     "stats": (TRAIN, "--top", "3"),
     "report": (TRAIN, "-o", "train.html", "--values"),
     "show": (DDP, "classifier.weight", "[0, :3]"),

@@ -63,8 +63,8 @@ class _Checked:
     """A job, what it is called, and where it reads and writes, each place without links.
 
     `sources` are what it names, `read` what it reads: of an index, the shards too. It writes its
-    `output`, the file that the shards of a set are `named` after, and the `mapping`. `is_folder`:
-    torch makes the output, which is a folder.
+    `output`, the file that the shards of a set are `named` after, and what is `told` of it.
+    `is_folder`: torch makes the output, which is a folder.
     """
 
     job: Job
@@ -73,12 +73,12 @@ class _Checked:
     read: frozenset[str]
     output: str
     named: str | None = None
-    mapping: str | None = None
+    told: tuple[str, ...] = ()
     is_folder: bool = False
 
     def written(self) -> Iterator[str]:
         """Each place that it writes."""
-        yield from (place for place in (self.output, self.named, self.mapping) if place is not None)
+        yield from (place for place in (self.output, self.named, *self.told) if place is not None)
 
 
 def _checked(job: Job, name: str, real: Callable[[Location], str]) -> _Checked:
@@ -92,10 +92,11 @@ def _checked(job: Job, name: str, real: Callable[[Location], str]) -> _Checked:
     if is_set and not is_folder:
         is_in_folder = is_folder_of_set(place, options.to)
         named = f"{output}/{to.shards_named}" if is_in_folder else output
-    mapping = None if options.save_mapping is None else real(place_of(options.save_mapping))
+    beside = (options.save_mapping, options.manifest)
+    told = tuple(real(place_of(path)) for path in beside if path is not None)
     sources = tuple(map(real, places))
     read = frozenset((*sources, *map(real, shards)))
-    return _Checked(job, name, sources, read, output, named, mapping, is_folder)
+    return _Checked(job, name, sources, read, output, named, told, is_folder)
 
 
 _OF_SET = re.compile(r"(?:-\d{5}-of-\d{5}(\.[^./]*)?|\.index\.json)$")
@@ -143,8 +144,8 @@ def _in_the_way(checked: Sequence[_Checked]) -> Iterator[str]:
     for one in checked:
         if read := [place for place in one.written() if place in beside]:
             yield f"{one.name}: writes what {checked[beside[read[0]]].name} reads: {read[0]}"
-        if one.mapping is not None and one.mapping in sources:
-            yield f"{one.name}: its mapping is the source of {sources[one.mapping]}"
+        for place in filter(sources.__contains__, one.told):
+            yield f"{one.name}: its mapping or manifest is the source of {sources[place]}"
         output, named = one.output, one.job.output
         for real in (output, *_around(output)):
             if real not in sources:

@@ -154,6 +154,7 @@ def _written(result: ConversionResult) -> list[PurePath]:
     return [
         *(file.path for file in files),
         *(plan.folder / item.name for item in plan.beside.copied),
+        *([] if plan.manifest is None else [plan.manifest]),
     ]
 
 

@@ -73,6 +73,7 @@ _NOT_FOR_STDOUT = (
     ("as_json", "--json"),
     ("max_shard_size", "--max-shard-size"),
     ("with_files", "--with-files"),
+    ("manifest", "--manifest"),
 )
 
 

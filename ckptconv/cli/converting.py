@@ -118,7 +118,7 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
         from ckptconv.convert.job import Job
         from ckptconv.convert.planner import target_of
 
-        named = {name: given[name] for name in ("output", "save_mapping")}
+        named = {name: given[name] for name in ("output", "save_mapping", "manifest")}
         refuse_no_path(**{name: path for name, path in named.items() if path is not None})
         with redirect_stdout(sys.stderr):  # a model that is built may print
             request = replace(request, fit_to=target_of(options))

@@ -43,6 +43,8 @@ COMMANDS = {
         "doctor": ("answering", "Say why a file does not load, and how to fix it."),
         "diff": ("answering", "Compare two checkpoints of any formats, to the bit."),
         "scan": ("answering", "Say whether a file is safe to load."),
+        "manifest": ("proving", "Write the SHA-256 of the files and of each tensor."),
+        "verify": ("proving", "Say what is not as a manifest says."),
     },
     "Fix": {
         "strip-module": ("converting", "Strip `module.` (DataParallel, DDP) from the keys."),
@@ -70,11 +72,12 @@ MEANT = {
     "cleanup": "clean abort gc",
     "convert": "export save to safetensors torch cast quantize shard split",
     "devices": "gpu gpus cuda device nvidia-smi",
-    "diff": "compare cmp equal same verify",
+    "diff": "compare cmp equal same",
     "doctor": "check diagnose why fix load validate",
     "edit": "rename metadata set",
     "help": "man docs doc",
     "inspect": "info describe summary keys header tree look open view",
+    "manifest": "hash sha256 sha256sum checksum digest fingerprint",
     "ls": "list tensors names shapes ll dir",
     "merge": "join combine concat cat-shards consolidate",
     "merge-lora": "lora adapter peft bake apply fuse-lora",
@@ -83,6 +86,7 @@ MEANT = {
     "show": "print cat dump values tensor get read",
     "stats": "statistics min max nan histogram",
     "strip-module": "strip unwrap remove-module",
+    "verify": "prove attest signature check-hash",
 }
 """Words that people try for the commands."""
 

@@ -30,6 +30,10 @@ FITTING = ("like", "model", "drop_unexpected")
 """The options by the commands that have them; what is in none of these, all that convert."""
 
 
+_TOLD = ("save_mapping", "manifest")
+"""The options that name files which tell of one output."""
+
+
 def _words(names: Sequence[str], **settings: Any) -> list[Callable[[F], F]]:
     """The options of these names, as `OptionWords` tells of them; `settings` are click's."""
     known = {item.name: item for item in fields(OptionWords)}
@@ -44,7 +48,7 @@ def _word_of(item: Field[Any], **settings: Any) -> Callable[[F], F]:
     elif any(word in kind for word in ("Words", "Pairs", "Sequence", "Mapping")):
         settings["multiple"] = True
     if taken is None and "PathLike" in kind:
-        taken = NEW_FILE if item.name == "save_mapping" else FILE
+        taken = NEW_FILE if item.name in _TOLD else FILE
     return option(
         f"--{as_written(item.name)} {told['metavar']}",
         told["help"],
@@ -158,7 +162,7 @@ choice_options = together(*_words(CHOICES))
 fitting_options = together(*_words(FITTING))
 """The options of what the keys are fitted to."""
 
-_APART = (*RULES, *CHOICES, *FITTING, "keys", "save_mapping")
+_APART = (*RULES, *CHOICES, *FITTING, *_TOLD, "keys")
 conversion_options = together(
     *_words([item.name for item in fields(OptionWords) if item.name not in _APART]),
     TAG,
@@ -194,7 +198,7 @@ def output_options_of(sources: str) -> Callable[[F], F]:
         click.argument("sources", metavar=sources, type=FILE, nargs=-1),
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
         conversion_options,
-        *_words(["save_mapping"]),
+        *_words(_TOLD),
         run_options,
     )
 

@@ -179,9 +179,15 @@ def _companion(name: str, place: Location) -> Companion:
 
 
 def copy_companion(
-    item: Companion, output: Destination, on_progress: Callable[[int], None], *, verify: bool
+    item: Companion,
+    output: Destination,
+    on_progress: Callable[[int], None],
+    *,
+    verify: bool,
+    watch: Callable[[OutputStream], object] = lambda _: None,
 ) -> None:
-    """Draft a copy of a file; with `verify` it is read back and compared.
+    """Draft a copy of a file; with `verify` it is read back and compared. `watch` is given the
+    stream before it is written.
 
     Raises `MalformedCheckpoint` where it is not the file any more that was planned.
     """
@@ -193,6 +199,7 @@ def copy_companion(
             )  # fmt: skip
         draft = output.draft(item.name, item.nbytes, on_progress)
         with draft:
+            watch(draft.stream)
             write_companion(item, source, draft.stream)
             draft.stream.finish()
             draft.commit()

@@ -14,6 +14,7 @@ from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
 from ckptconv.convert.lanes import SaidCount, Say, said, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
+from ckptconv.convert.proving import Proof, proof_of, watched
 from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
 from ckptconv.convert.verify import refuse_unread, verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
@@ -145,9 +146,8 @@ def hand_over_plan(
     `fsync` are about that.
     """
     with _mapping_made(plan, force=force, fsync=fsync) as put_mapping:
-        result = execute_plan(
-            replace(plan, mapping=None), fsync=False, verify=verify, on_progress=on_progress
-        )
+        alone = replace(plan, mapping=None, manifest=None)
+        result = execute_plan(alone, fsync=False, verify=verify, on_progress=on_progress)
         meter = Meter("deliver", plan.nbytes, on_progress)
         deliver(local_path(place_of(plan.output), ""), meter)
         meter.finish()
@@ -186,12 +186,15 @@ def _write_files(
     """Write the one file of an output, or its shards and their index."""
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
+        proof_of(plan, force=force, fsync=fsync) as proof,
         _destination(plan, force=force, fsync=fsync, verify=verify) as output,
     ):
-        tally, verified = _make_files(plan, output, fsync, verify, phases, share_out)
+        tally, verified = _make_files(plan, output, fsync, verify, phases, share_out, proof)
         result = _result(plan, tally, verified if verify else None, plan.nbytes)
         output.commit(plan.inputs)
         put_mapping()
+        if proof is not None:
+            proof.put()
     if verify and plan.in_folder:
         refuse_unread(plan)
     return result
@@ -206,7 +209,7 @@ def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool
         force=force,
         fsync=fsync,
         size=plan.nbytes,
-        read_back=verify,
+        read_back=verify or plan.manifest is not None,
         replaces=plan.inputs,
     )
 
@@ -216,7 +219,7 @@ class _Lane:
     """What one thread notes and tells while it makes files.
 
     `told` gets the place in the file, `compared` counts the bytes that were verified. So many
-    `threads` cast for it.
+    `threads` cast for it. `proof` is told of the digests of its files, where they are wanted.
     """
 
     told: Callable[[int], None]
@@ -225,6 +228,7 @@ class _Lane:
     tally: Tally = field(default_factory=Tally)
     checksums: Checksums = field(default_factory=Checksums)
     threads: int = 1
+    proof: Proof | None = None
 
 
 def _make_files(
@@ -234,6 +238,7 @@ def _make_files(
     verify: bool,
     phases: Phases,
     share_out: ShareOut | None,
+    proof: Proof | None,
 ) -> tuple[Tally, int]:
     """Draft all files of an output, each whole and checked; returns how many tensors were
     verified.
@@ -242,12 +247,12 @@ def _make_files(
         Meter("write", plan.nbytes, phases.tell),
         Meter("verify", plan.nbytes, phases.tell),
     )
-    _copy_companions(plan, output, written, phases, verify=verify)
-    lane = _Lane(_telling(written), compared, phases, threads=THREADS)
+    _copy_companions(plan, output, written, phases, proof, verify=verify)
+    lane = _Lane(_telling(written), compared, phases, threads=THREADS, proof=proof)
     make = partial(_make_shard, plan, output, fsync=fsync, verify=verify)
     files, verified = plan.files, 0
     if share_out is not None:
-        elsewhere = _Elsewhere(plan, output, lane.tally, phases, written, fsync=fsync)
+        elsewhere = _Elsewhere(plan, output, lane, written, fsync=fsync)
         files = elsewhere.make(share_out)
         if verify:
             with phases.timed("verify"):
@@ -274,14 +279,13 @@ class _Elsewhere:
         self,
         plan: ConversionPlan,
         output: Destination,
-        tally: Tally,
-        phases: Phases,
+        lane: _Lane,
         written: Meter,
         *,
         fsync: bool,
     ) -> None:
-        self._plan, self._output, self._tally, self._fsync = plan, output, tally, fsync
-        self._phases, self._written = phases, written
+        self._plan, self._output, self._lane, self._fsync = plan, output, lane, fsync
+        self._written = written
         self._made: list[tuple[PlannedFile, Draft]] = []
 
     def make(self, share_out: ShareOut) -> tuple[PlannedFile, ...]:
@@ -295,7 +299,9 @@ class _Elsewhere:
                 what = "is not on a disk of this machine, so workers cannot make its files"
                 hint = "leave --jobs and --engine out, or write to a disk that all share"
                 raise OutputRefused(what, path=self._plan.output, hint=hint)
-            share = share_of(len(shares), file, path, self._plan.to, fsync=self._fsync)
+            is_proved = self._lane.proof is not None
+            told = {"fsync": self._fsync, "is_proved": is_proved}
+            share = share_of(len(shares), file, path, self._plan.to, **told)
             if share is None:
                 draft.discard()
                 self._output.forget(draft)
@@ -303,7 +309,7 @@ class _Elsewhere:
             else:
                 shares.append(share)
                 self._made.append((file, draft))
-        with self._phases.timed("write"):
+        with self._lane.phases.timed("write"):
             for made in share_out(shares):
                 self._take(made)
         return tuple(left)
@@ -313,10 +319,12 @@ class _Elsewhere:
         assert file.part is not None
         draft.take_back(file.layout.nbytes)
         refs = [ref for _, ref, _ in file.part.tensors]
-        self._tally.overflowed.extend(refs[number] for number in made.overflowed)
-        self._tally.odd_bools.extend(refs[number] for number in made.odd_bools)
+        self._lane.tally.overflowed.extend(refs[number] for number in made.overflowed)
+        self._lane.tally.odd_bools.extend(refs[number] for number in made.odd_bools)
         path = local_path(draft.place, "")
         self._plan.target.check_written(path, file.path, len(file.layout.items))
+        if self._lane.proof is not None and made.digests is not None:
+            self._lane.proof.add(file.path.name, draft.place, made.digests)
         self._written.add(file.layout.nbytes)
 
     def verify(self, compared: Meter) -> int:
@@ -385,6 +393,7 @@ def _make_side_by_side(
             Phases(None if tell is None else said(say, tell)),
             checksums=Checksums(SaidCount(say)),
             threads=max(1, lane.threads // lanes),
+            proof=lane.proof,
         )
         return make(files[number], own), own
 
@@ -402,6 +411,7 @@ def _copy_companions(
     output: Destination,
     written: Meter,
     phases: Phases,
+    proof: Proof | None = None,
     *,
     verify: bool,
 ) -> None:
@@ -409,7 +419,11 @@ def _copy_companions(
     for item in plan.beside.copied:
         before = written.done
         with phases.timed("write"):
-            copy_companion(item, output, _telling(written), verify=verify)
+            if proof is None:
+                copy_companion(item, output, _telling(written), verify=verify)
+            else:
+                watch = partial(proof.watch_file, item.name)
+                copy_companion(item, output, _telling(written), verify=verify, watch=watch)
         written.at(before + item.nbytes)
 
 
@@ -423,12 +437,15 @@ def _make_file(file: PlannedFile, draft: Draft, lane: _Lane, *, fsync: bool) -> 
     """Write one file of an output, and wait for the disk where that is wanted."""
     with draft:
         stream = draft.stream
+        passing = None if lane.proof is None else watched(stream, file.layout)
         with lane.phases.timed("write"):
             write_layout(file.layout, stream, lane.tally, lane.checksums, lane.threads)
             stream.finish()
         lane.told(stream.position)
         with lane.phases.waiting(stream.position, wanted=fsync):
             draft.commit()
+    if lane.proof is not None and passing is not None:
+        lane.proof.add(file.path.name, draft.place, passing.result())
 
 
 def _shard_names(plan: ConversionPlan) -> ShardNames:
@@ -478,6 +495,7 @@ def _write_folder(
     place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
+        proof_of(plan, force=force, fsync=fsync) as proof,
         folder_output(place, force=force, fsync=fsync, size=nbytes, replaces=plan.inputs) as output,
     ):
         written = Meter("write", nbytes, phases.tell)
@@ -494,7 +512,11 @@ def _write_folder(
         plain.discard()
         verified = verify_folder(plan, LocalPlace(made), phases) if verify else None
         result = _result(plan, lane.tally, verified, folder_nbytes(made))
+        if proof is not None:
+            proof.add_folder(LocalPlace(made))
         with phases.waiting(plan.nbytes, wanted=fsync):
             output.commit(plan.inputs)
         put_mapping()
+        if proof is not None:
+            proof.put()
         return result

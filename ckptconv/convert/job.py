@@ -66,11 +66,11 @@ class Job:
         return self.options if isinstance(self.options, Request) else request_of(self.options)
 
     def check_output(self, request: Request) -> None:
-        """Raise `OutputRefused` where the output, or the mapping beside it, may not be made."""
+        """Raise `OutputRefused` where the output, or a file that tells of it, may not be made."""
         check_place(self.output, request, force=self.force)
-        if request.save_mapping is not None:
-            mapping = place_of(request.save_mapping)
-            check_place_free(mapping, is_folder=False, force=self.force)
+        for named in (request.save_mapping, request.manifest):
+            if named is not None:
+                check_place_free(place_of(named), is_folder=False, force=self.force)
 
     @contextlib.contextmanager
     def planned(self, request: Request) -> Iterator[ConversionPlan]:

@@ -59,6 +59,7 @@ class Request:
     unknown: Unknown = "refuse"
     max_shard_size: int | None = None
     save_mapping: str | os.PathLike[str] | None = None
+    manifest: str | os.PathLike[str] | None = None
     fit_to: KeyTarget | None = None
     edits: tuple[Edit, ...] = ()
     keep_dtype: tuple[str, ...] = ()
@@ -131,6 +132,8 @@ class Options(OptionWords):
       licence), chosen by name, into the output, which is a folder then.
     - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True``
       undoes it.
+    - `manifest`: the file that will tell the SHA-256 of each file and each tensor of the output, as
+      `manifest_checkpoint` would, made while they are written; `verify_checkpoint` reads it.
 
     Files that are named are read when the conversion is planned. Raises `OptionRefused` for a value
     that is none of its choices, `UnknownOption` (a `TypeError` too) for a name that is not an
@@ -197,6 +200,7 @@ class Options(OptionWords):
             max_shard_size=shard_limit(self.max_shard_size),
             with_files=self.with_files,
             save_mapping=self.save_mapping,
+            manifest=self.manifest,
             fit_to=fit_to,
             edits=edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme),
             keep_dtype=listed(self.keep_dtype),

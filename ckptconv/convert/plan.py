@@ -103,7 +103,8 @@ class ConversionPlan:
     key. `in_folder`: a folder was asked for, which is made if it is missing. `is_sharded`: shards
     were asked for, though all may fit one file.
 
-    `mapping` is the file that will tell which key became which, if one was asked for. `beside` are
+    `mapping` is the file that will tell which key became which, if one was asked for, and
+    `manifest` the path of the one that will tell the digests of the output. `beside` are
     the files beside the source: those that are copied, and those that are not. `reads` is what it
     is made of, and None in a plan that was pickled.
 
@@ -128,6 +129,7 @@ class ConversionPlan:
     rewritten: tuple[Rewritten, ...]
     notes: tuple[str, ...]
     mapping: PlannedFile | None = None
+    manifest: PurePath | None = None
     is_sharded: bool = False
     beside: Beside = Beside()  # noqa: RUF009 (frozen)
     reads: PlannedFrom | None = None

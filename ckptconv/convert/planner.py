@@ -6,7 +6,6 @@ Nothing is written when a plan fails. A plan's layout is executed by `execute`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -138,7 +137,7 @@ def _planned(
             plan = _with_files(plan, options)
             _refuse_lost_inputs(plan)
             _refuse_dcp_folder(plan)
-            return _with_mapping(plan, options.save_mapping)
+            return _with_told(plan, options)
     except CheckpointError as error:
         raise checkpoint.blamed(error) from error.__cause__
 
@@ -254,21 +253,33 @@ def _files_left(plan: ConversionPlan) -> Iterator[str]:
         yield f"{some_text(names)} of {home.name} not copied; --with-files copies such files"
 
 
-def _with_mapping(plan: ConversionPlan, named: str | os.PathLike[str] | None) -> ConversionPlan:
-    """The plan with the file beside its output that tells which key became which, if any."""
-    if named is None:
+def _with_told(plan: ConversionPlan, options: Request) -> ConversionPlan:
+    """The plan with the files that tell of its output: which key became which, and its digests."""
+    if options.save_mapping is not None:
+        plan = _with_mapping(plan, place_of(options.save_mapping).path)
+    if options.manifest is None:
         return plan
-    path = place_of(named).path
+    path = place_of(options.manifest).path
+    _refuse_taken(plan, path, "manifest")
+    return replace(plan, manifest=path)
+
+
+def _refuse_taken(plan: ConversionPlan, path: PurePath, what: str) -> None:
+    """Refuse a file that is to tell of an output in the place of one of both sides."""
     taken = {plan.source, plan.output, *(file.path for file in plan.files), *_files_of(plan.inputs)}
-    if plan.index is not None:
-        taken.add(plan.index.path)
+    taken |= {file.path for file in (plan.index, plan.mapping) if file is not None}
     taken |= {plan.folder / item.name for item in plan.beside.copied}
     if resolved(path) in {resolved(other) for other in taken}:
         raise OutputRefused(
-            "is the source or the output, so it cannot also be the mapping",
+            f"is the source or the output, so it cannot also be the {what}",
             path=path,
             hint="name another file",
         )
+
+
+def _with_mapping(plan: ConversionPlan, path: PurePath) -> ConversionPlan:
+    """The plan with the file beside its output that tells which key became which."""
+    _refuse_taken(plan, path, "mapping")
     mapped = [item.mapped() for item in plan.state_dicts if item.mapped is not None]
     raw = mapping_text(mapped)
     if lost := [key for item in mapped for key in item.lost()]:

@@ -35,6 +35,8 @@ def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
     if plan.mapping is not None:
         name = printable(plan.mapping.path)
         yield Row("mapping", f"{name}; --rules {name} --reverse undoes it")
+    if plan.manifest is not None:
+        yield Row("manifest", f"{printable(plan.manifest)}; ckptconv verify reads it")
     yield from note_rows(plan.notes)
 
 
@@ -343,7 +345,7 @@ def _changed(noun: str) -> Callable[[Mapping[tuple[str, str], int]], list[dict[s
 
 
 PLAN = Fields(
-    "source=. output=. state_dicts locations casts keys=state_dicts tied mapping files=. "
+    "source=. output=. state_dicts locations casts keys=state_dicts tied mapping manifest files=. "
     "files_not_copied=beside.left skipped rewritten notes",
     source=Fields("path=source format=source_format bytes=source_nbytes"),
     output=_output,

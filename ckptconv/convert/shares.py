@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptconv.convert.plan import PlannedFile
+from ckptconv.convert.proving import watched
 from ckptconv.convert.write import Tally, write_layout
 from ckptconv.devices.mapping import TagMap
 from ckptconv.formats.target_format import Target, target_named
 from ckptconv.io.destination import new_file
+from ckptconv.io.digests import Digests
 from ckptconv.io.files import FilePool
 from ckptconv.io.places import place_of
 from ckptconv.io.source import Reopening, Source
@@ -29,13 +31,14 @@ from ckptconv.tensors.packed import NotPacked, PackedTensors, check_same, packed
 @dataclass(frozen=True, slots=True)
 class MadeShare:
     """A file that was made: the number of its share, seconds, and the numbers of its tensors with
-    odd values (as `Tally`).
+    odd values (as `Tally`); its `digests`, where they are wanted.
     """
 
     number: int
     seconds: float
     overflowed: tuple[int, ...] = ()
     odd_bools: tuple[int, ...] = ()
+    digests: Digests | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Share:
     metadata: Mapping[str, str]
     tags: TagMap
     fsync: bool = True
+    is_proved: bool = False
     limits: Limits = field(default_factory=in_force)
 
     def make(self) -> MadeShare:
@@ -81,6 +85,7 @@ class Share:
                 raise CheckpointError("is laid out in another way here", path=self.shown)
             try:
                 with new_file(made, Path(self.shown), size=layout.nbytes) as stream:
+                    passing = watched(stream, layout) if self.is_proved else None
                     write_layout(layout, stream, tally, checksums, threads=1)  # of many workers
                     checksums.finish()
                     stream.settle(fsync=self.fsync)
@@ -94,7 +99,8 @@ class Share:
             tuple(numbers[id(ref)] for ref in noted)
             for noted in (tally.overflowed, tally.odd_bools)
         )
-        return MadeShare(self.number, time.perf_counter() - begin, overflowed, odd)
+        digests = None if passing is None else passing.result()
+        return MadeShare(self.number, time.perf_counter() - begin, overflowed, odd, digests)
 
     def memory(self) -> int:
         """The bytes of memory that making it takes, about."""
@@ -113,7 +119,7 @@ fails."""
 
 
 def share_of(
-    number: int, file: PlannedFile, path: Path, to: Target, *, fsync: bool
+    number: int, file: PlannedFile, path: Path, to: Target, *, fsync: bool, is_proved: bool = False
 ) -> Share | None:
     """The share that makes a file at `path`; None where only this process can."""
     part = file.part
@@ -135,4 +141,5 @@ def share_of(
         dict(part.metadata),
         part.tags,
         fsync,
+        is_proved,
     )

@@ -239,3 +239,9 @@ class OptionWords:
         "Save which key became which, so that --rules FILE --reverse can undo it.",
         "FILE",
     )
+    manifest: str | os.PathLike[str] | None = _word(
+        "Output",
+        None,
+        "Also write the SHA-256 of each file and each tensor of OUT, for ckptconv verify.",
+        "FILE",
+    )

@@ -186,6 +186,12 @@ class Source(ABC):
         """How another process opens it again; None for one that cannot be."""
         return None
 
+    def stated_sha256(self) -> str | None:
+        """The SHA-256 of all its bytes, in hexadecimal digits, that its server says; None where
+        nobody says one.
+        """
+        return None
+
     # ----------------------------------------------------------------------- what became of it
 
     def check_unchanged(self) -> None:  # noqa: B027 (nothing is promised)
@@ -255,6 +261,9 @@ class WrappedSource(Source):
 
     def comes_from(self, offset: int) -> tuple[Source, int]:
         return self.inner.comes_from(offset)
+
+    def stated_sha256(self) -> str | None:
+        return self.inner.stated_sha256()
 
     def let_go(self, replaced: Sequence[str]) -> None:
         self.inner.let_go(replaced)

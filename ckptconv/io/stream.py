@@ -118,6 +118,10 @@ class OutputStream:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
+    def lead_through(self, sink_of: Callable[[Sink], Sink]) -> None:
+        """Before anything is written: what is written goes through another sink to its own."""
+        self._sink = sink_of(self._sink)
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`; the caller may reuse its memory at once."""
         size = len(data)

@@ -69,7 +69,7 @@ _FLAGS = frozenset(
 _VALUED = """
     only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
     preset rules like model cast map-location keep-dtype drop metadata tied max-shard-size ledger
-    save-mapping integers prefix address engine jobs regex scheme scale
+    save-mapping integers prefix address engine jobs regex scheme scale manifest public-key
 """
 _OPTIONS = _FLAGS | frozenset(_VALUED.split())
 _NOT_OPTIONS = {

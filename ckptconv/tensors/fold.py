@@ -102,15 +102,16 @@ def fold_all(
     tell: Callable[[int], Meter],
     *,
     threads: int = 1,
+    is_checked: bool = True,
 ) -> list[Sequence[F]]:
     """The folders of each of `refs` after a pass over its values; all storages are checked too.
 
     `folders_of` makes the folders of one; without any, its values are not read. Equal views of one
     storage share a pass and its folders. What lies in order is read once for its values and its
-    checksum. `tell` gets the number of bytes that will be read and gives what counts them. Tensors
-    that do not share a storage are read in so many threads, where their sources can be; then the
-    places in their sources must have been checked. Raises `MalformedCheckpoint` if a storage does
-    not have the CRC-32 that its record declares.
+    checksum; without `is_checked` no checksum is looked at. `tell` gets the number of bytes that
+    will be read and gives what counts them. Tensors that do not share a storage are read in so many
+    threads, where their sources can be; then the places in their sources must have been checked.
+    Raises `MalformedCheckpoint` if a storage does not have the CRC-32 that its record declares.
     """
     refs = list(refs)
     made: dict[object, tuple[TensorRef, Sequence[F]]] = {}
@@ -119,18 +120,19 @@ def fold_all(
             made[view] = ref, folders_of(ref)
     folded = [(ref, folders) for ref, folders in made.values() if folders]
     wholes = {id(whole): whole for whole in map(_whole, origins(refs))}
-    checked = [whole for whole in wholes.values() if whole.crc32 is not None]
+    checked = [whole for whole in wholes.values() if is_checked and whole.crc32 is not None]
     meter = tell(_bytes_read([ref for ref, _ in folded], checked))
-    checksums = Checksums(meter)
+    checksums = Checksums(meter) if is_checked else None
     together: list[tuple[TensorRef, Sequence[F]]] = folded
     with read_soon([ref for ref, _ in folded]):
         if threads > 1:
             apart, together = _by_storage(folded)
-            checked = _folded_apart(apart, checked, meter, threads)
+            checked = _folded_apart(apart, checked, meter, threads, is_checked=is_checked)
         for ref, folders in together:
             fold(ref, *folders, checksums=checksums, meter=meter)
-    with read_soon(checked):
-        checksums.finish(checked)
+    if checksums is not None:
+        with read_soon(checked):
+            checksums.finish(checked)
     meter.finish()
     return [made[_view(ref)][1] for ref in refs]
 
@@ -202,7 +204,12 @@ def _batches(items: Sequence[Folded[F]]) -> Iterator[Sequence[Folded[F]]]:
 
 
 def _folded_apart(
-    apart: Sequence[Folded[F]], checked: Sequence[Storage], meter: Meter, threads: int
+    apart: Sequence[Folded[F]],
+    checked: Sequence[Storage],
+    meter: Meter,
+    threads: int,
+    *,
+    is_checked: bool,
 ) -> list[Storage]:
     """Fold tensors in threads, each with the checksums of its own storages; those of `checked` that
     are left.
@@ -215,9 +222,10 @@ def _folded_apart(
     def work(items: Sequence[Folded[F]]) -> None:
         for ref, folders in items:
             own = {id(one): one for one in map(_whole, origins([ref])) if id(one) in by_id}
-            checksums = Checksums(shared)
+            checksums = Checksums(shared) if is_checked else None
             fold(ref, *folders, checksums=checksums, meter=shared)
-            checksums.finish(own.values())
+            if checksums is not None:
+                checksums.finish(own.values())
 
     with ThreadPoolExecutor(threads, "ckptconv-folder") as pool:
         try:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
 from ckptconv.objects.torch_read import is_tensor_call
@@ -24,7 +24,7 @@ from ckptconv.tensors.schemes.gguf import unblocked
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import find
-from ckptconv.tree.walk import CONTAINERS, chain_of, place_text, walk
+from ckptconv.tree.walk import CONTAINERS, chain_of, place_text, tensors_of, walk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,10 +115,44 @@ def named_values(checkpoint: Checkpoint, only: str | None = None) -> NamedValues
 
 def values_in(root: Node) -> NamedValues:
     """Every tensor in a tree, under each of its names."""
-    if (made := _values("tensor", root)) is not None:
-        return NamedValues(tuple(made), ())
-    values: list[NamedValue] = []
-    unread: list[str] = []
+    values, unread = _under_names(root, _values)
+    return NamedValues(tuple(values), tuple(name for name, _ in unread))
+
+
+class Component(NamedTuple):
+    """Bytes of a tensor under one of its names, or of a part of one that consists of several.
+
+    `recipe` is on the first of these: what puts them together, beside the bytes.
+    """
+
+    name: str
+    ref: TensorRef
+    recipe: Recipe | None = None
+
+
+def components_in(root: Node) -> list[Component]:
+    """The bytes of every tensor in a tree, under each of its names: of codes the codes, as they
+    are, and what they are read with. Two containers of the same tree give the same ones.
+    """
+    found, unread = _under_names(root, _components)
+    for name, value in unread:
+        found += (Component(f"{name}.{path}", ref) for path, ref in tensors_of(value))
+    return found
+
+
+T = TypeVar("T")
+
+
+def _under_names(
+    root: Node, made_of: Callable[[str, Node], list[T] | None]
+) -> tuple[list[T], list[tuple[str, Node]]]:
+    """What is made of each tensor in a tree, under each of its names; and the names and values of
+    those of which nothing is (None).
+    """
+    if (made := made_of("tensor", root)) is not None:
+        return made, []
+    values: list[T] = []
+    unread: list[tuple[str, Node]] = []
     whole: set[int] = set()  # calls that are one tensor, whatever is in them
     for place, node in walk(root):
         if whole and any(id(step[2]) in whole for step in chain_of(place)):
@@ -129,13 +163,37 @@ def values_in(root: Node) -> NamedValues:
             if type(child) not in (TensorRef, TensorObject, Call):
                 continue
             name = place_text((place, label, node))
-            if (made := _values(name, child)) is not None:
+            if (made := made_of(name, child)) is not None:
                 values += made
                 whole.add(id(child))
             elif is_tensor_call(child) and holds_tensors(child):
-                unread.append(name)
+                unread.append((name, child))
                 whole.add(id(child))
-    return NamedValues(tuple(values), tuple(unread))
+    return values, unread
+
+
+def _components(name: str, value: Node) -> list[Component] | None:
+    """A value as the bytes that it consists of; None where it is no tensor, or one that cannot be
+    taken apart.
+    """
+    ref = value.tensor if type(value) is TensorObject else value
+    if type(ref) is TensorRef:
+        return [Component(name, ref)]
+    if type(value) is not Call:
+        return None
+    if (packed := packed_codes(value, BITS)) is not None:
+        parts, recipe, shape = packed
+        recipes = {name: {**recipe, "shape": list(shape)}}
+        named = [(f"{name}.{part}", each) for part, each in parts]
+    elif (made := flat(name, value)) is not None:
+        named, recipes = [*made.tensors], made.recipes
+    else:
+        return None
+    found = []
+    for key, each in named:
+        owner = next((one for one in recipes if key.startswith(f"{one}.")), None)
+        found.append(Component(key, each, recipes.pop(owner) if owner is not None else None))
+    return found
 
 
 def _values(name: str, value: Node) -> list[NamedValue] | None:

@@ -46,6 +46,9 @@ _NEXT = re.compile(r'<([^<>]*)>\s*;[^,]*\brel\s*=\s*"?next\b').search
 _PAGE = 8 << 20  # bytes of one page of a list; the Hub's have 1000 entries of 300 bytes
 _PAGES = 1000
 
+_SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
+"""The tag of a large file, by which git LFS and the Hub name its bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Repository:
@@ -187,7 +190,9 @@ class HubStore(WebStore):
         for headers in own:
             size, tag = headers.get("X-Linked-Size", ""), headers.get("X-Linked-ETag", "").strip()
             if size.isascii() and size.isdigit() and is_strong(tag):
-                self._linked[key] = Seen(int(size), tag, is_pinned=True)
+                digest = tag.strip('"').lower()
+                sha256 = digest if _SHA256(digest) else None
+                self._linked[key] = Seen(int(size), tag, is_pinned=True, sha256=sha256)
 
     def _is_own(self, url: str) -> bool:
         from ckptconv.io.remote.wire import origin_of

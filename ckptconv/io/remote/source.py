@@ -291,6 +291,9 @@ class RemoteSource(FarSource):
     def is_for_threads(self) -> bool:
         return True
 
+    def stated_sha256(self) -> str | None:
+        return self._seen.sha256
+
     def check_unchanged(self) -> None:
         """Where the version is pinned, all that was read is of one version; so it is where nothing
         tells versions apart, for it came in one answer.

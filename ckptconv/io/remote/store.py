@@ -48,12 +48,14 @@ class StoreError(Exception):
 class Seen:
     """An object as a store tells of it: its size in bytes, and the tag of its version.
 
-    `is_pinned`: a request that names the tag is only answered from that version.
+    `is_pinned`: a request that names the tag is only answered from that version. `sha256` is that
+    of all its bytes, in hexadecimal digits, where the store says it.
     """
 
     size: int
     tag: str = ""
     is_pinned: bool = False
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,132 @@
+"""SHA-256 of bytes that pass by in order: of all of them, and of runs of them.
+
+OpenSSL lets go of the interpreter while it hashes, so both are done in threads beside the copy that
+the bytes are for. A conversion costs what hashing costs where it has a core to spare, and reads
+nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
+from typing import NamedTuple
+
+from ckptconv.io.crc import crc32
+from ckptconv.io.source import Range, Source
+from ckptconv.io.stream import Sink
+from ckptconv.support.progress import Counting
+
+_WORTH_THREADS = 1 << 16
+"""Bytes from which to hand them to a thread takes less time than to hash them."""
+
+
+class Digests(NamedTuple):
+    """The hexadecimal SHA-256 of a file, and of runs of its bytes."""
+
+    whole: str
+    runs: dict[Range, str]
+
+
+class RunDigests:
+    """The SHA-256 of all bytes it is given, and that of each of `runs`, which are not empty, lie in
+    ascending order and do not overlap.
+
+    `crcs` are the CRC-32 of the runs, with `has_crcs`, known when the last byte was given. `close`
+    gives the threads back.
+    """
+
+    def __init__(self, runs: Sequence[Range], *, has_crcs: bool = False) -> None:
+        self.crcs: list[int] = []
+        self._digests: list[str] = []
+        self._runs, self._has_crcs = runs, has_crcs
+        self._whole, self._run, self._crc = sha256(), sha256(), 0
+        self._at = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: tuple[Future[None], ...] = ()
+
+    def result(self) -> Digests:
+        """The digests, when all bytes were given."""
+        runs = dict(zip(self._runs, self._digests, strict=True))
+        return Digests(self._whole.hexdigest(), runs)
+
+    def begin(self, view: memoryview) -> None:
+        """Take the next bytes, which stay as they are until `wait` returns."""
+        if len(view) < _WORTH_THREADS:
+            self._whole.update(view)
+            self._take(view)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(2, "ckptconv-digest")
+        submit = self._pool.submit
+        self._waiting = submit(self._whole.update, view), submit(self._take, view)
+
+    def wait(self) -> None:
+        """The bytes that were given last are not looked at any more."""
+        waiting, self._waiting = self._waiting, ()
+        for each in waiting:
+            each.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def _take(self, view: memoryview) -> None:
+        """Give each run what there is of it."""
+        at, end = self._at, self._at + len(view)
+        while len(self._digests) < len(self._runs):
+            first, nbytes = self._runs[len(self._digests)]
+            if first >= end:
+                break
+            part = view[max(0, first - at) : min(first + nbytes, end) - at]
+            self._run.update(part)
+            if self._has_crcs:
+                self._crc = crc32(part, self._crc)
+            if first + nbytes > end:
+                break
+            self._digests.append(self._run.hexdigest())
+            self.crcs.append(self._crc)
+            self._run, self._crc = sha256(), 0
+        self._at = end
+
+
+def digested(
+    source: Source, runs: Sequence[Range], meter: Counting, *, has_crcs: bool = False
+) -> RunDigests:
+    """The digests of a whole source and of runs of it, all of which is read once."""
+    digests = RunDigests(runs, has_crcs=has_crcs)
+    try:
+        for view in source.stream([(0, source.size)]):
+            digests.begin(view)
+            digests.wait()
+            meter.add(len(view))
+    finally:
+        digests.close()
+    return digests
+
+
+class DigestingSink(Sink):
+    """Another sink, whose bytes are hashed while it takes them.
+
+    They are hashed in their order, so no part of them may be written before another.
+    """
+
+    def __init__(self, inner: Sink, passing: RunDigests) -> None:
+        self._inner, self._passing = inner, passing
+
+    def write(self, view: memoryview) -> None:
+        self._passing.begin(view)
+        try:
+            self._inner.write(view)
+        finally:
+            self._passing.wait()
+
+    def end(self, size: int, *, fsync: bool) -> None:
+        self._passing.close()
+        self._inner.end(size, fsync=fsync)
+
+    def close(self) -> None:
+        self._passing.close()
+        self._inner.close()

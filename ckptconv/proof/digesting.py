@@ -1,0 +1,125 @@
+"""SHA-256 of the values of tensors: out of one pass over the files that hold them, or tensor by
+tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptconv.io.source import Range, Source
+from ckptconv.proof.manifest import TensorDigest
+from ckptconv.support.progress import Meter
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.fold import fold_all
+from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
+from ckptconv.tensors.stream import verbatim_runs
+from ckptconv.values.named import Component
+
+THREADS = min(4, os.cpu_count() or 1)
+_NOTHING = hashlib.sha256().hexdigest()
+
+
+class Sha256:
+    """A folder that knows the SHA-256 of the values."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, chunk: memoryview) -> None:
+        """Take the next values."""
+        self._digest.update(chunk)
+
+    @property
+    def value(self) -> str:
+        """In hexadecimal digits."""
+        return self._digest.hexdigest()
+
+
+class Lying(NamedTuple):
+    """A tensor whose values are a run of a file, just as they are: `nbytes` bytes of `source` from
+    `offset` on, which are those of `storage` from its byte `first` on.
+    """
+
+    source: Source
+    offset: int
+    nbytes: int
+    storage: Storage
+    first: int
+
+
+def lying(ref: TensorRef) -> Lying | None:
+    """Where the values of a tensor lie in one run; None where they are gathered, swapped, computed
+    or inflated.
+    """
+    runs = verbatim_runs(ref)
+    if runs is None or len(runs) != 1:
+        return None
+    [(storage, first, nbytes)] = runs
+    if not nbytes or isinstance(storage.source, DerivedSource) or storage.source.is_inflated:
+        return None
+    source, offset = storage.source.comes_from(storage.offset + first)
+    if source.is_inflated or source.is_in_memory():
+        return None
+    return Lying(source, offset, nbytes, storage, first)
+
+
+def apart(runs: Iterable[Range]) -> list[Range]:
+    """Runs that do not overlap, in order: of two that do, the one that begins first, or the longer
+    one.
+    """
+    found: list[Range] = []
+    end = 0
+    for offset, nbytes in sorted({*runs}, key=lambda run: (run[0], -run[1])):
+        if offset >= end:
+            found.append((offset, nbytes))
+            end = offset + nbytes
+    return found
+
+
+def note_checksums(checksums: Checksums, lies: Iterable[Lying], read: Mapping[Range, int]) -> None:
+    """Tell `checksums` of the storages whose bytes were read; `read` are the CRC-32s of runs."""
+    told: set[tuple[int, int, int]] = set()
+    for each in lies:
+        crc = read.get((each.offset, each.nbytes))
+        key = id(each.storage), each.first, each.nbytes
+        if crc is not None and key not in told:
+            told.add(key)
+            checksums.copied(each.storage, each.first, each.nbytes, crc)
+
+
+Known = Callable[[TensorRef], str | None]
+"""The digest of a tensor whose bytes have passed by."""
+
+
+def tensor_digests(
+    components: Sequence[Component],
+    known: Known,
+    tell: Callable[[int], Meter],
+    *,
+    is_checked: bool = True,
+) -> list[TensorDigest]:
+    """The digests of tensors, of which those that are not `known` are read.
+
+    With `is_checked` what is read is held against the checksums that its file declares.
+    """
+    found = [_NOTHING if not each.ref.nbytes else known(each.ref) for each in components]
+    left = [each.ref for each, digest in zip(components, found, strict=True) if digest is None]
+    folders = iter(
+        fold_all(left, lambda _: [Sha256()], tell, threads=THREADS, is_checked=is_checked)
+    )
+    made = []
+    for each, digest in zip(components, found, strict=True):
+        if digest is None:
+            [folder] = next(folders)
+            digest = folder.value
+        made.append(told_of(each, digest))
+    return made
+
+
+def told_of(component: Component, sha256: str) -> TensorDigest:
+    """What a manifest says of a tensor."""
+    name, ref, recipe = component
+    return TensorDigest(name, ref.dtype.name, ref.shown_shape, sha256, recipe)
