@@ -10,7 +10,7 @@ from ckptconv.devices.host import require_device
 from ckptconv.devices.mapping import resolve_map_location
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Pending, Source
-from ckptconv.support.errors import UnsupportedCheckpoint
+from ckptconv.support.errors import OptionRefused, UnsupportedCheckpoint
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.checksums import check_storage, refuse_crc
 from ckptconv.tensors.computed import iter_cast_chunks
@@ -41,10 +41,19 @@ class Restorer:
         else:
             moved = self._call(storage, location)
             if moved is not None:
-                untyped: torch.UntypedStorage = getattr(moved, "_untyped_storage", moved)
-                return untyped
+                return _untyped(moved)
             device = require_device(location)
         return storage if device.type == "cpu" else storage.to(device=device)
+
+
+def _untyped(moved: Any) -> torch.UntypedStorage:
+    """What a callable gave instead of a storage; a typed one stands for what it wraps."""
+    untyped: torch.UntypedStorage = getattr(moved, "_untyped_storage", moved)
+    if not hasattr(untyped, "data_ptr"):
+        what = f"the callable map_location gave {moved!r:.100}, which is not a storage"
+        hint = "return the storage, moved, or None; or give a string, a device or a dict"
+        raise OptionRefused(what, hint=hint)
+    return untyped
 
 
 def lies_mappable(storage: Storage, dtype: DType) -> bool:

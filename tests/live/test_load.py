@@ -43,6 +43,7 @@ from ckptconv.support.errors import (
     KeyConflict,
     KeyMismatch,
     MalformedCheckpoint,
+    OptionRefused,
     OutputRefused,
     RefusedObject,
     UnsupportedCheckpoint,
@@ -396,6 +397,11 @@ def test_map_location_as_a_callable_is_asked_as_torch_asks(tmp_path):
     assert asked["ours"] == asked["theirs"] and len(asked["ours"]) == 3
     plain = saved(tree, tmp_path)
     same(dict(load_portable(plain, lambda storage, tag: None)), tree)
+
+
+def test_a_callable_that_gives_a_device_is_told_what_to_give(samples):
+    with pytest.raises(OptionRefused, match=r"gave 'cpu', which is not a storage; return the"):
+        load_portable(samples / "ddp_cuda3.pt", lambda storage, tag: "cpu")
 
 
 @without_cuda
