@@ -13,6 +13,7 @@ from typing import Any
 from ckptconv.convert.companions import companion_places
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options, Request
+from ckptconv.formats.folders.trained import NUMBERS, training_files
 from ckptconv.io import places
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
@@ -165,10 +166,12 @@ def _places_named(job: Job) -> Iterator[Location]:
 
 def _places_beside(job: Job) -> Iterator[Location]:
     """The files that lie beside what a job reads and go into its output with it."""
-    if job.options.with_files:
-        for place in places_of(job):
-            home = place if place.is_folder() else place_of(place.path.parent)
+    for place in places_of(job):
+        home = place if place.is_folder() else place_of(place.path.parent)
+        if job.options.with_files:
             yield from companion_places(home)
+        if job.options.with_training:
+            yield from map(home.child, (*training_files(home), NUMBERS))
 
 
 def _listed(value: Any) -> Iterable[Any]:

@@ -160,9 +160,15 @@ def _tied(
 
 
 def refuse_unheld(to: TargetFormat, options: Request) -> None:
-    """Raise `OptionRefused` where metadata is given and the output cannot hold any, or a name is
-    chosen of tied tensors that all keep theirs.
+    """Raise `OptionRefused` where metadata or training states are asked for and the output cannot
+    hold any, or a name is chosen of tied tensors that all keep theirs.
     """
+    if options.with_training and (not to.holds_trees or options.shard_bytes is not None):
+        kind = to.name if options.shard_bytes is None else "sharded"
+        raise OptionRefused(
+            f"a {kind} output holds weights only",
+            hint="leave --with-training out, or write one torch file or a DCP folder",
+        )
     if to.shares_storages and options.tied not in ("alias", "duplicate"):
         raise OptionRefused(
             f"tied={options.tied!r:.100}: all names of a tied tensor stay in a {to.name} output",

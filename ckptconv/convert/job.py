@@ -77,7 +77,12 @@ class Job:
         """The plan of the conversion; the source is open within the block."""
         with (
             held(self.limits),
-            open_certain(self.source, tag=self.tag, whole_modules=True) as checkpoint,
+            open_certain(
+                self.source,
+                tag=self.tag,
+                whole_modules=True,
+                with_training=request.with_training,
+            ) as checkpoint,
         ):
             yield plan_conversion(checkpoint, self.output, request)
 

@@ -66,6 +66,7 @@ class Request:
     cast: tuple[tuple[str, DType], ...] = ()
     metadata: tuple[tuple[str, str], ...] = ()
     with_files: bool = False
+    with_training: bool = False
 
     def __post_init__(self) -> None:
         _refuse_no_choice(self)
@@ -130,6 +131,8 @@ class Options(OptionWords):
       sharded output holds one state dict.
     - `with_files`: copy the files beside the source that belong to a model (config, tokenizer,
       licence), chosen by name, into the output, which is a folder then.
+    - `with_training`: of a folder in which training saved ``optimizer.pt``, ``scheduler.pt``,
+      ``rng_state.pth`` beside the weights, take these too: the weights are under ``model`` then.
     - `save_mapping`: the file that will tell which key became which; ``rules=FILE, reverse=True``
       undoes it.
     - `manifest`: the file that will tell the SHA-256 of each file and each tensor of the output, as
@@ -199,6 +202,7 @@ class Options(OptionWords):
             unknown=self.unknown,
             max_shard_size=shard_limit(self.max_shard_size),
             with_files=self.with_files,
+            with_training=self.with_training,
             save_mapping=self.save_mapping,
             manifest=self.manifest,
             fit_to=fit_to,

@@ -53,6 +53,7 @@ from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.optimizer_names import follow_names
+from ckptconv.tree.optimizer_states import optimizer_states
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.settling import settle_objects
@@ -127,6 +128,10 @@ def _planned(
             whole = checkpoint
             if not keeps_modules(to, options):
                 whole = flatten_modules(checkpoint)
+            if options.with_training and next(optimizer_states(whole.root, {}), None) is None:
+                what = "--with-training: this checkpoint was opened without training states"
+                hint = "let convert open the folder that they are in, or leave it out"
+                raise OptionRefused(what, hint=hint)
             checkpoint = edited(whole, _edits_of(options))
             options = replace(options, keys=with_config(options.keys, checkpoint))
             if to.holds_trees and options.shard_bytes is None:
@@ -160,7 +165,7 @@ def _with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
     """The plan with what is to be said of the files beside its output, and beside its source those
     that go with a model, where they were asked for.
     """
-    notes = [*beside_notes(plan), *_config_notes(plan, options)]
+    notes = [*beside_notes(plan), *_config_notes(plan, options), *_training_left(plan, options)]
     if not options.with_files:
         notes += _files_left(plan) if plan.in_folder else ()
         return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
@@ -251,6 +256,21 @@ def _files_left(plan: ConversionPlan) -> Iterator[str]:
     names = [place.name for place in companion_places(home) if place.is_file()]
     if names and resolved(plan.folder) != resolved(home.path):
         yield f"{some_text(names)} of {home.name} not copied; --with-files copies such files"
+
+
+def _training_left(plan: ConversionPlan, options: Request) -> Iterator[str]:
+    """Tell of training states beside the weights of a folder, where the output could hold them."""
+    if not plan.target.holds_trees or options.shard_bytes is not None or options.with_training:
+        return
+    place = place_of(plan.source)
+    if place.is_far() or options.only is not None or not (read := _files_of(plan.inputs)):
+        return
+    from ckptconv.formats.folders.trained import training_files  # seldom needed
+
+    home = place if place.is_folder() else place.absolute.parent
+    names = training_files(home)
+    if names and not any(path.name in names for path in read):
+        yield f"{some_text(names)} of {home.name} not taken; --with-training takes such files"
 
 
 def _with_told(plan: ConversionPlan, options: Request) -> ConversionPlan:

@@ -213,6 +213,12 @@ class OptionWords:
         "Make OUT a folder, and copy the config, the tokenizer and the like that lie beside IN "
         "into it. Never code.",
     )
+    with_training: bool = _word(
+        "Parts",
+        False,
+        "Take the optimizer, the scheduler and the like too, which training saved in files of "
+        "their own beside the weights.",
+    )
     only: str | None = _word(
         "Parts",
         None,

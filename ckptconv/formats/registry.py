@@ -126,9 +126,13 @@ def open_certain(
     tag: str | None = None,
     whole_modules: bool = False,
     edits: Sequence[Edit] = (),
+    with_training: bool = False,
 ) -> Checkpoint:
-    """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it."""
-    return _asked(path, tag, whole_modules=whole_modules, edits=edits).opened()
+    """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it.
+    `with_training`: with what training left in files beside the weights.
+    """
+    asked = _asked(path, tag, whole_modules=whole_modules, edits=edits)
+    return replace(asked, with_training=with_training).opened()
 
 
 def open_to_look(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
@@ -164,6 +168,9 @@ class _Asked:
 
     is_by_index: bool = False
     """Whether an index is enough where it tells all that must be known."""
+
+    with_training: bool = False
+    """Whether what training left in files beside the weights is wanted too."""
 
     def opened_quickly(self) -> Checkpoint:
         """The checkpoint, by its index alone where that tells enough."""
@@ -219,6 +226,8 @@ class _Asked:
             raise UnsupportedCheckpoint(what, path=path, hint="leave --tag out")
         else:
             checkpoint = _open_alone(path)
+        if self.with_training:
+            checkpoint = _with_training(checkpoint)
         if checkpoint.part is not None or not is_folder:
             return checkpoint
         return checkpoint.as_part(part_of_modules(path))
@@ -260,6 +269,18 @@ class _Asked:
             what = f"holds no '{printable(self.tag)}'"
             hint = f"choose one with --tag: {printable(known, 500)}"
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
+
+
+def _with_training(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the training states in its folder, or in that of its first file."""
+    try:
+        place = place_of(checkpoint.path)
+        home = place if place.is_folder() else place.parent
+        made: Checkpoint = _in_folders("trained.with_training")(checkpoint, home)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return made
 
 
 def _finished(
