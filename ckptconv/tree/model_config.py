@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
+from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.json_text import read_object
 from ckptconv.tree.checkpoint import Checkpoint
@@ -15,9 +16,12 @@ from ckptconv.tree.checkpoint import Checkpoint
 
 def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The model's ``config.json`` beside a checkpoint, or ``params.json`` of Meta's; of a GGUF file
-    what it says itself, by the names of a config. Empty where there is none.
+    and of Megatron-LM what it says itself, by the names of a config. Empty where there is none.
     """
-    if (found := _of_gguf(checkpoint.metadata)) is not None:
+    found = _of_gguf(checkpoint.metadata)
+    if found is None:
+        found = _of_megatron(training_arguments(checkpoint.root))
+    if found is not None:
         return found
     home = home_of(checkpoint)
     if home is None:
@@ -34,14 +38,34 @@ def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     if architecture is None:
         return None
     told = {}
-    for name, ours in (("head_count", "num_attention_heads"), ("head_count_kv", _KV_HEADS)):
+    for name, ours in (("head_count", _HEADS), ("head_count_kv", _KV_HEADS)):
         text = metadata.get(f"{architecture}.attention.{name}")
         if text is not None:
             told[ours] = int(text) if text.isdecimal() else text
     return told
 
 
-_KV_HEADS = "num_key_value_heads"
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
+
+
+def training_arguments(root: Node) -> Mapping[str, Any]:
+    """The arguments of the training that Megatron-LM keeps in a checkpoint, by name: a pickled
+    Namespace, read as data. Empty where there are none.
+    """
+    args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
+    known = mapping_pairs(args.state if type(args) is Call else args) or ()
+    return {key: value for key, value in known if type(key) is str}
+
+
+def _of_megatron(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The numbers of heads in the arguments of Megatron-LM; None for another program's.
+
+    Groups count where there are some. Source: megatron/training/arguments.py.
+    """
+    if not {_HEADS, "tensor_model_parallel_size"} <= args.keys():
+        return None
+    is_grouped = args.get("group_query_attention") is True
+    return {_HEADS: args[_HEADS], _KV_HEADS: args.get("num_query_groups") if is_grouped else None}
 
 
 def home_of(checkpoint: Checkpoint) -> Location | None:

@@ -202,7 +202,7 @@ def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
     """Notes on tensors that each rank may have; `MalformedCheckpoint` where another one differs."""
     own, first = [], ranks[0].number
     for labels, tensor in ranks[0].others.items():
-        others = (rank for rank in ranks[1:] if not _are_equal(tensor, rank.others[labels]))
+        others = (rank for rank in ranks[1:] if not are_equal(tensor, rank.others[labels]))
         if (odd := next(others, None)) is None:
             continue
         if not _is_of_a_rank(labels):
@@ -221,7 +221,7 @@ def _is_of_a_rank(labels: Labels) -> bool:
     return is_buffer or any("." not in text and names_rank_state(text) for text in texts)
 
 
-def _are_equal(one: TensorRef, other: TensorRef) -> bool:
+def are_equal(one: TensorRef, other: TensorRef) -> bool:
     """Whether two tensors hold the same values: by the checksums of their storages where they have
     any.
     """

@@ -566,16 +566,6 @@ def test_a_megatron_checkpoint_of_one_rank_is_its_file(tmp_path):
     ("ranks", "args", "what"),
     [
         (
-            ("mp_rank_00", "mp_rank_01"),
-            {},
-            "is a tensor-parallel checkpoint of 2 ranks .* of Megatron-LM, which is not read",
-        ),
-        (
-            ("mp_rank_00_000", "mp_rank_00_001", "mp_rank_00_002"),
-            {},
-            "is a pipeline- or expert-parallel checkpoint of 3 ranks",
-        ),
-        (
             ("mp_rank_00",),
             {"tensor_model_parallel_size": 4},
             "holds one rank of a model that was split over 4",
@@ -587,7 +577,7 @@ def test_a_megatron_checkpoint_of_one_rank_is_its_file(tmp_path):
         ),
     ],
 )
-def test_a_megatron_checkpoint_of_several_ranks_is_refused_by_its_name(ranks, args, what, tmp_path):
+def test_one_rank_of_several_of_megatron_is_refused_by_what_it_says(ranks, args, what, tmp_path):
     legacy_megatron(tmp_path / "iter_0000005", *ranks, **args)
     (tmp_path / TRACKER).write_text("5")
     with pytest.raises(UnsupportedCheckpoint, match=what):
