@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora fuzz samples clean
+.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora bench-delta fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -179,6 +179,9 @@ bench-quantised: $(VENV)/ready
 # Tensor rules against cp of the input, and against a conversion without rules.
 bench-layouts: $(VENV)/ready
 	$(BIN)/python bench/tensor_rules.py
+
+bench-delta: $(VENV)/ready
+	$(BIN)/python bench/disk_delta.py
 
 bench-lora: $(FAMILIES)/ready
 	$(FAMILIES)/bin/python bench/lora.py

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptconv.batch.drive import convert_many as convert_many
     from ckptconv.batch.receipts import Receipt as Receipt
+    from ckptconv.convert.applying import apply_deltas as apply_deltas
     from ckptconv.convert.combining import average as average
     from ckptconv.convert.combining import average_checkpoints as average_checkpoints
     from ckptconv.convert.combining import merge as merge
     from ckptconv.convert.combining import merge_checkpoints as merge_checkpoints
     from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
+    from ckptconv.convert.deltas import DeltaResult as DeltaResult
+    from ckptconv.convert.deltas import delta_checkpoints as delta_checkpoints
     from ckptconv.convert.edit import EditResult as EditResult
     from ckptconv.convert.edit import edit as edit
     from ckptconv.convert.edit import edit_checkpoint as edit_checkpoint
@@ -109,6 +112,7 @@ _HOMES = {
     "CheckpointWarning": "support.errors",
     "ConversionPlan": "convert.plan",
     "ConversionResult": "convert.execute",
+    "DeltaResult": "convert.deltas",
     "DeviceUnavailable": "support.errors",
     "Diagnosis": "doctor.report",
     "Dequantize": "tree.dequantizing",
@@ -156,10 +160,12 @@ _HOMES = {
     "UnsupportedCheckpoint": "support.errors",
     "Verification": "proof.verify",
     "VerificationFailed": "support.errors",
+    "apply_deltas": "convert.applying",
     "average_checkpoints": "convert.combining",
     "best_device": "devices.host",
     "convert_checkpoint": "convert.convert_checkpoint",
     "convert_many": "batch.drive",
+    "delta_checkpoints": "convert.deltas",
     "diagnose_checkpoint": "doctor.diagnose",
     "diff_checkpoints": "diff.checkpoints",
     "edit_checkpoint": "convert.edit",

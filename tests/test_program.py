@@ -14,7 +14,7 @@ from helpers.paths import NUMBERS
 from helpers.program import SAMPLES, run, run_bytes, run_on_terminal, run_process
 
 TRAIN, DDP = SAMPLES / "ddp_cuda3_train.pt", SAMPLES / "ddp_cuda3.pt"
-LORA = NUMBERS / "lora_bf16"
+LORA, DELTA = NUMBERS / "lora_bf16", NUMBERS / "delta"
 COMMANDS: dict[str, tuple[object, ...]] = {
     "convert": (TRAIN, "out.safetensors", "--verify"),
     "strip-module": (DDP, "out.pt"),
@@ -32,6 +32,8 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "merge": (DDP, SAMPLES / "tied.pt", "out.pt"),
     "average": (DDP, DDP, "out.pt"),
     "merge-lora": (LORA / "base", LORA, "out.safetensors"),
+    "delta": (DELTA / "base", DELTA / "full", "weight_v000001"),
+    "apply": (DELTA / "base", DELTA / "weight_v000001_xor", "out.safetensors"),
     "edit": (DDP, "--metadata", "license=mit"),
     "cleanup": (DDP,),
     "batch": (DDP, "--out-dir", "out", "--to", "torch", "--dry-run"),
@@ -50,7 +52,7 @@ def test_a_fork_answers_as_a_process_does(command, tmp_path):
     for name, way in (("fork", run), ("process", run_process)):
         (room := tmp_path / name).mkdir()
         done = way(command, *COMMANDS.get(command, ()), cwd=room)
-        files = {path.name: path.read_bytes() for path in room.iterdir()}
+        files = {path.name: path.read_bytes() for path in room.rglob("*") if path.is_file()}
         # a run that took long says "done", and what of the time was spent on what
         untimed = re.sub(r"(written|done) in [0-9.]+ s.*", "", done.err)
         answers.append((done.exit, done.out, untimed, files))

@@ -179,6 +179,6 @@ def options_of(given: dict[str, Any], keys: Any, *, are_sent: bool = False) -> O
     return Options(
         keys=keys if keys in KEYS else KeyRules.of((), keys),
         rules=tuple(rules),
-        map_location=read_tag_pairs(given["map_location"]) or None,
+        map_location=read_tag_pairs(given.get("map_location", ())) or None,
         **words,
     )

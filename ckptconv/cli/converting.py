@@ -123,12 +123,12 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
         with redirect_stdout(sys.stderr):  # a model that is built may print
             request = replace(request, fit_to=target_of(options))
         job = Job(given["sources"], output, request, tag=given["tag"], force=given["force"])
-        refused = _refused(lambda: job.check_output(request))
+        refused = refused_by(lambda: job.check_output(request))
         if refused is not None and not given["dry_run"]:
             raise refused
         return job.planned(request), lambda: refused
 
-    _make(given, wrappers, planned, is_shared=is_shared)
+    make_output(given, wrappers, planned, is_shared=is_shared)
 
 
 @command(
@@ -230,12 +230,12 @@ def merge_lora(scale: str | None, **given: Any) -> None:
         wanted = {"tag": given["tag"], "force": given["force"] or given["dry_run"]}
         check = partial(check_place, output, request, force=given["force"])
         plan = lora_plan(base, adapters, output, request, scale=strengths, **wanted)
-        return plan, lambda: _refused(check)
+        return plan, lambda: refused_by(check)
 
     refuse_missing(given)
     if len(given["sources"]) < 2:
         raise click.UsageError("there is no adapter; name BASE, one ADAPTER or more, then OUT")
-    _make(given, "strip", planned)
+    make_output(given, "strip", planned)
 
 
 def _numbers(words: str, name: str, example: str) -> list[float]:
@@ -256,17 +256,19 @@ def _combine(given: dict[str, Any], plan_of: Callable[..., Any], **options: Any)
         # a dry run tells apart that the output exists
         wanted = {"only": given["only"], "force": given["force"] or given["dry_run"], **options}
         check = partial(check_place, output, request, force=given["force"])
-        return plan_of(given["sources"], output, request, **wanted), lambda: _refused(check)
+        return plan_of(given["sources"], output, request, **wanted), lambda: refused_by(check)
 
     refuse_missing(given)
     if len(given["sources"]) < 2:
         raise click.UsageError("there is only one checkpoint; name two or more, then OUT")
     if given["tag"] is not None:
         raise click.UsageError("--tag picks a step of one folder; name the folders of the steps")
-    _make(given, "keep", planned)
+    make_output(given, "keep", planned)
 
 
-def _make(given: dict[str, Any], wrappers: str, planned: Any, *, is_shared: bool = False) -> None:
+def make_output(
+    given: dict[str, Any], wrappers: str, planned: Any, *, is_shared: bool = False
+) -> None:
     """Plan an output, and write it or show what would be written; `is_shared`: by workers, a file
     each.
 
@@ -293,7 +295,7 @@ def _make(given: dict[str, Any], wrappers: str, planned: Any, *, is_shared: bool
     _show_plan(plan, given, refused)
 
 
-def _refused(check: Callable[[], None]) -> OutputRefused | None:
+def refused_by(check: Callable[[], None]) -> OutputRefused | None:
     """Why an output could not be written, as far as it can be told before all are known."""
     try:
         check()

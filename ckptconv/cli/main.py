@@ -31,6 +31,8 @@ COMMANDS = {
         "merge": ("converting", "Put the state dicts of several checkpoints into one."),
         "average": ("converting", "Write the mean of several checkpoints of one model."),
         "merge-lora": ("converting", "Merge LoRA adapters into the weights of their base."),
+        "delta": ("deltas", "Write what changed from one version of a model to the next."),
+        "apply": ("deltas", "Apply such changes to the version that they were made from."),
     },
     "Look": {
         "inspect": ("answering", "Show what is in a checkpoint."),

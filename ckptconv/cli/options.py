@@ -171,6 +171,9 @@ conversion_options = together(
 )
 """The options of what becomes of a checkpoint."""
 
+applying_options = together(*_words(["to", "max_shard_size", "with_files", "only"]), TAG, LIMIT)
+"""The options of an output whose tensors are given by something else."""
+
 _safe = partial(option, section="Safety")
 run_options = together(
     _safe("-f --force", "Replace OUT if it exists. OUT may be IN."),

@@ -38,6 +38,7 @@ COPYING: Mapping[Phase, str] = {
     "deliver": "writing to standard output",
 }
 COMPARING: Mapping[Phase, str] = {"read": "comparing", "measure": "measuring what differs"}
+DIFFING: Mapping[Phase, str] = {"read": "comparing", "write": "writing"}
 READING: Mapping[Phase, str] = {"read": "reading"}
 READING_BOTH: Mapping[Phase, str] = {"read": "reading", "measure": "measuring what differs"}
 SCANNING: Mapping[Phase, str] = {"read": "scanning"}

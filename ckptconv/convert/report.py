@@ -15,6 +15,7 @@ from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows
 from ckptconv.support.text import count_text, first_few, seconds_text, size_text, some_text, starred
 
 if TYPE_CHECKING:
+    from ckptconv.convert.deltas import DeltaResult
     from ckptconv.convert.edit import EditResult
     from ckptconv.convert.execute import ConversionResult
     from ckptconv.convert.plan import ConversionPlan
@@ -438,5 +439,36 @@ _EDIT = Fields(
     format=lambda _: "safetensors",
     renamed=dict,
     metadata=dict,
+    seconds=lambda seconds: round(seconds, 6),
+)
+
+
+# ---------------------------------------------------------------------------------------- deltas
+
+
+def delta_headline(result: DeltaResult) -> str:
+    """The line that says what a delta is."""
+    of = f"of {size_text(result.whole_nbytes)}"
+    seconds = seconds_text(result.seconds)
+    return f"{printable(result.path)}: {size_text(result.nbytes)} {of}, done in {seconds}"
+
+
+def delta_lines(result: DeltaResult) -> Iterator[Row]:
+    """What a delta holds, as rows."""
+    yield Row("version", f"{result.base_version} → {result.version}")
+    whole = count_text(result.tensors, "tensor")
+    yield Row("tensors", f"{result.changed:,} of {whole} changed")
+    yield Row("layout", f"{result.encoding}, zstd, {result.checksum}")
+    yield from note_rows(result.notes)
+
+
+def delta_document(result: DeltaResult) -> dict[str, Any]:
+    """A delta as JSON values."""
+    return _DELTA.of(result)
+
+
+_DELTA = Fields(
+    "path version base_version encoding checksum tensors changed bytes=nbytes "
+    "whole_bytes=whole_nbytes notes seconds",
     seconds=lambda seconds: round(seconds, 6),
 )

@@ -102,7 +102,10 @@ def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
         require(one)
     try:
         opened = open_certain if asked.values else open_to_look
-        with collector_paused(), opened(paths, tag=asked.tag, whole_modules=True) as whole:
+        with (
+            collector_paused(),
+            opened(paths, tag=asked.tag, whole_modules=True, is_delta=None) as whole,
+        ):
             checkpoint = flatten_modules(whole)
             facts = inspect_checkpoint(checkpoint)
             case = Case(paths, whole, checkpoint, facts, asked)

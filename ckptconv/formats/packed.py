@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptconv.formats.containers import open_source, packer_of
 from ckptconv.io.inflate import IS_BOMB, UnpackedSource, is_bomb
-from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.source import CHUNK, Source, SourceFile
 from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, malformed
 from ckptconv.support.limits import in_force
 from ckptconv.tree.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ def open_packed(source: Source) -> Checkpoint:
         hint = "unpack it first"
         raise UnsupportedCheckpoint("is compressed twice", path=source.path, hint=hint)
     packer = packer_of(source.read(0, min(8, source.size)))
-    with contextlib.closing(packer.open(io.BufferedReader(_Reader(source), CHUNK))) as opened:
+    with contextlib.closing(packer.open(io.BufferedReader(SourceFile(source), CHUNK))) as opened:
         own = (getattr(packer, name, EOFError) for name in ("LZMAError", "ZstdError"))
         inner = UnpackedSource(source, _pieces(source, opened, (*own, *_BROKEN)))
     try:
@@ -56,23 +56,6 @@ def within_file(
     )
     sources = (*around, *(item for item in found.sources if item not in around))
     return replace(found, path=around[0].path, container=container, sources=sources)
-
-
-class _Reader(io.RawIOBase):
-    """A source as a file that is read from its beginning to its end."""
-
-    def __init__(self, source: Source) -> None:
-        self._views = source.stream([(0, source.size)])
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._left = self._left or next(self._views, self._left)
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        return count
 
 
 _BROKEN = (OSError, EOFError, ValueError, zlib.error)

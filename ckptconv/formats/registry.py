@@ -127,19 +127,28 @@ def open_certain(
     whole_modules: bool = False,
     edits: Sequence[Edit] = (),
     with_training: bool = False,
+    is_delta: bool | None = False,
 ) -> Checkpoint:
     """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it.
-    `with_training`: with what training left in files beside the weights.
+
+    `with_training`: with what training left in files beside the weights. `is_delta`: what holds
+    changes of tensors is opened, and nothing else (None: it is too).
     """
     asked = _asked(path, tag, whole_modules=whole_modules, edits=edits)
-    return replace(asked, with_training=with_training).opened()
+    return replace(asked, with_training=with_training, is_delta=is_delta).opened()
 
 
-def open_to_look(path: Named, *, tag: str | None = None, whole_modules: bool = False) -> Checkpoint:
+def open_to_look(
+    path: Named,
+    *,
+    tag: str | None = None,
+    whole_modules: bool = False,
+    is_delta: bool | None = False,
+) -> Checkpoint:
     """For who judges a checkpoint by what it says of itself: as `open_certain`, but over a network,
     where each look costs a request, by its index alone.
     """
-    asked = _asked(path, tag, whole_modules=whole_modules)
+    asked = replace(_asked(path, tag, whole_modules=whole_modules), is_delta=is_delta)
     return asked.opened_quickly() if asked.paths[0].is_far() else asked.opened()
 
 
@@ -172,6 +181,11 @@ class _Asked:
     with_training: bool = False
     """Whether what training left in files beside the weights is wanted too."""
 
+    is_delta: bool | None = False
+    """Whether what holds changes of tensors is meant: whoever reads weights would take these for
+    some. None: it is as good as a checkpoint.
+    """
+
     def opened_quickly(self) -> Checkpoint:
         """The checkpoint, by its index alone where that tells enough."""
         if len(self.paths) == 1:
@@ -196,6 +210,7 @@ class _Asked:
                     pool = FilePool()
                     opened += (open_file(item, pool) for item in paths)
                 found = _finished(opened, named, whole_modules=self.whole_modules)
+                self._refuse_other_kind(found)
                 return edited(found, self.edits)
         except BaseException as error:
             for one in opened:
@@ -211,6 +226,17 @@ class _Asked:
             if isinstance(error, OSError):  # a name too long, a folder that is closed to us
                 raise not_opened(error, at) from error
             raise
+
+    def _refuse_other_kind(self, found: Checkpoint) -> None:
+        """Refuse changes where weights are meant, and the other way round."""
+        is_delta = found.container.is_delta
+        if self.is_delta is None or is_delta is self.is_delta:
+            return
+        if is_delta:
+            found.refuse_part()
+        what = "is not a delta: its index does not say delta_encoding"
+        hint = "name the folder that ckptconv delta, slime or miles wrote"
+        raise UnsupportedCheckpoint(what, path=found.path, hint=hint)
 
     def _open(self) -> Checkpoint:
         path, tag = self.paths[0], self.tag

@@ -66,7 +66,7 @@ def inspect_checkpoint(
             f"depth={depth!r:.100} is not a number of levels", hint="give 0 or more"
         )
     if not isinstance(source, Checkpoint):
-        with open_to_look(source, tag=tag) as opened:
+        with open_to_look(source, tag=tag, is_delta=None) as opened:
             found = inspect_checkpoint(opened, depth)
         named = tuple(map(str, places_of(source)))
         return found if len(named) == 1 else replace(found, named=named)
@@ -395,7 +395,7 @@ def survey(
 def _surveyed(
     paths: tuple[Location, ...], depth: int, tag: str | None, *, has_fix: bool
 ) -> Surveyed:
-    with open_to_look(paths, tag=tag) as checkpoint:
+    with open_to_look(paths, tag=tag, is_delta=None) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
         fix = None
         if has_fix and not found.portable:

@@ -42,6 +42,10 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
     """The facts about a checkpoint above its tree, as rows."""
     tensors = count_text(found.tensors, "tensor")
     yield Row("format", f"{found.format}, {size_text(found.nbytes)}, {tensors}")
+    if found.opening.is_delta:
+        yield from note_rows(found.notes)
+        yield from _metadata_lines(found)
+        return
     if found.producer:
         yield Row("written by", printable(found.producer))
     yield Row("saved on", _counts(found.locations, "storage") or "no device: it holds no tensors")
@@ -56,9 +60,13 @@ def inspection_lines(found: Inspection) -> Iterator[Row]:
     if is_bloated(found):
         yield _bloat_line(found)
     yield from _object_lines(found)
+    yield from _metadata_lines(found)
+    yield from note_rows(found.notes)
+
+
+def _metadata_lines(found: Inspection) -> Iterator[Row]:
     for name, value in list(found.metadata.items())[:SHOWN]:
         yield Row("metadata", f"{printable(name)} = {printable(value, 80)}")
-    yield from note_rows(found.notes)
 
 
 def _quantized_text(item: Quantized) -> str:

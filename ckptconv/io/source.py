@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptconv.io.crc import crc32
 from ckptconv.support.errors import MalformedCheckpoint
@@ -365,3 +366,20 @@ class MemorySource(Source):
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+class SourceFile(io.RawIOBase):
+    """A source as a file that is read from its beginning to its end."""
+
+    def __init__(self, source: Source) -> None:
+        self._views = source.stream([(0, source.size)])
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._left = self._left or next(self._views, self._left)
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count

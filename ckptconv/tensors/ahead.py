@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
+from typing import TypeGuard
 
 from ckptconv.io.source import Source
 from ckptconv.tensors.computed import ComputedSource
@@ -81,6 +82,8 @@ def _runs_in(storage: Storage, first: int, nbytes: int) -> list[Run]:
     as they are wanted side by side.
     """
     source, offset = storage.source, storage.offset + first
+    if _is_in_order(source):
+        return _interleaved([*_read_in_order(source)])
     if not isinstance(source, ComputedSource):
         return [(source, offset, nbytes)]
     runs: list[Run] = []
@@ -91,6 +94,23 @@ def _runs_in(storage: Storage, first: int, nbytes: int) -> list[Run]:
             parts = [_extent(piece, ref.dtype.itemsize) for piece in whole.pieces]
             runs += _interleaved(inner if inner is not None else parts)
     return runs
+
+
+def _is_in_order(source: Source) -> TypeGuard[DerivedSource]:
+    return isinstance(source, DerivedSource) and source.is_in_order
+
+
+def _read_in_order(source: DerivedSource) -> Iterator[Part]:
+    """What is read side by side, each from its beginning to its end, for what is made in order."""
+    for ref in source.inputs:
+        runs = verbatim_runs(ref)
+        extents = [_extent(piece, ref.dtype.itemsize) for piece in ref.pieces]
+        for part in extents if runs is None else runs:
+            inner = part[0].source
+            if _is_in_order(inner):
+                yield from _read_in_order(inner)
+            else:
+                yield part
 
 
 def _interleaved(parts: Sequence[Part]) -> list[Run]:

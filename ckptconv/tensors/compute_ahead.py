@@ -21,7 +21,7 @@ from ckptconv.support.platforms import cores
 from ckptconv.support.signals import held_back
 from ckptconv.tensors.computed import ReadRun, read_cast, step_in
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.refs import Storage, origins
+from ckptconv.tensors.refs import DerivedSource, Storage, origins
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,7 +91,7 @@ def compute_ahead(
     work = _Work(write_at)
     tasks = (task for each in wanted for task in _tasks(each))
     waiting: deque[Future[Cut]] = deque()
-    with _stopped(ThreadPoolExecutor(threads, "ckptconv-computer")) as pool:
+    with _stopped(ThreadPoolExecutor(threads, "ckptconv-computer"), work) as pool:
 
         def cuts(count: int) -> Iterator[Cut]:
             for _ in range(count):
@@ -103,12 +103,13 @@ def compute_ahead(
 
 
 @contextmanager
-def _stopped(pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
+def _stopped(pool: ThreadPoolExecutor, work: _Work) -> Iterator[ThreadPoolExecutor]:
     """The threads come to their end before anything else happens: then their file is closed."""
     try:
         yield pool
     finally:
         with held_back():
+            work.is_wanted = False
             pool.shutdown(cancel_futures=True)
 
 
@@ -124,7 +125,9 @@ def _tasks(each: ToCompute) -> Iterator[Task]:
     """The runs, cut."""
     position = each.position
     for storage, first, nbytes in each.runs:
-        size = _STEPS * step_in(storage, _STEP)
+        source = storage.source
+        is_in_order = isinstance(source, DerivedSource) and source.is_in_order
+        size = max(1, nbytes) if is_in_order else _STEPS * step_in(storage, _STEP)
         for start in range(0, nbytes, size):
             count = min(size, nbytes - start)
             yield storage, first + start, count, each.source, each.target, position
@@ -135,6 +138,7 @@ class _Work:
     """What each thread does with a task, in a buffer of its own."""
 
     def __init__(self, write_at: WriteAt) -> None:
+        self.is_wanted = True  # a task may be a large tensor: nobody waits for the rest of it
         self._write_at = write_at
         self._own = threading.local()
 
@@ -154,6 +158,8 @@ class _Work:
         at = position
         step = step_in(storage, _STEP)
         for start in range(0, nbytes, step):
+            if not self.is_wanted:
+                break
             view = self._own.buffer[: min(step, nbytes - start)]
             result = read_cast(storage, first + start, view, source, target, read.append)
             crc = crc32(result.data, crc)

@@ -73,8 +73,11 @@ def _unpacked(ref: TensorRef) -> Iterator[Array]:
         yield np.packbits(ones, axis=1, bitorder="little").reshape(-1)
 
 
-def aligned(first: Iterator[Array], second: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
-    """The runs of both, cut to the same number of elements."""
+def aligned(
+    first: Iterator[Array], second: Iterator[Array], step: int | None = None
+) -> Iterator[tuple[Array, Array]]:
+    """The runs of both, cut to the same number of elements, at most `step`."""
+    step = step or _STEP
     ours: Array | None = None
     theirs: Array | None = None
     while True:
@@ -82,7 +85,7 @@ def aligned(first: Iterator[Array], second: Iterator[Array]) -> Iterator[tuple[A
         theirs = theirs if theirs is not None and len(theirs) else next(second, None)
         if ours is None or theirs is None:
             return
-        count = min(len(ours), len(theirs), _STEP)
+        count = min(len(ours), len(theirs), step)
         yield ours[:count], theirs[:count]
         ours, theirs = ours[count:], theirs[count:]
 

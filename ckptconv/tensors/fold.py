@@ -71,21 +71,28 @@ def fold(
     `checksums` is told of the runs of bytes that were read, or reads the storages itself if the
     values do not lie in order. `meter` counts the bytes of the values.
     """
+    _feed(noted(ref, checksums), folders, meter)
+
+
+def noted(ref: TensorRef, checksums: Checksums | None) -> Iterator[memoryview]:
+    """The values of `ref` as `iter_chunks` gives them; `checksums` is told as by `fold`."""
     runs = verbatim_runs(ref)
     if runs is None:
         if checksums is not None:
             for piece in ref.pieces:
                 checksums.read(piece.storage)
-        _feed(iter_chunks(ref), folders, meter)
+        yield from iter_chunks(ref)
         return
     for storage, first, nbytes in runs:
         chunks = noting(storage.source, checksums).stream([(storage.offset + first, nbytes)])
         if checksums is None or not storage.has_crc:
-            _feed(chunks, folders, meter)
-        else:
-            crc = RunningCrc()
-            _feed(chunks, (crc, *folders), meter)
-            checksums.copied(storage, first, nbytes, crc.value)
+            yield from chunks
+            continue
+        crc = RunningCrc()
+        for chunk in chunks:
+            crc.update(chunk)
+            yield chunk
+        checksums.copied(storage, first, nbytes, crc.value)
 
 
 def _feed(chunks: Iterable[memoryview], folders: Sequence[Folder], meter: Counting | None) -> None:

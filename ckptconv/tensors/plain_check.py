@@ -44,10 +44,16 @@ def sample_size(tensors: list[tuple[TensorRef, DType]]) -> int:
 
 
 def is_made(ref: TensorRef, dtype: DType) -> bool:
-    """Whether the values of a tensor that is written as `dtype` are computed or cast."""
-    if ref.dtype is not dtype:
-        return True
-    return any(isinstance(piece.storage.source, DerivedSource) for piece in ref.pieces)
+    """Whether the values of a tensor that is written as `dtype` are computed or cast.
+
+    What is made in order alone is held against a checksum of what it should be: no second statement
+    says more, and to make it for some elements takes making all that lie before.
+    """
+    sources = [piece.storage.source for piece in ref.pieces]
+    derived = [source for source in sources if isinstance(source, DerivedSource)]
+    if any(source.is_in_order for source in derived):
+        return False
+    return ref.dtype is not dtype or bool(derived)
 
 
 def other_element(ref: TensorRef, dtype: DType, written: TensorRef, most: int) -> Shape | None:

@@ -170,9 +170,14 @@ class TensorRef(_Fields):
 
 
 class DerivedSource(Source):
-    """A source whose bytes are made of those of tensors, its `inputs`."""
+    """A source whose bytes are made of those of tensors, its `inputs`.
+
+    `is_in_order`: they are made from the first to the last, by one reader at a time, and checked by
+    themselves; whoever begins elsewhere waits for all that lie before.
+    """
 
     inputs: tuple[TensorRef, ...]
+    is_in_order = False
 
 
 def origins(values: Iterable[TensorRef | Storage]) -> Iterator[Storage]:

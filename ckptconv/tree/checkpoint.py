@@ -58,13 +58,15 @@ PICKLE_HEAD = 16  # bytes of `FileFacts.head`
 class Part(NamedTuple):
     """What a file is that holds one part of a checkpoint, and what to do. `mark` is the number that
     the name of an output must have to hold it alone (empty: none may). `is_copied`: the other parts
-    are among the files beside it that a copy of its folder has.
+    are among the files beside it that a copy of its folder has. `is_delta`: it holds changes of
+    tensors, which look like tensors of bytes.
     """
 
     what: str
     hint: str
     mark: str = ""
     is_copied: bool = False
+    is_delta: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -160,8 +162,16 @@ class Checkpoint:
 
     def as_part(self, part: Part | None) -> Checkpoint:
         """The same, which is only that part of a checkpoint; a note says so."""
-        told = () if part is None else (f"{part.what}; {part.hint}",)
-        return replace(self, part=part, notes=(*self.notes, *told))
+        if part is None:
+            return replace(self, part=None)
+        container = self.container
+        if part.is_delta:
+            why_not = "it holds changes of tensors, to be applied to what they were made from"
+            container = replace(
+                container, by="", why_not=why_not, names_storages=False, is_delta=True
+            )
+        notes = (*self.notes, f"{part.what}; {part.hint}")
+        return replace(self, part=part, container=container, notes=notes)
 
     def refuse_part(self, output: str = "") -> None:
         """Raise `UnsupportedCheckpoint` for one part of a checkpoint, which is not to be taken for

@@ -30,7 +30,8 @@ class Container:
     of whatever version. `is_legacy`: from before torch 1.6, so that its storages have types and it
     cannot be mapped. `has_version`: it says which version of its kind it is, and torch reads only
     some. `is_script`: a program, whose objects are those of its own classes. `is_index`: an index
-    of shards. `is_folder`: many files that are opened as one folder. `has_checksums`: damage shows.
+    of shards. `is_folder`: many files that are opened as one folder. `is_delta`: it holds changes
+    of tensors, not weights. `has_checksums`: damage shows.
     `shares`: several tensors in it may share bytes that are there once. `names_storages`: what it
     names can be counted without the reader.
     """
@@ -47,6 +48,7 @@ class Container:
     is_script: bool = False
     is_index: bool = False
     is_folder: bool = False
+    is_delta: bool = False
     has_checksums: bool = False
     shares: bool = True
     names_storages: bool = False

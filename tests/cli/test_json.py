@@ -286,7 +286,19 @@ def test_convert_prints_what_the_page_says(room):
         "state_dict.flag": 1
     }
     assert found[-1]["dry_run"] is True and found[-1]["error"]["exit_code"] == 1
-    hold("convert, strip-module, add-module, merge, average, merge-lora", found, fit=True)
+    hold("convert, strip-module, add-module, merge, average, merge-lora, apply", found, fit=True)
+
+
+def test_delta_prints_what_the_page_says(room):
+    torch.save({"fc.weight": torch.ones(3), "epoch": 1}, room / "old.pt")
+    torch.save({"fc.weight": torch.zeros(3), "epoch": 2}, room / "new.pt")
+    torch.save({"fc.bias": torch.zeros(3)}, room / "other.pt")
+    found = [
+        document("delta", "old.pt", "new.pt", "weight_v000003", cwd=room),
+        document("delta", "old.pt", "other.pt", "weight_v000004", cwd=room, code=1),
+    ]
+    assert (found[0]["version"], found[0]["base_version"], found[0]["changed"]) == (3, 2, 1)
+    hold("delta", found)
 
 
 def test_what_went_over_the_network_is_in_every_document(room):

@@ -1305,6 +1305,11 @@ COMMANDS = {
     "merge": [*OPTIONS, "--prefix"],
     "average": [*OPTIONS, "--weights", "--integers"],
     "merge-lora": [*OPTIONS, "--scale"],
+    "delta": [
+        *("NEW", "--encoding", "--checksum", "--version", "--base-version", "--only-new"),
+        *("--tag-new", "--force", "--no-fsync", "--json", "--quiet"),
+    ],
+    "apply": ["DELTA...", "--to", "--max-shard-size", "--with-files", "--only", *OPTIONS[-6:]],
     "edit": [
         "--metadata",
         "--metadata-from",

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import PurePath
-from typing import NamedTuple
+from shlex import quote
+from typing import Any, NamedTuple
 
 from ckptconv.formats.folders.steps import weight_files
 from ckptconv.io.location import Location, is_plain_name, read_small
 from ckptconv.pickles.nodes import Call, Global, Node, mapping_pairs
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.support.text import first_few
+from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tree.checkpoint import Checkpoint, Part
 from ckptconv.tree.walk import tensor_of
 
@@ -73,8 +75,49 @@ def part_of(place: Location, checkpoint: Checkpoint) -> Part | None:
     """What a file is a part of, if it is one: by its name, else by what it holds."""
     name = _PACKED.sub("", place.name)
     root = checkpoint.root
+    if _holds_changes(checkpoint):
+        return delta_part(place.parent.path, {})
     named = _by_name(name, place) or part_of_step(name, root)
     return named or flat_part(root) or _slice_of(root) or checkpoint.part
+
+
+DELTA_ENCODING = "delta_encoding"
+"""What the metadata of an index have where its shards hold changes (`formats.deltas`)."""
+
+
+def delta_part(folder: PurePath, told: Mapping[str, Any]) -> Part:
+    """What a folder of changes is, or one of its files; `told` are the metadata of its index."""
+    since = ""
+    if told:
+        versions = (printable(told.get(name), 20) for name in ("base_version", "version"))
+        since = f" from version {{}} to {{}} of a model ({DELTA_ENCODING} {{}})".format(
+            *versions, printable(told[DELTA_ENCODING], 20)
+        )
+    what = f"holds changes of tensors{since}, not weights"
+    hint = f"apply them: ckptconv apply BASE {quote(printable(folder))} OUT"
+    return Part(what, hint, is_delta=True)
+
+
+_HAS_CHECKSUM = re.compile(r"[0-9a-f]{8}|[0-9a-f]{32}|[0-9a-f]{64}").fullmatch
+
+
+def _holds_changes(checkpoint: Checkpoint) -> bool:
+    """Whether a file is one of a delta: all its tensors are runs of bytes, and its metadata have a
+    checksum under the name of each.
+    """
+    metadata = checkpoint.metadata
+    if not metadata:
+        return False
+    held = mapping_pairs(checkpoint.root) or ()
+    refs = [(key, tensor_of(value)) for key, value in held]
+    return bool(refs) and all(
+        ref is not None
+        and ref.dtype is UINT8
+        and len(ref.shape) == 1
+        and type(key) is str
+        and _HAS_CHECKSUM(metadata.get(key, ""))
+        for key, ref in refs
+    )
 
 
 def _slice_of(root: Node) -> Part | None:

@@ -23,7 +23,15 @@ from typing import Any
 
 from ckptconv.formats.containers import all_open, first_reads, open_file
 from ckptconv.formats.containers import named as defined
-from ckptconv.formats.folders.alone import META, SPLIT, are_parts, has_shards, numbered
+from ckptconv.formats.folders.alone import (
+    DELTA_ENCODING,
+    META,
+    SPLIT,
+    are_parts,
+    delta_part,
+    has_shards,
+    numbered,
+)
 from ckptconv.formats.folders.ranks import join_ranks
 from ckptconv.formats.folders.steps import weight_files
 from ckptconv.formats.hf_names import IS_INDEX
@@ -42,7 +50,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.text import some_text
-from ckptconv.tree.checkpoint import Checkpoint, Part, whole_of
+from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import UNKNOWN, Container
 
 _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
@@ -211,19 +219,22 @@ def _open_set(index: Location) -> Checkpoint:
         pairs = _pairs(index, weight_map, shards)
         opened.pop_all()
     whole = joined(index.path, pairs, list(shards.values()))
-    return replace(whole, index_metadata=metadata).as_part(_delta(metadata))
+    return _as_delta(replace(whole, index_metadata=metadata), index)
 
 
-def _delta(metadata: Mapping[str, Any]) -> Part | None:
-    """What the shards of an index are that hold changes: compressed differences, which look like
-    weights of bytes. slime, sglang and vime write such folders.
-    """
-    encoding = metadata.get("delta_encoding")
-    if encoding is None:
-        return None
-    since = f"holds the changes since version {printable(metadata.get('base_version'))} of a model"
-    what = f"{since} (delta_encoding {printable(encoding)}), not its weights"
-    return Part(what, "have the program that wrote it apply them to that version, and convert that")
+def _as_delta(whole: Checkpoint, index: Location) -> Checkpoint:
+    """What the shards of an index are that says how they hold changes (`formats.deltas`)."""
+    told = whole.index_metadata
+    if DELTA_ENCODING not in told:
+        return whole
+    encoding, packed = (printable(told.get(name), 20) for name in _DELTA_KINDS)
+    facts = {name: printable(value, 80) for name, value in told.items() if type(value) is str}
+    container = whole.container.called(f"delta ({encoding}, {packed})")
+    whole = replace(whole, container=container, metadata=facts)
+    return whole.as_part(delta_part(index.parent.path, told))
+
+
+_DELTA_KINDS = (DELTA_ENCODING, "compression_format")
 
 
 def joined(
@@ -264,8 +275,10 @@ def shards_named(place: Location) -> list[Location]:
 def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     """The map from key to file name, and the other metadata than the total size."""
     found = read_object(read_small(index, "index_bytes"), index.path, "index")
-    weight_map = found.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    weight_map, metadata = found.get("weight_map"), found.get("metadata")
+    others = metadata if isinstance(metadata, dict) else {}
+    # a delta of no changes names none
+    if not isinstance(weight_map, dict) or not (weight_map or DELTA_ENCODING in others):
         raise _malformed(index, "weight_map", "is missing or names no keys")
     texts = {name for name in weight_map.values() if type(name) is str}
     plain = {name for name in texts if is_plain_path(name)}
@@ -276,9 +289,7 @@ def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
             raise MalformedCheckpoint(what, path=index, where=key, hint=hint)
     count = len(set(weight_map.values()))
     refuse_beyond("shards", count, f"names {count} shards", path=index)
-    metadata = found.get("metadata")
-    others = metadata.items() if isinstance(metadata, dict) else ()
-    return weight_map, {name: value for name, value in others if name != "total_size"}
+    return weight_map, {name: value for name, value in others.items() if name != "total_size"}
 
 
 def _malformed(index: Location, where: str, what: str) -> MalformedCheckpoint:

@@ -1,0 +1,463 @@
+"""Deltas made: what changed from one version of a model to the next, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptconv.convert.write import Tally, write_layout
+from ckptconv.formats.deltas import BASE_CHECKSUMS, INDEX, SHARD, ZSTD, version_named, version_of
+from ckptconv.formats.folders.alone import DELTA_ENCODING
+from ckptconv.formats.hf_names import earlier_files
+from ckptconv.formats.registry import open_certain
+from ckptconv.formats.target_format import Layout, one_item, target_named
+from ckptconv.io.commit import ShardNames
+from ckptconv.io.destination import Destination
+from ckptconv.io.files import one_run, refuse_changed
+from ckptconv.io.guarded import check_places
+from ckptconv.io.inflate import Spool
+from ckptconv.io.location import Location
+from ckptconv.io.outputs import file_output
+from ckptconv.io.places import Named, Place, place_of, places_of
+from ckptconv.io.source import CHUNK
+from ckptconv.io.zstd import Deflating, deflating, require_zstd
+from ckptconv.keys.key_map import STRIP, map_keys
+from ckptconv.objects.encodings import holds_tensors
+from ckptconv.support.choices import (
+    refuse_no_callback,
+    refuse_no_flag,
+    refuse_no_path,
+    refuse_no_text,
+    refuse_other,
+    spelling_checked,
+)
+from ckptconv.support.errors import (
+    KeyConflict,
+    KeyMismatch,
+    OptionRefused,
+    RefusedObject,
+    printable,
+)
+from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.report import short_repr
+from ckptconv.support.text import count_text, first_few, size_text
+from ckptconv.tensors.ahead import read_soon
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.comparison import compare_bytes
+from ckptconv.tensors.digests import ALGORITHMS, Algorithm, digest
+from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.element_pairs import aligned
+from ckptconv.tensors.fold import noted
+from ckptconv.tensors.patched import ENCODINGS, MOST_PLACES, Encoding
+from ckptconv.tensors.refs import Storage, TensorRef, view_identity, whole_storage
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import tensor_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DeltaResult:
+    """What became of a delta: the folder `path`, the `version` that it makes of `base_version`, how
+    it says changes (`encoding`, `checksum`), how many of the `tensors` it changes (`changed`), its
+    size in bytes (`nbytes`) and that of the tensors (`whole_nbytes`), seconds.
+    """
+
+    path: PurePath
+    version: int
+    base_version: int
+    encoding: Encoding
+    checksum: Algorithm
+    tensors: int
+    changed: int
+    nbytes: int
+    whole_nbytes: int
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        told = (
+            f"{self.base_version} → {self.version}",
+            f"{self.changed:,} of {count_text(self.tensors, 'tensor')} changed",
+            f"{size_text(self.nbytes)} of {size_text(self.whole_nbytes)}",
+            f"{self.seconds:.2f} s",
+        )
+        return short_repr("DeltaResult", self.path.name, *told)
+
+
+@one_run()
+@spelling_checked
+def delta_checkpoints(
+    base: Named,
+    new: Named,
+    output: Place,
+    *,
+    encoding: Encoding = "xor",
+    checksum: Algorithm = "xxh3-128",
+    version: int | None = None,
+    base_version: int | None = None,
+    only: str | None = None,
+    only_new: str | None = None,
+    tag: str | None = None,
+    tag_new: str | None = None,
+    force: bool = False,
+    fsync: bool = True,
+    on_progress: OnProgress | None = None,
+) -> DeltaResult:
+    """Write what changed from the checkpoint `base` to `new` into the folder `output`, as RL
+    trainers do (slime, miles) and engines apply it (sglang, `apply_deltas`).
+
+    Both must have the same tensors, of the same dtypes and shapes: a delta says nothing else.
+    Wrappers before the keys of `new` are stripped where it has other keys than `base`. ``xor`` is
+    small, ``overwrite`` can be applied twice; `checksum` is that of each tensor's new bytes
+    (slime's default, which needs xxhash as blake3 needs its package; ``adler32`` needs none).
+    `version` is the one that the name of the folder says (``weight_v000003``), else the one after
+    `base_version`; that is what `base` says, else the one before. `only` and `tag` choose in both,
+    `only_new` and `tag_new` in `new`. Raises `CheckpointError`: `KeyMismatch` for tensors that do
+    not fit, `MissingDependency` without zstd (Python 3.14, or the extra ``delta``).
+
+    >>> delta_checkpoints("base", "step_10", "weight_v000001")  # doctest: +SKIP
+    """
+    begin = time.perf_counter()
+    refuse_no_path(output=output)
+    refuse_no_text(only=only, only_new=only_new, tag=tag, tag_new=tag_new)
+    refuse_no_flag(force=force, fsync=fsync)
+    refuse_no_callback(on_progress)
+    refuse_other("encoding", encoding, ENCODINGS)
+    refuse_other("checksum", checksum, ALGORITHMS)
+    require_zstd()
+    digest(checksum)
+    place = place_of(output)
+    numbers = _versions(place, base, version, base_version)
+    with (
+        open_certain(base, tag=tag) as first,
+        open_certain(new, tag=tag if tag_new is None else tag_new) as second,
+        closing(Spool()) as spool,
+    ):
+        sources = (*first.sources, *second.sources)
+        check_places(sources)
+        pairs, notes = _matched(first, second, only, only if only_new is None else only_new)
+        changes = _Changes(encoding, checksum, spool, Checksums())
+        changes.find(pairs, on_progress)
+        files = _files(changes, numbers)
+        output_files = _destination(place, files, force=force, fsync=fsync)
+        with output_files as destination:
+            _draft(files, destination, on_progress)
+            refuse_changed(sources)
+            destination.commit()
+    return DeltaResult(
+        path=place.path,
+        version=numbers[1],
+        base_version=numbers[0],
+        encoding=encoding,
+        checksum=checksum,
+        tensors=len(pairs),
+        changed=len(changes.frames),
+        nbytes=sum(layout.nbytes for _, layout in files),
+        whole_nbytes=sum(pair.old.nbytes for pair in pairs),
+        notes=notes,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _versions(
+    output: Location, base: Named, version: int | None, base_version: int | None
+) -> tuple[int, int]:
+    """The version of the base, and the one that is made of it."""
+    for name, given in (("version", version), ("base_version", base_version)):
+        if given is not None and (type(given) is not int or given < 0):
+            raise OptionRefused(f"{name}={given!r:.50} is not the number of a version")
+    places = places_of(base)
+    known = version_of(places[0]) if len(places) == 1 else None
+    before = known if base_version is None else base_version
+    named = version_named(output.absolute.name) if version is None else version
+    if named is None:
+        named = 1 if before is None else before + 1
+    if before is None:
+        before = max(0, named - 1)
+    if named <= before:
+        what = f"version {named} does not come after version {before}, which is the base"
+        raise OptionRefused(what, hint="give --version and --base-version")
+    return before, named
+
+
+# ------------------------------------------------------------------------------ what is compared
+
+
+class Pair(NamedTuple):
+    """A tensor of both checkpoints."""
+
+    key: str
+    old: TensorRef
+    new: TensorRef
+
+
+def _matched(
+    base: Checkpoint, new: Checkpoint, only: str | None, only_new: str | None
+) -> tuple[list[Pair], tuple[str, ...]]:
+    """The tensors of both, those of several names under one of them, and what is to be said of the
+    choice. `KeyMismatch` where they do not fit.
+    """
+    ours, theirs = base.state_dict(only), new.state_dict(only_new)
+    old, beside = _tensors(ours, ours.keys, base)
+    found, _ = _tensors(theirs, theirs.keys, new)
+    notes = [f"BASE: {note}" for note in ours.notes] + [f"NEW: {note}" for note in theirs.notes]
+    if found.keys() != old.keys():
+        renamed = map_keys(
+            theirs.keys, STRIP, theirs.path, theirs.telling_keys, theirs.keys_beside
+        ).new
+        stripped, _ = _tensors(theirs, renamed, new)
+        if stripped.keys() == old.keys():
+            found = stripped
+            notes.append("the wrappers before the keys of NEW are stripped")
+    if beside:
+        notes.append(f"values that are not tensors are not compared: {first_few(beside, 3)}")
+    pairs = [Pair(key, ref, _fitting(key, ref, found, new)) for key, ref in old.items()]
+    if extra := [key for key in found if key not in old]:
+        what = "is in NEW, but not in BASE, and a delta adds no tensors"
+        raise KeyMismatch(what, path=new.path, where=extra[0], hint="publish NEW as a whole")
+    return list(_each_once(pairs, base)), tuple(notes)
+
+
+def _tensors(
+    found: StateDict, keys: Iterable[str | None], checkpoint: Checkpoint
+) -> tuple[dict[str, TensorRef], list[str]]:
+    """The tensors of a state dict under other keys, and the keys of what is no tensor."""
+    tensors: dict[str, TensorRef] = {}
+    beside = []
+    for key, node in zip(keys, found.values, strict=True):
+        if key is None:
+            continue
+        ref = tensor_of(node)
+        if ref is not None:
+            tensors[key] = ref
+        elif holds_tensors(node):
+            what = "is not a plain tensor, which is all that a delta knows"
+            hint = "convert both to safetensors first"
+            raise RefusedObject(what, path=checkpoint.path, where=key, hint=hint)
+        else:
+            beside.append(key)
+    return tensors, beside
+
+
+def _fitting(
+    key: str, old: TensorRef, found: Mapping[str, TensorRef], new: Checkpoint
+) -> TensorRef:
+    """The tensor of NEW of that name, which is like the one in BASE."""
+    ref = found.get(key)
+    if ref is None:
+        what = "is in BASE, but not in NEW, and a delta removes no tensors"
+        raise KeyMismatch(what, path=new.path, where=key, hint="publish NEW as a whole")
+    for name, ours, theirs in (
+        ("dtype", old.dtype.name, ref.dtype.name),
+        ("shape", list(old.shown_shape), list(ref.shown_shape)),
+    ):
+        if ours != theirs:
+            what = f"has the {name} {theirs}, but {ours} in BASE, and a delta changes bytes alone"
+            hint = f"convert NEW with --dtype {ours} first" if name == "dtype" else None
+            raise KeyMismatch(what, path=new.path, where=key, hint=hint)
+    return ref
+
+
+def _each_once(pairs: list[Pair], base: Checkpoint) -> Iterator[Pair]:
+    """The pairs, of several names of one tensor of the base only the one that it is stored under,
+    or that safetensors would store it under: engines look for that one.
+    """
+    views: dict[object, list[Pair]] = {}
+    for pair in pairs:
+        views.setdefault(view_identity(pair.old), []).append(pair)
+    for named in views.values():
+        stored = [pair for pair in named if pair.key not in base.metadata] or named
+        kept = min(stored, key=lambda pair: pair.key)
+        for other in named:
+            if (
+                view_identity(other.new) != view_identity(kept.new)
+                and compare_bytes([(kept.new, other.new)], Meter("read", 0, None)).differing
+            ):
+                what = f"is the same tensor as {printable(kept.key)} in BASE, but not in NEW"
+                hint = "write BASE with --tied duplicate first"
+                raise KeyConflict(what, where=other.key, hint=hint)
+        yield kept
+
+
+# ----------------------------------------------------------------------------------- what changed
+
+
+class _Changes:
+    """The changes of tensors, found one after the other: the frames of those that changed, the
+    checksums of all before and of these after.
+    """
+
+    def __init__(
+        self, encoding: Encoding, algorithm: Algorithm, spool: Spool, checksums: Checksums
+    ) -> None:
+        self.encoding, self.algorithm = encoding, algorithm
+        self.frames: dict[str, TensorRef] = {}
+        self.before: dict[str, str] = {}
+        self.after: dict[str, str] = {}
+        self._spool, self._checksums = spool, checksums
+
+    def find(self, pairs: list[Pair], on_progress: OnProgress | None) -> None:
+        """Find those of all pairs."""
+        meter = Meter("read", sum(pair.old.nbytes for pair in pairs), on_progress)
+        with read_soon([pair.old for pair in pairs], [pair.new for pair in pairs]):
+            for pair in pairs:
+                self._add(pair, meter)
+            self._checksums.finish()
+        meter.finish()
+
+    def _add(self, pair: Pair, meter: Meter) -> None:
+        before, after = digest(self.algorithm), digest(self.algorithm)
+
+        def bytes_of_both() -> Iterator[tuple[Array, Array]]:
+            for old, new in _side_by_side(pair, self._checksums):
+                before.update(old)
+                after.update(new)
+                yield old, new
+                meter.add(len(old))
+
+        size = pair.old.nbytes
+        if self.encoding == "xor":
+            pieces = _xored(bytes_of_both(), size)
+        elif size > MOST_PLACES:
+            what = f"has {size} bytes, of which overwrite can say only the first {MOST_PLACES}"
+            raise RefusedObject(what, where=pair.key, hint="use --encoding xor")
+        else:
+            pieces = _overwritten(bytes_of_both(), lambda: _side_by_side(pair, None))
+        source, start = self._spool.append(pieces)
+        self.before[pair.key] = before.hexdigest()
+        if nbytes := source.size - start:
+            frame = Storage(source, start, nbytes, "cpu", pair.key, UINT8)
+            self.frames[pair.key] = whole_storage(frame, 0, nbytes)
+            self.after[pair.key] = after.hexdigest()
+
+
+def _side_by_side(pair: Pair, checksums: Checksums | None) -> Iterator[tuple[Array, Array]]:
+    """The bytes of both, in order."""
+    import numpy as np
+
+    old, new = (
+        (np.frombuffer(chunk, np.uint8) for chunk in noted(ref, checksums)) for ref in pair[1:]
+    )
+    return aligned(old, new, CHUNK)
+
+
+def _xored(pairs: Iterable[tuple[Array, Array]], size: int) -> Iterator[bytes]:
+    """The frame of new XOR old; nothing where all is equal."""
+    import numpy as np
+
+    frame: Deflating | None = None
+    equal = 0
+    for old, new in pairs:
+        changed = np.bitwise_xor(old, new)
+        if frame is None and not changed.any():
+            equal += len(changed)
+            continue
+        if frame is None:
+            frame = deflating(size)
+            for at in range(0, equal, CHUNK):
+                yield frame.compress(bytes(min(CHUNK, equal - at)))
+        yield frame.compress(changed)
+    if frame is not None:
+        yield frame.flush()
+
+
+def _overwritten(pairs: Iterable[tuple[Array, Array]], again: Any) -> Iterator[bytes]:
+    """The frame of places and new bytes; nothing where all is equal. How many they are comes first,
+    then all places, so `again` gives the bytes of both twice more.
+    """
+    import numpy as np
+
+    count = sum(int(np.count_nonzero(old != new)) for old, new in pairs)
+    if not count:
+        return
+    frame = deflating(4 + 5 * count)
+    yield frame.compress(count.to_bytes(4, "little"))
+    at = 0
+    for old, new in again():
+        yield frame.compress((np.flatnonzero(old != new) + at).astype("<u4"))
+        at += len(old)
+    for old, new in again():
+        yield frame.compress(new[old != new])
+    yield frame.flush()
+
+
+# -------------------------------------------------------------------------------- what is written
+
+
+def _files(changes: _Changes, numbers: tuple[int, int]) -> list[tuple[str, Layout]]:
+    """The files of a delta, the index last."""
+    found: list[tuple[str, Layout]] = []
+    if changes.frames:
+        tensors = [(key, ref, UINT8) for key, ref in changes.frames.items()]
+        to = target_named("safetensors")
+        found.append((SHARD, to.lay_out(tensors, changes.after, str)))
+    metadata: dict[str, Any] = {
+        "version": f"{numbers[1]:06d}",
+        "base_version": f"{numbers[0]:06d}",
+        DELTA_ENCODING: changes.encoding,
+        "compression_format": ZSTD,
+        "checksum_format": changes.algorithm,
+        BASE_CHECKSUMS: changes.before,
+    }
+    return [
+        *found,
+        (INDEX, one_item("index", _index(metadata, dict.fromkeys(changes.frames, SHARD)))),
+    ]
+
+
+def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}).encode()
+
+
+def _moved(raw: bytes, folder: str) -> bytes:
+    """The index of the same files in another folder, beside it."""
+    told = json.loads(raw)
+    weight_map = {key: f"{folder}/{name}" for key, name in told["weight_map"].items()}
+    return _index(told["metadata"], weight_map)
+
+
+def _destination(
+    place: Location, files: list[tuple[str, Layout]], *, force: bool, fsync: bool
+) -> Destination:
+    *shards, (index, laid_out) = files
+    raw = laid_out.items[0].values
+    assert isinstance(raw, bytes)
+    named = place.child("model.safetensors")
+    names = ShardNames(
+        shards=[name for name, _ in shards],
+        index=index,
+        earlier=lambda: [path.name for path in earlier_files(named.path, others=True)],
+        moved_index=lambda folder: _moved(raw, folder),
+    )
+    size = sum(layout.nbytes for _, layout in files)
+    return file_output(named, names, in_folder=True, force=force, fsync=fsync, size=size)
+
+
+def _draft(
+    files: list[tuple[str, Layout]], output: Destination, on_progress: OnProgress | None
+) -> None:
+    written = Meter("write", sum(layout.nbytes for _, layout in files), on_progress)
+    for name, layout in files:
+        before = written.done
+
+        def tell(position: int, before: int = before) -> None:
+            written.at(before + position)
+
+        with output.draft(name, layout.nbytes, tell) as draft:
+            write_layout(layout, draft.stream, Tally(), Checksums())
+            draft.commit()
+        written.at(before + layout.nbytes)
+        if name == SHARD and (path := draft.place.local()) is not None:
+            named = output.path.parent / name
+            target_named("safetensors").check_written(path, named, len(layout.items))
+    written.finish()

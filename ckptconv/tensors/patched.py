@@ -1,0 +1,278 @@
+"""Tensors with the change of a delta in them, made as a stream.
+
+A change is one zstd frame, which can only be inflated from its beginning: so the bytes are made in
+order, from the first to the last, and held against the checksum that the delta has of them before
+the last are given. Whoever begins elsewhere has all of them made and checked first.
+
+A frame holds, as slime and miles write it (sglang's ``local_checkpoint.py`` reads it), either the
+new bytes XOR the old ones, as many as the tensor has, or what is overwritten: how many bytes (u32),
+the place of each in the tensor (u32, rising), the new ones. All of it is little-endian, and knows
+nothing of dtypes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ckptconv.io.source import CHUNK, Fingerprint, RangeSource
+from ckptconv.io.zstd import Inflating
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.digests import Algorithm, digest
+from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef, whole_view
+from ckptconv.tensors.stream import iter_chunks
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Encoding = Literal["xor", "overwrite"]
+ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
+
+MOST_PLACES = (1 << 32) - 1
+"""The most bytes of a tensor whose bytes can be overwritten: their number is a u32."""
+
+_PLACES = 1 << 17  # that are held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a delta says of one tensor: the `frame` that changes it, None where it only has a
+    checksum to be held against; the checksums of all its bytes `before` and `after`, where they are
+    known. `path` is how messages call the delta.
+    """
+
+    path: PurePath
+    encoding: Encoding
+    algorithm: Algorithm
+    frame: TensorRef | None
+    before: str | None
+    after: str | None
+
+
+def patched(base: TensorRef, change: Change, key: str) -> TensorRef:
+    """`base` with a change in it; `key` is what messages call it."""
+    source = PatchedSource(base, change, key)
+    storage = Storage(source, 0, source.size, base.location, key, base.dtype)
+    return whole_view(storage, base.dtype, base.shape)._replace(requires_grad=base.requires_grad)
+
+
+class PatchedSource(DerivedSource):
+    """The bytes of a patched tensor, little-endian, in C order.
+
+    Raises `MalformedCheckpoint` where the tensor is not the one that was changed, and where the
+    frame or the result is not what the delta says.
+    """
+
+    is_in_order = True
+
+    def __init__(self, base: TensorRef, change: Change, key: str) -> None:
+        self.inputs = (base,) if change.frame is None else (change.frame, base)
+        self.path, self.size = change.path, base.nbytes
+        self._base, self._change, self._key = base, change, key
+        self._lock = threading.Lock()
+        self._made: Iterator[memoryview] = iter(())
+        self._left = memoryview(b"")
+        self._at = -1
+        self._is_checked = False
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self._require(offset, len(view))
+        with self._lock:
+            begun, self._at = self._at, -1  # where something fails, whoever asks again begins anew
+            if offset != begun:
+                self._begin()
+                self._pass_over(offset)
+            self._fill(view)
+            if offset + len(view) < self.size:
+                self._at = offset + len(view)
+            else:  # what made the bytes holds some MB, and there may be 100,000 tensors
+                self._made = iter(())
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._require(offset, nbytes)
+        whole = bytearray(nbytes)
+        self.read_into(offset, memoryview(whole))
+        return bytes(whole)
+
+    def fingerprint(self) -> Fingerprint:
+        inputs = tuple(
+            (piece.storage.source.fingerprint(), piece.storage.offset, *piece[1:])
+            for ref in self.inputs
+            for piece in ref.pieces
+        )
+        return ("patched", self._change.encoding, self._change.after, inputs)
+
+    def needs_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """What it reads is closed by whoever opened it."""
+
+    def check_unchanged(self) -> None:
+        for ref in self.inputs:
+            for piece in ref.pieces:
+                piece.storage.source.check_unchanged()
+
+    def _begin(self) -> None:
+        self._made, self._left = self._checked(), memoryview(b"")
+
+    def _pass_over(self, nbytes: int) -> None:
+        """Make the first bytes, for nobody; none out of the middle are given that were not checked
+        to the last.
+        """
+        if nbytes and not self._is_checked:
+            for _ in self._made:
+                pass
+            self._begin()
+        room = memoryview(bytearray(min(CHUNK, nbytes)))
+        for at in range(0, nbytes, CHUNK):
+            self._fill(room[: nbytes - at])
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            self._left = self._left or next(self._made)
+            count = min(len(view), len(self._left))
+            view[:count], self._left = self._left[:count], self._left[count:]
+            view = view[count:]
+
+    def _checked(self) -> Iterator[memoryview]:
+        """The new bytes; the last of them only where all are what they should be."""
+        change, done = self._change, 0
+        before, after = (
+            None if told is None else digest(change.algorithm)
+            for told in (change.before, change.after)
+        )
+        for old, new in self._pairs():
+            if before is not None:
+                before.update(old)
+            if after is not None:
+                after.update(new)
+            done += len(new)
+            if done == self.size:
+                found = [None if one is None else one.hexdigest() for one in (before, after)]
+                self._refuse_other(*found)
+                self._is_checked = True
+            yield new.data
+
+    def _pairs(self) -> Iterator[tuple[Array, Array]]:
+        """The old bytes and the new ones, side by side."""
+        import numpy as np
+
+        olds = (np.frombuffer(chunk, np.uint8) for chunk in iter_chunks(self._base))
+        if self._change.frame is None:
+            return ((old, old) for old in olds)
+        return self._xored(olds) if self._change.encoding == "xor" else self._overwritten(olds)
+
+    def _xored(self, olds: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
+        import numpy as np
+
+        frame, done = self._frame(), 0
+        for old in olds:
+            new = np.bitwise_xor(old, np.frombuffer(frame.take(len(old)), np.uint8))
+            done += len(old)
+            if done == self.size:
+                frame.end()
+            yield old, new
+
+    def _overwritten(self, olds: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
+        import numpy as np
+
+        places = self._frame()
+        count = int.from_bytes(places.take(4), "little")
+        if count > self.size:
+            raise self._damaged(f"overwrites {count} bytes of a tensor of {self.size}")
+        values = self._frame()
+        values.pass_over(4 + 4 * count)
+        held, left, last, at = np.empty(0, np.int64), count, -1, 0
+        for old in olds:
+            new, end = old.copy(), at + len(old)
+            while left or len(held):
+                if not len(held):
+                    number = min(left, _PLACES)
+                    held = np.frombuffer(places.take(4 * number), "<u4").astype(np.int64)
+                    self._refuse_places(held, last)
+                    left, last = left - number, int(held[-1])
+                number = int(np.searchsorted(held, end))
+                new[held[:number] - at] = np.frombuffer(values.take(number), np.uint8)
+                held = held[number:]
+                if len(held):
+                    break
+            at = end
+            if at == self.size:
+                values.end()
+            yield old, new
+
+    def _refuse_places(self, places: Array, last: int) -> None:
+        """Refuse places that do not rise, so that one is there twice, or that lie outside."""
+        if int(places[0]) <= last or not (places[1:] > places[:-1]).all():
+            raise self._damaged("the places that it overwrites do not rise")
+        if int(places[-1]) >= self.size:
+            what = f"overwrites byte {int(places[-1])} of a tensor of {self.size} bytes"
+            raise self._damaged(what)
+
+    def _frame(self) -> _Frame:
+        """The frame, from its beginning."""
+        assert self._change.frame is not None
+        storage = self._change.frame.storage
+        packed = RangeSource(storage.source, storage.offset, storage.nbytes)
+        return _Frame(Inflating(packed), self._damaged)
+
+    def _damaged(self, what: str) -> MalformedCheckpoint:
+        hint = "the delta is damaged; fetch it again"
+        return MalformedCheckpoint(what, path=self.path, where=self._key, hint=hint)
+
+    def _refuse_other(self, before: str | None, after: str | None) -> None:
+        """Refuse a tensor that is not what was changed, or a result that is not what it became."""
+        wanted = self._change
+        if before != wanted.before:
+            hint = "name the BASE that the delta was made from"
+            raise self._of_another("in BASE", before, wanted.before, hint)
+        if after != wanted.after:
+            hint = "BASE is not what the delta was made from, or the delta is damaged"
+            if wanted.before is not None:
+                hint = "the delta is damaged; fetch it again"
+            raise self._of_another("with the change", after, wanted.after, hint)
+
+    def _of_another(
+        self, when: str, found: str | None, told: str | None, hint: str
+    ) -> MalformedCheckpoint:
+        what = f"its bytes {when} have the {self._change.algorithm} {found}, not {told}"
+        return MalformedCheckpoint(
+            what, code="checksum", path=self.path, where=self._key, hint=hint
+        )
+
+
+class _Frame:
+    """The inflated bytes of a frame, which are to be just so many; `damaged` makes the errors."""
+
+    def __init__(self, plain: Inflating, damaged: Callable[[str], MalformedCheckpoint]) -> None:
+        self._plain, self._damaged = plain, damaged
+
+    def take(self, nbytes: int) -> bytes:
+        """The next so many bytes."""
+        try:
+            found = self._plain.read(nbytes) if nbytes else b""
+        except MalformedCheckpoint as error:
+            raise self._damaged(error.what) from error
+        if len(found) < nbytes:
+            raise self._damaged("its zstd frame inflates to fewer bytes than it has to")
+        return found
+
+    def pass_over(self, nbytes: int) -> None:
+        """Leave the next so many bytes out."""
+        while nbytes:
+            nbytes -= len(self.take(min(nbytes, CHUNK)))
+
+    def end(self) -> None:
+        """There are no more."""
+        try:
+            is_over = not self._plain.read(1)
+        except MalformedCheckpoint as error:
+            raise self._damaged(error.what) from error
+        if not is_over:
+            raise self._damaged("its zstd frame inflates to more bytes than it has to")
