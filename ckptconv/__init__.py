@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from ckptconv.tree.dequantizing import Dequantize as Dequantize
     from ckptconv.tree.dropping import Drop as Drop
     from ckptconv.tree.merging_lora import MergeLora as MergeLora
+    from ckptconv.tree.optimizer_forms import FormOptimizer as FormOptimizer
     from ckptconv.tree.rename_keys import RenameKeys as RenameKeys
     from ckptconv.tree.state_dicts import StateDict as StateDict
     from ckptconv.values.collect import stats as stats
@@ -118,6 +119,7 @@ _HOMES = {
     "Dequantize": "tree.dequantizing",
     "Difference": "diff.report",
     "Drop": "tree.dropping",
+    "FormOptimizer": "tree.optimizer_forms",
     "Finding": "doctor.report",
     "EditResult": "convert.edit",
     "Fit": "keys.fits",

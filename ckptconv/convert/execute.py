@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
@@ -123,7 +124,7 @@ def execute_plan(
     _run_checks(plan)
     named = refuse_unaccounted(plan) if verify else None
     phases = Phases(on_progress)
-    if plan.target.is_folder:
+    if plan.target.is_made_by_torch:
         result = _write_folder(plan, force, fsync, verify, phases)
     else:
         result = _write_files(plan, force, fsync, verify, phases, share_out)
@@ -183,7 +184,7 @@ def _write_files(
     phases: Phases,
     share_out: ShareOut | None,
 ) -> ConversionResult:
-    """Write the one file of an output, or its shards and their index."""
+    """Write the one file of an output, its shards and their index, or the files of its folder."""
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         proof_of(plan, force=force, fsync=fsync) as proof,
@@ -202,6 +203,9 @@ def _write_files(
 
 def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool) -> Destination:
     place = place_of(plan.output)
+    if plan.target.is_folder:
+        how: Any = {"force": force, "fsync": fsync, "size": plan.nbytes, "replaces": plan.inputs}
+        return folder_output(place, **how)
     return file_output(
         place,
         _shard_names(plan) if plan.is_sharded else None,
@@ -293,7 +297,7 @@ class _Elsewhere:
         shares: list[Share] = []
         left: list[PlannedFile] = []
         for file in self._plan.files:
-            draft = self._output.draft(file.path.name, file.layout.nbytes)
+            draft = self._output.draft(_name_in(self._plan, file), file.layout.nbytes)
             path = draft.hand_out()
             if path is None:
                 what = "is not on a disk of this machine, so workers cannot make its files"
@@ -344,7 +348,7 @@ def _make_shard(
     verify: bool,
 ) -> int:
     """Draft one file of tensors, whole and checked; returns how many of them were verified."""
-    draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
+    draft = output.draft(_name_in(plan, file), file.layout.nbytes, lane.told)
     _make_file(file, draft, lane, fsync=fsync)
     if not verify and isinstance(plan.output, UrlPath):
         return 0
@@ -355,6 +359,13 @@ def _make_shard(
         return 0
     with lane.phases.timed("verify"):
         return verify_file(plan, file, made, lane.compared)
+
+
+def _name_in(plan: ConversionPlan, file: PlannedFile) -> str:
+    """The name of a file in the folder of an output."""
+    if not plan.target.is_folder:
+        return file.path.name
+    return file.path.relative_to(plan.output).as_posix()
 
 
 def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> bool:

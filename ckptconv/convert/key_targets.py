@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from ckptconv.convert.named_models import model_shapes
+from ckptconv.convert.named_models import model_parameters, model_shapes
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
@@ -24,6 +24,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.json_text import read_object
 from ckptconv.tree.fitted_keys import KeyTarget, shapes_of, ties_of
+from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, order_of
 
 _INDEX = ".index.json"
 _PART = "write the part that you mean to a file of its own first: ckptconv convert --only PATH"
@@ -82,6 +83,35 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
         return _distinct(keys, file), ()
     _distinct(found.keys, file)
     return shapes_of(found), ties_of(found)
+
+
+def parameter_order(
+    path: str | os.PathLike[str] | None, model: str | None
+) -> ParameterOrder | None:
+    """The parameters in the order of ``model.parameters()``, as a torch file or a text of keys at
+    `path` has them, or else the model that is named; None for neither.
+
+    Raises `CheckpointError` for what has another order: safetensors sorts its keys, an index too.
+    """
+    if path is None:
+        if model is None:
+            return None
+        return ParameterOrder(model, [Parameter(*item) for item in model_parameters(model)])
+    refuse_no_path(order_from=path)
+    file = place_of(path)
+    try:
+        with open_certain(file) as checkpoint:
+            if not checkpoint.container.is_torch or checkpoint.container.is_index:
+                what = f"({checkpoint.format}) does not keep the order of model.parameters()"
+                raise CheckpointError(what, path=file, hint=_ORDERED)
+            return order_of(checkpoint.state_dict(), str(path))
+    except UnsupportedCheckpoint:
+        if (keys := _listed_keys(file)) is None:
+            raise
+    return ParameterOrder(str(path), [Parameter(key) for key in _distinct(keys, file)])
+
+
+_ORDERED = "name a file of torch.save(model.state_dict()), or a text with one key per line"
 
 
 def _has_shards(index: Location) -> bool:

@@ -27,6 +27,19 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
     The current folder is looked in too, as `python -m` does. Raises `CheckpointError` when the name
     cannot be imported, or what it names gives no module.
     """
+    model = _built(name)
+    return live_shapes(model), live_ties(model)
+
+
+def model_parameters(name: str) -> list[tuple[str, Shape | None]]:
+    """The names and shapes in ``model.parameters()`` of the model that `name` builds, in order; a
+    tied one is there once.
+    """
+    return [(key, live_shape(value)) for key, value in _built(name).named_parameters()]
+
+
+def _built(name: str) -> Any:
+    """The model on the meta device."""
     from ckptconv.devices.host import require_torch  # seldom needed
 
     require_torch("building a model")
@@ -37,7 +50,7 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
         with torch.device("meta"):
             model = build()
         if isinstance(model, torch.nn.Module):
-            return live_shapes(model), live_ties(model)
+            return model
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UnsupportedCheckpoint(
             f"cannot be built on the meta device ({_told(error)})",

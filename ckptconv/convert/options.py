@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.given_metadata import read_metadata
-from ckptconv.convert.words import RULES, OptionWords, Tied
+from ckptconv.convert.words import FORMS, RULES, OptionWords, Tied
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
@@ -102,7 +102,8 @@ class Options(OptionWords):
     """What a conversion is asked to do, in the words of the command line; the defaults are those of
     `ckptconv convert`.
 
-    - `to`: the output format, ``torch``, ``safetensors`` or ``dcp`` (None: by the output's name).
+    - `to`: the output format, ``torch``, ``safetensors``, ``dcp``, ``universal`` or
+      ``npz`` (None: by the output's name).
     - `keys`: ``strip`` or ``keep`` the wrappers of DDP, torch.compile and FSDP, ready `KeyRules`,
       or a function that gives each key its new name (None leaves it out). After them apply, in this
       order: `rules` (a file of rules or a mapping, several of them, or pairs like
@@ -120,6 +121,10 @@ class Options(OptionWords):
       `keep_dtype` are globs over the keys of the output whose tensors stay as they are, `cast` are
       ``GLOB=DTYPE``, or a dict. Types and devices of torch and numpy are as good as their names.
     - `drop`: globs over the paths of the checkpoint, such as ``optimizer``: what is left out.
+    - `optimizer`: the form of optimizer states, by ``names`` of parameters, by ``numbers`` as
+      torch.optim has them, ``flat``, or ``torchtitan`` (flat, the weights at the root);
+      `order_from` (a torch file, or a text with one key per line) or `model`: the order of
+      ``model.parameters()``, by which numbers and names are one another's.
     - `metadata`: ``NAME=VALUE``, or a dict, to put into a safetensors output; `metadata_from`: a
       file with a JSON object of more.
     - `only`: the path of the part to convert. `tied`: whether one of several names of a tensor
@@ -206,11 +211,31 @@ class Options(OptionWords):
             save_mapping=self.save_mapping,
             manifest=self.manifest,
             fit_to=fit_to,
-            edits=edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme),
+            edits=(
+                *edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme),
+                *self._optimizer_edits(),
+            ),
             keep_dtype=listed(self.keep_dtype),
             cast=self._casts(),
             metadata=read_metadata(listed_strings(self.metadata), self.metadata_from),
         )
+
+    def _optimizer_edits(self) -> tuple[Edit, ...]:
+        """The edit of optimizer states: what is asked for, or what the output takes."""
+        needs_names = self.to is not None and target_named(self.to).names_parameters
+        if self.optimizer is None and not needs_names:
+            if self.order_from is not None:
+                hint = "add --optimizer names or --optimizer numbers, or leave --order-from out"
+                raise OptionRefused("--order-from is the order of an optimizer's", hint=hint)
+            return ()
+        if needs_names and self.optimizer not in (None, "names"):
+            what = f"--to {self.to} has optimizer states by names, not {self.optimizer}"
+            raise OptionRefused(what, hint="leave --optimizer out")
+        from ckptconv.convert.key_targets import parameter_order  # seldom needed, as the next one
+        from ckptconv.tree.optimizer_forms import FormOptimizer
+
+        order = parameter_order(self.order_from, self.model)
+        return (FormOptimizer(self.optimizer or "names", order, if_there=self.optimizer is None),)
 
     def _dtype(self) -> DType | None:
         return None if self.dtype is None else floating_dtype(plain_name(self.dtype), "--dtype")
@@ -308,6 +333,8 @@ def _refuse_no_choice(asked: Options | Request) -> None:
         refuse_other("to", asked.to, get_args(Target))
     refuse_no_text(tied=asked.tied or "")
     refuse_other("unknown", asked.unknown, UNKNOWN)
+    if isinstance(asked, Options) and asked.optimizer is not None:
+        refuse_other("optimizer", asked.optimizer, FORMS)
     refuse_no_text(only=asked.only)
     rules_of(asked.keys)
     shard_limit(asked.max_shard_size)

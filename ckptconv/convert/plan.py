@@ -192,7 +192,7 @@ class ConversionPlan:
         shards = count_text(len(self.files), "shard") if self.index is not None else ""
         return [
             self.to,
-            "" if self.target.is_folder else size_text(self.nbytes),
+            "" if self.target.is_made_by_torch else size_text(self.nbytes),
             f"{changed:,} of {count_text(keys, 'key')} renamed",
             shards,
         ]

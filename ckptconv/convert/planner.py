@@ -48,6 +48,8 @@ from ckptconv.support.errors import (
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
 from ckptconv.support.text import some_text
+from ckptconv.tensors.compaction import CastRule
+from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
@@ -362,7 +364,11 @@ def _plan_tree(
         to.refuse((path, ref, ref.dtype) for path, ref in tensors())
     items, kept = [each.item for each in applied], [each.kept() for each in applied]
     cast = cast_rule(items, kept, tree, options.casts)
-    layout = to.lay_out_tree(tree, cast, options.tags)
+    files = (
+        _files_of_folder(tree, output, to, cast, options)
+        if to.is_folder and not to.is_made_by_torch
+        else (PlannedFile(output, to.lay_out_tree(tree, cast, options.tags), tensors),)
+    )
     after = list(zip(found, renamed, strict=True))
     if options.casts:
         both = zip(applied, renamed, strict=True)
@@ -373,7 +379,7 @@ def _plan_tree(
         source_nbytes=checkpoint.nbytes,
         output=output,
         to=to.name,
-        files=(PlannedFile(output, layout, tensors),),
+        files=files,
         index=None,
         in_folder=False,
         state_dicts=renamed,
@@ -394,6 +400,24 @@ def _plan_tree(
         ),
         reads=PlannedFrom(checkpoint, root, tensors, cast, settled.checks),
     )
+
+
+def _files_of_folder(
+    tree: Tree, output: PurePath, to: TargetFormat, cast: CastRule, options: Request
+) -> tuple[PlannedFile, ...]:
+    depth = in_force().depth
+    return tuple(
+        PlannedFile(
+            output / name,
+            layout,
+            partial(tensors_of, part.root, part.overlay, depth=depth) if part else _no_tensors,
+        )
+        for name, part, layout in to.lay_out_files(tree, cast, options.tags)
+    )
+
+
+def _no_tensors() -> Iterator[tuple[str, TensorRef]]:
+    return iter(())
 
 
 def _before(

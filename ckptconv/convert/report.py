@@ -200,7 +200,9 @@ def _by_reason(skipped: Iterable[Skipped]) -> dict[str, list[str]]:
 
 def plan_headline(plan: ConversionPlan) -> str:
     """The line that says what a plan would do."""
-    size = "of a size that torch decides" if plan.target.is_folder else size_text(plan.nbytes)
+    size = (
+        "of a size that torch decides" if plan.target.is_made_by_torch else size_text(plan.nbytes)
+    )
     return f"would write {_output_text(plan, size)}, source {size_text(plan.source_nbytes)}"
 
 
@@ -332,7 +334,7 @@ def _named_text(result: ConversionResult) -> str:
 def _output(plan: ConversionPlan) -> dict[str, Any]:
     output = {"path": str(plan.output), "format": plan.to}
     shards = {} if plan.index is None else _SHARDS.of(plan)
-    return {**output, "bytes": None if plan.target.is_folder else plan.nbytes, **shards}
+    return {**output, "bytes": None if plan.target.is_made_by_torch else plan.nbytes, **shards}
 
 
 _SHARDS = Fields("index=index.path shards=files", shards=Fields("path bytes=layout.nbytes"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 from ckptconv.convert.accounting import refuse_unwritten
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats.registry import open_certain
+from ckptconv.formats.target_format import ready_bytes
 from ckptconv.io.location import Location
 from ckptconv.objects.encodings import flat
 from ckptconv.support.errors import VerificationFailed
@@ -44,6 +46,9 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, mete
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
     target = plan.target
+    if (raw := ready_bytes(file.layout)) is not None:
+        _refuse_other_bytes(file, raw, written)
+        return 0
     if target.is_counted:
         refuse_unwritten(file, written)
     with (
@@ -61,6 +66,12 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, mete
                 _refuse_other_element(ref, cast(ref), other, most, file, path)
                 count += 1
     return count
+
+
+def _refuse_other_bytes(file: PlannedFile, raw: bytes, written: Location) -> None:
+    with closing(written.open()) as source:
+        if source.size != len(raw) or source.read(0, source.size) != raw:
+            raise VerificationFailed("the output differs from the plan", path=file.path)
 
 
 def _refuse_other_element(

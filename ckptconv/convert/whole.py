@@ -45,7 +45,7 @@ def standing(job: Job) -> Standing:
     with held(job.limits):
         request = job.request()
         with job.planned(request) as plan:
-            kind = _folder_kind(plan) if plan.target.is_folder else _files_kind(plan)
+            kind = _folder_kind(plan) if plan.target.is_made_by_torch else _files_kind(plan)
             if kind != "whole":
                 return Standing(kind)
             seconds = time.perf_counter() - begin

@@ -38,6 +38,11 @@ PRESETS = (
 """The names of `presets.PRESETS`, here so that a usage error or --help need not import them."""
 
 
+OptimizerForm = Literal["names", "numbers", "flat", "torchtitan"]
+"""The forms of an optimizer state that can be asked for; `tree.optimizer_forms` makes them."""
+
+FORMS = get_args(OptimizerForm)
+
 Section = Literal["Keys", "Values", "Parts", "Output", "Safety", "Many", "General"]
 """The sections of ``--help``, in their order."""
 
@@ -87,7 +92,8 @@ class OptionWords:
         "Output",
         None,
         "Output format, if OUT's name does not say (OUT may be - for standard output); dcp: a "
-        "folder that FSDP training resumes from; npz: a numpy archive.",
+        "folder that FSDP training resumes from; universal: one that DeepSpeed resumes from; npz: "
+        "a numpy archive.",
         choices=get_args(Target),
     )
     keys: Keys = _word(
@@ -191,6 +197,21 @@ class OptionWords:
         (),
         "Leave out a part of the checkpoint: optimizer, 'callbacks.*'. Repeatable.",
         "PATH",
+    )
+    optimizer: OptimizerForm | None = _word(
+        "Parts",
+        None,
+        "The form of optimizer states: by the names of parameters, as FSDP2 has them; by numbers, "
+        "as torch.optim; flat, as torch flattens them for dcp.load; torchtitan: flat, and the "
+        "weights at the root.",
+        choices=FORMS,
+    )
+    order_from: str | os.PathLike[str] | None = _word(
+        "Parts",
+        None,
+        "With --optimizer: a torch file whose keys, or a text whose lines, have the order of "
+        "model.parameters(). --model tells it too.",
+        "OTHER",
     )
     metadata: Words | Mapping[str, str] = _word(
         "Output",

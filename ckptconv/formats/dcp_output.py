@@ -30,6 +30,7 @@ class DcpFolder(TargetFormat):
     noun = "a DCP folder"
     suffix = ""
     is_folder = True
+    is_made_by_torch = True
     holds_trees = True
 
     def refuse(self, named: Iterable[NamedTensor]) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptconv.tree.checkpoint import Checkpoint
     from ckptconv.tree.walk import Overlay
 
-Target = Literal["torch", "safetensors", "dcp", "npz"]
+Target = Literal["torch", "safetensors", "dcp", "universal", "npz"]
 """The names of the output formats."""
 
 NamedTensor = tuple[str, "TensorRef", "DType"]
@@ -67,6 +67,14 @@ def one_item(name: str, raw: bytes) -> Layout:
     return Layout((WriteItem(name, b"", 0, len(raw), raw, UINT8),), len(raw))
 
 
+def ready_bytes(layout: Layout) -> bytes | None:
+    """All of a file of ready bytes; None for any other."""
+    if len(layout.items) != 1 or layout.items[0].nbytes != layout.nbytes:
+        return None
+    values = layout.items[0].values
+    return values if isinstance(values, bytes) else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
     """A tree to write: `root` seen through `overlay`, and all the tensors and bare storages that
@@ -86,12 +94,14 @@ class TargetFormat:
     `suffix` is the end of names to offer. `shards_named` is what the shards of a folder are named
     after (empty: it is never split).
 
-    `is_folder`: a folder, which `make_folder` makes of a torch file. `holds_trees`: it holds
+    `is_folder`: a folder of the files that `lay_out_files` gives; or, where it `is_made_by_torch`,
+    one that `make_folder` makes of a torch file. `holds_trees`: it holds
     whole checkpoints, and not only the tensors of one state dict. `keeps_modules`: a whole pickled
     module can stay one in it. `keeps_order`: its tensors come back in the order of the plan.
     `is_counted`: what a written file names is counted without the reader. `holds_tags`: its tensors
     have device tags. `holds_metadata`: it holds a dict of strings. `encodes`: tensors of kinds that
     it lacks are taken apart. `shares_storages`: tensors that share bytes do so in it.
+    `names_parameters`: optimizer states go by the names of parameters in it.
     """
 
     name: ClassVar[Target]
@@ -99,6 +109,7 @@ class TargetFormat:
     suffix: ClassVar[str]
     shards_named: ClassVar[str] = ""
     is_folder: ClassVar[bool] = False
+    is_made_by_torch: ClassVar[bool] = False
     holds_trees: ClassVar[bool] = False
     keeps_modules: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
@@ -107,6 +118,7 @@ class TargetFormat:
     holds_metadata: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     shares_storages: ClassVar[bool] = False
+    names_parameters: ClassVar[bool] = False
 
     # ------------------------------------------------------------------- what it can hold
 
@@ -150,8 +162,18 @@ class TargetFormat:
         """A file that holds a tree, where it `holds_trees`."""
         raise NotImplementedError
 
+    def lay_out_files(
+        self, tree: Tree, cast: CastRule, retag: Retag
+    ) -> Iterator[tuple[str, Tree | None, Layout]]:
+        """The files of an output that `is_folder`, by their paths in it: what each holds of a tree,
+        and its bytes.
+        """
+        raise NotImplementedError
+
     def make_folder(self, plain: Path, folder: Path, name: PurePath) -> None:
-        """Make an output that `is_folder` of the torch file `plain`; it will be known as `name`."""
+        """Make an output that `is_made_by_torch` of the torch file `plain`; it will be known as
+        `name`.
+        """
         raise NotImplementedError
 
     def load_checker(self, nbytes: int) -> None:
@@ -190,6 +212,7 @@ TARGETS: tuple[Output, ...] = (
     ),
     Output("safetensors", "safetensors.SAFETENSORS", (".safetensors",), (".safetensors",)),
     Output("dcp", "dcp_output.DCP"),
+    Output("universal", "universal.UNIVERSAL"),
     Output("npz", "npz.NPZ", (".npz",), (".npz",)),
 )
 """All output formats, in the order in which they are listed."""

@@ -210,7 +210,8 @@ def check_folder(path: Path, *, force: bool) -> None:
     """Refuse a folder that must not be written, before any work is done.
 
     Raises `OutputRefused` when `path` exists and `force` is not set, when it is not a folder, or
-    one that holds something else than a DCP checkpoint, or when the folder around it is missing.
+    one that holds something else than a DCP checkpoint or a universal one, or when the folder
+    around it is missing.
     """
     with output_errors(path):
         _refuse_reserved(path)
@@ -221,10 +222,10 @@ def check_folder(path: Path, *, force: bool) -> None:
             )
         if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it")
-        if mode and not (path / ".metadata").is_file() and any(path.iterdir()):
-            raise OutputRefused(
-                "holds something other than a DCP checkpoint", path=path, hint="name another folder"
-            )
+        is_known = any((path / name).is_file() for name in _INDEXES)
+        if mode and not is_known and any(path.iterdir()):
+            what = "holds something other than a DCP checkpoint or a universal one"
+            raise OutputRefused(what, path=path, hint="name another folder")
         if not _is_in_folder(path) and not followed(path).parent.is_dir():
             refuse_dangling(path)
             raise OutputRefused(
@@ -232,6 +233,10 @@ def check_folder(path: Path, *, force: bool) -> None:
                 path=path,
                 hint=f"mkdir -p {quote(str(path.parent))}",
             )
+
+
+_INDEXES = (".metadata", "latest_universal")
+"""The files by which checkpoints are known that are folders of their own."""
 
 
 def check_space(place: Path, size: int, path: PurePath) -> None:

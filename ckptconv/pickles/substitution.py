@@ -63,6 +63,18 @@ def substituted(root: Node, holders: Iterable[Node], stand_ins: Mapping[int, Nod
     return new.get(id(root), root)
 
 
+def seen_through(root: Node, overlay: Mapping[int, Node]) -> Node:
+    """`root` as who looks through an overlay sees it: also what stands in for a part of what stands
+    in for another node.
+    """
+    while True:
+        inside = chain([root], chain.from_iterable(map(_parts, containers(root))))
+        met = {id(node): overlay[id(node)] for node in inside if id(node) in overlay}
+        if not met:
+            return root
+        root = substituted(root, containers(root), met)
+
+
 def _around(holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> list[Node]:
     """The containers that hold one of the nodes of `stand_ins`, directly or in other containers."""
     known = [node for node in holders if type(node) in _CONTAINERS and id(node) not in stand_ins]

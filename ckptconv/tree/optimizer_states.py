@@ -28,7 +28,8 @@ from ckptconv.tree.walk import PLAIN, Place, labels_of, place_text, tensor_of, w
 _IN_SHAPE = "exp_avg exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum prev ax"
 _SHAPED = frozenset(_IN_SHAPE.split())
 """What torch's optimizers keep in the shape of the parameter (torch/optim/*.py)."""
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""How the keys of buffers end that torch itself makes; nobody calls a parameter so."""
 _FLAT = ("state.", "param_groups.")
 
 
@@ -93,14 +94,16 @@ def left_behind(
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
     """A group of parameters, which one set of hyperparameters (`settings`: ``lr``, …) is for.
-    `params` are their names.
+    `params` are their names, or their numbers.
     """
 
     settings: Mapping[str, Node]
-    params: Sequence[str]
+    params: Sequence[Node]
 
 
-def named_optimizer(states: Mapping[str, Mapping[str, Node]], groups: Iterable[ParamGroup]) -> Dict:
+def named_optimizer(
+    states: Mapping[Node, Mapping[str, Node]], groups: Iterable[ParamGroup]
+) -> Dict:
     """An optimizer state that goes by the names of parameters, in the form of
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
 
@@ -147,7 +150,7 @@ def _state(place: Place, node: Node) -> OptimizerState | None:
         params, named = (_listed(group.get(name)) for name in ("params", "param_names"))
         names |= dict.fromkeys(name for name in (*params, *named) if type(name) is str)
         numbers += [at for at in params if type(at) is int]
-    shapes = tuple(_shape(states.get(at)) for at in dict.fromkeys(numbers))
+    shapes = tuple(shape_of_state(states.get(at)) for at in dict.fromkeys(numbers))
     return OptimizerState(place_text(place), tuple(names), shapes, node)
 
 
@@ -155,7 +158,7 @@ def _listed(node: Node) -> list[Node]:
     return node if type(node) is list else []
 
 
-def _shape(state: Node) -> Shape | None:
+def shape_of_state(state: Node) -> Shape | None:
     """The shape of the parameter that a state belongs to, where it tells."""
     pairs = [pair for pair in mapping_pairs(state) or () if type(pair[0]) is str]
     refs = [tensor_of(value) for key, value in pairs if key in _SHAPED]
@@ -223,7 +226,7 @@ class Fate:
     def parameters(self, *, left: bool) -> list[TensorRef]:
         """The tensors that may be parameters, those of one view once; only what is `left`."""
         there = [key for key in self.tensors if not (left and self.keys[key] is None)]
-        refs = [self.tensors[key] for key in there if not key.endswith(_BUFFERS)]
+        refs = [self.tensors[key] for key in there if not key.endswith(BUFFERS)]
         return list({view_identity(ref): ref for ref in refs}.values())
 
 
@@ -237,6 +240,8 @@ def fates_of(
 def _fate(item: StateDict, after: Sequence[tuple[StateDict, RenamedKeys]]) -> Fate:
     path = item.path.removesuffix(".")
     there = [pair for pair in after if pair[0].path.removesuffix(".") == path]
+    # one that was put at another place is known by its keys
+    there = there or [pair for pair in after if pair[0].keys == item.keys]
     kept = there[-1][1].kept(there[-1][0].keys) if there else {}
     return Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()))
 

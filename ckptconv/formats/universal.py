@@ -1,0 +1,218 @@
+"""DeepSpeed's universal checkpoint as an output format: a folder that ZeRO training resumes from at
+any world size.
+
+``latest_universal`` names the folder of the step, in which there are
+
+- ``zero/NAME/fp32.pt`` with the weight of each parameter that the optimizer has a state of, in
+  float32, and ``exp_avg.pt``, ``exp_avg_sq.pt``, …: each ``{"param": tensor, "cat_dim": 0}``;
+  ``step.pt`` is the number alone;
+- ``zero/optimizer_state.pt`` with the groups of parameters, for ZeRO 1 and 2 in ``param_groups``,
+  for ZeRO 3 in ``optimizer_state_dict``, which has one step for all;
+- ``mp_rank_00_model_states.pt`` with the weights and all else; ZeRO 3 looks for the same under the
+  name ``zero_pp_rank_0_mp_rank_00_model_states.pt``, and reads no weights there.
+
+Source: deepspeed 0.19.8 (Apache-2.0), what it reads: deepspeed/checkpoint/universal_checkpoint.py,
+runtime/base_optimizer.py, runtime/zero/stage3.py and runtime/engine.py; and what its
+``ds_to_universal`` writes. ZeRO 3 takes the dict of ZeRO 1 and 2 for a tensor since 0.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree, one_item
+from ckptconv.formats.torch_output import TORCH
+from ckptconv.io.location import is_plain_name
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.pickles.substitution import seen_through
+from ckptconv.support.errors import KeyConflict, RefusedObject
+from ckptconv.support.text import some_text
+from ckptconv.tensors.compaction import CastRule
+from ckptconv.tensors.computed import Widener
+from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.optimizer_parts import OptimizerParts, parts_of
+from ckptconv.tree.optimizer_states import bare_name, optimizer_states
+from ckptconv.tree.state_dicts import StateDict, find_state_dicts
+from ckptconv.tree.walk import tensor_of, tensors_of
+
+LATEST = "latest_universal"
+_MODEL_STATES = "mp_rank_00_model_states.pt"
+_MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_VERSION = "0.19.8"
+_INFO = Dict([("universal_checkpoint_version", 0.2)])
+"""Without it deepspeed's own tools refuse the folder. The numbers from 0.3 on promise more about
+how tensor-parallel weights were cut; here none were.
+"""
+_STEPS = ("global_steps", "global_step", "iteration", "step")
+_FLOAT32 = BY_NAME["float32"]
+
+
+class _Model(NamedTuple):
+    """The state dict of weights, and the optimizer's state of some of them by the keys there."""
+
+    weights: StateDict
+    optimizer: OptimizerParts
+    others: Mapping[str, Node]
+
+
+class UniversalFolder(TargetFormat):
+    """A folder that DeepSpeed resumes from with ``load_universal_checkpoint``."""
+
+    name = "universal"
+    noun = "a universal checkpoint of DeepSpeed"
+    suffix = ""
+    is_folder = True
+    holds_trees = True
+    keeps_order = True
+    is_counted = True
+    names_parameters = True
+
+    def refuse(self, named: Iterable[NamedTensor]) -> None:
+        TORCH.refuse(named)
+
+    def refuse_part(self, root: Node, *, keeps_objects: bool, only: str | None) -> None:
+        if keeps_objects:
+            what = "objects of unknown classes cannot be kept in a universal checkpoint"
+            raise RefusedObject(what, hint="use --unknown drop")
+        states = list(optimizer_states(root, {}))
+        models = find_state_dicts(root)
+        if len(states) != 1 or len(models) != 1:
+            what = (
+                f"has {len(models)} state dicts of weights and {len(states)} optimizer states, and "
+                "a universal checkpoint takes one of each"
+            )
+            raise RefusedObject(what, where=only, hint=_HINT)
+
+    def part_notes(self, root: Node) -> Iterator[str]:
+        """Tell of weights that DeepSpeed does not take from such a folder: it loads those under
+        ``zero`` alone (`DeepSpeedEngine._load_checkpoint`).
+        """
+        if left := _left(root):
+            verb = "has" if len(left) == 1 else "have"
+            yield (
+                f"{some_text(left)} {verb} no state of the optimizer (buffers, frozen parameters): "
+                "DeepSpeed does not load that from a universal checkpoint; load the weights too"
+            )
+
+    def lay_out_files(
+        self, tree: Tree, cast: CastRule, retag: Retag
+    ) -> Iterator[tuple[str, Tree | None, Layout]]:
+        model = _model(seen_through(tree.root, tree.overlay))
+        tag = f"global_step{_global_step(model)}_universal"
+        for name, root in _files(model):
+            refs = [ref for _, ref in tensors_of(root)]
+            part = Tree(root, {}, refs, [])
+            yield f"{tag}/{name}", part, TORCH.lay_out_tree(part, cast, retag)
+        yield LATEST, None, one_item(LATEST, tag.encode())
+
+
+_HINT = "name one with --only, or leave the others out with --drop"
+
+UNIVERSAL = UniversalFolder()
+
+
+def _model(root: Node) -> _Model:
+    """The weights of a tree and the optimizer's state, which goes by the keys of the weights."""
+    (weights,), (state,) = find_state_dicts(root), list(optimizer_states(root, {}))
+    parts = parts_of(state, state.node)
+    if parts.is_numbered:
+        what = "numbers its parameters, and a universal checkpoint names them"
+        raise RefusedObject(what, where=state.path or None, hint="--optimizer names")
+    mine = {id(weights.node), id(state.node)}
+    others = {
+        key: value
+        for key, value in mapping_pairs(root) or ()
+        if type(key) is str and id(value) not in mine and weights.node is not root
+    }
+    keys = set(weights.keys)
+    bare = {bare_name(key): key for key in weights.keys}
+    names = {}
+    for name in parts.parameters:
+        key = name if name in keys else bare.get(bare_name(str(name)))
+        if key is None:
+            what = "is in the optimizer's state, and not among the weights"
+            raise KeyConflict(what, where=str(name), hint="keep its weight: without --exclude")
+        names[name] = key
+    if len(set(names.values())) < len(names):
+        what = "names a parameter twice"
+        raise KeyConflict(what, where=state.path or None)
+    return _Model(weights, parts.called(names), others)
+
+
+# --------------------------------------------------------------------------------------- its files
+
+
+def _files(model: _Model) -> Iterator[tuple[str, Node]]:
+    """What each torch file holds, by its path in the folder of the step."""
+    weights = dict(zip(model.weights.keys, model.weights.values, strict=True))
+    widened = Widener(_FLOAT32)
+    for name, state in model.optimizer.states.items():
+        if not is_plain_name(name):
+            what = "is not a name that a folder can have, and a parameter has one of its name"
+            raise RefusedObject(what, where=name, hint="give it another name: --rename OLD=NEW")
+        weight = tensor_of(weights[name])
+        if weight is None:
+            raise RefusedObject("has an optimizer state, and is not a tensor", where=name)
+        yield f"zero/{name}/fp32.pt", _fragment(widened(weight))
+        for key, value in state.items():
+            yield f"zero/{name}/{key}.pt", _kept(name, key, value, weight)
+    yield "zero/optimizer_state.pt", _optimizer_state(model.optimizer)
+    yield _MODEL_STATES, _model_states(model, model.weights.node)
+    yield _MODEL_STATES_3, _model_states(model, Dict())
+
+
+def _fragment(ref: TensorRef) -> Dict:
+    return Dict([("param", ref), ("cat_dim", 0)])
+
+
+def _kept(name: str, key: str, value: Node, weight: TensorRef) -> Node:
+    """What the file of one entry of a parameter's state holds."""
+    if key == "step":
+        return value
+    ref = tensor_of(value)
+    if key == "fp32" or not is_plain_name(key) or ref is None or ref.shape != weight.shape:
+        what = "is not of the shape of its parameter, and a universal checkpoint holds nothing else"
+        raise RefusedObject(what, where=f"{name}.{key}", hint="use --to dcp")
+    return _fragment(ref)
+
+
+def _optimizer_state(parts: OptimizerParts) -> Dict:
+    groups = [
+        Dict([*group.settings.items(), ("params", [number])])
+        for number, group in enumerate(parts.groups)
+    ]
+    steps = [state["step"] for state in parts.states.values() if "step" in state]
+    first = Dict([(0, Dict([("step", step) for step in steps[:1]]))])
+    of_stage_3 = Dict([("state", first), ("param_groups", groups)])
+    own = {"ds_version": _VERSION, "param_groups": groups, "optimizer_state_dict": of_stage_3}
+    return Dict([*((key, value) for key, value in parts.others if key not in own), *own.items()])
+
+
+def _model_states(model: _Model, weights: Node) -> Dict:
+    states: dict[str, Node] = {
+        "lr_scheduler": model.others.get("scheduler"),
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "ds_version": _VERSION,
+        "universal_checkpoint_info": _INFO,
+        **model.others,
+        "module": weights,
+        "optimizer": None,
+        "global_steps": _global_step(model),
+        "mp_world_size": 1,
+    }
+    return Dict(list(states.items()))
+
+
+def _global_step(model: _Model) -> int:
+    """The number of steps that were done, where the checkpoint says it plainly; else 0."""
+    told = (model.others.get(name) for name in _STEPS)
+    return next((step for step in told if type(step) is int and 0 <= step < 1 << 53), 0)
+
+
+def _left(root: Node) -> list[str]:
+    """The keys of weights that the optimizer has no state of: buffers and frozen parameters."""
+    model = _model(root)
+    return [key for key in model.weights.keys if key not in model.optimizer.states]

@@ -1,0 +1,167 @@
+"""Optimizer states given another form: by names, by numbers, flat; an edit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.support.choices import refuse_other
+from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
+from ckptconv.support.text import count_text, look_hint
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.optimizer_order import (
+    HINT,
+    ParameterOrder,
+    names_of_numbers,
+    order_of,
+    with_keys_of,
+)
+from ckptconv.tree.optimizer_parts import (
+    OptimizerParts,
+    flattened,
+    named,
+    names_beside,
+    numbered,
+    parts_of,
+)
+from ckptconv.tree.optimizer_states import (
+    OptimizerState,
+    ParamGroup,
+    bare_name,
+    optimizer_states,
+)
+from ckptconv.tree.state_dicts import StateDict
+
+OptimizerForm = Literal["names", "numbers", "flat", "torchtitan"]
+"""The forms of an optimizer state."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormOptimizer:
+    """An edit: gives all optimizer states the form ``names``
+    (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`), ``numbers``
+    (`torch.optim`), ``flat`` (``flatten_optimizer_state_dict=True``) or ``torchtitan`` (flat, and
+    the weights at the root of the checkpoint).
+
+    `order` are the parameters in the order of ``model.parameters()``; without it numbers are those
+    of the one state dict beside, where its file keeps the order of the module. Raises
+    `OptionRefused` where there is no optimizer state (unless `if_there`), `RefusedObject` where a
+    number may mean several parameters, or the order of names is not known.
+    """
+
+    form: OptimizerForm
+    order: ParameterOrder | None = None
+    if_there: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_other("optimizer", self.form, get_args(OptimizerForm))
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        models = checkpoint.state_dicts()
+        states = list(optimizer_states(checkpoint.root, {}, models))
+        if not states and self.if_there:
+            return checkpoint
+        if not states:
+            what = f"--optimizer {self.form}: it holds no optimizer state"
+            raise OptionRefused(what, path=checkpoint.path, hint=look_hint(checkpoint.path))
+        stand_ins: dict[int, Node] = {}
+        notes: list[str] = []
+        for state in states:
+            parts = parts_of(state, state.node)
+            stand_ins[id(state.node)], told = self._formed(parts, state, checkpoint, models)
+            notes += told
+        root = substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
+        if self.form == "torchtitan":
+            root = _at_the_root(replace(checkpoint, root=root))
+        return replace(checkpoint, root=root, notes=(*checkpoint.notes, *notes))
+
+    def _formed(
+        self,
+        parts: OptimizerParts,
+        state: OptimizerState,
+        checkpoint: Checkpoint,
+        models: Sequence[StateDict],
+    ) -> tuple[Dict, list[str]]:
+        where = printable(state.path) or "the optimizer state"
+        count = count_text(len(parts.parameters), "parameter")
+        if self.form == "numbers":
+            told = "" if parts.is_numbered else f"{where}: {count} have numbers now"
+            by = self.order and f", in the order of {printable(self.order.source)}"
+            notes = [f"{told}{by or ', in the order of its groups'}"] if told else []
+            return numbered(self._in_order(parts, state, models)), notes
+        notes = []
+        if parts.is_numbered:
+            names, source = self._names(parts, state, checkpoint, models)
+            parts = parts.called(names)
+            notes = [f"{where}: {count} have names now, by {printable(source)}"]
+        return (named if self.form == "names" else flattened)(parts), notes
+
+    def _names(
+        self,
+        parts: OptimizerParts,
+        state: OptimizerState,
+        checkpoint: Checkpoint,
+        models: Sequence[StateDict],
+    ) -> tuple[dict[Node, Node], str]:
+        """The names of numbers, and what says them."""
+        if (beside := names_beside(parts)) is not None:
+            return beside, "those that its groups say"
+        if self.order is not None:
+            order = self.order if len(models) != 1 else with_keys_of(self.order, models[0])
+            return names_of_numbers(parts, order, state.path), f"the order of {order.source}"
+        if len(models) != 1 or not checkpoint.container.is_torch:
+            why = "no state dict beside them tells the order of model.parameters()"
+            what = f"numbers its parameters, and {why}"
+            raise RefusedObject(what, where=state.path or None, hint=HINT)
+        order = order_of(models[0], models[0].path or "the weights")
+        source = f"the order of the keys in {order.source}, and their shapes"
+        return names_of_numbers(parts, order, state.path), source
+
+    def _in_order(
+        self, parts: OptimizerParts, state: OptimizerState, models: Sequence[StateDict]
+    ) -> OptimizerParts:
+        """The same, the parameters of each group in the order that they are to be numbered in."""
+        if parts.is_numbered:
+            return parts
+        if self.order is None:
+            if not parts.has_order:
+                what = "is flat, so the order of its parameters is not known"
+                raise RefusedObject(what, where=state.path or None, hint=HINT)
+            return parts
+        if not parts.has_order and len(parts.groups) > 1:
+            what = f"is flat, so the order of its {len(parts.groups)} groups is not known"
+            hint = "write it by names, and let torch's set_optimizer_state_dict load it"
+            raise RefusedObject(what, where=state.path or None, hint=hint)
+        places = {bare_name(name): at for at, (name, _) in enumerate(self.order.parameters)}
+        for name in parts.parameters:
+            if bare_name(name) not in places:
+                what = f"is in the optimizer's state, and not in {printable(self.order.source)}"
+                raise KeyConflict(what, where=str(name), hint=HINT)
+        groups = [
+            ParamGroup(
+                group.settings, sorted(group.params, key=lambda name: places[bare_name(name)])
+            )
+            for group in parts.groups
+        ]
+        return replace(parts, groups=groups)
+
+
+def _at_the_root(checkpoint: Checkpoint) -> Node:
+    """The tree with the items of its one state dict at the root, as torchtitan has them."""
+    found = checkpoint.state_dicts()
+    if len(found) == 1 and not found[0].path.strip("."):
+        return checkpoint.root
+    pairs = mapping_pairs(checkpoint.root) or ()
+    if len(found) != 1 or not any(value is found[0].node for _, value in pairs):
+        what = "--optimizer torchtitan: there is no one state dict to be put at the root"
+        hint = "write one model and its optimizer, or --optimizer flat"
+        raise OptionRefused(what, path=checkpoint.path, hint=hint)
+    others = [(key, value) for key, value in pairs if value is not found[0].node]
+    model = list(mapping_pairs(found[0].node) or ())
+    if both := {key for key, _ in model} & {key for key, _ in others}:
+        what = "is a key of the weights and of what stands beside them"
+        raise KeyConflict(what, where=str(min(both)), hint="use --optimizer flat")
+    return Dict([*model, *others])

@@ -1,0 +1,178 @@
+"""Which parameter a number of an optimizer means: told by order and shapes, and never guessed.
+
+`torch.optim` numbers the parameters of its groups one after another, and within a group they stand
+in the order of ``model.parameters()`` for whoever gave them so. What the order is known of may have
+more than the optimizer: buffers, frozen parameters. So each number gets the only name that order
+and shape leave; where they leave two, it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckptconv.pickles.nodes import Dict, Node
+from ckptconv.support.errors import KeyConflict, RefusedObject, printable
+from ckptconv.support.text import count_text
+from ckptconv.tensors.refs import Shape, view_identity
+from ckptconv.tree.optimizer_parts import OptimizerParts
+from ckptconv.tree.optimizer_states import BUFFERS, bare_name, shape_of_state
+from ckptconv.tree.state_dicts import StateDict
+
+_MOST_WAYS = 1000
+"""Ways of giving out names so far beyond which nothing is certain any more."""
+
+HINT = (
+    "say the order of its parameters: --order-from a text with one key per line, or --model "
+    "PACKAGE.MODULE:CALLABLE"
+)
+
+Positions = tuple[int, ...]
+"""How many parameters of each group have their names."""
+
+
+class Parameter(NamedTuple):
+    """A parameter by its key; its shape, where that is known."""
+
+    name: str
+    shape: Shape | None = None
+
+
+class ParameterOrder(NamedTuple):
+    """Parameters in the order of ``model.parameters()``, and `source`: what says so."""
+
+    source: str
+    parameters: Sequence[Parameter]
+
+
+def order_of(found: StateDict, source: str) -> ParameterOrder:
+    """What may be parameters of a state dict, in its order: a module lists its parameters in the
+    order of ``model.parameters()`` there. Buffers that say so by their names, and what is of no
+    floating type, are none; a tied one counts once, as it does for the optimizer.
+    """
+    seen = set()
+    parameters = []
+    for key, ref in found.tensors():
+        is_new = (identity := view_identity(ref)) not in seen
+        seen.add(identity)
+        is_of_numbers = ref.dtype.is_floating or ref.dtype.kind == "complex"
+        if is_new and is_of_numbers and not key.endswith(BUFFERS):
+            parameters.append(Parameter(key, ref.shape))
+    return ParameterOrder(source, parameters)
+
+
+def with_keys_of(order: ParameterOrder, found: StateDict) -> ParameterOrder:
+    """The same parameters by the keys that a state dict has for them, and with the shapes there.
+
+    Wrappers such as ``module.`` may be on one side only. Raises `KeyConflict` for a parameter that
+    the state dict has not.
+    """
+    shapes = {key: ref.shape for key, ref in found.tensors()}
+    bare = {bare_name(key): key for key in shapes}
+    parameters = []
+    for name, shape in order.parameters:
+        key = name if name in shapes else bare.get(bare_name(name))
+        if key is None:
+            what = f"is a parameter of {printable(order.source)}, and not in the checkpoint"
+            raise KeyConflict(what, where=name, hint=HINT)
+        parameters.append(Parameter(key, shapes[key] if shape is None else shape))
+    return ParameterOrder(order.source, parameters)
+
+
+def names_of_numbers(parts: OptimizerParts, order: ParameterOrder, path: str) -> dict[Node, str]:
+    """The name of each parameter that the optimizer state at `path` numbers.
+
+    Raises `RefusedObject` where order and shapes leave none, or more than one way.
+    """
+    groups = [
+        [
+            (name, shape_of_state(Dict([*parts.states.get(name, {}).items()])))
+            for name in group.params
+        ]
+        for group in parts.groups
+    ]
+    if lost := [name for name in parts.states if name not in set(_numbers(groups))]:
+        what = f"holds a state of parameter {lost[0]}, which is in none of its groups"
+        raise RefusedObject(what, where=path or None)
+    return _Naming(groups, order, path).names()
+
+
+def _numbers(groups: Sequence[Sequence[tuple[Node, Shape | None]]]) -> list[Node]:
+    return [name for group in groups for name, _ in group]
+
+
+class _Naming:
+    """All ways of going through the parameters in order, each of which is the next one of a group
+    or is none of the optimizer's.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[tuple[Node, Shape | None]]],
+        order: ParameterOrder,
+        path: str,
+    ) -> None:
+        self._groups, self._order, self._path = groups, order, path
+        self._end: Positions = tuple(map(len, groups))
+
+    def names(self) -> dict[Node, str]:
+        steps = self._forward()
+        found: dict[Node, str] = {}
+        at = self._end
+        for (name, _), step in zip(reversed(self._order.parameters), reversed(steps), strict=True):
+            ways = step[at]
+            if len(ways) > 1:
+                raise self._ambiguous(name)
+            before = ways[0]
+            if before != at:
+                group = next(g for g, done in enumerate(at) if done != before[g])
+                found[self._groups[group][before[group]][0]] = name
+            at = before
+        return found
+
+    def _forward(self) -> list[dict[Positions, list[Positions]]]:
+        """For each parameter, where one may be behind it, and from where one comes there."""
+        missing = len(self._order.parameters) - sum(self._end)
+        if missing < 0:
+            raise self._refused(
+                f"numbers {count_text(sum(self._end), 'parameter')}, and "
+                f"{printable(self._order.source)} has {len(self._order.parameters):,}"
+            )
+        steps: list[dict[Positions, list[Positions]]] = []
+        there: dict[Positions, list[Positions]] = {(0,) * len(self._end): []}
+        for count, parameter in enumerate(self._order.parameters, 1):
+            behind: dict[Positions, list[Positions]] = {}
+            for at in there:
+                for then in self._next(at, parameter.shape):
+                    if count - sum(then) <= missing:
+                        behind.setdefault(then, []).append(at)
+            if not behind:
+                shape = "" if parameter.shape is None else f" of shape {list(parameter.shape)}"
+                raise self._refused(
+                    f"does not fit {printable(self._order.source)}: {printable(parameter.name)}"
+                    f"{shape} is none of the next parameters by the shapes of its states"
+                )
+            if len(behind) > _MOST_WAYS:
+                raise self._ambiguous(parameter.name)
+            steps.append(behind)
+            there = behind
+        return steps
+
+    def _next(self, at: Positions, shape: Shape | None) -> list[Positions]:
+        """Where one may be behind a parameter: at the same place, or one further in a group."""
+        found = [at]
+        for number, done in enumerate(at):
+            if done < self._end[number]:
+                wanted = self._groups[number][done][1]
+                if wanted is None or shape is None or wanted == shape:
+                    found.append((*at[:number], done + 1, *at[number + 1 :]))
+        return found
+
+    def _ambiguous(self, name: str) -> RefusedObject:
+        return self._refused(
+            f"numbers its parameters, and the shapes in {printable(self._order.source)} do not "
+            f"tell which number {printable(name)} has"
+        )
+
+    def _refused(self, what: str) -> RefusedObject:
+        return RefusedObject(what, where=self._path or None, hint=HINT)
