@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
@@ -126,6 +125,8 @@ def execute_plan(
     phases = Phases(on_progress)
     if plan.target.is_made_by_torch:
         result = _write_folder(plan, force, fsync, verify, phases)
+    elif plan.target.is_folder:
+        result = _write_files_of_folder(plan, force, fsync, verify, phases)
     else:
         result = _write_files(plan, force, fsync, verify, phases, share_out)
     return replace(result, seconds=time.perf_counter() - begin, named=named, phases=phases.seconds)
@@ -184,7 +185,7 @@ def _write_files(
     phases: Phases,
     share_out: ShareOut | None,
 ) -> ConversionResult:
-    """Write the one file of an output, its shards and their index, or the files of its folder."""
+    """Write the one file of an output, or its shards and their index."""
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         proof_of(plan, force=force, fsync=fsync) as proof,
@@ -201,11 +202,29 @@ def _write_files(
     return result
 
 
+def _write_files_of_folder(
+    plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
+) -> ConversionResult:
+    """Write the files of an output that is a folder, which is put in its place as one."""
+    place, nbytes = place_of(plan.output), plan.nbytes
+    with (
+        _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
+        proof_of(plan, force=force, fsync=fsync) as proof,
+        folder_output(place, force=force, fsync=fsync, size=nbytes, replaces=plan.inputs) as output,
+    ):
+        tally, verified = _make_files(plan, output, fsync, verify, phases, None, None)
+        result = _result(plan, tally, verified if verify else None, nbytes)
+        if proof is not None:
+            proof.add_folder(LocalPlace(output.folder()))
+        output.commit(plan.inputs)
+        put_mapping()
+        if proof is not None:
+            proof.put()
+    return result
+
+
 def _destination(plan: ConversionPlan, *, force: bool, fsync: bool, verify: bool) -> Destination:
     place = place_of(plan.output)
-    if plan.target.is_folder:
-        how: Any = {"force": force, "fsync": fsync, "size": plan.nbytes, "replaces": plan.inputs}
-        return folder_output(place, **how)
     return file_output(
         place,
         _shard_names(plan) if plan.is_sharded else None,

@@ -27,7 +27,7 @@ from ckptconv.io.location import is_plain_name
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.pickles.substitution import seen_through
 from ckptconv.support.errors import KeyConflict, RefusedObject
-from ckptconv.support.text import some_text
+from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.dtypes import BY_NAME
@@ -76,14 +76,16 @@ class UniversalFolder(TargetFormat):
         if keeps_objects:
             what = "objects of unknown classes cannot be kept in a universal checkpoint"
             raise RefusedObject(what, hint="use --unknown drop")
-        states = list(optimizer_states(root, {}))
-        models = find_state_dicts(root)
-        if len(states) != 1 or len(models) != 1:
-            what = (
-                f"has {len(models)} state dicts of weights and {len(states)} optimizer states, and "
-                "a universal checkpoint takes one of each"
-            )
-            raise RefusedObject(what, where=only, hint=_HINT)
+        counts = {
+            "state dict": len(find_state_dicts(root)),
+            "optimizer state": len(list(optimizer_states(root, {}))),
+        }
+        if set(counts.values()) == {1}:
+            return
+        there = " and ".join(count_text(count, noun) for noun, count in counts.items())
+        what = f"holds {there}, and a universal checkpoint takes one of each"
+        is_short = 0 in counts.values()
+        raise RefusedObject(what, where=only, hint=_ALL_OF_IT if is_short else _ONE_OF_EACH)
 
     def part_notes(self, root: Node) -> Iterator[str]:
         """Tell of weights that DeepSpeed does not take from such a folder: it loads those under
@@ -108,7 +110,8 @@ class UniversalFolder(TargetFormat):
         yield LATEST, None, one_item(LATEST, tag.encode())
 
 
-_HINT = "name one with --only, or leave the others out with --drop"
+_ALL_OF_IT = "name the folder or file that has both, and leave --only out"
+_ONE_OF_EACH = "leave the others out: --drop PATH"
 
 UNIVERSAL = UniversalFolder()
 
@@ -149,7 +152,7 @@ def _files(model: _Model) -> Iterator[tuple[str, Node]]:
     weights = dict(zip(model.weights.keys, model.weights.values, strict=True))
     widened = Widener(_FLOAT32)
     for name, state in model.optimizer.states.items():
-        if not is_plain_name(name):
+        if not _is_one_name(name):
             what = "is not a name that a folder can have, and a parameter has one of its name"
             raise RefusedObject(what, where=name, hint="give it another name: --rename OLD=NEW")
         weight = tensor_of(weights[name])
@@ -163,6 +166,10 @@ def _files(model: _Model) -> Iterator[tuple[str, Node]]:
     yield _MODEL_STATES_3, _model_states(model, Dict())
 
 
+def _is_one_name(name: str) -> bool:
+    return is_plain_name(name) and "/" not in name
+
+
 def _fragment(ref: TensorRef) -> Dict:
     return Dict([("param", ref), ("cat_dim", 0)])
 
@@ -172,7 +179,7 @@ def _kept(name: str, key: str, value: Node, weight: TensorRef) -> Node:
     if key == "step":
         return value
     ref = tensor_of(value)
-    if key == "fp32" or not is_plain_name(key) or ref is None or ref.shape != weight.shape:
+    if key == "fp32" or not _is_one_name(key) or ref is None or ref.shape != weight.shape:
         what = "is not of the shape of its parameter, and a universal checkpoint holds nothing else"
         raise RefusedObject(what, where=f"{name}.{key}", hint="use --to dcp")
     return _fragment(ref)

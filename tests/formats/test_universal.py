@@ -1,0 +1,211 @@
+"""DeepSpeed's universal checkpoint as an output: the files and tensors of deepspeed's own
+`ds_to_universal` (the samples), and what its loading code looks for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv import CheckpointError, convert_checkpoint
+from helpers.examples import some
+from helpers.paths import NUMBERS
+from helpers.program import run
+
+STATES = ("exp_avg", "exp_avg_sq", "step")
+SETTINGS = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01}
+
+samples = pytest.mark.skipif(not NUMBERS.is_dir(), reason="the samples are not here")
+
+
+def tree_of(expected: dict[str, dict[str, torch.Tensor]], **others: Any) -> dict[str, Any]:
+    """The training run that a sample is of, as a tree of named states."""
+    states = {name: {key: of[key] for key in STATES} for name, of in expected.items()}
+    groups = [{**SETTINGS, "params": list(expected)}]
+    weights = {name: of["fp32"] for name, of in expected.items()}
+    return {"module": weights, "optimizer": {"state": states, "param_groups": groups}, **others}
+
+
+def small(**others: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    shapes = {"0.weight": (6, 8), "0.bias": (6,), "1.weight": (4, 6)}
+    of = {
+        name: {
+            "fp32": torch.randn(shape),
+            "exp_avg": torch.randn(shape),
+            "exp_avg_sq": torch.rand(shape),
+            "step": torch.tensor(3.0),
+        }
+        for name, shape in shapes.items()
+    }
+    return tree_of(of, **others)
+
+
+def written(folder: Path, tree: dict[str, Any], **options: Any) -> Path:
+    """The folder of the step that is made of a tree."""
+    torch.save(tree, folder / "in.pt")
+    out = folder / "out"
+    convert_checkpoint(folder / "in.pt", out, to="universal", verify=True, **options)
+    return out / (out / "latest_universal").read_text()
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(item.relative_to(folder)) for item in folder.rglob("*") if item.is_file()}
+
+
+@samples
+@pytest.mark.parametrize("name", ["ds_uni_z2", "ds_uni_z3"])
+def test_the_tensors_are_those_of_ds_to_universal(name, tmp_path):
+    expected = torch.load(NUMBERS / name / "expected.pt")
+    step = written(tmp_path, tree_of(expected, global_steps=1))
+    assert step.name == "global_step1_universal"
+    own = files_below(NUMBERS / name / "zero")
+    steps = {f"{key}/step.pt" for key in expected}  # ZeRO-3 leaves them out
+    assert files_below(step / "zero") == own | steps
+    for key, of in expected.items():
+        for part, value in of.items():
+            made = torch.load(step / "zero" / key / f"{part}.pt")
+            is_number = part == "step"
+            assert is_number or made["cat_dim"] == 0
+            assert torch.equal(made if is_number else made["param"], value), (key, part)
+            assert (made if is_number else made["param"]).dtype == value.dtype
+
+
+def test_what_deepspeed_looks_for_beside_the_tensors(tmp_path):
+    """Names from deepspeed 0.19.8: engine.py `_load_checkpoint`, base_optimizer.py, stage3.py."""
+    tree = small(lr_scheduler={"last_epoch": 3}, epoch=2, global_steps=7)
+    step = written(tmp_path, tree)
+    assert step.name == "global_step7_universal"
+    for name, weights in (
+        ("mp_rank_00_model_states.pt", tree["module"]),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", {}),
+    ):
+        states = torch.load(step / name)
+        assert states["module"].keys() == weights.keys()
+        assert states["universal_checkpoint_info"]["universal_checkpoint_version"] > 0
+        assert states["dp_world_size"] == states["mp_world_size"] == 1
+        assert states["global_steps"] == 7
+        assert states["skipped_steps"] == 0
+        assert states["lr_scheduler"] == {"last_epoch": 3}
+        assert states["epoch"] == 2
+        assert states["ds_version"]
+    optimizer = torch.load(step / "zero" / "optimizer_state.pt")
+    assert optimizer["ds_version"]
+    for groups in (optimizer["param_groups"], optimizer["optimizer_state_dict"]["param_groups"]):
+        assert [{**group, "params": None} for group in groups] == [{**SETTINGS, "params": None}]
+    assert optimizer["optimizer_state_dict"]["state"][0]["step"] == 3
+
+
+def test_weights_are_float32_once_and_keep_their_type_in_the_model_states(tmp_path):
+    tree = small()
+    tree["module"] = {name: value.bfloat16() for name, value in tree["module"].items()}
+    step = written(tmp_path, tree)
+    for name, value in tree["module"].items():
+        made = torch.load(step / "zero" / name / "fp32.pt")["param"]
+        assert made.dtype == torch.float32
+        assert torch.equal(made, value.float())
+    kept = torch.load(step / "mp_rank_00_model_states.pt")["module"]
+    assert all(torch.equal(kept[name], value) for name, value in tree["module"].items())
+    assert {value.dtype for value in kept.values()} == {torch.bfloat16}
+
+
+def test_numbered_flat_and_wrapped_states_get_the_names_of_the_weights(tmp_path):
+    tree = small()
+    names = list(tree["module"])
+    numbered = {
+        "state": {at: tree["optimizer"]["state"][name] for at, name in enumerate(names)},
+        "param_groups": [{**SETTINGS, "params": [0, 1, 2]}],
+    }
+    flat = {
+        f"state.{name}.{key}": value
+        for name, of in tree["optimizer"]["state"].items()
+        for key, value in of.items()
+    } | {f"param_groups.{name}.lr": 0.001 for name in names}
+    wrapped = {f"module.{name}": value for name, value in tree["module"].items()}
+    for at, (weights, optimizer) in enumerate(
+        [(tree["module"], numbered), (tree["module"], flat), (wrapped, numbered)]
+    ):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        step = written(folder, {"model": weights, "optimizer": optimizer})
+        for name, of in tree["optimizer"]["state"].items():
+            made = torch.load(step / "zero" / name / "exp_avg.pt")["param"]
+            assert torch.equal(made, of["exp_avg"])
+
+
+def test_weights_that_deepspeed_does_not_load_are_told(tmp_path):
+    tree = small()
+    tree["module"]["running_mean"] = torch.zeros(6)
+    torch.save(tree, tmp_path / "in.pt")
+    done = run("convert", "in.pt", "out", "--to", "universal", cwd=tmp_path)
+    assert done.exit == 0
+    assert "running_mean has no state of the optimizer" in done.err
+    assert "DeepSpeed does not load" in done.err
+
+
+def refused(folder: Path, tree: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        written(folder, tree, **options)
+    assert [item.name for item in folder.iterdir()] == ["in.pt"]
+    return str(error.value)
+
+
+EVIL = ["../../evil", "/evil", "a\\b", "..", "", "nul", "a:b", "x" * 300, "sub/evil", "a\nb"]
+
+
+@pytest.mark.parametrize("evil", some(4, EVIL))
+def test_a_parameter_whose_name_is_no_folder_is_refused(evil, tmp_path):
+    tree = small()
+    for of in (tree["module"], tree["optimizer"]["state"]):
+        of[evil] = of.pop("0.bias")
+    tree["optimizer"]["param_groups"][0]["params"] = list(tree["module"])
+    assert "is not a name that a folder can have" in refused(tmp_path, tree)
+
+
+@pytest.mark.parametrize("evil", ["../evil", "fp32", "STEP/..", "exp.\0"])
+def test_an_entry_of_a_state_whose_name_is_no_file_is_refused(evil, tmp_path):
+    tree = small()
+    tree["optimizer"]["state"]["0.bias"][evil] = torch.zeros(6)
+    assert "universal checkpoint holds nothing else" in refused(tmp_path, tree)
+
+
+def test_what_a_universal_checkpoint_cannot_be_is_refused(tmp_path):
+    tree = small()
+    told = refused(tmp_path, {"module": tree["module"]})
+    assert "holds 1 state dict and 0 optimizer states" in told
+    told = refused(tmp_path, tree, only="optimizer")
+    assert "leave --only out" in told
+    told = refused(tmp_path, {**tree, "ema": dict(tree["module"])})
+    assert "holds 2 state dicts and 1 optimizer state" in told
+    assert "--drop" in told
+    told = refused(tmp_path, tree, exclude=["0.bias"])
+    assert "0.bias: is in the optimizer's state, and not among the weights" in told
+    tree["optimizer"]["state"]["0.bias"]["exp_avg"] = torch.zeros(5)
+    assert "is not of the shape of its parameter" in refused(tmp_path, tree)
+    assert "by names, not flat" in refused(tmp_path, small(), optimizer="flat")
+
+
+def test_it_takes_the_place_of_one_of_its_kind_alone(tmp_path):
+    first = written(tmp_path, small(global_steps=1))
+    with pytest.raises(CheckpointError, match="exists"):
+        written(tmp_path, small(global_steps=2))
+    assert first.is_dir()
+    second = written(tmp_path, small(global_steps=2), force=True)
+    assert second.is_dir()
+    assert not first.exists()
+    (tmp_path / "out" / "latest_universal").unlink()
+    with pytest.raises(CheckpointError, match="holds something other"):
+        written(tmp_path, small(), force=True)
+
+
+def test_a_dry_run_and_json_tell_its_size(tmp_path):
+    torch.save(small(), tmp_path / "in.pt")
+    words = ["convert", "in.pt", "out", "--to", "universal"]
+    planned = json.loads(run(*words, "--dry-run", "--json", cwd=tmp_path).out)
+    done = json.loads(run(*words, "--json", cwd=tmp_path).out)
+    there = sum(item.stat().st_size for item in (tmp_path / "out").rglob("*") if item.is_file())
+    assert planned["output"]["bytes"] == done["output"]["bytes"] == there

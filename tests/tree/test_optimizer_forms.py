@@ -1,0 +1,290 @@
+"""Optimizer states in another form are those that torch itself makes of the same optimizer; a
+number that may mean two parameters is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from ckptconv import CheckpointError, convert_checkpoint
+from helpers.examples import some
+from helpers.program import run
+
+
+class Net(nn.Module):
+    """Parameters of equal shapes beside each other, buffers, a tied weight, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("ids", torch.arange(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.second(self.first(self.norm(self.embed(x)))))
+        return result
+
+
+def one_group(model: nn.Module) -> Any:
+    return model.parameters()
+
+
+def by_decay(model: nn.Module) -> Any:
+    """Two groups, as the Trainer makes them."""
+    flat = [item for item in model.parameters() if item.ndim < 2]
+    wide = [item for item in model.parameters() if item.ndim > 1]
+    return [{"params": wide, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
+
+
+def trained(
+    groups: Callable[[nn.Module], Any] = one_group, kind: Any = torch.optim.AdamW
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = kind(groups(model), lr=0.01)
+    for _ in range(2):
+        model(torch.randint(7, (5,))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, the types and the order of dicts included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def converted(folder: Path, tree: dict[str, Any], **options: Any) -> Any:
+    torch.save(tree, folder / "in.pt")
+    convert_checkpoint(folder / "in.pt", folder / "out.pt", force=True, verify=True, **options)
+    return torch.load(folder / "out.pt")
+
+
+KINDS = [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad]
+
+
+@pytest.mark.parametrize("groups", [one_group, by_decay])
+@pytest.mark.parametrize("kind", some(2, KINDS))
+def test_forms_are_those_of_torch(groups, kind, tmp_path):
+    model, optimizer = trained(groups, kind)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    numbers = optimizer.state_dict()
+    names = get_optimizer_state_dict(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    assert same(converted(tmp_path, tree, optimizer="names")["optimizer"], names)
+    # torch's own order of a flattened state is that of its walk
+    made = converted(tmp_path, tree, optimizer="flat")["optimizer"]
+    assert same(dict(sorted(made.items())), dict(sorted(flat.items())))
+    tree["optimizer"] = names
+    assert same(converted(tmp_path, tree, optimizer="numbers")["optimizer"], numbers)
+    made = converted(tmp_path, {**tree, "optimizer": flat}, optimizer="names")["optimizer"]
+    assert same(made["state"], names["state"])
+    assert sorted(map(str, made["param_groups"])) == sorted(map(str, names["param_groups"]))
+
+
+def test_torchtitan_has_the_weights_at_the_root(tmp_path):
+    model, optimizer = trained()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}
+    made = converted(tmp_path, tree, optimizer="torchtitan")
+    assert list(made) == [*model.state_dict(), "optimizer", "step"]
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    assert (
+        made["optimizer"].keys()
+        == get_optimizer_state_dict(model, optimizer, options=options).keys()
+    )
+
+
+def test_torch_loads_what_was_numbered_by_a_model(tmp_path, monkeypatch):
+    model, optimizer = trained(by_decay)
+    (tmp_path / "my_net.py").write_text("from tree.test_optimizer_forms import Net\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = get_optimizer_state_dict(model, optimizer)
+    for group in names["param_groups"]:
+        group["params"].reverse()  # as one that was gathered out of order
+    tree = {"model": model.state_dict(), "optimizer": names}
+    torch.save(model.state_dict(), tmp_path / "order.pt")
+    (tmp_path / "order.txt").write_text("\n".join(dict(model.named_parameters())))
+    for how in (
+        {"model": "my_net:Net"},
+        {"order_from": tmp_path / "order.pt"},
+        {"order_from": str(tmp_path / "order.txt")},
+    ):
+        again = torch.optim.AdamW(by_decay(Net()), lr=1.0)
+        again.load_state_dict(converted(tmp_path, tree, optimizer="numbers", **how)["optimizer"])
+        assert same(again.state_dict(), optimizer.state_dict()), how
+
+
+def test_an_optimizer_alone_is_named_by_a_list(tmp_path):
+    model, optimizer = trained(by_decay)
+    (tmp_path / "order.txt").write_text("\n".join(dict(model.named_parameters())))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    words = [
+        "convert",
+        "optimizer.pt",
+        "named.pt",
+        "--optimizer",
+        "names",
+        "--order-from",
+        "order.txt",
+    ]
+    done = run(*words, cwd=tmp_path)
+    # without shapes, two groups may be laid over the list in many ways
+    assert done.exit == 1
+    assert "do not tell which number" in done.err
+    one = trained()[1]
+    torch.save(one.state_dict(), tmp_path / "optimizer.pt")
+    done = run(*words, cwd=tmp_path)
+    assert done.exit == 0, done.err
+    assert same(torch.load(tmp_path / "named.pt"), get_optimizer_state_dict(*trained()))
+
+
+def test_names_that_its_groups_say_are_taken(tmp_path):
+    model, _ = trained()
+    optimizer = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=0.01)
+    model(torch.arange(7)).sum().backward()
+    optimizer.step()
+    made = converted(tmp_path, {"optimizer": optimizer.state_dict()}, optimizer="names")
+    wanted = {name: optimizer.state[value]["exp_avg"] for name, value in model.named_parameters()}
+    assert made["optimizer"]["state"].keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(made["optimizer"]["state"][name]["exp_avg"], value)
+
+
+def refused(folder: Path, tree: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        converted(folder, tree, **options)
+    assert not (folder / "out.pt").exists()
+    return str(error.value)
+
+
+def test_what_may_mean_two_parameters_is_refused(tmp_path):
+    model, optimizer = trained()
+    weights = {"model": model.state_dict()}
+    # some of equal parameters are frozen, and nothing says which
+    few = torch.optim.AdamW(model.first.parameters(), lr=0.01)
+    model(torch.arange(7)).sum().backward()
+    few.step()
+    told = refused(tmp_path, {**weights, "optimizer": few.state_dict()}, optimizer="names")
+    assert "do not tell which number" in told
+    assert "--order-from" in told
+    # groups that halve equal ones
+    halves = [{"params": model.first.parameters()}, {"params": model.second.parameters()}]
+    state = torch.optim.SGD(halves, lr=0.01).state_dict()
+    assert "do not tell which" in refused(
+        tmp_path, {**weights, "optimizer": state}, optimizer="names"
+    )
+    # more than there are
+    state = optimizer.state_dict()
+    state["param_groups"][0]["params"] += [90]
+    assert "numbers 8 parameters" in refused(
+        tmp_path, {**weights, "optimizer": state}, optimizer="names"
+    )
+    # other shapes
+    state = trained()[1].state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg_sq"] = torch.zeros(3, 3)
+    assert "does not fit" in refused(tmp_path, {**weights, "optimizer": state}, optimizer="names")
+
+
+def test_an_order_that_is_not_known_is_refused(tmp_path):
+    model, optimizer = trained(by_decay)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    tree = {"model": model.state_dict(), "optimizer": flat}
+    assert "the order of its parameters is not known" in refused(
+        tmp_path, tree, optimizer="numbers"
+    )
+    torch.save(model.state_dict(), tmp_path / "order.pt")
+    told = refused(tmp_path, tree, optimizer="numbers", order_from=tmp_path / "order.pt")
+    assert "the order of its 2 groups is not known" in told
+    convert_checkpoint(tmp_path / "order.pt", tmp_path / "order.safetensors")
+    told = refused(tmp_path, tree, optimizer="numbers", order_from=tmp_path / "order.safetensors")
+    assert "does not keep the order of model.parameters()" in told
+    (tmp_path / "order.txt").write_text("embed.weight\n")
+    named = get_optimizer_state_dict(model, optimizer)
+    told = refused(
+        tmp_path,
+        {**tree, "optimizer": named},
+        optimizer="numbers",
+        order_from=tmp_path / "order.txt",
+    )
+    assert "is in the optimizer's state, and not in" in told
+    assert "no optimizer state" in refused(tmp_path, {"model": tree["model"]}, optimizer="names")
+    assert "--order-from" in refused(tmp_path, tree, order_from=tmp_path / "order.txt")
+
+
+def test_all_ways_of_small_models_are_told_apart(tmp_path):
+    """Held against a search through all assignments that keep the order within groups."""
+    from ckptconv.support.errors import RefusedObject
+    from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, names_of_numbers
+    from ckptconv.tree.optimizer_parts import OptimizerParts
+    from ckptconv.tree.optimizer_states import ParamGroup
+
+    draws = torch.Generator().manual_seed(0)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (), generator=draws))
+
+    outcomes = set()
+    for _ in range(300):
+        shapes = [(1 + draw(2),) for _ in range(1 + draw(5))]
+        count = 1 + draw(len(shapes))
+        cut = draw(count + 1)
+        taken = sorted(torch.randperm(len(shapes), generator=draws)[:count].tolist())
+        mine = [taken[at] for at in torch.randperm(count, generator=draws).tolist()]
+        groups = [sorted(mine[:cut]), sorted(mine[cut:])]
+        numbered = [*groups[0], *groups[1]]
+        ways = [
+            way
+            for way in itertools.permutations(range(len(shapes)), count)
+            if list(way[:cut]) == sorted(way[:cut])
+            and list(way[cut:]) == sorted(way[cut:])
+            and all(shapes[a] == shapes[b] for a, b in zip(way, numbered, strict=True))
+        ]
+        order = ParameterOrder("x", [Parameter(f"p{at}", s) for at, s in enumerate(shapes)])
+        numbers = list(range(count))
+        tensors = {at: {"exp_avg": of_shape(shapes[n])} for at, n in enumerate(numbered)}
+        parts = OptimizerParts(
+            tensors, [ParamGroup({}, numbers[:cut]), ParamGroup({}, numbers[cut:])]
+        )
+        try:
+            found = names_of_numbers(parts, order, "optimizer")
+        except RefusedObject:
+            assert len(ways) > 1
+            outcomes.add("refused")
+        else:
+            assert [found[at] for at in numbers] == [f"p{at}" for at in ways[0]]
+            assert len(ways) == 1
+            outcomes.add("named")
+    assert outcomes == {"refused", "named"}
+
+
+def of_shape(shape: tuple[int, ...]) -> Any:
+    from ckptconv.io.source import MemorySource
+    from ckptconv.tensors.dtypes import BY_NAME
+    from ckptconv.tensors.refs import Storage, whole_view
+
+    source = MemorySource(bytes(4 * shape[0]), Path("memory"))
+    storage = Storage(source, 0, 4 * shape[0], "cpu", "0")
+    return whole_view(storage, BY_NAME["float32"], shape)
