@@ -167,7 +167,7 @@ def _read_outside(plan: ConversionPlan, job: Job) -> Stamps:
         for source in plan.inputs
         if source.path not in own
     ]
-    told += [(item.place, item.stamp) for item in plan.beside.copied]
+    told += [(item.place, item.stamp) for item in plan.beside.copied if item.place is not None]
     named = [str(place.absolute) for place in places] if told else []
     read = {}
     for place, found in told:

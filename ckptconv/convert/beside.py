@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ckptconv.io.location import Location
-from ckptconv.io.source import Fingerprint
+from ckptconv.io.source import Fingerprint, MemorySource, Source
 
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A file that is copied: where it lies, its path in the folder, its size and what tells it from
-    others; `raw` is what the copy says where that is something else.
+    """A file that is copied: where it lies (None: it is made), its path in the folder, its size and
+    what tells it from others; `raw` is what the copy says where that is something else.
     """
 
-    place: Location
+    place: Location | None
     name: str
     nbytes: int
     stamp: Fingerprint | None
     raw: bytes | None = None
+
+    def open(self) -> Source:
+        """The file that is copied, opened."""
+        return made_source(self.name, self.raw or b"") if self.place is None else self.place.open()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +40,13 @@ class Beside:
 
     copied: tuple[Companion, ...] = ()
     left: tuple[LeftFile, ...] = ()
+
+
+def made_file(name: str, raw: bytes) -> Companion:
+    """A file that an edit made, which lies nowhere yet."""
+    return Companion(None, name, len(raw), made_source(name, raw).fingerprint(), raw)
+
+
+def made_source(name: str, raw: bytes) -> Source:
+    """The bytes of a file that was made."""
+    return MemorySource(raw, PurePath(name))

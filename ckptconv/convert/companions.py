@@ -191,7 +191,7 @@ def copy_companion(
 
     Raises `MalformedCheckpoint` where it is not the file any more that was planned.
     """
-    with closing(item.place.open()) as source:
+    with closing(item.open()) as source:
         if source.fingerprint() != item.stamp:
             raise MalformedCheckpoint(
                 "was changed while the checkpoint was read", path=source.path,
@@ -217,7 +217,7 @@ def write_companion(item: Companion, source: Source, stream: OutputStream) -> No
 
 
 def _compare(item: Companion, made: Location) -> None:
-    with closing(item.place.open()) as theirs, closing(made.open()) as ours:
+    with closing(item.open()) as theirs, closing(made.open()) as ours:
         runs = ((at, min(CHUNK, ours.size - at)) for at in range(0, ours.size, CHUNK))
         is_same = ours.size == item.nbytes and all(
             (theirs.read(at, count) if item.raw is None else item.raw[at : at + count])
@@ -225,7 +225,7 @@ def _compare(item: Companion, made: Location) -> None:
             for at, count in runs
         )
     if not is_same:
-        raise VerificationFailed("its copy differs from it", path=item.place.path)
+        raise VerificationFailed("its copy differs from it", path=theirs.path)
 
 
 def home_of(path: PurePath, read: Sequence[PurePath]) -> Location:
@@ -252,7 +252,7 @@ def saying_dtype(found: Beside, dtype: DType) -> Beside:
 
 
 def _saying(item: Companion, dtype: DType) -> Companion:
-    if item.name != "config.json":
+    if item.name != "config.json" or item.place is None:
         return item
     try:
         raw = item.raw or read_small(item.place, "index_bytes")
@@ -280,7 +280,7 @@ _OF_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quantizatio
 
 
 def _unquantized(item: Companion) -> Companion:
-    if item.name != "config.json":
+    if item.name != "config.json" or item.place is None:
         return item
     raw = read_small(item.place, "index_bytes")
     config = read_object(raw, item.place.path, "config", of_python=True)
@@ -307,7 +307,7 @@ def dtype_notes(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[s
     config = next((item for item in copied if item.name == "config.json"), None)
     if config is None or not casts:
         return
-    if config.raw is not None:
+    if config.raw is not None or config.place is None:
         yield f"config.json of the copy says dtype {', '.join(casts)}"
         return
     with suppress(CheckpointError):

@@ -16,6 +16,7 @@ from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
 from ckptconv.formats.target_format import Target, target_named
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
+from ckptconv.keys.presets import Preset
 from ckptconv.keys.rule_files import read_rules
 from ckptconv.keys.rules import Regex, Rename, Rule
 from ckptconv.support.choices import (
@@ -80,12 +81,20 @@ class Request:
     def shard_bytes(self) -> int | None:
         """The bytes that one file may hold; None for an output that is one file.
 
-        With the files beside a model, the output is a folder, of one file where no size is given.
+        With the files beside a model, and the config of an adapter of peft, the output is a folder,
+        of one file where no size is given.
         """
         is_folder = self.to is not None and target_named(self.to).is_folder
-        if self.max_shard_size is None and self.with_files and not is_folder:
+        has_beside = self.with_files or self.of_adapters == "lora-peft"
+        if self.max_shard_size is None and has_beside and not is_folder:
             return sys.maxsize
         return self.max_shard_size
+
+    @property
+    def of_adapters(self) -> str:
+        """The preset by which the parts of a LoRA adapter get their names; empty for none."""
+        presets = (rule for rule in self.keys.rules if isinstance(rule, Preset))
+        return next((rule.name for rule in presets if rule.is_of_adapters), "")
 
     @property
     def casts(self) -> Casts:

@@ -122,8 +122,11 @@ def _planned(
     path, to = target(named, options, next((source.path.name for source in checkpoint.sources), ""))
     if not (options.with_files and checkpoint.part and checkpoint.part.is_copied):
         checkpoint.refuse_part(path.name)
+    of_adapters = options.of_adapters
     try:
         with collector_paused(), held(checkpoint.limits):
+            if of_adapters:
+                options = _with_adapter_edits(options, to)
             if not (is_trial and checkpoint.is_far):
                 checkpoint = checkpoint.certain()
                 check_places(checkpoint.sources)
@@ -142,11 +145,25 @@ def _planned(
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != named.path)
             _refuse_codes_alone(checkpoint, plan)
             plan = _with_files(plan, options)
+            if of_adapters:
+                plan = _with_adapter_told(plan, of_adapters)
             _refuse_lost_inputs(plan)
             _refuse_dcp_folder(plan)
             return _with_told(plan, options)
     except CheckpointError as error:
         raise checkpoint.blamed(error) from error.__cause__
+
+
+def _with_adapter_edits(options: Request, to: TargetFormat) -> Request:
+    from ckptconv.convert.adapter_names import with_adapter_edits  # seldom needed
+
+    return with_adapter_edits(options, to)
+
+
+def _with_adapter_told(plan: ConversionPlan, preset: str) -> ConversionPlan:
+    from ckptconv.convert.adapter_names import with_adapter_told
+
+    return with_adapter_told(plan, preset)
 
 
 def _refuse_codes_alone(checkpoint: Checkpoint, plan: ConversionPlan) -> None:
@@ -255,7 +272,9 @@ def _files_left(plan: ConversionPlan) -> Iterator[str]:
     if not (read := [source.path for source in plan.inputs]):
         return
     home = home_of(plan.source, read)
-    names = [place.name for place in companion_places(home) if place.is_file()]
+    made = plan.made_of.checkpoint.made_beside
+    places = (place for place in companion_places(home) if place.name not in made)
+    names = [place.name for place in places if place.is_file()]
     if names and resolved(plan.folder) != resolved(home.path):
         yield f"{some_text(names)} of {home.name} not copied; --with-files copies such files"
 

@@ -61,7 +61,8 @@ def _made_lines(plan: ConversionPlan) -> Iterator[Row]:
             first = renamed.made[0]
             eg = f", e.g. {_made_text([first])}"
             verb = "becomes" if sources == 1 else "become"
-            yield Row("tensors", f"{count_text(sources, 'key')} {verb} {targets:,}{eg}")
+            told = f"{count_text(sources, 'key')} {verb} {targets:,}{eg}"
+            yield Row("tensors", told if sources else f"made: {_made_text([first])}")
 
 
 def _made_text(uses: Sequence[MadeKeys]) -> str:
@@ -73,6 +74,8 @@ def _made_text(uses: Sequence[MadeKeys]) -> str:
         for keys in (attrgetter("sources"), attrgetter("targets"))
     )
     how = getattr(first.rule, "operations_text", "")
+    if not before:
+        return f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})"
     return (
         f"{before:,} × {first_few(ours, 2)} ({first.first[0]}) → "
         f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})" + (how and f": {how}")
@@ -120,9 +123,12 @@ def _file_lines(plan: ConversionPlan) -> Iterator[Row]:
 
 def _companion_lines(plan: ConversionPlan) -> Iterator[Row]:
     """The files that come along, and those that do not."""
-    if copied := plan.beside.copied:
-        size = size_text(sum(item.nbytes for item in copied))
-        yield Row("files", f"{some_text([item.name for item in copied])} copied ({size})")
+    made = [item for item in plan.beside.copied if item.place is None]
+    copied = [item for item in plan.beside.copied if item.place is not None]
+    for items, what in ((copied, "copied"), (made, "made")):
+        if items:
+            size = size_text(sum(item.nbytes for item in items))
+            yield Row("files", f"{some_text([item.name for item in items])} {what} ({size})")
     reasons: dict[str, list[str]] = {}
     for item in plan.beside.left:
         reasons.setdefault(item.reason, []).append(item.name)

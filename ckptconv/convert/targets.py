@@ -41,10 +41,13 @@ def target(named: Location, options: Request, read: str) -> tuple[PurePath, Targ
         return output, _target_format(output, options.to)
     if options.with_files:
         _refuse_no_folder(named, options.to)
+    stem = _adapter_stem(named, options)
     if is_folder_of_set(named, options.to):
         found = target_named(FOR_FOLDERS if options.to is None else options.to)
         _refuse_unsplit(found, output, with_files=options.with_files)
         name = found.shards_named
+        if stem and name:
+            return output / f"{stem}{PurePath(name).suffix}", found
         return output / (named_like(read, name) if name else name), found
     found = _target_format(output, options.to)
     _refuse_unsplit(found, output, with_files=False)
@@ -98,6 +101,34 @@ def _refuse_no_folder(named: Location, to: Target | None) -> None:
             hint="name a folder, which may be new, or a file in it that a library looks for, such "
             "as model.safetensors",
         )
+
+
+_ADAPTER_FILES = {"lora-peft": "adapter_model", "lora-diffusers": "pytorch_lora_weights"}
+"""The stems of files of adapters in a folder: `SAFETENSORS_WEIGHTS_NAME` of peft, and
+`LORA_WEIGHT_NAME_SAFE` of diffusers.
+"""
+
+
+def _adapter_stem(named: Location, options: Request) -> str | None:
+    """The stem of the file that a library looks for in the folder of an adapter; None for what is
+    not an adapter. Raises `OutputRefused` where a folder was named and no library looks into one,
+    or peft could not find the config beside a file.
+    """
+    preset = options.of_adapters
+    if not preset:
+        return None
+    stem = _ADAPTER_FILES.get(preset)
+    is_folder = is_folder_of_set(named, options.to)
+    if is_folder and stem is None:
+        hint = "name the file: OUT/lora.safetensors"
+        raise OutputRefused(f"is a folder, and {preset} makes one file", path=named.path, hint=hint)
+    if preset == "lora-peft" and not is_folder and named.path.stem != stem:
+        what = (
+            "is a file, and peft reads a folder: adapter_model with adapter_config.json beside it"
+        )
+        hint = f"end the name of a new folder with a slash: {printable(named.path.stem)}/"
+        raise OutputRefused(what, path=named.path, hint=hint)
+    return stem
 
 
 def _refuse_unsplit(found: TargetFormat, output: PurePath, *, with_files: bool) -> None:

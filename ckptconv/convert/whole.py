@@ -90,7 +90,7 @@ def _file_kind(file: PlannedFile) -> Kind:
 
 
 def _companion_kind(item: Companion, place: Location) -> Kind:
-    with closing(item.place.open()) as source:
+    with closing(item.open()) as source:
         return _kind_of(place, item.nbytes, lambda stream: write_companion(item, source, stream))
 
 

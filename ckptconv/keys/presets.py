@@ -47,6 +47,11 @@ def told_preset(keys: Sequence[str]) -> str | None:
     return None
 
 
+ADAPTERS = ("lora-peft", "lora-kohya", "lora-diffusers", "lora-comfyui")
+"""The conventions of LoRA adapters: these presets are edits, which know the base of the adapter
+(`tree.renaming_lora`).
+"""
+
 _TO_TRANSFORMERS = ("transformers-v5", "transformers-original")
 _BACK = "to-"
 
@@ -56,7 +61,7 @@ def preset_names() -> list[str]:
     from ckptconv.keys.framework_layouts import LAYOUTS
 
     back = [_BACK + name for name, layout in LAYOUTS.items() if not layout.one_way]
-    return [*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS, *back]
+    return [*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS, *back, *ADAPTERS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +97,19 @@ class Preset(Rule):
         return PRESETS.get(self.name, ()) if self.settled is None else self.settled
 
     @property
+    def is_of_adapters(self) -> bool:
+        """Whether it is for LoRA adapters, which it gives the names of a convention."""
+        return self.name in ADAPTERS
+
+    @property
     def needs_config(self) -> bool:
         return self.settled is None and self.name not in PRESETS
 
     def with_config(self, config: Mapping[str, Any]) -> Preset:
         head, argument = self._layout()
+        if self.is_of_adapters:
+            what = f"{self.words} names the parts of a LoRA adapter, and here a model is read"
+            raise KeyConflict(what, hint=f"{_CONVERT} {self.words} --like BASE")
         if head in _TO_TRANSFORMERS:
             from ckptconv.keys.transformers_layouts import layout_rules as of_transformers
 
@@ -115,11 +128,11 @@ class Preset(Rule):
         from ckptconv.keys.framework_layouts import LAYOUTS
 
         head, _, argument = self.name.partition(":")
-        if head in _TO_TRANSFORMERS:
+        if head in _TO_TRANSFORMERS or self.is_of_adapters:
             return head, argument
         if head.removeprefix(_BACK) not in LAYOUTS:
             what = f"there is no preset '{printable(self.name)}'"
-            listed = ", ".join((*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS))
+            listed = ", ".join((*PRESETS, *_TO_TRANSFORMERS, *LAYOUTS, *ADAPTERS))
             raise KeyConflict(what, hint=f"there are {listed}, and to-NAME of a layout")
         one_way = LAYOUTS[head.removeprefix(_BACK)].one_way
         if one_way and head.startswith(_BACK):
@@ -171,6 +184,8 @@ class Preset(Rule):
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
         return any(part.is_done_by(wrappers) for part in self.parts)
 
+
+_CONVERT = "convert the adapter: ckptconv convert ADAPTER OUT"
 
 _QUERIES = ("num_attention_heads", "n_heads")
 _KEYS = ("num_key_value_heads", "n_kv_heads")

@@ -106,6 +106,7 @@ class Checkpoint:
     files: tuple[Checkpoint, ...] = ()
     reread: Callable[[], Checkpoint] | None = None
     part: Part | None = None
+    made_beside: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def format(self) -> str:

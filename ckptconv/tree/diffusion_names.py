@@ -1,16 +1,17 @@
 """The two namings of the UNets of Stable Diffusion 1, 2 and XL, and of Flux: that of the original
 files (``input_blocks.4.1``) and that of diffusers (``down_blocks.1.attentions.0``).
 
-All of them have two blocks at each level, so three numbers of the original are one of diffusers.
-Facts: diffusers 0.42, loaders/single_file_utils.py and loaders/lora_conversion_utils.py
-(Apache-2.0). The names of Flux are another such pair, in which one weight of the original files is
-several of diffusers, one below the other.
+All of these UNets have two blocks at each level, so three numbers of the original are one of
+diffusers. The names of Flux are another such pair, in which one weight of the original files is
+several of diffusers, one below the other; so are those of OpenCLIP, the text encoder of SDXL's and
+Stable Diffusion 2's original files, and of transformers. Facts: diffusers 0.42,
+loaders/single_file_utils.py and loaders/lora_conversion_utils.py (Apache-2.0).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 _RESNET = {
     "in_layers.0": "norm1",
@@ -153,3 +154,62 @@ def flux_in_diffusers(module: str) -> tuple[str, ...]:
     start = "transformer_blocks" if kind == "double" else "single_transformer_blocks"
     table = _DOUBLE if kind == "double" else _ONE
     return tuple(f"{start}.{number}.{name}" for name in table.get(rest, ()))
+
+
+def _flux_parts() -> Iterator[tuple[str, tuple[str, int, int]]]:
+    for table, kind, start in (
+        (_DOUBLE, "double", "transformer_blocks"),
+        (_ONE, "single", "single_transformer_blocks"),
+    ):
+        for original, names in table.items():
+            for at, name in enumerate(names):
+                yield f"{start}.*.{name}", (f"{kind}_blocks.*.{original}", at, len(names))
+    for original, name in _AROUND.items():
+        yield name, (original, 0, 1)
+
+
+_BACK_FLUX = dict(_flux_parts())
+_FLUX_IN_DIFFUSERS = re.compile(r"((?:single_)?transformer_blocks)\.(\d{1,3})\.(.+)")
+
+
+def flux_in_original(module: str) -> tuple[str, int, int] | None:
+    """The module of the original Flux that has the rows of one of diffusers, which of its parts
+    they are, and how many these are; None for any other name.
+
+    >>> flux_in_original("transformer_blocks.7.attn.to_v")
+    ('double_blocks.7.img_attn.qkv', 2, 3)
+    """
+    number = ""
+    if found := _FLUX_IN_DIFFUSERS.fullmatch(module):
+        start, number, rest = found.groups()
+        module = f"{start}.*.{rest}"
+    if module not in _BACK_FLUX:
+        return None
+    original, at, count = _BACK_FLUX[module]
+    return original.replace("*", number), at, count
+
+
+# -------------------------------------------------------------------------------------- OpenCLIP
+
+_OPEN_CLIP = {
+    "attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out_proj": ("self_attn.out_proj",),
+    "mlp.c_fc": ("mlp.fc1",),
+    "mlp.c_proj": ("mlp.fc2",),
+    "ln_1": ("layer_norm1",),
+    "ln_2": ("layer_norm2",),
+}
+_RESBLOCK = re.compile(r"transformer\.resblocks\.(\d{1,3})\.(.+)")
+
+
+def open_clip_in_transformers(module: str) -> tuple[str, ...]:
+    """The modules of transformers that are one of OpenCLIP's text encoder, in the order of its
+    rows; those of ``attn`` are q, k and v of its ``in_proj_weight``. Empty for any other name.
+
+    >>> open_clip_in_transformers("transformer.resblocks.3.mlp.c_fc")
+    ('text_model.encoder.layers.3.mlp.fc1',)
+    """
+    if not (found := _RESBLOCK.fullmatch(module)):
+        return ()
+    number, rest = found.groups()
+    return tuple(f"text_model.encoder.layers.{number}.{name}" for name in _OPEN_CLIP.get(rest, ()))

@@ -52,9 +52,14 @@ class Config:
         rank: int | None = _by_pattern(self.ranks, module, self.rank)
         return rank
 
+    def alpha_of(self, module: str) -> float | None:
+        """The alpha that it names for a module."""
+        alpha: float | None = _by_pattern(self.alphas, module, self.alpha)
+        return alpha
+
     def scale_of(self, module: str, rank: int) -> float:
         """What the product for a module is multiplied by."""
-        alpha = _by_pattern(self.alphas, module, self.alpha)
+        alpha = self.alpha_of(module)
         if alpha is None:
             return 1.0
         return float(alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
@@ -236,10 +241,18 @@ changes the weights of the base too when it loads such an adapter.
 """
 
 
+def config_of_peft(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The ``adapter_config.json`` beside an adapter of peft, as it is; empty for any other one."""
+    home = home_of(checkpoint)
+    is_peft = any(key.startswith(PEFT_PREFIX) for key in checkpoint.state_dict().keys)
+    return json_in(home, CONFIG) if is_peft and home is not None else {}
+
+
 def _configs(checkpoint: Checkpoint, *, is_peft: bool) -> dict[str, Config]:
     """The configs by what stands before the names of the modules that they are for."""
     home = home_of(checkpoint)
-    given = {} if home is None else json_in(home, CONFIG)
+    text = None if is_peft else checkpoint.metadata.get(OF_DIFFUSERS)
+    given = {} if home is None or text is not None else json_in(home, CONFIG)
     if given and home is not None:
         try:
             return {PEFT_PREFIX if is_peft else "": _read(given)}
@@ -248,14 +261,13 @@ def _configs(checkpoint: Checkpoint, *, is_peft: bool) -> dict[str, Config]:
     if is_peft:
         what = f"needs {CONFIG} beside it, which says by how much its products are scaled"
         raise RefusedObject(what, path=checkpoint.path)
-    text = checkpoint.metadata.get(_OF_DIFFUSERS)
     try:
         return {} if text is None else _by_component(text)
     except CheckpointError as error:
-        raise error.at(where=_OF_DIFFUSERS) from None
+        raise error.at(where=OF_DIFFUSERS) from None
 
 
-_OF_DIFFUSERS = "lora_adapter_metadata"
+OF_DIFFUSERS = "lora_adapter_metadata"
 """The entry of the metadata in which diffusers keeps the config of each component of a pipeline,
 its name before each field: ``unet.r``.
 """

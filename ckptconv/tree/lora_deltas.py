@@ -342,18 +342,17 @@ def rows_of(weight: TensorRef, part: int, key: str) -> TensorRef:
     """A part of a weight whose rows are those of several modules: q, k and v, each square, and what
     comes after them.
     """
-    start, count = _rows(weight, part, key)
+    start, count = rows_in(weight.shape, part, key)
     zeros = (0,) * (len(weight.shape) - 1)
     return box_of(weight, (start, *zeros), (count, *weight.shape[1:]))
 
 
-def _rows(weight: TensorRef, part: int, key: str) -> tuple[int, int]:
-    rows, *columns = weight.shape
+def rows_in(shape: Shape, part: int, key: str) -> tuple[int, int]:
+    """The first row of a part of a weight of a shape, and how many it has; `key` for messages."""
+    rows, *columns = shape
     size = columns[0] if len(columns) == 1 else 0
     if not size or rows < 3 * size or (part > 2 and rows == 3 * size):
-        what = (
-            f"goes to a part of {list(weight.shape)}, which is not q, k and v one below the other"
-        )
+        what = f"goes to a part of {list(shape)}, which is not q, k and v one below the other"
         raise KeyMismatch(what, where=key)
     return (part * size, size) if part < 3 else (3 * size, rows - 3 * size)
 
@@ -366,7 +365,7 @@ def with_changed_rows(
     count = 3 if rows == 3 * weight.shape[1] else 4
     pieces: list[Piece] = []
     for part in range(count):
-        start, _ = _rows(weight, part, key)
+        start, _ = rows_in(weight.shape, part, key)
         ref = rows_of(weight, part, key)
         made = changed(ref, parts[part], key) if part in parts else ref
         pieces += [
@@ -374,6 +373,33 @@ def with_changed_rows(
             for piece in made.pieces
         ]
     return weight._replace(stride=contiguous_stride(weight.shape), pieces=tuple(pieces))
+
+
+_BY_ROWS = ("up", "diff", "bias", "bias_diff")
+_SHARED = ("down", "alpha")
+
+
+def in_rows(parts: Parts, sizes: Sequence[int], keys: Mapping[str, str]) -> list[Parts]:
+    """The parts of a module taken apart by its rows: ``down`` is that of all. What cannot be taken
+    apart is refused by its key.
+    """
+    for role, ref in parts.items():
+        if role not in (*_BY_ROWS, *_SHARED):
+            what = "is for several modules there, and only matrices of LoRA are taken apart"
+            raise RefusedObject(what, where=keys[role])
+        if role in _BY_ROWS and (not ref.shape or ref.shape[0] != sum(sizes)):
+            what = f"has the shape {list(ref.shape)}, and its modules have {sum(sizes)} rows"
+            raise KeyMismatch(what, where=keys[role])
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    return [
+        {
+            role: box_of(ref, (start, *(0,) * (len(ref.shape) - 1)), (size, *ref.shape[1:]))
+            if role in _BY_ROWS
+            else ref
+            for role, ref in parts.items()
+        }
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def _apart(one: Change, other: Change) -> bool:

@@ -4,12 +4,18 @@ model, and looked up. What was written with underscores is never taken apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 from ckptconv.support.errors import KeyMismatch, printable
-from ckptconv.support.text import count_text, first_few
-from ckptconv.tree.diffusion_names import as_in_diffusers, as_in_original, flux_in_diffusers
+from ckptconv.support.text import first_few, some_text
+from ckptconv.tree.diffusion_names import (
+    as_in_diffusers,
+    as_in_original,
+    flux_in_diffusers,
+    flux_in_original,
+    open_clip_in_transformers,
+)
 from ckptconv.tree.lora_adapters import PEFT_PREFIX
 
 _COMPONENTS = {
@@ -18,8 +24,12 @@ _COMPONENTS = {
     "unet.": "unet",
     "transformer.": "unet",
     "cond_stage_model.transformer.": "te1",
+    "cond_stage_model.model.": "te1",
     "conditioner.embedders.0.transformer.": "te1",
+    "conditioner.embedders.1.model.": "te2",
     "text_encoders.clip_l.transformer.": "te1",
+    "text_encoders.clip_g.transformer.": "te2",
+    "text_encoders.t5xxl.transformer.": "te2",
     "text_encoder.": "te1",
     "text_encoder_2.": "te2",
 }
@@ -33,6 +43,9 @@ _DOTTED = {
     "unet.": "unet",
     "text_encoder.": "te1",
     "text_encoder_2.": "te2",
+    "text_encoders.clip_l.transformer.": "te1",
+    "text_encoders.clip_g.transformer.": "te2",
+    "text_encoders.t5xxl.transformer.": "te2",
     "lycoris.": "",
     "model.": "",
     "": "",
@@ -54,59 +67,94 @@ _JOINED = {
 
 
 class Place(NamedTuple):
-    """Where a name leads: a module, and which of the parts of its rows that other programs have as
-    modules of their own (None: all of it).
+    """A parameter of a model that an adapter changes: a module, which of the parts of its rows that
+    other programs have as modules of their own (None: all of it), and the name of the parameter.
     """
 
     module: str
     part: int | None = None
+    parameter: str = "weight"
+
+    @property
+    def key(self) -> str:
+        """The key of the parameter."""
+        return f"{self.module}.{self.parameter}"
 
     def __str__(self) -> str:
         return self.module if self.part is None else f"{self.module} (part {self.part + 1})"
 
 
+Places: TypeAlias = "tuple[Place, ...]"
+"""Where a name leads: one place, or several whose rows stand one below the other in what other
+programs have as one module.
+"""
+
+Naming = Literal["own", "original", "diffusers"]
+
+
+class Spelling(NamedTuple):
+    """A name that a module has within its component (empty: nothing says which), in the model's own
+    naming, in that of the original files, or in that of diffusers and transformers.
+    """
+
+    name: str
+    component: str
+    places: Places
+    naming: Naming
+
+
 class Names:
-    """The modules of a model by all names that adapters give them."""
+    """The `modules` of a model by all names that adapters give them; `spellings` are these."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         """`keys` are those of the model's tensors; each is a parameter of a module."""
-        self._modules = dict.fromkeys(key.rpartition(".")[0] for key in keys)
-        self._dotted: dict[str, dict[Place, str]] = {}
-        self._joined: dict[str, dict[Place, str]] = {}
-        for module in self._modules:
-            for name, component, part in self._spellings(module):
-                place = Place(module, part)
-                self._dotted.setdefault(name, {})[place] = component
-                self._joined.setdefault(name.replace(".", "_"), {})[place] = component
+        self.modules = dict.fromkeys(key.rpartition(".")[0] for key in keys)
+        self._rests: dict[str, dict[str, str]] = {}
+        for module in self.modules:
+            start = next((each for each in _COMPONENTS if module.startswith(each)), "")
+            self._rests.setdefault(start, {})[module.removeprefix(start)] = module
+        self.spellings = [*self._all_spellings()]
+        self._parts: dict[Place, list[Place]] = {}
+        self._dotted: dict[str, dict[Places, str]] = {}
+        self._joined: dict[str, dict[Places, str]] = {}
+        for module in self.modules:
+            self._know(module, "", (Place(module),))
+        for spelling in self.spellings:
+            self._know(*spelling[:3])
+            for place in spelling.places:
+                if place.part is not None and len(spelling.places) == 1:
+                    self._parts.setdefault(Place(place.module), []).append(place)
 
-    def _spellings(self, module: str) -> Iterator[tuple[str, str, int | None]]:
-        """The names of a module within its component, what that is (empty: nothing says it), and
-        which part of the module has the name.
-        """
-        yield module, "", None
-        rest, component = module, ""
-        for start in _COMPONENTS:
-            if module.startswith(start):
-                rest, component = module.removeprefix(start), _COMPONENTS[start]
-                yield rest, component, None
-                break
-        if component in ("", "unet"):
-            others = (as_in_diffusers(rest), as_in_original(rest, self._modules))
-            yield from ((name, component, None) for name in others if name is not None)
-            parts = flux_in_diffusers(rest)
-            for at, name in enumerate(parts):
-                yield name, component, at if len(parts) > 1 else None
+    def _know(self, name: str, component: str, places: Places) -> None:
+        self._dotted.setdefault(name, {})[places] = component
+        self._joined.setdefault(name.replace(".", "_"), {})[places] = component
 
-    def of(self, name: str) -> list[Place]:
+    def _all_spellings(self) -> Iterator[Spelling]:
+        for start, rests in self._rests.items():
+            component = _COMPONENTS.get(start, "")
+            for rest, module in rests.items():
+                yield from _spellings(rest, module, component, rests)
+            if component in ("", "unet"):
+                yield from _put_together(rests)
+
+    def atoms(self, places: Places) -> Places:
+        """The same places, as fine as any program has them: parts in the place of their whole."""
+        return tuple(atom for place in places for atom in self._parts.get(place, [place]))
+
+    def has(self, *ends: str) -> bool:
+        """Whether some component has all of these modules."""
+        return any(rests.keys() >= {*ends} for rests in self._rests.values())
+
+    def of(self, name: str) -> list[Places]:
         """The places that a name of an adapter may mean."""
-        if name in self._modules:
-            return [Place(name)]
+        if name in self.modules:
+            return [(Place(name),)]
         known, starts = (self._dotted, _DOTTED) if "." in name else (self._joined, _JOINED)
         for start, wanted in starts.items():
             if not name.startswith(start):
                 continue
             found = known.get(name.removeprefix(start), {})
-            fitting = [place for place, own in found.items() if not (own and wanted != own)]
+            fitting = [places for places, own in found.items() if not (own and wanted != own)]
             if not wanted:
                 fitting = [*found]
             if fitting or known is self._joined:
@@ -121,35 +169,104 @@ class Names:
         class is one with a head or not (`base_model_prefix`).
         """
         first = names[0]
-        ends = (module.removesuffix(first) for module in self._modules if module.endswith(first))
+        ends = (module.removesuffix(first) for module in self.modules if module.endswith(first))
         starts = [("", start) for start in ends if start.endswith(".")]
         dots = [at + 1 for at, char in enumerate(first) if char == "."]
-        starts += [(first[:at], "") for at in dots if first[at:] in self._modules]
+        starts += [(first[:at], "") for at in dots if first[at:] in self.modules]
         fitting = []
         for removed, added in starts:
             if all(name.startswith(removed) for name in names):
                 moved = {name: added + name.removeprefix(removed) for name in names}
-                if self._modules.keys() >= set(moved.values()):
+                if self.modules.keys() >= set(moved.values()):
                     fitting.append((moved, f"{added} added" if added else f"{removed} taken off"))
         return fitting[0] if len(fitting) == 1 else ({}, "")
 
 
-def found_modules(
-    names: Sequence[str], keys: Iterable[str], key_of: Mapping[str, str]
-) -> tuple[dict[str, Place], list[str]]:
-    """The module of the model that each name means, and notes of how they were found.
+def _spellings(
+    rest: str, module: str, component: str, rests: Collection[str]
+) -> Iterator[Spelling]:
+    """The names of one module within its component, and of the parts of its rows."""
+    whole = (Place(module),)
+    found: list[Spelling] = []
+    if component in ("", "unet"):
+        found += _spellings_of_unet(rest, whole, rests)
+    if component != "unet" and not found:
+        found += _spellings_of_encoder(rest, component, whole)
+    yield from found or [Spelling(rest, component, whole, "own")]
 
-    `keys` are those of the model's tensors, `key_of` a key of the adapter for each name. Raises
-    `KeyMismatch` for a name that means no module of the model, or may mean several.
+
+def _spellings_of_unet(rest: str, whole: Places, rests: Collection[str]) -> Iterator[Spelling]:
+    new: tuple[str, ...] = flux_in_diffusers(rest)
+    if not new and (name := as_in_diffusers(rest)) is not None:
+        new = (name,)
+    if new:
+        yield Spelling(rest, "unet", whole, "original")
+        several = len(new) > 1
+        for at, name in enumerate(new):
+            place = whole[0]._replace(part=at) if several else whole[0]
+            yield Spelling(name, "unet", (place,), "diffusers")
+        return
+    old = as_in_original(rest, rests)
+    if old is not None or flux_in_original(rest) is not None:
+        yield Spelling(rest, "unet", whole, "diffusers")
+    if old is not None:
+        yield Spelling(old, "unet", whole, "original")
+
+
+def _spellings_of_encoder(rest: str, component: str, whole: Places) -> Iterator[Spelling]:
+    names = open_clip_in_transformers(rest)
+    if not names:
+        if rest.startswith(("text_model.", "encoder.block.")):
+            yield Spelling(rest, component, whole, "diffusers")
+        return
+    places = whole
+    if len(names) > 1:
+        places = tuple(Place(whole[0].module, at, "in_proj_weight") for at in range(len(names)))
+    yield Spelling(rest, component, places, "original")
+    for name, place in zip(names, places, strict=True):
+        yield Spelling(name, component, (place,), "diffusers")
+
+
+def _put_together(rests: Mapping[str, str]) -> Iterator[Spelling]:
+    """The modules of the original Flux whose rows are those of some modules of diffusers."""
+    found: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    for rest, module in rests.items():
+        part = flux_in_original(rest)
+        if part is not None:
+            original, at, counts[original] = part
+            found.setdefault(original, {})[at] = module
+    for original, modules in found.items():
+        if len(modules) == counts[original]:
+            places = tuple(Place(modules[at]) for at in sorted(modules))
+            yield Spelling(original, "unet", places, "original")
+
+
+def start_of(name: str) -> tuple[str, str]:
+    """What an adapter puts before a path, and the component that it says; empty where it says none.
+
+    >>> start_of("lora_te1_text_model_encoder")
+    ('lora_te1_', 'te1')
     """
-    known = Names(keys)
-    found: dict[str, Place] = {}
+    starts = _DOTTED if "." in name else _JOINED
+    return next((pair for pair in starts.items() if name.startswith(pair[0])), ("", ""))
+
+
+def found_modules(
+    names: Sequence[str], known: Names, key_of: Mapping[str, str]
+) -> tuple[dict[str, Places], list[str]]:
+    """The places in a model that each name means, and notes of how they were found.
+
+    `key_of` has a key of the adapter for each name. Raises `KeyMismatch` for a name that means no
+    module of the model, or may mean several.
+    """
+    found: dict[str, Places] = {}
     missing: dict[str, str] = {}
     for name in names:
         plain = name.removeprefix(PEFT_PREFIX)
         places = known.of(plain)
         if len(places) > 1:
-            what = f"may mean {first_few([*map(str, places)], 4)}"
+            what = f"may mean {first_few([_told(each) for each in places], 4)}"
             hint = "merge into one of them alone: --only, or convert it first"
             raise KeyMismatch(what, where=key_of[name], hint=hint)
         if places:
@@ -163,14 +280,18 @@ def found_modules(
     if not found:
         moved, start = known.shifted([*missing.values()])
     if not moved:
-        name = next(iter(missing))
+        name, *others = missing
         what = f"goes to {printable(missing[name])}, which the base does not have"
-        if len(missing) > 1:
-            what = f"{what}; so do the parts for {count_text(len(missing) - 1, 'other module')}"
+        if others:
+            what = f"{what}; nor {some_text([missing[each] for each in others])}"
         raise KeyMismatch(what, where=key_of[name], hint=_LEAVE_OUT)
-    return {name: Place(moved[plain]) for name, plain in missing.items()}, [
+    return {name: (Place(moved[plain]),) for name, plain in missing.items()}, [
         f"the modules of the adapter have another start in the base: {start}"
     ]
+
+
+def _told(places: Places) -> str:
+    return " and ".join(map(str, places))
 
 
 _LEAVE_OUT = (

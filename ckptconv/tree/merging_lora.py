@@ -33,6 +33,7 @@ from ckptconv.tree.lora_deltas import (
     changed,
     expert_changes,
     hadamard_change,
+    in_rows,
     kept_type,
     kronecker_change,
     linear_change,
@@ -42,7 +43,7 @@ from ckptconv.tree.lora_deltas import (
     whole_change,
     with_changed_rows,
 )
-from ckptconv.tree.lora_names import Place, found_modules
+from ckptconv.tree.lora_names import Names, Place, Places, found_modules
 from ckptconv.tree.walk import tensor_of
 
 
@@ -200,15 +201,15 @@ class _Merging:
         plain = {module: _without_levels(module) for module in adapter.modules}
         names = [*dict.fromkeys(plain.values())]
         first_keys = {plain[module]: key_of[module] for module in reversed([*plain])}
-        modules, notes = found_modules(names, self._base.tensors, first_keys)
+        modules, notes = found_modules(names, Names(self._base.tensors), first_keys)
         self._replace_whole()
         experts: dict[str, list[str]] = {}
         for module, parts in adapter.modules.items():
-            place = modules[plain[module]]
-            if self._is_of_parameters(place.module, parts):
-                experts.setdefault(place.module, []).append(module)
+            places = modules[plain[module]]
+            if self._is_of_parameters(places[0].module, parts):
+                experts.setdefault(places[0].module, []).append(module)
             else:
-                self._merge(module, place, parts)
+                self._merge_all(module, places, parts)
         for target, levels in experts.items():
             self._merge_parameters(target, levels)
         self._refuse_unclear()
@@ -226,16 +227,24 @@ class _Merging:
                 what = f"takes the place of {printable(name)}, which the base does not have"
                 hint = "the base needs it before: convert it with the model's own head"
                 raise KeyMismatch(what, where=key, hint=hint if is_new else None)
-            self._refuse_twice(name, key)
-            before = base.tensors[name]
-            if before.shape != ref.shape:
-                what = f"is {list(ref.shape)}, and {list(before.shape)} in the base"
-                raise KeyMismatch(what, where=key)
-            if not (before.dtype.is_floating and ref.dtype.is_floating):
-                what = f"is {ref.dtype.name}, and {before.dtype.name} in the base"
-                raise KeyMismatch(what, where=key, hint="add --dequantize")
-            base.whole[name] = kept_type(ref, before.dtype)
-            self._told[f"replaced: {starred(name)}"] += 1
+            self._replace(name, ref, key)
+
+    def _replace(self, name: str, ref: TensorRef, key: str) -> None:
+        """Put a tensor that the adapter holds as `key` in the place of one of the base."""
+        base = self._base
+        self._refuse_twice(name, key)
+        if name in base.changes or name in base.whole:
+            what = f"takes the place of {printable(name)}, which another adapter changes"
+            raise KeyConflict(what, where=key, hint="merge them one after another")
+        before = base.tensors[name]
+        if before.shape != ref.shape:
+            what = f"is {list(ref.shape)}, and {list(before.shape)} in the base"
+            raise KeyMismatch(what, where=key)
+        if not (before.dtype.is_floating and ref.dtype.is_floating):
+            what = f"is {ref.dtype.name}, and {before.dtype.name} in the base"
+            raise KeyMismatch(what, where=key, hint="add --dequantize")
+        base.whole[name] = kept_type(ref, before.dtype)
+        self._told[f"replaced: {starred(name)}"] += 1
 
     def _refuse_twice(self, name: str, key: str) -> None:
         if name in self._owners:
@@ -264,9 +273,9 @@ class _Merging:
                 found[name] = key
         return {name: self._base.weight(key, key) for name, key in found.items()}
 
-    def _asked(self, module: str, weight: TensorRef) -> Asked:
+    def _asked(self, module: str, weight: TensorRef, parts: Parts | None = None) -> Asked:
         adapter = self._adapter
-        parts = adapter.modules[module]
+        parts = adapter.modules[module] if parts is None else parts
         config, name = adapter.config_of(module)
         keys = {role: adapter.keys[module, role] for role in parts}
         return Asked(parts, weight, name, config, keys, self._strength)
@@ -282,29 +291,57 @@ class _Merging:
             self._refuse_twice(key, self._adapter.keys[modules[0], "up"])
             self._note(key, change, f"rank {change.term.rank}")
 
-    def _merge(self, module: str, place: Place, parts: Parts) -> None:
-        target, part = place
+    def _merge_all(self, module: str, places: Places, parts: Parts) -> None:
+        """Merge a module of the adapter, whose rows may be those of several of the base."""
         first = self._adapter.keys[module, next(iter(parts))]
         if not parts.keys() - {"alpha", "magnitude", "magnitude_of_any", "mid"}:
             raise KeyMismatch("stands without the matrices that it belongs to", where=first)
+        if len(places) == 1:
+            self._merge(module, places[0], parts)
+            return
+        weights = [self._weight(place, first) for place in places]
+        keys = {role: self._adapter.keys[module, role] for role in parts}
+        sizes = [ref.shape[0] if ref.shape else 0 for ref in weights]
+        for place, own in zip(places, in_rows(parts, sizes, keys), strict=True):
+            self._merge(module, place, own)
+
+    def _weight(self, place: Place, first: str) -> TensorRef:
+        """What an adapter changes, for which its key `first` stands."""
+        if place.key not in self._base.tensors:
+            raise self._missing(place.key, place.module, first)
+        return self._base.weight(place.key, first, place.part)
+
+    def _merge(self, module: str, place: Place, parts: Parts) -> None:
+        target, part = place.module, place.part
+        first = self._adapter.keys[module, next(iter(parts))]
         own = {role: parts[role] for role in parts if role not in ("bias", "bias_diff", "weight")}
-        if own.keys() - {"alpha"}:
-            key = f"{target}.weight"
-            if key not in self._base.tensors:
-                raise self._missing(key, target, first)
+        if "weight" in parts:
+            self._merge_whole(module, place, own)
+        elif own.keys() - {"alpha"}:
+            weight = self._weight(place, first)
+            key = place.key
             self._refuse_twice(key if part is None else f"{key} (part {part + 1})", first)
-            asked = self._asked(module, self._base.weight(key, first, part))
+            asked = self._asked(module, weight, parts)
             change, what = self._change(asked)
             self._note(key, self._with_magnitude(asked, change), what, part)
-        if "weight" in parts:
-            what = "replaces a weight (set_weight), which is not merged here"
-            raise RefusedObject(what, where=first)
         for role in ("bias", "bias_diff"):
             if role in parts and part is not None:
                 what = f"goes to a part of {printable(target)}, whose bias is not merged here"
                 raise RefusedObject(what, where=self._adapter.keys[module, role])
             if role in parts:
-                self._merge_bias(module, target, role)
+                self._merge_bias(module, target, role, parts)
+
+    def _merge_whole(self, module: str, place: Place, own: Parts) -> None:
+        """A weight that replaces that of the base (set_weight); ComfyUI does so at any strength."""
+        key = self._adapter.keys[module, "weight"]
+        if own.keys() - {"alpha"} or place.part is not None:
+            what = "replaces a weight, of which other parts of the adapter change something"
+            raise RefusedObject(what, where=key)
+        if self._strength != 1:
+            what = "replaces a weight (set_weight), of which --scale cannot take a part"
+            raise RefusedObject(what, where=key, hint="leave --scale out")
+        self._weight(place, key)
+        self._replace(place.key, self._adapter.modules[module]["weight"], key)
 
     def _missing(self, key: str, target: str, first: str) -> CheckpointError:
         """Why a module of the base has no weight that something could be added to."""
@@ -385,14 +422,14 @@ class _Merging:
         flat = reshaped(in_order(ref), (size,), asked.keys[role])
         return replace(change, magnitude=flat, along=along, epsilon=epsilon, is_rounded=False)
 
-    def _merge_bias(self, module: str, target: str, role: str) -> None:
+    def _merge_bias(self, module: str, target: str, role: str, parts: Parts) -> None:
         adapter, base = self._adapter, self._base
         first, key = adapter.keys[module, role], f"{target}.bias"
         if key not in base.tensors:
             what = f"goes to {printable(key)}, which the base does not have"
             raise KeyMismatch(what, where=first)
         self._refuse_twice(key, first)
-        asked = self._asked(module, base.weight(key, first))
+        asked = self._asked(module, base.weight(key, first), parts)
         delta = asked.parts[role]
         if role == "bias" and "down" in asked.parts:
             strength = asked.scale(asked.parts["down"].shape[0])

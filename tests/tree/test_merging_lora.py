@@ -177,6 +177,40 @@ def test_q_k_and_v_of_diffusers_are_parts_of_one_weight_of_flux(tmp_path):
         assert torch.equal(made, wanted.bfloat16())
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_one_weight_of_flux_is_q_k_and_v_of_diffusers(tmp_path, dense):
+    start = "single_transformer_blocks.3."
+    rows = {"attn.to_q": 8, "attn.to_k": 8, "attn.to_v": 8, "proj_mlp": 32}
+    base = {f"{start}{name}.weight": torch.randn(size, 8) for name, size in rows.items()}
+    save_file(base, tmp_path / "base.safetensors")
+    given = factors("lora_unet_single_blocks_3_linear1", KOHYA, (56, 8), 8)
+    if not dense:
+        up = given[f"lora_unet_single_blocks_3_linear1.{KOHYA[1]}"]
+        up *= torch.block_diag(*(torch.ones(size, 2) for size in rows.values()))
+    found = merged(tmp_path, of_file(tmp_path, given))
+    delta = product(given).split([*rows.values()])
+    for name, own in zip(rows, delta, strict=True):
+        key = f"{start}{name}.weight"
+        assert torch.allclose(found[key], base[key] + own, atol=1e-5)
+
+
+def test_one_weight_that_is_none_of_all_modules_of_the_base(tmp_path):
+    names = ("attn.to_q", "attn.to_k", "attn.to_v")
+    base = {f"transformer_blocks.0.{name}.weight": torch.randn(8, 8) for name in names}
+    save_file(base, tmp_path / "base.safetensors")
+    name = "diffusion_model.double_blocks.0.img_attn.qkv"
+    with pytest.raises(KeyMismatch, match=r"has the shape .*and its modules have 24 rows"):
+        merged(tmp_path, of_file(tmp_path, factors(name, KOHYA, (25, 8))))
+    halves = {f"{name}.hada_{end}": torch.randn(24 if end[-1] == "a" else 2, 2 if end[-1] == "a"
+              else 8) for end in ("w1_a", "w1_b", "w2_a", "w2_b")}  # fmt: skip
+    with pytest.raises(RefusedObject, match="only matrices of LoRA are taken apart"):
+        merged(tmp_path, of_file(tmp_path, halves))
+    del base["transformer_blocks.0.attn.to_k.weight"]
+    save_file(base, tmp_path / "base.safetensors")
+    with pytest.raises(KeyMismatch, match="which the base does not have"):
+        merged(tmp_path, of_file(tmp_path, factors(name, KOHYA, (24, 8))))
+
+
 def test_the_second_text_encoder_is_not_the_first(tmp_path):
     key = "text_model.encoder.layers.0.self_attn.q_proj"
     weights = {f"conditioner.embedders.0.transformer.{key}.weight": torch.zeros(8, 8)}
@@ -218,6 +252,23 @@ def test_whole_deltas(base):
     found = merged(folder, of_file(folder, given), scale=0.5)
     for key, delta in zip((f"{Q}.weight", f"{Q}.bias"), given.values(), strict=True):
         assert torch.equal(found[key], tensors[key] + 0.5 * delta)
+
+
+def test_a_weight_that_is_set_takes_the_place_of_that_of_the_base(base):
+    folder, tensors = base
+    given = {f"diffusion_model.{Q}.set_weight": torch.randn(12, 8)}
+    adapter = of_file(folder, given)
+    found = merged(folder, adapter)
+    [wanted] = given.values()
+    assert torch.equal(found[f"{Q}.weight"], wanted)
+    assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])
+    with pytest.raises(RefusedObject, match="leave --scale out"):
+        merged(folder, adapter, scale=0.5)
+    both = of_peft(folder, factors(PEFT + Q))
+    with pytest.raises(KeyConflict, match="which another adapter changes"):
+        merged(folder, [both, adapter])
+    with pytest.raises(RefusedObject, match="of which other parts of the adapter"):
+        merged(folder, of_file(folder, given | factors(f"diffusion_model.{Q}", KOHYA)))
 
 
 def test_a_magnitude_of_lycoris_is_for_outputs_or_inputs_as_its_shape_says(base):

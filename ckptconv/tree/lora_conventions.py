@@ -1,0 +1,166 @@
+"""The names that conventions of LoRA adapters give to the modules of a model, and how their keys
+end.
+
+Facts: peft 0.21 (utils/save_and_load.py), diffusers 0.42 (loaders/lora_pipeline.py,
+loaders/lora_conversion_utils.py), kohya's sd-scripts 0087a46 (networks/lora.py, lora_flux.py:
+prefixes, and whose names of a model they have; library/sd3_utils.py: ``text_encoders.clip_g.``),
+lycoris-lora 4.1 (``lycoris_``); each Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from ckptconv.support.errors import KeyMismatch
+from ckptconv.tensors.refs import Shape
+from ckptconv.tree.lora_adapters import PEFT_PREFIX
+from ckptconv.tree.lora_names import Names, Place, Spelling
+
+Convention = Literal["lora-peft", "lora-kohya", "lora-diffusers", "lora-comfyui"]
+Family = Literal["sd", "sdxl", "flux", ""]
+
+_LIKE_PEFT = {
+    "down": ".lora_A.weight",
+    "up": ".lora_B.weight",
+    "bias": ".lora_B.bias",
+    "magnitude": ".lora_magnitude_vector",
+}
+_LIKE_KOHYA = {
+    "down": ".lora_down.weight",
+    "up": ".lora_up.weight",
+    "mid": ".lora_mid.weight",
+    "alpha": ".alpha",
+    "magnitude_of_any": ".dora_scale",
+    "diff": ".diff",
+    "bias_diff": ".diff_b",
+    "weight": ".set_weight",
+    **{f"hada_{name}": f".hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    **{
+        f"lokr_{name}": f".lokr_{name}"
+        for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
+    },
+}
+ENDS: Mapping[Convention, Mapping[str, str]] = {
+    "lora-peft": _LIKE_PEFT
+    | {"embedding_down": ".lora_embedding_A", "embedding_up": ".lora_embedding_B"},
+    "lora-diffusers": _LIKE_PEFT,
+    "lora-kohya": _LIKE_KOHYA,
+    "lora-comfyui": _LIKE_KOHYA,
+}
+"""How the keys of each convention end, by what the tensor is. Other parts have no place there."""
+
+_NAMINGS: Mapping[Convention, Mapping[str, str]] = {
+    "lora-kohya": {"sd": "diffusers", "sdxl": "original", "flux": "original"},
+    "lora-diffusers": {"sd": "diffusers", "sdxl": "diffusers", "flux": "diffusers"},
+    "lora-comfyui": {"sd": "original", "sdxl": "original", "flux": "original"},
+}
+"""Whose names of the modules of a UNet, or of Flux, are those of the convention. Text encoders have
+those of transformers in all of them.
+"""
+
+
+def family_of(names: Names) -> Family:
+    """What model the base has, beside text encoders; empty for one that is not known here."""
+    if names.has("double_blocks.0.img_attn.qkv", "single_blocks.0.linear1"):
+        is_second = names.has("double_stream_modulation_img.lin")  # Flux 2 has the same names
+        return "" if is_second else "flux"
+    if names.has(
+        "transformer_blocks.0.attn.add_q_proj", "single_transformer_blocks.0.proj_mlp", "x_embedder"
+    ):
+        return "flux"
+    if names.has("input_blocks.0.0", "time_embed.0"):
+        return "sdxl" if names.has("label_emb.0.0") else "sd"
+    if names.has("conv_in", "time_embedding.linear_1"):
+        return "sdxl" if names.has("add_embedding.linear_1") else "sd"
+    return ""
+
+
+def spelled_in(convention: Convention, names: Names, family: Family) -> dict[Place, Spelling]:
+    """The module that has each place of a model in a convention, its places as fine as they are in
+    any program. Places of which the convention does not know the name are left out.
+    """
+    found: dict[Place, Spelling] = {}
+    for spelling in _spellings(convention, names, family):
+        atoms = names.atoms(spelling.places)
+        found |= dict.fromkeys(atoms, spelling._replace(places=atoms))
+    return found
+
+
+def _spellings(convention: Convention, names: Names, family: Family) -> list[Spelling]:
+    if convention == "lora-peft":
+        return [Spelling(name, "", (Place(name),), "own") for name in names.modules]
+    of_model = _NAMINGS[convention].get(family)
+    is_plain = convention == "lora-kohya"  # a language model, as LyCORIS names it
+    wanted = {"unet": of_model, "te1": "diffusers", "te2": "diffusers"}
+    return [
+        each
+        for each in names.spellings
+        if each.naming == wanted.get(each.component, "diffusers")
+        or (is_plain and not each.component and each.naming == "own")
+    ]
+
+
+class Asked(NamedTuple):
+    """What the name of a module depends on beside itself: the convention and the family of the
+    model, the `starts` of names in the adapter that say a component, the base's shapes.
+    """
+
+    convention: Convention
+    family: Family
+    starts: frozenset[str]
+    shapes: Mapping[str, Shape | None]
+
+
+def named_in(asked: Asked, spelling: Spelling, component: str) -> tuple[str, str]:
+    """What stands before a module in the keys of a convention, and its name behind that.
+
+    `component` is the one that the base or the adapter says. Raises `KeyMismatch` where neither
+    does, or the convention has no name for it.
+    """
+    if asked.convention == "lora-peft":
+        if any(place.parameter != "weight" for place in spelling.places):
+            raise KeyMismatch("is one weight for q, k and v, for which peft has no name by itself")
+        return PEFT_PREFIX, spelling.name
+    if asked.convention == "lora-kohya":
+        return _start_of_kohya(asked, spelling, component), spelling.name.replace(".", "_")
+    if not component:
+        what = "is a module of which neither the base nor the adapter says the component"
+        raise KeyMismatch(what, hint="name a base that holds the whole pipeline, in one file")
+    if asked.convention == "lora-diffusers":
+        model = "transformer." if asked.family == "flux" else "unet."
+        return {"unet": model, "te1": "text_encoder.", "te2": "text_encoder_2."}[
+            component
+        ], spelling.name
+    return _start_of_comfyui(asked, spelling, component), spelling.name
+
+
+def _start_of_kohya(asked: Asked, spelling: Spelling, component: str) -> str:
+    if component in ("unet", "te2"):
+        return f"lora_{component}_"
+    if not component and spelling.naming == "own":
+        return "lycoris_"
+    if not component:
+        what = "is of a text encoder, of which neither the base nor the adapter says which"
+        raise KeyMismatch(what, hint="name a base that holds the whole pipeline, in one file")
+    if asked.family:
+        return "lora_te_" if asked.family == "sd" else "lora_te1_"
+    told = asked.starts & {"lora_te_", "lora_te1_", "lora_te2_", "text_encoder_2."}
+    if not told:
+        what = "is lora_te_ in Stable Diffusion 1 and 2, and lora_te1_ in SDXL and Flux"
+        raise KeyMismatch(what, hint="name a base that holds the UNet too")
+    return "lora_te_" if "lora_te_" in told else "lora_te1_"
+
+
+def _start_of_comfyui(asked: Asked, spelling: Spelling, component: str) -> str:
+    if component == "unet":
+        return "diffusion_model."
+    if spelling.name.startswith("encoder."):
+        return "text_encoders.t5xxl.transformer."
+    if component == "te2":
+        return "text_encoders.clip_g.transformer."
+    # the text encoder of Stable Diffusion 2 is 1024 wide, and another one to ComfyUI
+    shapes = (asked.shapes.get(place.key) for place in spelling.places)
+    if any(1024 in (shape or ()) for shape in shapes):
+        raise KeyMismatch("is of the text encoder of Stable Diffusion 2, whose name is not known")
+    return "text_encoders.clip_l.transformer."

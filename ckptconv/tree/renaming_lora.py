@@ -1,0 +1,439 @@
+"""LoRA adapters in the names of another convention: an edit.
+
+What a part of an adapter is for is found in its base, and named from there. A convention that has a
+weight in parts, or parts as one weight, gets the matrices so; how much a product is scaled goes
+along as a number: an ``alpha`` tensor, or an entry of the config.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptconv.keys.key_map import STRIP, map_keys
+from ckptconv.pickles.nodes import Dict, Node
+from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.support.errors import (
+    CheckpointError,
+    KeyConflict,
+    KeyMismatch,
+    OptionRefused,
+    RefusedObject,
+)
+from ckptconv.support.text import count_text, some_text
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import Shape, TensorRef, whole_view
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.lora_adapters import (
+    CONFIG,
+    OF_DIFFUSERS,
+    PEFT_PREFIX,
+    Adapter,
+    Parts,
+    config_of_peft,
+    number_in,
+    read_adapter,
+)
+from ckptconv.tree.lora_blocks import Factors, in_memory, put_together, taken_apart
+from ckptconv.tree.lora_configs import Scaled, of_diffusers, of_peft
+from ckptconv.tree.lora_conventions import (
+    ENDS,
+    Asked,
+    Convention,
+    family_of,
+    named_in,
+    spelled_in,
+)
+from ckptconv.tree.lora_deltas import Asked as AskedScale
+from ckptconv.tree.lora_deltas import in_rows, rows_in
+from ckptconv.tree.lora_names import Names, Place, Places, Spelling, found_modules, start_of
+
+
+@dataclass(frozen=True, slots=True)
+class RenameLora:
+    """An edit: gives the parts of a LoRA adapter the names of `convention`: ``lora-peft``,
+    ``lora-kohya``, ``lora-diffusers`` or ``lora-comfyui``.
+
+    `base` has the keys and shapes of the model that the adapter is for; a shape is None where it is
+    not known. For peft, the ``adapter_config.json`` is in `Checkpoint.made_beside` of the result;
+    for diffusers, its fields are in the metadata. Merged into the base, the result gives the values
+    that the adapter gives, bit for bit.
+
+    Raises `KeyMismatch` where a part finds no module in the base, or no name in the convention;
+    `RefusedObject` for what the convention has no place for.
+    """
+
+    convention: Convention
+    base: Mapping[str, Shape | None] | None = None
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        if self.base is None:
+            what = f"--preset {self.convention} makes names of those of the base of the adapter"
+            raise OptionRefused(what, hint="name it: --like BASE")
+        try:
+            adapter = read_adapter(checkpoint)
+            return _Renaming(self.convention, self.base, adapter).renamed()
+        except CheckpointError as error:
+            raise error.at(path=checkpoint.path) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What an adapter says of some places: tensors and their keys by what they are. Of a product,
+    by how much it is scaled, and the alpha that says so, where its rank stays.
+    """
+
+    places: Places
+    parts: Parts
+    keys: Mapping[str, str]
+    scale: float | None
+    alpha: float | None
+
+    @property
+    def key(self) -> str:
+        """One of its keys, for messages."""
+        return next(iter(self.keys.values()))
+
+
+@dataclass(slots=True)
+class _Target:
+    """A module in the new convention: what stands before its name, and what is said of it."""
+
+    start: str
+    name: str
+    places: Places
+    parts: list[_Part] = field(default_factory=list)
+
+
+class _Renaming:
+    """One adapter on its way to other names."""
+
+    def __init__(
+        self, convention: Convention, base: Mapping[str, Shape | None], adapter: Adapter
+    ) -> None:
+        self._convention, self._adapter = convention, adapter
+        keys = map_keys([*base], STRIP, "", [*base], ())
+        pairs = zip(keys.new, base.values(), strict=True)
+        self._shapes = {key: shape for key, shape in pairs if key is not None}
+        self._names = Names(self._shapes)
+        plain = (module.removeprefix(PEFT_PREFIX) for module in adapter.modules)
+        self._starts = frozenset(start_of(module)[0] for module in plain)
+        self._told: Counter[str] = Counter()
+
+    def renamed(self) -> Checkpoint:
+        """The checkpoint with all names."""
+        self._refuse_unfit()
+        parts, notes = self._parts()
+        targets = self._targets(parts)
+        pairs: list[tuple[str, TensorRef]] = []
+        scaled: list[Scaled] = []
+        for target in targets:
+            part = self._whole(target)
+            told = self._scaled(target, part)
+            pairs += self._tensors(target, part, told)
+            if told is not None:
+                scaled.append(told)
+        pairs += self._as_they_are()
+        return self._checkpoint(pairs, scaled, [*self._notes(len(targets), scaled), *notes])
+
+    def _refuse_unfit(self) -> None:
+        """Refuse what a config says that no other convention has a place for."""
+        adapter, convention = self._adapter, self._convention
+        for (module, _), key in adapter.keys.items():
+            if module.endswith(".base_layer"):
+                what = "is of the weights of all experts (target_parameters), which peft alone has"
+                raise RefusedObject(what, where=key)
+        if convention == "lora-peft":
+            return
+        if any(config.is_transposed for config in adapter.configs.values()):
+            what = f"its config says fan_in_fan_out, for which {convention} has no place"
+            raise RefusedObject(what)
+        for name in adapter.whole:
+            what = f"is a tensor of the model itself, for which {convention} has no place"
+            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude"
+            raise RefusedObject(what, where=name, hint=hint)
+
+    # ------------------------------------------------------------------------ what is there
+
+    def _parts(self) -> tuple[list[_Part], list[str]]:
+        """The modules of the adapter, with the places in the base that they mean."""
+        adapter = self._adapter
+        keys = {module: key for (module, _), key in reversed([*adapter.keys.items()])}
+        found, notes = found_modules([*adapter.modules], self._names, keys)
+        made = []
+        for module, parts in adapter.modules.items():
+            places = self._names.atoms(found[module])
+            made.append(self._part(module, places, parts))
+        return made, notes
+
+    def _part(self, module: str, places: Places, parts: Parts) -> _Part:
+        adapter = self._adapter
+        keys = {role: adapter.keys[module, role] for role in parts}
+        for role in parts:
+            if role not in (*ENDS[self._convention], "alpha"):
+                what = f"has no name in {self._convention}"
+                hint = "leave it out first: ckptconv convert ADAPTER PART --exclude"
+                raise RefusedObject(what, where=keys[role], hint=hint)
+        config, name = adapter.config_of(module)
+        down = parts.get("down", parts.get("embedding_down"))
+        if down is None or not down.shape or not {"up", "embedding_up"} & parts.keys():
+            if parts.keys() & _HALVES or not parts.keys() - {"alpha"}:
+                what = "stands without the matrices that it belongs to"
+                raise KeyMismatch(what, where=next(iter(keys.values())))
+            if adapter.configs and "alpha" not in parts and parts.keys() - _WITHOUT_ALPHA:
+                what = f"is scaled by a config, for which {self._convention} has no place"
+                raise RefusedObject(what, where=next(iter(keys.values())))
+            return _Part(places, parts, keys, None, None)
+        rank = down.shape[0]
+        scale = AskedScale(parts, down, name, config, keys, 1.0).scale(rank)
+        alpha = None if config.is_rank_stabilized else config.alpha_of(name)
+        if "alpha" in parts:
+            alpha = number_in(parts["alpha"], keys["alpha"])
+        if "down" in parts and not config.is_transposed:
+            self._refuse_misfit(places, parts, keys)
+        return _Part(places, parts, keys, scale, alpha)
+
+    def _refuse_misfit(self, places: Places, parts: Parts, keys: Mapping[str, str]) -> None:
+        """Refuse matrices that do not go to the weight of the base, where its shape is known."""
+        shapes = [self._shapes.get(place.key) for place in places]
+        if any(shape is None for shape in shapes):
+            return
+        rows = sum(self._rows(place, keys["up"]) for place in places)
+        columns = math.prod((shapes[0] or ())[1:])
+        up, down = parts["up"], parts["down"]
+        fits = math.prod(down.shape[1:]) == columns or "mid" in parts
+        if len(up.shape) < 2 or up.shape[0] != rows or not fits:
+            what = f"{list(up.shape)} and {list(down.shape)} do not fit {rows} × {columns} values"
+            raise KeyMismatch(f"{what} of the base", where=keys["up"])
+
+    def _rows(self, place: Place, key: str) -> int:
+        """How many rows of the base a place has."""
+        shape = self._shapes.get(place.key)
+        if not shape:
+            what = f"is for parts of a weight, and the shape of {place.key} is not known"
+            raise KeyMismatch(what, where=key, hint="--like names a checkpoint that has it")
+        return shape[0] if place.part is None else rows_in(shape, place.part, key)[1]
+
+    # ----------------------------------------------------------------------- what it becomes
+
+    def _targets(self, parts: Sequence[_Part]) -> list[_Target]:
+        """The modules of the new convention, each with what is said of it."""
+        family = family_of(self._names)
+        spelled = spelled_in(self._convention, self._names, family)
+        lost = [part for part in parts if not spelled.keys() >= set(part.places)]
+        if lost:
+            named = some_text([part.key for part in lost])
+            what = f"the base has no name in {self._convention} for {named}"
+            hint = "leave them out first: ckptconv convert ADAPTER PART --exclude"
+            raise KeyMismatch(what, hint=hint)
+        asked = Asked(self._convention, family, self._starts, self._shapes)
+        components = self._components(parts)
+        made: dict[tuple[str, str], _Target] = {}
+        for part in parts:
+            spellings = [*dict.fromkeys(spelled[place] for place in part.places)]
+            for spelling, own in self._apart(part, spellings):
+                component = spelling.component or components[part.key]
+                try:
+                    start, name = named_in(asked, spelling, component)
+                except KeyMismatch as error:
+                    raise error.at(where=part.key) from None
+                target = _Target(start, name, spelling.places)
+                made.setdefault((start, name), target).parts.append(own)
+        return [*made.values()]
+
+    def _components(self, parts: Sequence[_Part]) -> dict[str, str]:
+        """The components that the names of the adapter say, by the key of each part."""
+        modules = (module.removeprefix(PEFT_PREFIX) for module in self._adapter.modules)
+        named = zip(parts, modules, strict=True)
+        return {part.key: start_of(module)[1] for part, module in named}
+
+    def _apart(
+        self, part: _Part, spellings: Sequence[Spelling]
+    ) -> Iterator[tuple[Spelling, _Part]]:
+        """What is said of each of several modules; nothing is of one whose block is empty."""
+        if len(spellings) == 1:
+            yield spellings[0], part
+            return
+        places = [
+            tuple(place for place in part.places if place in spelling.places)
+            for spelling in spellings
+        ]
+        sizes = [sum(self._rows(place, part.key) for place in each) for each in places]
+        rows = in_rows(part.parts, sizes, part.keys)
+        factors: Sequence[Factors | None] = [None] * len(rows)
+        if part.scale is not None:
+            whole = Factors(part.parts["up"], part.parts["down"])
+            factors = taken_apart(whole, sizes)
+            self._told["taken apart"] += 1
+        for spelling, own_places, own, both in zip(spellings, places, rows, factors, strict=True):
+            if part.scale is None:
+                yield spelling, replace(part, places=own_places, parts=own)
+            elif both is not None:
+                yield spelling, _with_factors(replace(part, places=own_places, parts=own), both)
+
+    def _whole(self, target: _Target) -> _Part:
+        """All that is said of a module, in one."""
+        first, *others = target.parts
+        if not others and first.places == target.places:
+            return first
+        by_place: dict[Places, _Part] = {}
+        for part in target.parts:
+            self._refuse_not_put_together(part, first)
+            if part.places in by_place:
+                what = f"is for the same module as {by_place[part.places].key}"
+                raise KeyConflict(what, where=part.key)
+            by_place[part.places] = part
+        done = {place: places for places in by_place for place in places}
+        order = dict.fromkeys(done.get(place, (place,)) for place in target.places)
+        sizes = [sum(self._rows(place, first.key) for place in places) for places in order]
+        given = [by_place.get(places) for places in order]
+        factors = [None if one is None else _factors(one) for one in given]
+        self._told["put together"] += 1
+        return _with_factors(first, put_together(factors, sizes, first.key))
+
+    def _refuse_not_put_together(self, part: _Part, first: _Part) -> None:
+        for role in part.parts:
+            if role not in ("up", "down", "alpha"):
+                what = f"is for a part of a weight of {self._convention}, which has no place for it"
+                raise RefusedObject(what, where=part.keys[role])
+        if part.scale != first.scale:
+            what = f"is scaled by {part.scale:.6g}, and {first.key} by {first.scale:.6g}"
+            what = f"{what}: in {self._convention} they are one module"
+            raise RefusedObject(what, where=part.key)
+
+    def _scaled(self, target: _Target, part: _Part) -> Scaled | None:
+        if part.scale is None:
+            return None
+        down = part.parts.get("down", part.parts.get("embedding_down"))
+        assert down is not None
+        rank, alpha = down.shape[0], part.alpha
+        if alpha is None:
+            alpha = _alpha_for(part.scale, rank, part.key)
+        has_magnitude, has_bias = "magnitude" in part.parts, "bias" in part.parts
+        return Scaled(target.start, target.name, rank, alpha, has_magnitude, has_bias, part.key)
+
+    def _tensors(
+        self, target: _Target, part: _Part, scaled: Scaled | None
+    ) -> Iterator[tuple[str, TensorRef]]:
+        """The keys and tensors of one module."""
+        ends = ENDS[self._convention]
+        stem = target.start + target.name
+        for role, ref in part.parts.items():
+            if role == "alpha":
+                continue
+            end = ends[role]
+            if role in ("diff", "bias_diff"):  # LyCORIS has other words for those of norms
+                end = f".{part.keys[role].rpartition('.')[2]}"
+            yield stem + end, ref
+        if "alpha" in ends and scaled is None and "alpha" in part.parts:
+            yield stem + ends["alpha"], part.parts["alpha"]
+        if "alpha" not in ends or scaled is None:
+            return
+        if "alpha" in part.parts:
+            yield stem + ends["alpha"], part.parts["alpha"]
+        elif self._convention == "lora-kohya" or scaled.alpha != scaled.rank:
+            yield stem + ends["alpha"], _number(scaled.alpha, part.parts["down"])
+
+    def _as_they_are(self) -> Iterator[tuple[str, TensorRef]]:
+        """Tensors of the model itself, which only peft has in an adapter."""
+        known = set(self._adapter.keys.values())
+        for key, ref in self._adapter.checkpoint.state_dict().tensors():
+            if key not in known:
+                yield key, ref
+
+    # ---------------------------------------------------------------------------- the result
+
+    def _checkpoint(
+        self, pairs: Sequence[tuple[str, TensorRef]], scaled: Sequence[Scaled], notes: list[str]
+    ) -> Checkpoint:
+        checkpoint = self._adapter.checkpoint
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            raise KeyConflict("would be made of two parts of the adapter", where=twice[0])
+        node = checkpoint.state_dict().node
+        made: list[tuple[Node, Node]] = [(key, ref) for key, ref in pairs]
+        stand_ins: dict[int, Node] = {id(node): Dict(made)}
+        metadata = {
+            name: text for name, text in checkpoint.metadata.items() if name != OF_DIFFUSERS
+        }
+        beside: dict[str, bytes] = {}
+        if self._convention == "lora-diffusers" and scaled:
+            metadata[OF_DIFFUSERS] = of_diffusers(scaled)
+        if self._convention == "lora-peft":
+            named = {each.name for each in scaled}
+            others = [name for name in self._names.modules if name not in named]
+            beside[CONFIG] = of_peft(config_of_peft(self._adapter.checkpoint), scaled, others)
+        return replace(
+            checkpoint,
+            root=substituted(checkpoint.root, containers(checkpoint.root), stand_ins),
+            metadata=metadata,
+            notes=(*checkpoint.notes, *notes),
+            dropped=(*checkpoint.dropped, node),
+            made_beside=beside,
+            reread=None,
+        )
+
+    def _notes(self, count: int, scaled: Sequence[Scaled]) -> Iterator[str]:
+        ranks = dict.fromkeys((each.rank, each.alpha / each.rank) for each in scaled)
+        told = [f"rank {rank} (scale {scale:.6g})" for rank, scale in ranks]
+        shown = f": {some_text(told)}" if told else ""
+        yield f"{count_text(count, 'module')} named for {self._convention}{shown}"
+        for what, number in self._told.items():
+            yield f"{count_text(number, 'weight')} {what}"
+
+
+_HALVES = {"up", "down", "mid", "bias", "embedding_up", "embedding_down", "magnitude"}
+_WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
+
+
+def _factors(part: _Part) -> Factors:
+    return Factors(part.parts["up"], part.parts["down"])
+
+
+def _with_factors(part: _Part, factors: Factors) -> _Part:
+    """The same with other matrices; of another rank, no alpha says any more how it is scaled."""
+    up, down = factors
+    if down.shape[0] == part.parts["down"].shape[0]:
+        return replace(part, parts={**part.parts, "up": up, "down": down})
+    parts = {role: ref for role, ref in part.parts.items() if role != "alpha"}
+    return replace(part, parts={**parts, "up": up, "down": down}, alpha=None)
+
+
+def _alpha_for(scale: float, rank: int, key: str) -> float:
+    """The alpha that gives just this scale at a rank."""
+    near = scale * rank
+    for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
+        if alpha / rank == scale:
+            return alpha
+    raise RefusedObject(f"is scaled by {scale!r}, which no alpha gives at rank {rank}", where=key)
+
+
+def _number(alpha: float, like: TensorRef) -> TensorRef:
+    """A tensor of one number: of the type of another tensor, if that has it, or of a finer one."""
+    for dtype in (like.dtype, BY_NAME["float32"], BY_NAME["float64"]):
+        raw = _exact(alpha, dtype)
+        if raw is not None:
+            return whole_view(in_memory(raw, dtype, like.location), dtype, ())
+    raise AssertionError("a double has all doubles")
+
+
+_FORMATS = {"float16": "<e", "bfloat16": "<f", "float32": "<f", "float64": "<d"}
+
+
+def _exact(number: float, dtype: DType) -> bytes | None:
+    """The bytes of a number in a type; None where it is not one of its numbers."""
+    form = _FORMATS.get(dtype.name)
+    if form is None:
+        return None
+    try:
+        raw = struct.pack(form, number)
+    except OverflowError:
+        return None
+    if struct.unpack(form, raw)[0] != number:
+        return None
+    if dtype.name == "bfloat16":
+        return raw[2:] if raw[:2] == b"\0\0" else None
+    return raw
