@@ -22,7 +22,8 @@ from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.lora_adapters import CONFIG
 from ckptconv.tree.lora_conventions import Convention
-from ckptconv.tree.renaming import RenamedKeys, RenameKeys
+from ckptconv.tree.rename_keys import RenameKeys
+from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.renaming_lora import RenameLora
 from ckptconv.tree.reshaping import MadeKeys
 from ckptconv.tree.walk import tensor_of
@@ -43,7 +44,7 @@ def with_adapter_edits(options: Request, to: TargetFormat) -> Request:
     preset = named[0]
     _refuse_idle(options, preset)
     if preset.name == "lora-diffusers" and not to.holds_metadata:
-        what = f"diffusers keeps ranks and alphas in metadata, for which a {to.name} output has no place"
+        what = f"diffusers keeps alphas in metadata, for which a {to.name} output has no place"
         raise OptionRefused(what, hint="write safetensors")
     at = rules.index(preset)
     edits: list[Edit] = [*options.edits]

@@ -115,7 +115,7 @@ class OptionWords:
         (),
         f"Remove what a framework added to the keys: {', '.join(PRESETS)}; or give the tensors "
         "another program's layout: transformers-v5, transformers-original, and those of ckptconv "
-        "help layouts.",
+        "help layouts; lora-peft, lora-kohya, lora-diffusers or lora-comfyui name an adapter anew.",
         "NAME",
     )
     strip_prefix: Words = _word(

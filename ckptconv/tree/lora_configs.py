@@ -2,7 +2,7 @@
 scaled.
 
 peft's ``adapter_config.json`` has one rank and one alpha, and patterns for modules with others.
-diffusers 0.35 and later keeps the same fields in the metadata of its file, with the component
+diffusers keeps the same fields in the metadata of its file, with the component
 before each. Facts: peft 0.21 (utils/other.py, `get_pattern_key`), diffusers 0.42
 (loaders/lora_base.py, `_pack_dict_with_prefix`; loaders/peft.py), both Apache-2.0.
 """
@@ -35,7 +35,8 @@ class Scaled(NamedTuple):
 
 def of_peft(given: Mapping[str, Any], modules: Sequence[Scaled], others: Collection[str]) -> bytes:
     """The text of ``adapter_config.json``: that of the adapter, where it had one, with what is said
-    of `modules`. `others` are the modules of the base to which nothing is added.
+    of `modules`. `others` are the modules of the base to which nothing is added, those included
+    that have no weights of their own: peft takes a name for any of them.
     """
     targets = _targets([each.name for each in modules], others)
     told = {**_DEFAULTS, **given, **_fields(modules), "target_modules": targets}
@@ -59,13 +60,10 @@ def of_diffusers(modules: Sequence[Scaled]) -> str:
     """The text of ``lora_adapter_metadata``: the fields of each component, its name before them."""
     told: dict[str, Any] = {}
     for start in dict.fromkeys(each.start for each in modules):
-        # transformers 5 has no text_model in the paths of CLIP, and the patterns fit both
-        own = [
-            each._replace(name=each.name.removeprefix("text_model."))
-            for each in modules
-            if each.start == start
-        ]
-        fields = {**_fields(own), "target_modules": [each.name for each in own]}
+        own = [each for each in modules if each.start == start]
+        # transformers 5 has no text_model in the paths of CLIP, and the ends of paths fit both
+        names = [each.name.removeprefix(_TEXT_MODEL) for each in own]
+        fields = {**_fields(own), "target_modules": names}
         told |= {f"{start}{name}": value for name, value in fields.items()}
     return json.dumps(told, indent=2, sort_keys=True)
 
@@ -98,9 +96,14 @@ def _plain(alpha: float) -> float:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
+_TEXT_MODEL = "text_model."
+
+
 def _only(name: str) -> str:
-    """The pattern of one module: peft takes it for the end of a path."""
-    return re.escape(name).replace(r"\-", "-")
+    """The pattern of one module, which peft takes for the end of a path if it may be one."""
+    if name.startswith(_TEXT_MODEL):
+        return re.escape(name.removeprefix(_TEXT_MODEL))
+    return f"^{re.escape(name)}"
 
 
 def _targets(names: Sequence[str], others: Collection[str]) -> list[str]:

@@ -9,16 +9,27 @@ lycoris-lora 4.1 (``lycoris_``); each Apache-2.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ckptconv.support.errors import KeyMismatch
 from ckptconv.tensors.refs import Shape
 from ckptconv.tree.lora_adapters import PEFT_PREFIX
-from ckptconv.tree.lora_names import Names, Place, Spelling
+from ckptconv.tree.lora_names import Names, Naming, Place, Spelling
 
 Convention = Literal["lora-peft", "lora-kohya", "lora-diffusers", "lora-comfyui"]
 Family = Literal["sd", "sdxl", "flux", ""]
+
+
+class Model(NamedTuple):
+    """What model a base has beside text encoders (empty: none that is known here), whose names it
+    has there, and what stands before them.
+    """
+
+    family: Family
+    naming: Naming
+    start: str
+
 
 _LIKE_PEFT = {
     "down": ".lora_A.weight",
@@ -60,45 +71,61 @@ those of transformers in all of them.
 """
 
 
-def family_of(names: Names) -> Family:
-    """What model the base has, beside text encoders; empty for one that is not known here."""
-    if names.has("double_blocks.0.img_attn.qkv", "single_blocks.0.linear1"):
-        is_second = names.has("double_stream_modulation_img.lin")  # Flux 2 has the same names
-        return "" if is_second else "flux"
-    if names.has(
-        "transformer_blocks.0.attn.add_q_proj", "single_transformer_blocks.0.proj_mlp", "x_embedder"
-    ):
-        return "flux"
-    if names.has("input_blocks.0.0", "time_embed.0"):
-        return "sdxl" if names.has("label_emb.0.0") else "sd"
-    if names.has("conv_in", "time_embedding.linear_1"):
-        return "sdxl" if names.has("add_embedding.linear_1") else "sd"
-    return ""
+_SIGNS: Sequence[tuple[tuple[str, ...], Family, Naming]] = (
+    (("double_blocks.0.img_attn.qkv", "double_stream_modulation_img.lin"), "", "own"),  # Flux 2
+    (("double_blocks.0.img_attn.qkv", "single_blocks.0.linear1"), "flux", "original"),
+    (
+        (
+            "transformer_blocks.0.attn.add_q_proj",
+            "single_transformer_blocks.0.proj_mlp",
+            "x_embedder",
+        ),
+        "flux",
+        "diffusers",
+    ),
+    (("input_blocks.0.0", "time_embed.0", "label_emb.0.0"), "sdxl", "original"),
+    (("input_blocks.0.0", "time_embed.0"), "sd", "original"),
+    (("conv_in", "time_embedding.linear_1", "add_embedding.linear_1"), "sdxl", "diffusers"),
+    (("conv_in", "time_embedding.linear_1"), "sd", "diffusers"),
+)
+"""The modules by which a model is known, the first that has all of a row."""
 
 
-def spelled_in(convention: Convention, names: Names, family: Family) -> dict[Place, Spelling]:
+def model_of(names: Names) -> Model:
+    """What model the base has, by the modules in it."""
+    for modules, family, naming in _SIGNS:
+        start = names.start_of(modules)
+        if start is not None:
+            return Model(family, naming, start)
+    return Model("", "own", "")
+
+
+def spelled_in(convention: Convention, names: Names, model: Model) -> dict[Place, Spelling]:
     """The module that has each place of a model in a convention, its places as fine as they are in
     any program. Places of which the convention does not know the name are left out.
     """
     found: dict[Place, Spelling] = {}
-    for spelling in _spellings(convention, names, family):
+    for spelling in _spellings(convention, names, model):
         atoms = names.atoms(spelling.places)
         found |= dict.fromkeys(atoms, spelling._replace(places=atoms))
     return found
 
 
-def _spellings(convention: Convention, names: Names, family: Family) -> list[Spelling]:
+def _spellings(convention: Convention, names: Names, model: Model) -> Iterator[Spelling]:
     if convention == "lora-peft":
-        return [Spelling(name, "", (Place(name),), "own") for name in names.modules]
-    of_model = _NAMINGS[convention].get(family)
-    is_plain = convention == "lora-kohya"  # a language model, as LyCORIS names it
+        yield from (Spelling(name, "", (Place(name),), "own") for name in names.modules)
+        return
+    of_model = _NAMINGS[convention].get(model.family)
     wanted = {"unet": of_model, "te1": "diffusers", "te2": "diffusers"}
-    return [
-        each
-        for each in names.spellings
-        if each.naming == wanted.get(each.component, "diffusers")
-        or (is_plain and not each.component and each.naming == "own")
-    ]
+    is_plain = convention == "lora-kohya" and not model.family  # a language model, as of LyCORIS
+    for each in names.spellings:
+        is_of_model = each.places[0].module == model.start + each.name
+        if each.naming == wanted.get(each.component, "diffusers"):
+            yield each
+        elif each.naming == "own" and is_of_model and of_model == model.naming:
+            yield each._replace(component="unet")
+        elif each.naming == "own" and not each.component and is_plain:
+            yield each
 
 
 class Asked(NamedTuple):

@@ -141,9 +141,10 @@ class Names:
         """The same places, as fine as any program has them: parts in the place of their whole."""
         return tuple(atom for place in places for atom in self._parts.get(place, [place]))
 
-    def has(self, *ends: str) -> bool:
-        """Whether some component has all of these modules."""
-        return any(rests.keys() >= {*ends} for rests in self._rests.values())
+    def start_of(self, modules: Iterable[str]) -> str | None:
+        """What stands before the modules of the component that has all of these; None for none."""
+        wanted = {*modules}
+        return next((start for start, rests in self._rests.items() if rests.keys() >= wanted), None)
 
     def of(self, name: str) -> list[Places]:
         """The places that a name of an adapter may mean."""

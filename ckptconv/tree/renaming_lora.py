@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptconv.keys.key_map import STRIP, map_keys
@@ -43,7 +43,7 @@ from ckptconv.tree.lora_conventions import (
     ENDS,
     Asked,
     Convention,
-    family_of,
+    model_of,
     named_in,
     spelled_in,
 )
@@ -221,15 +221,15 @@ class _Renaming:
 
     def _targets(self, parts: Sequence[_Part]) -> list[_Target]:
         """The modules of the new convention, each with what is said of it."""
-        family = family_of(self._names)
-        spelled = spelled_in(self._convention, self._names, family)
+        model = model_of(self._names)
+        spelled = spelled_in(self._convention, self._names, model)
         lost = [part for part in parts if not spelled.keys() >= set(part.places)]
         if lost:
             named = some_text([part.key for part in lost])
             what = f"the base has no name in {self._convention} for {named}"
             hint = "leave them out first: ckptconv convert ADAPTER PART --exclude"
             raise KeyMismatch(what, hint=hint)
-        asked = Asked(self._convention, family, self._starts, self._shapes)
+        asked = Asked(self._convention, model.family, self._starts, self._shapes)
         components = self._components(parts)
         made: dict[tuple[str, str], _Target] = {}
         for part in parts:
@@ -364,7 +364,7 @@ class _Renaming:
             metadata[OF_DIFFUSERS] = of_diffusers(scaled)
         if self._convention == "lora-peft":
             named = {each.name for each in scaled}
-            others = [name for name in self._names.modules if name not in named]
+            others = _with_those_around(self._names.modules) - named
             beside[CONFIG] = of_peft(config_of_peft(self._adapter.checkpoint), scaled, others)
         return replace(
             checkpoint,
@@ -387,6 +387,17 @@ class _Renaming:
 
 _HALVES = {"up", "down", "mid", "bias", "embedding_up", "embedding_down", "magnitude"}
 _WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
+
+
+def _with_those_around(modules: Iterable[str]) -> set[str]:
+    """Modules, and those that they are in."""
+    found = set()
+    for module in modules:
+        path = module
+        while path and path not in found:
+            found.add(path)
+            path = path.rpartition(".")[0]
+    return found
 
 
 def _factors(part: _Part) -> Factors:
