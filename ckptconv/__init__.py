@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ckptconv.convert.options import Options as Options
     from ckptconv.convert.plan import ConversionPlan as ConversionPlan
     from ckptconv.convert.planner import plan_conversion as plan_conversion
+    from ckptconv.convert.recover import Recovery as Recovery
+    from ckptconv.convert.recover import recover_checkpoint as recover_checkpoint
     from ckptconv.devices.host import best_device as best_device
     from ckptconv.diff.checkpoints import diff_checkpoints as diff_checkpoints
     from ckptconv.diff.report import Difference as Difference
@@ -147,6 +149,7 @@ _HOMES = {
     "Page": "pages.make",
     "Progress": "support.progress",
     "Receipt": "batch.receipts",
+    "Recovery": "convert.recover",
     "RefusedObject": "support.errors",
     "RemoteFailure": "support.errors",
     "RenameKeys": "tree.rename_keys",
@@ -183,6 +186,7 @@ _HOMES = {
     "open_checkpoint": "live.opened",
     "plan_conversion": "convert.planner",
     "read_key_rules": "keys.rule_files",
+    "recover_checkpoint": "convert.recover",
     "report_checkpoint": "pages.make",
     "save_portable": "live.save",
     "scan_checkpoint": "scan.files",

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "merge-lora": (LORA / "base", LORA, "out.safetensors"),
     "delta": (DELTA / "base", DELTA / "full", "weight_v000001"),
     "apply": (DELTA / "base", DELTA / "weight_v000001_xor", "out.safetensors"),
+    "recover": (DDP, "out.pt"),
     "edit": (DDP, "--metadata", "license=mit"),
     "cleanup": (DDP,),
     "batch": (DDP, "--out-dir", "out", "--to", "torch", "--dry-run"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from ckptconv.batch.identity import places_of, read_beside, real_names
@@ -73,12 +73,13 @@ class _Checked:
     read: frozenset[str]
     output: str
     named: str | None = None
-    told: tuple[str, ...] = ()
+    told: Mapping[str, str] = field(default_factory=dict)
     is_folder: bool = False
 
     def written(self) -> Iterator[str]:
         """Each place that it writes."""
-        yield from (place for place in (self.output, self.named, *self.told) if place is not None)
+        places = self.output, self.named, *self.told.values()
+        yield from (place for place in places if place is not None)
 
 
 def _checked(job: Job, name: str, real: Callable[[Location], str]) -> _Checked:
@@ -92,8 +93,8 @@ def _checked(job: Job, name: str, real: Callable[[Location], str]) -> _Checked:
     if is_set and not is_folder:
         is_in_folder = is_folder_of_set(place, options.to)
         named = f"{output}/{to.shards_named}" if is_in_folder else output
-    beside = (options.save_mapping, options.manifest)
-    told = tuple(real(place_of(path)) for path in beside if path is not None)
+    beside = {"mapping": options.save_mapping, "manifest": options.manifest}
+    told = {what: real(place_of(path)) for what, path in beside.items() if path is not None}
     sources = tuple(map(real, places))
     read = frozenset((*sources, *map(real, shards)))
     return _Checked(job, name, sources, read, output, named, told, is_folder)
@@ -144,8 +145,9 @@ def _in_the_way(checked: Sequence[_Checked]) -> Iterator[str]:
     for one in checked:
         if read := [place for place in one.written() if place in beside]:
             yield f"{one.name}: writes what {checked[beside[read[0]]].name} reads: {read[0]}"
-        for place in filter(sources.__contains__, one.told):
-            yield f"{one.name}: its mapping or manifest is the source of {sources[place]}"
+        for what, place in one.told.items():
+            if place in sources:
+                yield f"{one.name}: its {what} is the source of {sources[place]}"
         output, named = one.output, one.job.output
         for real in (output, *_around(output)):
             if real not in sources:

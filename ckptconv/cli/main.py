@@ -52,6 +52,7 @@ COMMANDS = {
         "strip-module": ("converting", "Strip `module.` (DataParallel, DDP) from the keys."),
         "add-module": ("converting", "Add `module.` (DataParallel, DDP) to the keys."),
         "edit": ("editing", "Change names and metadata of a safetensors file in place."),
+        "recover": ("proving", "Save the whole tensors of a damaged file."),
         "cleanup": ("cleaning", "List and abort uploads that a killed process left."),
     },
     "Many": {
@@ -83,6 +84,7 @@ MEANT = {
     "ls": "list tensors names shapes ll dir",
     "merge": "join combine concat cat-shards consolidate",
     "merge-lora": "lora adapter peft bake apply fuse-lora",
+    "recover": "rescue repair salvage restore undelete broken corrupt truncated",
     "report": "html page browser",
     "scan": "safe security audit pickle virus malware",
     "show": "print cat dump values tensor get read",

@@ -159,6 +159,9 @@ LIMIT = together(_LIMIT, _ALLOW_HOSTS, _UNPINNED)
 choice_options = together(*_words(CHOICES))
 """The options that choose among keys, which every command that writes has."""
 
+recovery_options = together(*_words(("to", "only", "unknown")))
+"""The options of what becomes of a damaged file."""
+
 fitting_options = together(*_words(FITTING))
 """The options of what the keys are fitted to."""
 

@@ -22,6 +22,7 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location
 from ckptconv.io.places import Named as Named
 from ckptconv.io.places import place_of, places_of
+from ckptconv.io.source import Source
 from ckptconv.objects.threats import danger_note
 from ckptconv.pickles.making import names_noted
 from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, mapping_pairs
@@ -136,6 +137,20 @@ def open_certain(
     """
     asked = _asked(path, tag, whole_modules=whole_modules, edits=edits)
     return replace(asked, with_training=with_training, is_delta=is_delta).opened()
+
+
+def open_as(place: Location, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
+    """As `open_certain` of one file, by another function than the one that its content asks for."""
+    with contextlib.ExitStack() as opened:
+        source = place.open()
+        opened.callback(source.close)
+        try:
+            with collector_paused(), counted_together(), names_noted() as named:
+                found = _finished([open_source(source)], named, whole_modules=False)
+        except CheckpointError as error:
+            raise error.at(path=place) from error.__cause__
+        opened.pop_all()
+        return found
 
 
 def open_to_look(

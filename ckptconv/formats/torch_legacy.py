@@ -50,14 +50,14 @@ def open_torch_legacy(source: Source) -> Checkpoint:
         if read_pickle(protocol) != _PROTOCOL:
             raise MalformedCheckpoint("has a protocol other than 1001", where="protocol version")
         read_pickle(system)
-        storages = _Storages(source, named_storages(tree), _listed(read_pickle(keys)), start)
+        storages = _Storages(source, named_storages(tree), listed(read_pickle(keys)), start)
         root = read_torch_pickle(tree, storages)
     head = FileFacts(source.read(0, PICKLE_HEAD))
     sources = (storages.guarded,)
     return Checkpoint(source.path, CONTAINER, root, source.size, sources=sources, facts=head)
 
 
-def _listed(keys: Node) -> list[str]:
+def listed(keys: Node) -> list[str]:
     """The keys of the storages, in the order in which they lie in the file."""
     if type(keys) is not list or any(type(key) is not str for key in keys):
         raise MalformedCheckpoint("is not a list of texts", where="storage keys")

@@ -362,7 +362,7 @@ def test_a_statement_of_another_kind_is_refused(folder, changes):
 def test_every_cut_of_a_manifest_is_an_error_or_a_difference(home):
     """It never passes for the whole one."""
     raw = (home / "m.sha256").read_bytes()
-    for size in range(0, len(raw) - 1, 7):
+    for size in range(0, len(raw) - 1, 29):
         (home / "cut").write_bytes(raw[:size])
         try:
             found = verify_checkpoint(home / "model.pt", home / "cut")
