@@ -388,4 +388,24 @@ UNSYNCED += tuple(
     )
     for split, times in (("rows", 3), ("columns", 1.5))
 )
-SYNCED = copies("fsync-", fsync=True)
+UNSYNCED += (
+    Row(
+        "manifest",
+        "big .pt → .safetensors, with a manifest",
+        ckptconv("convert {big} {out}.safetensors --manifest {out}.sha256", fsync=False),
+        ckptconv("convert {big} {out}.safetensors", fsync=False),
+        (Goal("times", 1.25), Goal("peak", 60)),
+        warm_up="memory",
+    ),
+)
+SYNCED = (
+    *copies("fsync-", fsync=True),
+    Row(
+        "fsync-manifest",
+        "big .pt → .safetensors, with a manifest",
+        ckptconv("convert {big} {out}.safetensors --manifest {out}.sha256"),
+        ckptconv("convert {big} {out}.safetensors"),
+        (Goal("times", 1.25), Goal("peak", 60)),
+        warm_up="memory",
+    ),
+)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -639,6 +640,35 @@ def test_ls_prints_what_the_page_says(room):
     ]
     assert found[2]["tensors"][0]["extent"] is None, "it is compressed"
     hold("ls", found)
+
+
+def test_manifest_verify_and_recover_print_what_the_page_says(room):
+    codes = torch._make_per_tensor_quantized_tensor(torch.arange(4, dtype=torch.uint8), 0.5, 3)
+    torch.save({"w": torch.ones(3), "q": codes}, room / "codes.pt")
+    torch.save({"in": {"w": torch.ones(3), "q": codes}}, room / "other.pt")
+    made = document("manifest", "codes.pt", cwd=room)
+    (room / "codes.json").write_text(json.dumps(made))
+    hold("manifest", [made, document("manifest", "no.pt", cwd=room, code=1)])
+    found = [
+        document("verify", "codes.pt", "codes.json", cwd=room),
+        document("verify", "codes.pt", "codes.json", "--files", cwd=room),
+        document("verify", "other.pt", "codes.json", cwd=room, code=1),
+        document("verify", "other.pt", "other.pt", cwd=room, code=1),
+    ]
+    hold("verify", found)
+    whole = (room / "codes.pt").read_bytes()
+    (room / "cut.pt").write_bytes(whole[: whole.index(b"data/1")])
+    shutil.copy(room / "codes.pt", room / "more.pt")
+    with zipfile.ZipFile(room / "more.pt", "a") as archive:
+        archive.writestr("codes/more", b"of something else")
+    found = [
+        document("recover", SAMPLES / "ddp_cuda3_train.pt", "a.safetensors", cwd=room),
+        document("recover", "more.pt", "c.pt", cwd=room),
+        document("recover", "cut.pt", "b.pt", cwd=room, code=1),
+        document("recover", "cut.pt", "b.pt", cwd=room, code=1),
+    ]
+    assert found[2]["lost"] and "exists" in found[3]["error"]["what"]
+    hold("recover", found)
 
 
 def test_show_prints_what_the_page_says(room):
