@@ -67,7 +67,7 @@ def plan_flat(
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     warn(found.notes)
     left_out = settle_strays(checkpoint, found.node, options.unknown)
-    applied = map_state_dict(found, options.keys, options.fit_to)
+    applied = map_state_dict(found, options.keys, checkpoint, options.fit_to)
     skipped = excluded(applied, options.fit_to)
     named_now, keys = applied.item, applied.keys
     held_from = len(skipped)
@@ -82,7 +82,7 @@ def plan_flat(
     names = applied.names()
     if checkpoint.metadata:
         checkpoint = replace(checkpoint, metadata=followed(checkpoint.metadata, names))
-    refuse_codes_apart(found, names)
+    refuse_codes_apart(applied)
     strings = _strings(checkpoint, to, options, flattened)
     tied = _tied(to, named, strings, options.tied)
     _refuse_taken(options, flattened.tensors, strings)

@@ -364,13 +364,14 @@ def _plan_tree(
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
     found = find_state_dicts(root, checkpoint.root, options.only)
-    applied, renamed, skipped = rename_state_dicts(found, overlay, options.keys, options.fit_to)
+    applied, renamed, skipped = rename_state_dicts(
+        found, overlay, options.keys, checkpoint, options.fit_to
+    )
     before = _before(checkpoint, found, options, whole)
     new_names = follow_names(root, overlay, before, list(zip(found, renamed, strict=True)))
-    for item, each in zip(found, applied, strict=True):
-        names = each.names()
-        refuse_without(followed(checkpoint.metadata, names), f"a {to.name} output")
-        refuse_codes_apart(item, names)
+    for each in applied:
+        refuse_without(followed(checkpoint.metadata, each.names()), f"a {to.name} output")
+        refuse_codes_apart(each)
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
     if not refs and not settled.storages:

@@ -69,11 +69,11 @@ def _made_text(uses: Sequence[MadeKeys]) -> str:
     """What uses of one rule make: so many tensors of so many, as the rule names them."""
     first = uses[0]
     before, after = (sum(item.counts[side] for item in uses) for side in (0, 1))
-    ours, theirs = _patterns(first.rule) or (
+    ours, theirs = (not first.goes_along and _patterns(first.rule)) or (
         list(dict.fromkeys(starred(key) for item in uses for key in keys(item)))
         for keys in (attrgetter("sources"), attrgetter("targets"))
     )
-    how = getattr(first.rule, "operations_text", "")
+    how = "as their codes" if first.goes_along else getattr(first.rule, "operations_text", "")
     if not before:
         return f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})"
     return (

@@ -294,7 +294,7 @@ def _second_part(part: Callable[[], Part], only: tuple[str | None, str | None]) 
 
 def _mapped(state_dict: StateDict, rules: KeyRules, checkpoint: Checkpoint) -> Applied:
     try:
-        return apply_rules(state_dict, with_config(rules, checkpoint))
+        return apply_rules(state_dict, with_config(rules, checkpoint), checkpoint)
     except CheckpointError as error:
         raise error.at(path=checkpoint.path) from error.__cause__
 

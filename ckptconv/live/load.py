@@ -183,7 +183,7 @@ def _selected(
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
         settle_strays(checkpoint, root, unknown)
         found = find_state_dicts(root, checkpoint.root, only)
-        several, renamed, _ = rename_state_dicts(found, overlay, rules)
+        several, renamed, _ = rename_state_dicts(found, overlay, rules, checkpoint)
         follow_names(root, overlay, found, list(zip(found, renamed, strict=True)))
         _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
         found, kept = [each.item for each in several], [each.kept() for each in several]
@@ -191,12 +191,12 @@ def _selected(
         chosen = checkpoint.state_dict(only)
         warn(chosen.notes)
         settle_strays(checkpoint, chosen.node, unknown)
-        applied = apply_rules(chosen, rules)
+        applied = apply_rules(chosen, rules, checkpoint)
         item, keys = applied.item, applied.keys
         refuse_idle([keys], rules)
         names = applied.names()
         found, kept = [item], [applied.kept()]
-        refuse_codes_apart(chosen, names)
+        refuse_codes_apart(applied)
         _tell_metadata(checkpoint, names)
         names_after, values = with_filled(item, keys)
         filled = replace(item, values=values)

@@ -197,7 +197,7 @@ def _split(refs: Sequence[TensorRef], dim: Shape, sizes: Shape) -> list[TensorRe
             start = (*(0,) * at, first, *(0,) * (len(ref.shape) - at - 1))
             shape = (*ref.shape[:at], size, *ref.shape[at + 1 :])
             if prod(shape):
-                made.append(_apart(box_of(ref, start, shape)))
+                made.append(apart(box_of(ref, start, shape)))
             else:
                 made.append(_of_pieces(ref, shape, ref.pieces))
     return made
@@ -212,7 +212,7 @@ def _listed(sizes: Shape) -> str:
 _MOST_LISTED = 8
 
 
-def _apart(ref: TensorRef) -> TensorRef:
+def apart(ref: TensorRef) -> TensorRef:
     """A part of a tensor with a storage of its own: the parts do not share memory, for they are
     other parameters.
     """
@@ -279,7 +279,7 @@ def in_shape(ref: TensorRef, shape: Shape) -> TensorRef:
         return ref
     if not ref.numel:
         return _of_pieces(ref, shape, ref.pieces)
-    groups = list(_groups(ref.shape, shape))
+    groups = list(size_groups(ref.shape, shape))
     made = (part for piece in ref.pieces for part in _in_groups(piece, groups))
     pieces = tuple(islice(made, _MOST_PIECES + 1))
     made_of = _of_pieces(ref, shape, pieces)
@@ -302,7 +302,7 @@ def _is_turned(piece: Piece) -> bool:
     return bool(steps) and steps[-1] > min(steps)
 
 
-class _Group(NamedTuple):
+class SizeGroup(NamedTuple):
     """Neighbouring dimensions that become others together: those of `old` sizes from the axis
     `first` on, and their `new` sizes.
     """
@@ -312,7 +312,7 @@ class _Group(NamedTuple):
     new: Shape
 
 
-def _groups(old: Shape, new: Shape) -> Iterator[_Group]:
+def size_groups(old: Shape, new: Shape) -> Iterator[SizeGroup]:
     """The smallest runs of dimensions whose sizes have the same product on both sides."""
     a = b = 0
     while a < len(old) or b < len(new):
@@ -323,10 +323,10 @@ def _groups(old: Shape, new: Shape) -> Iterator[_Group]:
                 a += 1
             else:
                 b += 1
-        yield _Group(first, old[first:a], new[left:b])
+        yield SizeGroup(first, old[first:a], new[left:b])
 
 
-def _in_groups(piece: Piece, groups: Sequence[_Group]) -> Iterator[Piece]:
+def _in_groups(piece: Piece, groups: Sequence[SizeGroup]) -> Iterator[Piece]:
     """A piece as pieces of a tensor whose dimensions are grouped otherwise; of very many, enough
     to see it.
     """
@@ -350,7 +350,7 @@ class _Box(NamedTuple):
     offset: int
 
 
-def _boxes(piece: Piece, group: _Group) -> Iterator[_Box]:
+def _boxes(piece: Piece, group: SizeGroup) -> Iterator[_Box]:
     """What a piece is in the new dimensions of a group: runs of the flattened group, each cut into
     boxes.
     """
@@ -416,19 +416,27 @@ def _untie(refs: Sequence[TensorRef], count: Shape) -> list[TensorRef]:
     """One of each set of names, whose values must be the same: they are read where they lie in
     several places.
     """
-    from ckptconv.support.progress import Meter  # seldom needed, as the next one is
-    from ckptconv.tensors.comparison import compare_bytes
-
     made = []
     for run in _runs(refs, count[0], "be names of one"):
-        others = [ref for ref in run[1:] if view_identity(ref) != view_identity(run[0])]
-        if any(ref.shape != run[0].shape for ref in others) or (
-            others
-            and compare_bytes([(run[0], ref) for ref in others], Meter("read", 0, None)).differing
-        ):
+        if not are_alike(run):
             raise KeyMismatch("are names of one tensor to the mapping, and their values differ")
         made.append(run[0])
     return made
+
+
+def are_alike(refs: Sequence[TensorRef]) -> bool:
+    """Whether tensors have the same shape and the same bytes: these are read where they lie in
+    several places.
+    """
+    from ckptconv.support.progress import Meter  # seldom needed, as the next one is
+    from ckptconv.tensors.comparison import compare_bytes
+
+    first = refs[0]
+    others = [ref for ref in refs[1:] if view_identity(ref) != view_identity(first)]
+    if any(ref.shape != first.shape or ref.dtype is not first.dtype for ref in others):
+        return False
+    pairs = [(first, ref) for ref in others]
+    return not pairs or not compare_bytes(pairs, Meter("read", 0, None)).differing
 
 
 def _add(refs: Sequence[TensorRef], number: Shape, on: Shape = ()) -> list[TensorRef]:

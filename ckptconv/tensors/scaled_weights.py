@@ -210,6 +210,39 @@ def _names_of_codes(name: str) -> Iterator[str]:
             yield name.removesuffix(ending)
 
 
+class Naming(NamedTuple):
+    """How what stands beside codes is named by them: their name without `ending`, and `name`."""
+
+    ending: str
+    name: str
+
+
+def naming(codes: str, key: str) -> Naming | None:
+    """How the key of what codes are read with comes of their own; None where it does not.
+
+    >>> naming("l.0.weight", "l.0.weight_scale_inv"), naming("l.0.weight", "l.0.scale")
+    (Naming(ending='', name='_scale_inv'), Naming(ending='.weight', name='.scale'))
+    """
+    name = codes.rpartition(".")[2]
+    for ending in ("", *_PACKED_ENDINGS, f".{name}"):
+        start = f".{codes}".removesuffix(ending)
+        if f".{codes}" == start + ending and f".{key}".startswith(start):
+            return Naming(ending, f".{key}".removeprefix(start))
+    return None
+
+
+def named_beside(codes: str, named: Naming) -> str | None:
+    """The key of what stands beside codes of another key; None where these have another ending.
+
+    >>> named_beside("experts.up", Naming("", "_scale_inv"))
+    'experts.up_scale_inv'
+    """
+    ending, name = named
+    if not f".{codes}".endswith(ending):
+        return None
+    return (f".{codes}".removesuffix(ending) + name).removeprefix(".")
+
+
 def quantization_scales(tensors: Mapping[str, TensorRef]) -> list[str]:
     """The keys of the scales that torch's quantized modules save beside a zero point, an int64.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from os.path import commonprefix
@@ -32,6 +31,7 @@ from ckptconv.tensors.schemes.base import (
 from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
 from ckptconv.tensors.schemes.table import (
     Decoded,
+    OnError,
     decode_all,
     left_out_with,
     names_activations,
@@ -41,6 +41,7 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.quantization_config import facts_beside
 from ckptconv.tree.renaming import map_state_dict
+from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.state_dicts import StateDict
 
 _LISTED, _SCHEMES = 4, 6
@@ -86,11 +87,11 @@ class Dequantize:
         stand_ins: dict[int, list[_Renamed]] = {}
         gone: dict[int, list[str]] = {}
         plain: list[str] = []
-        kept: list[str] = []
+        kept: list[tuple[str, str]] = []
+        failed: dict[str, Failed] = {}
         for state_dict in checkpoint.state_dicts():
-            left_out = self._left_out(state_dict)
-            with self._hinting():
-                done = _decoded(state_dict, facts, gone, left_out.__contains__)
+            unread = failed.setdefault(state_dict.path, {})
+            done = _decoded(state_dict, facts, gone, unread)
             if not done:
                 plain += [
                     state_dict.prefix + key
@@ -100,17 +101,17 @@ class Dequantize:
                 continue
             tensors = dict(state_dict.tensors())
             beside = left_out_with(done, tensors)
-            with self._hinting():
-                kept += _left(state_dict, tensors, done, beside | left_out)
+            kept += _left(state_dict, tensors, done, beside, unread)
             found += done
             _note_stand_ins(state_dict, done, beside, stand_ins, gone)
+        root = _edited(checkpoint.root, stand_ins, gone) if found else checkpoint.root
+        kept = self._wanted(replace(checkpoint, root=root), failed, kept)
         if not found and self.if_quantized:
             return checkpoint
         if not found:
             refs = [ref for _, ref in checkpoint.tensors()]
             raise _nothing_found(facts, has_codes=may_hold_codes(refs))
         self._refuse_idle(found)
-        root = _edited(checkpoint.root, stand_ins, gone)
         named = naming_entries(checkpoint.metadata)
         metadata = {key: text for key, text in checkpoint.metadata.items() if key not in named}
         lost = gone.keys() - set(map(id, _values(root)))
@@ -124,7 +125,7 @@ class Dequantize:
                 *_notes(found, [*chain(*gone.values())], facts),
                 *_zero_notes(found, facts),
                 *_plain_notes(plain),
-                *_kept_notes(kept),
+                *_kept_notes([path for _, path in kept]),
             ),
             dropped=(*checkpoint.dropped, *dropped),
         )
@@ -140,25 +141,50 @@ class Dequantize:
             hint=f"leave --scheme out: its weights are {schemes}",
         )
 
-    def _left_out(self, state_dict: StateDict) -> frozenset[str]:
+    def _wanted(
+        self, after: Checkpoint, failed: Mapping[str, Failed], kept: list[tuple[str, str]]
+    ) -> list[tuple[str, str]]:
+        """Those that are `kept` (the paths of their state dicts, their own) and that the rules do
+        not leave out, which apply to the values that were made.
+
+        Raises the error about a weight that `failed` to become values, and is not left out.
+        """
+        waiting = {path: unread for path, unread in failed.items() if unread}
+        if not waiting and not kept:
+            return kept
+        left: set[str] = set()
+        for state_dict in after.state_dicts():
+            unread = waiting.pop(state_dict.path, {})
+            left_out = self._left_out(state_dict, after, unread)
+            left |= {state_dict.prefix + key for key in left_out}
+            for key, error in unread.items():
+                if key not in left_out:
+                    raise self._hinting(error)
+        for error in chain.from_iterable(unread.values() for unread in waiting.values()):
+            raise self._hinting(error)
+        return [item for item in kept if item[1] not in left]
+
+    def _left_out(self, state_dict: StateDict, after: Checkpoint, unread: Failed) -> frozenset[str]:
         """The keys that nobody wants after the rules."""
         if self.keys is None:
             return frozenset()
         try:
-            return map_state_dict(state_dict, self.keys, None).left_out()
-        except CheckpointError:  # told of by whoever applies them
-            return frozenset()
-
-    @contextmanager
-    def _hinting(self) -> Iterator[None]:
-        """Errors about a weight say how to leave it out, where that is possible."""
-        try:
-            yield
+            rules = with_config(self.keys, after)
+            return map_state_dict(state_dict, rules, after, None).left_out()
         except CheckpointError as error:
-            if self.keys is not None and error.where is not None:
-                error.hint = f"{error.hint}; or {_LEAVE}" if error.hint else _LEAVE
-            raise
+            if error.where in unread:  # a rule takes what is not known
+                raise self._hinting(unread[error.where]) from error
+            return frozenset()  # others are told of by whoever applies them
 
+    def _hinting(self, error: CheckpointError) -> CheckpointError:
+        """An error about a weight, which says how to leave it out where that is possible."""
+        if self.keys is not None and error.where is not None:
+            error.hint = f"{error.hint}; or {_LEAVE}" if error.hint else _LEAVE
+        return error
+
+
+Failed = dict[str, CheckpointError]
+"""What is wrong with weights of a state dict that did not become values, by their keys."""
 
 _LEAVE = "leave it out (--exclude)"
 
@@ -193,10 +219,17 @@ def _decoded(
     state_dict: StateDict,
     facts: Facts,
     gone: dict[int, list[str]],
-    is_left_out: Callable[[str], bool] = lambda _: False,
+    failed: Failed | None = None,
 ) -> list[Decoded]:
-    tensors = decode_all(dict(state_dict.tensors()), facts, is_left_out)
-    return [*tensors, *_of_subclasses(state_dict, facts, gone, is_left_out)]
+    """The weights that are codes, decoded; errors about them are raised, or put into `failed`."""
+
+    def note(key: str, error: CheckpointError) -> None:
+        if failed is None:
+            raise error
+        failed[key] = error
+
+    tensors = decode_all(dict(state_dict.tensors()), facts, note)
+    return [*tensors, *_of_subclasses(state_dict, facts, gone, note)]
 
 
 def quantized_in(checkpoint: Checkpoint) -> dict[str, list[Decoded]]:
@@ -213,23 +246,25 @@ def _left(
     tensors: Mapping[str, TensorRef],
     done: list[Decoded],
     beside: set[str],
-) -> Iterator[str]:
-    """What stays as it is, and may be a part of a quantised weight; what surely is one is refused,
-    beside weights that were decoded: the rest of it is missing.
+    failed: Failed,
+) -> Iterator[tuple[str, str]]:
+    """What stays as it is, and may be a part of a quantised weight: the path of the state dict, and
+    its own. What surely is one has `failed`, beside weights that were decoded: the rest of it is
+    missing.
     """
     read = {key for item in done for key in (item.codes, *item.used)}
     for key, ref in tensors.items():
-        if key in read or key in beside:
+        if key in read or key in beside or key in failed:
             continue
         if _is_part(key, ref):
-            raise RefusedObject(
+            failed[key] = RefusedObject(
                 f"is {ref.dtype.name} without what it is read with, beside "
                 f"{count_text(len(done), 'weight')} that can be dequantised",
                 where=key,
                 hint="its scale or its codes are in another file of the set, or missing",
             )
-        if _may_be_part(key, ref):
-            yield state_dict.prefix + key
+        elif _may_be_part(key, ref):
+            yield state_dict.path, state_dict.prefix + key
 
 
 def _is_part(key: str, ref: TensorRef) -> bool:
@@ -252,10 +287,7 @@ _TORCHAO = "torchao."
 
 
 def _of_subclasses(
-    state_dict: StateDict,
-    facts: Facts,
-    gone: dict[int, list[str]],
-    is_left_out: Callable[[str], bool],
+    state_dict: StateDict, facts: Facts, gone: dict[int, list[str]], note: OnError
 ) -> Iterator[Decoded]:
     """The weights that are pickled objects of torchao's classes, none of which is imported; their
     tensors but for the codes are noted as `gone`.
@@ -263,29 +295,37 @@ def _of_subclasses(
     for key, node in zip(state_dict.keys, state_dict.values, strict=True):
         if not isinstance(node, Call) or node.name != _REBUILD or len(node.args) != 4:
             continue
-        if is_left_out(key):
-            continue
         _, cls, arguments, state = node.args
         if not (isinstance(cls, Global) and spoken(cls).startswith(_TORCHAO)):
             continue
         if not (isinstance(arguments, tuple) and len(arguments) > 1 and isinstance(state, Dict)):
             continue
         fields = {name: value for name, value in state.pairs if isinstance(name, str)}
-        tensors = {name: ref for name, ref in fields.items() if isinstance(ref, TensorRef)}
-        if "qdata" not in tensors:
-            what = f"is {spoken(cls)}, whose codes cannot be read here"
-            raise RefusedObject(what, where=key, hint="dequantise it with torchao")
-        told = {name: _told(value) for name, value in fields.items()}
-        told["dtype"] = _told(arguments[1])
-        parts = {name: name for name in tensors if name != "qdata"}
-        for name in parts:
-            gone.setdefault(id(tensors[name]), []).append(f"{state_dict.prefix}{key}.{name}")
-        group = Group(key, "", {**tensors, key: tensors["qdata"]})
-        kind = spoken(cls).rpartition(".")[2]
-        made = torchao_weight(group, facts, key, kind, told, parts)
-        if len(arguments) < 3 or _size(arguments[2]) != made.values.shape:
-            group.refuse(f"has values of {list(made.values.shape)}, and says another shape")
-        yield Decoded(key, (), key, made.values, made.scheme, "torchao")
+        try:
+            yield _of_subclass(key, spoken(cls), arguments, fields, facts)
+        except CheckpointError as error:
+            note(key, error)
+            continue
+        for name, ref in fields.items():
+            if isinstance(ref, TensorRef) and name != "qdata":
+                gone.setdefault(id(ref), []).append(f"{state_dict.prefix}{key}.{name}")
+
+
+def _of_subclass(
+    key: str, cls: str, arguments: tuple[Node, ...], fields: Mapping[str, Node], facts: Facts
+) -> Decoded:
+    tensors = {name: ref for name, ref in fields.items() if isinstance(ref, TensorRef)}
+    if "qdata" not in tensors:
+        what = f"is {cls}, whose codes cannot be read here"
+        raise RefusedObject(what, where=key, hint="dequantise it with torchao")
+    told = {name: _told(value) for name, value in fields.items()}
+    told["dtype"] = _told(arguments[1])
+    parts = {name: name for name in tensors if name != "qdata"}
+    group = Group(key, "", {**tensors, key: tensors["qdata"]})
+    made = torchao_weight(group, facts, key, cls.rpartition(".")[2], told, parts)
+    if len(arguments) < 3 or _size(arguments[2]) != made.values.shape:
+        group.refuse(f"has values of {list(made.values.shape)}, and says another shape")
+    return Decoded(key, (), key, made.values, made.scheme, "torchao")
 
 
 def _size(node: Node) -> Node:

@@ -30,7 +30,7 @@ class RenameKeys:
         overlay: dict[int, Node] = {}
         rules = with_config(self.rules, checkpoint)
         found = checkpoint.state_dicts()
-        applied, renamed, skipped = rename_state_dicts(found, overlay, rules)
+        applied, renamed, skipped = rename_state_dicts(found, overlay, rules, checkpoint)
         follow_names(checkpoint.root, overlay, found, list(zip(found, renamed, strict=True)))
         names: dict[str, str | None] = {}
         for done in applied:

@@ -22,16 +22,25 @@ from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch
 from ckptconv.tensors.refs import homes
 from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, fitted
 from ckptconv.tree.reshaping import Applied, MadeKeys, apply_rules
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 
 
-def refuse_codes_apart(item: StateDict, names: Mapping[str, str | None]) -> None:
-    """Raise `RefusedObject` where the new `names` of a state dict's keys part codes from what they
-    are read with; a key without a name is left out.
+def refuse_codes_apart(applied: Applied) -> None:
+    """Raise `RefusedObject` where the new names of a state dict's keys part codes from what they
+    are read with.
     """
+    item, keys = applied.item, applied.keys
+    if applied.reshaped is not None:
+        _refuse_apart(applied.reshaped.before, applied.names())
+    _refuse_apart(item, dict(zip(keys.old, keys.new, strict=True)))
+
+
+def _refuse_apart(item: StateDict, names: Mapping[str, str | None]) -> None:
+    """The same for new `names` of all keys; one without a name is left out."""
     tensors = dict(item.tensors())
     if not may_hold_codes(tensors.values()) or all(names.get(key) == key for key in tensors):
         return
@@ -44,6 +53,7 @@ def rename_state_dicts(
     found: Sequence[StateDict],
     overlay: dict[int, Node],
     rules: KeyRules,
+    checkpoint: Checkpoint,
     fit_to: KeyTarget | None = None,
 ) -> tuple[list[Applied], tuple[RenamedKeys, ...], list[Skipped]]:
     """Put renamed state dicts into the overlay: what rules made of each, what changed as it is
@@ -53,7 +63,7 @@ def rename_state_dicts(
         what = "it does not hold a state dict whose keys could be changed"
         raise AmbiguousStateDict(what, hint="see what it holds with: ckptconv inspect")
     applied = [
-        map_state_dict(item, rules, fit_to)
+        map_state_dict(item, rules, checkpoint, fit_to)
         if fit_to or _has_work(item, rules)
         else Applied(item, unchanged(item.keys))
         for item in found
@@ -103,14 +113,16 @@ def _has_work(item: StateDict, rules: KeyRules) -> bool:
     )
 
 
-def map_state_dict(item: StateDict, rules: KeyRules, fit_to: KeyTarget | None) -> Applied:
-    """The rules applied, then the keys fitted.
+def map_state_dict(
+    item: StateDict, rules: KeyRules, checkpoint: Checkpoint, fit_to: KeyTarget | None
+) -> Applied:
+    """The rules applied to a state dict of a checkpoint, then the keys fitted.
 
     Where wrappers are all that the rules are about, fitting finds them itself.
     """
     try:
         given = KEEP if fit_to and rules == STRIP else rules
-        applied = apply_rules(item, given, fit_to.shapes if fit_to else None)
+        applied = apply_rules(item, given, checkpoint, fit_to.shapes if fit_to else None)
         if fit_to is None:
             return applied
         return replace(applied, keys=fitted(applied.item, applied.keys, fit_to))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ckptconv.keys.key_map import KeyMap, KeyRules, map_keys
 from ckptconv.keys.mappings import Mapped, MappedKeys, MappedTensors
@@ -37,12 +37,15 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.text import count_text
 from ckptconv.tensors.layouts import COMPUTING, Move, if_turned, settled
-from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
 from ckptconv.tensors.scaled_weights import find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of
+
+if TYPE_CHECKING:
+    from ckptconv.tree.carrying import Scales
 
 Origin: TypeAlias = "str | int"
 """Where a tensor is from: its key in the checkpoint, or its number among those that rules made."""
@@ -53,7 +56,7 @@ Shapes: TypeAlias = "Mapping[str, tuple[int, ...] | None]"
 class Made(NamedTuple):
     """Tensors that a rule made of others: those of `origins`, in this order, by `moves`; the made
     ones have `numbers` as their origins from then on. `first` of both are the types and shapes of
-    the first ones.
+    the first ones. `goes_along`: they are scales, which were laid out as their codes were.
     """
 
     rule: Rule
@@ -61,12 +64,14 @@ class Made(NamedTuple):
     moves: tuple[Move, ...]
     numbers: tuple[int, ...]
     first: tuple[str, str]
+    goes_along: bool = False
 
 
 class MadeKeys(NamedTuple):
     """What is told of the tensors that one use of a rule made: how many of how many, which keys of
     the checkpoint these are and which ones of the output (not those that are neither), the types
-    and shapes of the first ones before and after.
+    and shapes of the first ones before and after; whether they are scales, which go along with the
+    codes that the rule names.
     """
 
     rule: Rule
@@ -74,6 +79,7 @@ class MadeKeys(NamedTuple):
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     first: tuple[str, str]
+    goes_along: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class Reshaped:
             targets = tuple(new for at in item.numbers if (new := fates.get(at)) is not None)
             sources = tuple(origin for origin in item.origins if isinstance(origin, str))
             counts = len(item.origins), len(item.numbers)
-            yield MadeKeys(item.rule, counts, sources, targets, item.first)
+            yield MadeKeys(item.rule, counts, sources, targets, item.first, item.goes_along)
 
     def mapped(self, plain: MappedKeys) -> MappedKeys:
         """The mapping of all, of that of the keys behind the last tensor rule.
@@ -125,6 +131,7 @@ class Reshaped:
         rows = tuple(
             MappedTensors(item.origins, item.moves, tuple(map(target, item.numbers)))
             for item in self.made
+            if not item.goes_along  # as it will when this is undone
         )
         consumed, order = self.consumed, self.before.keys
         keys = {key: fates.get(key) for key in order if key not in consumed}
@@ -185,16 +192,35 @@ def with_config(rules: KeyRules, checkpoint: Checkpoint) -> KeyRules:
     )
 
 
-def apply_rules(item: StateDict, rules: KeyRules, like: Shapes | None = None) -> Applied:
-    """What rules make of a state dict; `like` are the keys and shapes that it is fitted to later.
+def apply_rules(
+    item: StateDict, rules: KeyRules, checkpoint: Checkpoint, like: Shapes | None = None
+) -> Applied:
+    """What rules make of a state dict of a checkpoint; `like` are the keys and shapes that it is
+    fitted to later.
 
     Raises `KeyConflict` and `KeyMismatch` where a rule does not fit what is there, and
-    `RefusedObject` where a tensor that becomes another one is codes or their scale.
+    `RefusedObject` where codes would become others, and no scales would be right for these.
     """
-    if not any(_reshapes(part) for rule in rules.rules for part in flat_parts(rule)):
-        telling, beside = item.telling_keys, item.keys_beside
-        return Applied(item, map_keys(item.keys, rules, item.path, telling, beside))
-    return _Application(item, rules, like).applied()
+    parts = [part for rule in rules.rules for part in flat_parts(rule)]
+    if not any(isinstance(part, (TensorRule, Mapped)) for part in parts):
+        return Applied(item, _all_keys_mapped(item, rules))
+    scales = _scales_of(item, checkpoint)
+    if not any(_reshapes(part, scales) for part in parts):
+        return Applied(item, _all_keys_mapped(item, rules))
+    return _Application(item, rules, like, scales).applied()
+
+
+def _all_keys_mapped(item: StateDict, rules: KeyRules) -> KeyMap:
+    return map_keys(item.keys, rules, item.path, item.telling_keys, item.keys_beside)
+
+
+def _scales_of(item: StateDict, checkpoint: Checkpoint) -> Scales | None:
+    """The quantised weights; None where there are none."""
+    if not (found := find_scaled(dict(item.tensors()))):
+        return None
+    from ckptconv.tree.carrying import Scales  # with all schemes, which few checkpoints need
+
+    return Scales(item, found, checkpoint)
 
 
 def flat_parts(rule: Rule) -> list[Rule]:
@@ -204,10 +230,13 @@ def flat_parts(rule: Rule) -> list[Rule]:
     return [part for each in rule.parts for part in flat_parts(each)]
 
 
-def _reshapes(rule: Rule) -> bool:
+def _reshapes(rule: Rule, scales: Scales | None) -> bool:
+    """Whether a rule makes tensors; one that gives codes other names moves their scales too."""
     if isinstance(rule, Mapped):
         return any(each.tensors for each in rule.state_dicts)
-    return isinstance(rule, TensorRule) and bool(rule.operations) and bool(rule.targets)
+    if not isinstance(rule, TensorRule) or not rule.targets:
+        return False
+    return bool(rule.operations) or scales is not None
 
 
 class _Entry(NamedTuple):
@@ -224,14 +253,16 @@ class _Entry(NamedTuple):
 class _Application:
     """The rules at work: the entries that there are, and what was done until now."""
 
-    def __init__(self, item: StateDict, rules: KeyRules, like: Shapes | None) -> None:
-        self.item, self.rules, self.like = item, rules, like
+    def __init__(
+        self, item: StateDict, rules: KeyRules, like: Shapes | None, scales: Scales | None
+    ) -> None:
+        self.item, self.rules, self.like, self.scales = item, rules, like, scales
         pairs = zip(item.keys, item.values, strict=True)
         self.entries = [_Entry(key, key, value, at) for at, (key, value) in enumerate(pairs)]
         if len({*item.keys}) < len(item.keys):
             twice = next(key for key, count in Counter(item.keys).items() if count > 1)
             raise KeyConflict(f"two keys read as '{printable(twice)}'")
-        self.codes = _quantised(item)
+        self.values: dict[Origin, Node] = {entry.origin: entry.value for entry in self.entries}
         self.made: list[Made] = []
         self.count = 0
         self.taken: dict[str, str] = {}
@@ -241,11 +272,11 @@ class _Application:
     def applied(self) -> Applied:
         """What all the rules make, the last tensor rule and those behind it told apart."""
         parts = [(rule, part) for rule in self.rules.rules for part in flat_parts(rule)]
-        last = max(at for at, (_, part) in enumerate(parts) if _reshapes(part))
+        last = max(at for at, (_, part) in enumerate(parts) if _reshapes(part, self.scales))
         idle: list[str] = []
         waiting: list[Rule] = []
         for rule, part in parts[: last + 1]:
-            if not _reshapes(part):
+            if not _reshapes(part, self.scales):
                 waiting.append(part)
                 continue
             self._rename(waiting)
@@ -258,10 +289,22 @@ class _Application:
             idle += replace(part, optional=part.optional and part is rule).idle(names)
             self._by_rule(part)
         self.steps.append(self._mapped([part for _, part in parts[last + 1 :]]))
+        self._check_scales()
         idle += [words for keys in self.steps for words in keys.idle]
         origins = {entry.name: entry.origin for entry in self.entries}
         reshaped = Reshaped(self.item, origins, tuple(self.made), tuple(self.skipped))
         return Applied(self._item(), self._all_steps(self._really_idle(idle)), reshaped)
+
+    def _check_scales(self) -> None:
+        """Refuse codes that nobody would read as before, under the keys of the output."""
+        if self.scales is not None:
+            named = zip(self.entries, self.steps[-1].new, strict=True)
+            left = [(new, entry) for entry, new in named if new is not None]
+            tensors = ((new, tensor_of(entry.value)) for new, entry in left)
+            self.scales.check(
+                {entry.origin: new for new, entry in left},
+                {new: ref for new, ref in tensors if ref is not None},
+            )
 
     def _item(self) -> StateDict:
         keys = tuple(entry.name for entry in self.entries)
@@ -321,13 +364,19 @@ class _Application:
         """One more name for the tensor that has the name `twin`: they are made of it together."""
         at = next(at for at, entry in enumerate(self.entries) if entry.name == twin)
         taken = self.entries[at]
+        if self.scales is not None and self.scales.is_codes(taken.origin):
+            what = "is codes, which have one name where rules lay tensors out"
+            raise RefusedObject(what, where=key, hint="--dequantize makes values first")
         made = [self._entry(name, taken.value, taken.rank) for name in (twin, key)]
         self._note(self.rules.rules[0], [taken], [Move("tie", ((2,),))], made)
         self.entries[at : at + 1] = made
 
     def _entry(self, name: str, value: Node, rank: int) -> _Entry:
+        return _Entry(self._number(), name, value, rank)
+
+    def _number(self) -> int:
         self.count += 1
-        return _Entry(self.count - 1, name, value, rank)
+        return self.count - 1
 
     # ---------------------------------------------------------------------------- tensor rules
 
@@ -342,8 +391,21 @@ class _Application:
         for group in rule.groups([*there]):
             made += self._made_of(rule, group, [there[key] for key in group.keys])
             gone |= dict.fromkeys(group.keys, rule.words)
+        gone |= dict.fromkeys(self._names_beside([there[key] for key in gone]), rule.words)
         self.taken |= gone
         self._put([entry for entry in self.entries if entry.name not in gone], made, rule)
+
+    def _names_beside(self, codes: Sequence[_Entry]) -> list[str]:
+        """The names of what codes among some tensors are read with."""
+        if self.scales is None:
+            return []
+        named = {entry.origin: entry.name for entry in self.entries}
+        return [name for entry in codes for name in self.scales.names(entry.origin, named)]
+
+    def _with_scales(self, entry: _Entry) -> list[_Entry]:
+        """A tensor that was made; behind codes stands what they are read with."""
+        found = () if self.scales is None else self.scales.named(entry.origin, entry.name)
+        return [entry, *(_Entry(origin, name, ref, entry.rank) for origin, name, ref in found)]
 
     def _put(self, left: Sequence[_Entry], made: Sequence[_Entry], rule: Rule) -> None:
         """Put what was made in the places of what it was made of."""
@@ -377,8 +439,12 @@ class _Application:
             self._entry(name, ref, taken[0].rank)
             for name, ref in zip(done.names, done.refs, strict=True)
         ]
-        self._note(rule, [taken[at] for at in done.order], done.moves, made)
-        return made
+        try:
+            self._note(rule, [taken[at] for at in done.order], done.moves, made)
+            return [each for entry in made for each in self._with_scales(entry)]
+        except CheckpointError as error:
+            error.what = f"{rule.words}: {error.what}"
+            raise error.at(where=group.keys[0]) from None
 
     def _note(
         self,
@@ -391,6 +457,23 @@ class _Application:
         numbers = tuple(entry.origin for entry in made if type(entry.origin) is int)
         first = _shape_text(taken[0].value), _shape_text(made[0].value)
         self.made.append(Made(rule, origins, tuple(moves), numbers, first))
+        if any(move.name == "untie" for move in moves):
+            self._skip_twins(origins, [entry.value for entry in made])
+        if self.scales is not None:
+            for went in self.scales.follow(origins, moves, numbers, self._number):
+                first = _shape_text(went.first), _shape_text(went.made[0])
+                self.made.append(Made(rule, went.sources, (), went.numbers, first, True))
+                self._skip_twins(went.sources, went.made)
+
+    def _skip_twins(self, origins: Sequence[Origin], made: Sequence[Node]) -> None:
+        """Note the tensors of the checkpoint that went into one with others of the same bytes."""
+        kept = {id(storage) for storage in _storages_of(made)}
+        for key in origins:
+            value = self.values.get(key)
+            if value is not None and kept.isdisjoint(map(id, _storages_of([value]))):
+                path = self.item.prefix + str(key)
+                why = "hold the same bytes as those that they were joined with"
+                self.skipped.append(Skipped(path, why, value, by_rule=True, seen=path))
 
     def _tensor(self, entry: _Entry) -> TensorRef:
         """The tensor of an entry, which no value that is more than one, nor codes are."""
@@ -399,13 +482,14 @@ class _Application:
             value = value.tensor
         if type(value) is not TensorRef:
             raise RefusedObject("is not a plain tensor", where=entry.name)
-        if entry.origin in self.codes or value.dtype.is_packed or value.dtype.is_block:
-            raise RefusedObject(
-                f"{value.dtype.name} that is quantised, or scales what is, is not laid out "
-                "otherwise",
-                where=entry.name,
-                hint="--dequantize makes values first",
-            )
+        is_beside = self.scales is not None and self.scales.is_beside(entry.origin)
+        if is_beside:
+            what = "is what codes are read with, and goes where these go"
+            hint = "write the rule for the codes alone, or --dequantize makes values first"
+            raise RefusedObject(what, where=entry.name, hint=hint)
+        if value.dtype.is_packed or value.dtype.is_block:
+            what = f"{value.dtype.name} that is quantised is not laid out otherwise"
+            raise RefusedObject(what, where=entry.name, hint="--dequantize makes values first")
         return value
 
     # -------------------------------------------------------------------------------- mappings
@@ -424,12 +508,13 @@ class _Application:
                     gone.add(source)
                     if source not in there:
                         raise _not_there(source)
+                    gone.update(self._names_beside([there[source]]))
                 taken.append(there[source] if isinstance(source, str) else numbered[source])
             for target, entry in zip(row.targets, self._made_by(rule, row, taken), strict=True):
                 if isinstance(target, int):
                     numbered[target] = entry
                 elif target is not None:
-                    made.append(entry._replace(name=target))
+                    made += self._with_scales(entry._replace(name=target))
         self.entries = [entry for entry in self.entries if entry.name not in gone]
         self._rename([replace(rule, state_dicts=(replace(mapping, tensors=()),))])
         self._put(self.entries, made, rule)
@@ -462,10 +547,9 @@ def _not_there(key: str) -> KeyMismatch:
     return KeyMismatch("is not there, and the mapping needs it", where=key, hint=hint)
 
 
-def _quantised(item: StateDict) -> frozenset[Origin]:
-    """The keys of codes, and of what they are read with."""
-    found = find_scaled(dict(item.tensors()))
-    return frozenset(key for each in found for key in (each.codes, *each.needed))
+def _storages_of(values: Sequence[Node]) -> Iterator[Storage]:
+    """The storages in files of which tensors are made."""
+    return origins([ref for value in values if (ref := tensor_of(value)) is not None])
 
 
 def _shape_text(value: Node) -> str:

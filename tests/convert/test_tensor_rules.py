@@ -266,9 +266,10 @@ MISFITS = {
             "a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn),
             "a.weight_scale_inv": torch.ones(1, 1),
         },
-        [{"from": "a.weight", "to": "b", "operations": [{"transpose": [0, 1]}]}],
-        "a.weight: the tensor rule a.weight → b: float8_e4m3fn that is quantised, or scales what "
-        "is, is not laid out otherwise; --dequantize makes values first",
+        [{"from": "a.weight_scale_inv", "to": "b", "operations": [{"transpose": [0, 1]}]}],
+        "a.weight_scale_inv: the tensor rule a.weight_scale_inv → b: is what codes are read with, "
+        "and goes where these go; write the rule for the codes alone, or --dequantize makes values "
+        "first",
     ),
     "a number of a config that is not there": (
         {"a": _w(4, 2)},

@@ -214,18 +214,21 @@ def _taken_apart(
 
 
 @st.composite
-def drawn_rules(draw: Callable, most: int = 2) -> Drawn:
-    """A state dict with rules for it, of which a later one may take what an earlier one made."""
+def drawn_rules(draw: Callable, most: int = 2, values: Callable = _values) -> Drawn:
+    """A state dict with rules for it, of which a later one may take what an earlier one made.
+
+    `values` makes the tensors of the rules.
+    """
     found = Drawn()
     for number in range(draw(st.integers(1, most))):
-        _draw_rule(draw, number, found)
+        _draw_rule(draw, number, found, values)
     loose = {f"other.{at}": _values(draw, (2,), torch.float32) for at in range(2)}
     found.before |= loose
     found.after |= loose
     return found
 
 
-def _draw_rule(draw: Callable, number: int, found: Drawn) -> None:
+def _draw_rule(draw: Callable, number: int, found: Drawn, values_of: Callable) -> None:
     dtype = draw(st.sampled_from(DTYPES))
     count, has_variable = draw(st.integers(1, 3)), draw(st.booleans())
     values = draw(st.integers(1, 4)) if has_variable else 1
@@ -238,7 +241,7 @@ def _draw_rule(draw: Callable, number: int, found: Drawn) -> None:
         for one in range(count):
             own = (shape[0] + one, *shape[1:]) if spread else shape
             for value in range(values):
-                group[one, value] = _values(draw, own, dtype)
+                group[one, value] = values_of(draw, own, dtype)
         groups.append(group)
     sources = [
         f"r{number}.{{l}}.s{at}.{{e}}.w" if has_variable else f"r{number}.{{l}}.s{at}.w"

@@ -144,3 +144,46 @@ def test_the_time_to_plan_grows_with_the_weights_and_not_with_their_square(tmp_p
     with open_checkpoint(tmp_path / "model.safetensors", edits=[Dequantize()]) as checkpoint:
         assert len(checkpoint.state_dict().keys) == 4000
     assert time.process_time() - begin < 2.5
+
+
+MOE = [
+    {"from": "e.{e}.weight", "to": "e.all", "operations": ["stack 0"]},
+    {"from": "a.qkv.weight", "to": ["a.q.weight", "a.k.weight"], "operations": ["split 0"]},
+]
+
+
+def unknown(name: str) -> Tensors:
+    """Codes that nobody here can read."""
+    return {f"{name}.W_q": torch.zeros(4, 4, dtype=torch.uint8), f"{name}.scale": torch.ones(4, 1)}
+
+
+def test_what_is_left_out_need_not_be_known_where_tensor_rules_are(tmp_path):
+    layers = [layer("e.0"), layer("e.1"), layer("a.qkv"), unknown("odd")]
+    tensors = {key: t for each in layers for key, t in each.items()}
+    made, _ = converted(tmp_path, tensors, rules=MOE, exclude="odd.*")
+
+    def values(name: str) -> torch.Tensor:
+        codes, scale = tensors[f"{name}.weight"].float(), tensors[f"{name}.weight_scale"]
+        return (codes * scale).bfloat16()
+
+    q, k = values("a.qkv").split(2)
+    expected = {"e.all": torch.stack([values("e.0"), values("e.1")]), "a.q.weight": q}
+    expected["a.k.weight"] = k
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[key], t) for key, t in expected.items())
+
+
+@pytest.mark.parametrize("options", [{"rules": MOE}, {"rules": MOE, "exclude": "other.*"}])
+def test_a_weight_that_is_not_known_is_refused_beside_tensor_rules(tmp_path, options):
+    layers = [layer("e.0"), layer("e.1"), layer("a.qkv"), unknown("odd"), unknown("other")]
+    tensors = {key: t for each in layers for key, t in each.items()}
+    with pytest.raises(RefusedObject, match=r"odd\.W_q: is quantised by HQQ") as error:
+        converted(tmp_path, tensors, **options)
+    assert "leave it out (--exclude)" in (error.value.hint or "")
+
+
+def test_a_rule_that_takes_a_weight_that_is_not_known_is_refused_with_that_weight(tmp_path):
+    tensors = {**layer("a"), **unknown("b"), **unknown("c")}
+    rules = [{"from": "{n}.W_q", "to": "{n}.other", "operations": [{"transpose": [0, 1]}]}]
+    with pytest.raises(RefusedObject, match=r"b\.W_q: is quantised by HQQ"):
+        converted(tmp_path, tensors, rules=rules, exclude="c.*")

@@ -65,16 +65,17 @@ class Decoded(NamedTuple):
     word: str
 
 
+OnError = Callable[[str, CheckpointError], None]
+"""Is told of the key of codes that cannot be read, and why; it may raise that."""
+
+
 def decode_all(
-    tensors: Mapping[str, TensorRef],
-    facts: Facts,
-    is_left_out: Callable[[str], bool] = lambda _: False,
+    tensors: Mapping[str, TensorRef], facts: Facts, on_error: OnError
 ) -> Iterator[Decoded]:
     """The weights of a state dict that are codes, decoded, in the order of the keys.
 
-    `is_left_out` says of the key of codes that nobody wants them. Raises `RefusedObject` for others
-    whose scheme is not known or cannot be told, and `MalformedCheckpoint` where what belongs
-    together does not fit.
+    `on_error` is told `RefusedObject` of those whose scheme is not known or cannot be told, and
+    `MalformedCheckpoint` where what belongs together does not fit.
     """
     if facts.scheme is not None and facts.scheme not in _BY_WORD:
         raise OptionRefused(
@@ -85,32 +86,35 @@ def decode_all(
         if ref.dtype.is_block:
             try:
                 values = unblocked(key, ref, facts)
-            except CheckpointError:
-                if not is_left_out(key):
-                    raise
+            except CheckpointError as error:
+                on_error(key, error)
                 continue
             yield Decoded(key, (), key, values, f"GGUF {ref.dtype.name}", "gguf")
     for item in find_scaled(tensors):
         try:
             yield _decoded(item, tensors, facts)
-        except CheckpointError:
-            if not is_left_out(item.codes):
-                raise
+        except CheckpointError as error:
+            on_error(item.codes, error)
 
 
 def _decoded(item: ScaledWeight, tensors: Mapping[str, TensorRef], facts: Facts) -> Decoded:
-    keys = (item.codes, *item.needed)
-    prefix, _, _ = item.codes.rpartition(".")
-    prefix = f"{prefix}." if prefix else ""
-    parts = {key.removeprefix(prefix): tensors[key] for key in keys}
-    group = Group(item.codes, prefix, parts)
-    scheme = _scheme_of(group, facts)
+    group = group_of(item, tensors)
+    scheme = scheme_of(group, facts)
     try:
         made = scheme.decode(group, facts)
     except CheckpointError as error:
         raise error.at(where=item.codes) from None
     used = tuple(key for key in item.needed if not _is_mark(key))
-    return Decoded(item.codes, used, prefix + made.name, made.values, made.scheme, scheme.name)
+    key = group.prefix + made.name
+    return Decoded(item.codes, used, key, made.values, made.scheme, scheme.name)
+
+
+def group_of(item: ScaledWeight, tensors: Mapping[str, TensorRef]) -> Group:
+    """The tensors of one weight."""
+    prefix, _, _ = item.codes.rpartition(".")
+    prefix = f"{prefix}." if prefix else ""
+    parts = {key.removeprefix(prefix): tensors[key] for key in (item.codes, *item.needed)}
+    return Group(item.codes, prefix, parts)
 
 
 def left_out_with(found: Sequence[Decoded], tensors: Mapping[str, TensorRef]) -> set[str]:
@@ -144,7 +148,8 @@ def _is_mark(key: str) -> bool:
     return key.rpartition(".")[2] == "scaled_fp8"
 
 
-def _scheme_of(group: Group, facts: Facts) -> Scheme:
+def scheme_of(group: Group, facts: Facts) -> Scheme:
+    """The scheme of a weight; `RefusedObject` where it is not known, or cannot be told."""
     fitting = [scheme for scheme in SCHEMES if scheme.fits(group, facts)]
     if facts.scheme is not None:
         chosen = _BY_WORD[facts.scheme]
