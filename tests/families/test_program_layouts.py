@@ -22,6 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ckptconv import KeyRules, convert_checkpoint, load_portable
+from ckptconv.formats.safetensors import CONTAINER
 from ckptconv.io.source import MemorySource
 from ckptconv.keys.presets import Preset
 from ckptconv.keys.transformers_layouts import scopes
@@ -29,6 +30,7 @@ from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.support.errors import KeyConflict, KeyMismatch
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, whole_view
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.reshaping import apply_rules
 from ckptconv.tree.state_dicts import StateDict
 from helpers import families
@@ -161,9 +163,10 @@ def reshaped(shapes: dict[str, tuple[int, ...]], config: dict[str, Any], preset:
         nbytes = 4 * torch.Size(shape).numel()
         refs.append(whole_view(Storage(SOURCE, 0, nbytes, "cpu", key, f32), f32, shape))
     pairs = list(zip(shapes, refs, strict=True))
-    item = StateDict("", ordered_dict(pairs), tuple(shapes), tuple(refs))
+    root = ordered_dict(pairs)
+    item = StateDict("", root, tuple(shapes), tuple(refs))
     rules = KeyRules("keep", rules=(Preset(preset).with_config(config),))
-    done = apply_rules(item, rules)
+    done = apply_rules(item, rules, Checkpoint(Path("no.safetensors"), CONTAINER, root, 0))
     return {name: ref.shape for name, ref in zip(done.keys.new, done.item.values, strict=True)}
 
 
