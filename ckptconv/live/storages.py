@@ -82,6 +82,7 @@ class Storages:
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._made_as: dict[tuple[int, str], torch.UntypedStorage] = {}
         self._checked: set[int] = set()
+        self._cut_at: set[tuple[int, int]] = set()
         self._begun: dict[int, tuple[torch.Tensor, Pending]] = {}
 
     def of(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
@@ -93,7 +94,7 @@ class Storages:
 
     def _on_cpu(self, storage: Storage, dtype: DType, word: int) -> torch.UntypedStorage:
         mapped = None
-        if self._mmap and lies_mappable(storage, dtype):
+        if self._mmap and lies_mappable(storage, dtype) and not self._is_cut_again(storage):
             mapped = self._mapped(storage.source)
         if mapped is None and is_read_once(storage):
             return self._read(storage)
@@ -103,6 +104,15 @@ class Storages:
             return self._gathered(whole_storage(storage, 0, storage.nbytes, dtype))
         part: torch.UntypedStorage = mapped[storage.offset : storage.offset + storage.nbytes]
         return part
+
+    def _is_cut_again(self, storage: Storage) -> bool:
+        """Whether another storage was cut out of the same bytes: mapped, the two would be one
+        memory, and what is written to one tensor would be in the other.
+        """
+        place = id(storage.source), storage.offset
+        is_again = storage.part_of is not None and place in self._cut_at
+        self._cut_at.add(place)
+        return is_again
 
     @contextmanager
     def begun(self, storages: Iterable[Storage]) -> Iterator[None]:

@@ -299,10 +299,13 @@ def _raw_bytes(node: Node) -> bytes | None:
     return node.encode() if type(node) is str else None
 
 
+_LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_SCALERS = ("LossScaler", "DynamicLossScaler")
 _FORMS: dict[str, Form] = {
     **training.FORMS,
     "argparse.Namespace": Form(_namespace, "state"),
     "types.SimpleNamespace": Form(_namespace, "state"),
+    **{f"{_LOSS_SCALERS}.{name}": Form(_namespace, "state") for name in _SCALERS},
     "builtins.dict": Form(_plain_dict, "args pairs"),
     "collections.defaultdict": Form(_plain_dict, "args pairs"),
     "collections.deque": Form(_deque, "args items"),

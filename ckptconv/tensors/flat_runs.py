@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride
 from ckptconv.tensors.stream import verbatim_range
@@ -85,14 +87,34 @@ def shaped(runs: Iterable[Run], dtype: DType, shape: Shape) -> TensorRef:
         return TensorRef(
             dtype, shape, contiguous_stride(shape), (_box(storage, 0, shape, (0,) * len(shape)),)
         )
-    pieces: list[Piece] = []
+    boxes = _boxes(shape, tuple([run.numel for run in merged]))
+    pieces = tuple(
+        [
+            made(Piece, (run.storage, run.first + skipped, box, stride, start))
+            for run, its in zip(merged, boxes, strict=True)
+            for start, box, stride, skipped in its
+        ]
+    )
+    return TensorRef(dtype, shape, contiguous_stride(shape), pieces)
+
+
+_Box = tuple[Shape, Shape, Shape, int]
+"""A box of a tensor: start, shape, stride, and how many elements of its run lie before it."""
+
+
+@lru_cache(maxsize=256)  # most parameters of a model have a few shapes, and are cut alike
+def _boxes(shape: Shape, counts: tuple[int, ...]) -> list[list[_Box]]:
+    """The boxes that each of the runs is which together are a tensor of `shape`."""
+    found: list[list[_Box]] = []
     at = 0
-    for storage, first, count in merged:
+    for count in counts:
+        skipped, its = 0, list[_Box]()
         for start, box in flat_boxes(shape, at, at + count):
-            pieces.append(_box(storage, first, box, start))
-            first += prod(box)
+            its.append((start, box, contiguous_stride(box), skipped))
+            skipped += prod(box)
+        found.append(its)
         at += count
-    return TensorRef(dtype, shape, contiguous_stride(shape), tuple(pieces))
+    return found
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:

@@ -1,11 +1,11 @@
 """Make the folders of tests/data/deepspeed with deepspeed itself, and beside each what its own
-`zero_to_fp32` makes of it.
+`zero_to_fp32` makes of it, and its `ds_to_universal`.
 
     DS_ACCELERATOR=cpu python tests/data/make_deepspeed.py [CASE ...]
 
 Needs torch 2.13 and deepspeed 0.19.8 (DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed),
-no GPU: each rank is a process. A case is CASE/latest, CASE/global_stepN/*.pt and CASE/fp32.pt
-(fp32_TAG.pt for other steps).
+no GPU: each rank is a process. A case is CASE/latest, CASE/global_stepN/*.pt, CASE/fp32.pt
+(fp32_TAG.pt for other steps) and CASE/states.pt, {parameter: {name: what the optimizer keeps}}.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,6 +70,23 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def of_momentum(name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Of SGD in `two_groups`, after deepspeed has clipped all gradients together."""
+    assert parameter.grad is not None
+    decay = 0.1 if parameter.ndim > 1 else 0.0
+    return {"momentum_buffer": parameter.grad + decay * parameter.detach()}
+
+
+def of_muon(name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Muon, with a momentum of 0.95, has the convolution alone, before any clipping."""
+    assert parameter.grad is not None
+    return {"momentum_buffer": parameter.grad * 0.05} if name == "conv.weight" else {}
+
+
+ADAMW = partial(torch.optim.AdamW, lr=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Case:
     """One folder: the stage, how many ranks, the steps that are saved, and what is special."""
@@ -80,10 +99,14 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[..., Any] | None = ADAMW
     # zero_to_fp32 does not know it; deepspeed is asked for each parameter instead
     asked: bool = False
+    # what ds_to_universal does not know of the optimizer: what it must keep of the first gradient
+    kept: Callable[[str, nn.Parameter], dict[str, Tensor]] | None = None
 
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
 BF16 = {"bf16": {"enabled": True}}
 CASES = {
     "stage0": Case(0, 1, config=BF16),
@@ -100,6 +123,10 @@ CASES = {
     "stage3": Case(3, 2, steps=2, config=BF16, groups=two_groups, client_state={"epoch": 3}),
     "stage3_frozen": Case(3, 3, config=BF16, frozen=("embed.weight", "conv.bias")),
     "stage3_many": Case(3, 4, config=BF16, zero={"sub_group_size": 20}),
+    "stage1_momentum": Case(
+        1, 2, groups=two_groups, optimizer=MOMENTUM, asked=True, kept=of_momentum
+    ),
+    "stage2_muon": Case(2, 2, config={**BF16, **MUON}, optimizer=None, asked=True, kept=of_muon),
 }
 
 
@@ -126,7 +153,7 @@ def train(rank: int, case: Case, folder: Path, port: int) -> None:
         "zero_optimization": {"stage": case.stage, **case.zero},
         **case.config,
     }
-    optimizer = torch.optim.AdamW(case.groups(model), lr=0.1)
+    optimizer = None if case.optimizer is None else case.optimizer(case.groups(model))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(case.steps):
         engine.backward(engine(torch.tensor([[(rank + step) % 7, 1, 2, 3, 4]])))
@@ -153,6 +180,60 @@ def ask(model: nn.Module, folder: Path, rank: int) -> None:
     )
     if rank == 0:
         torch.save({**found, "head.weight": found["embed.weight"]}, folder / "fp32.pt")
+
+
+def plainly(folder: Path, case: Case) -> None:
+    """Save what the optimizer must keep of the first step, by the gradients that torch computes."""
+    if case.kept is None:
+        return
+    torch.manual_seed(0)
+    model = Small().bfloat16() if "bf16" in case.config else Small()
+    for rank in range(case.ranks):
+        (model(torch.tensor([[rank % 7, 1, 2, 3, 4]])) / case.ranks).backward()
+    if case.kept is of_momentum:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    found = {name: case.kept(name, parameter) for name, parameter in model.named_parameters()}
+    torch.save(found, folder / "states.pt")
+
+
+def universal(folder: Path, case: Case) -> None:
+    """Write what ds_to_universal makes of the optimizer of the last step."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    if not case.stage or case.kept:
+        return
+    step, made = folder / (folder / "latest").read_text(), folder / "universal"
+    ds_to_universal.main(
+        SimpleNamespace(
+            input_folder=str(step),
+            output_folder=str(made),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+    first = torch.load(min(step.glob("*rank_0_mp*optim_states.pt")), weights_only=False)
+    shapes = {name: value.shape for name, value in torch.load(folder / "fp32.pt").items()}
+    found = {
+        item.parent.name: states_in(item.parent, shapes[item.parent.name], case, first)
+        for item in sorted(made.glob("zero/*/exp_avg.pt"))
+    }
+    torch.save(found, folder / "states.pt")
+    shutil.rmtree(made)
+
+
+def states_in(item: Path, shape: torch.Size, case: Case, rank: Any) -> dict[str, Tensor]:
+    """What a universal checkpoint has of a parameter; of stage 3 it is flat, and has no step."""
+    found = {}
+    for key in ("exp_avg", "exp_avg_sq"):
+        value = torch.load(item / f"{key}.pt")
+        found[key] = (value["param"] if isinstance(value, dict) else value).reshape(shape).clone()
+    if case.stage < 3:
+        return {**found, "step": torch.load(item / "step.pt")}
+    inner = rank["optimizer_state_dict"]["optimizer_state_dict"]
+    return {**found, "step": inner["state"][0]["step"]}
 
 
 def consolidate(folder: Path, case: Case) -> None:
@@ -183,6 +264,8 @@ def make(name: str) -> None:
     folder.mkdir(parents=True)
     torch.multiprocessing.spawn(train, (case, folder, free_port()), nprocs=case.ranks)
     consolidate(folder, case)
+    universal(folder, case)
+    plainly(folder, case)
     for script in folder.glob("*.py"):  # deepspeed leaves its own converters beside the steps
         script.unlink()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ def write(
     buffers: Mapping[str, Tensor] | None = None,
     lean: bool = True,
     one_dict: bool = False,
+    kept: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> Path:
     """A folder with one step whose parameters are `groups`; returns it.
 
     `lean`: the padding at the end of stages 1 and 2 is not saved. `one_dict`: the shapes of all
-    groups are in one dict.
+    groups are in one dict. `kept`: what the optimizer keeps of each parameter, by name and as a
+    function of its value; it counts 3 steps, and group G has a learning rate of G + 1.
     """
     step = folder / TAG
     shutil.rmtree(folder, ignore_errors=True)
@@ -58,6 +60,15 @@ def write(
     for rank in range(ranks):
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         optimizer = {"zero_stage": stage, "partition_count": ranks, key: partitions[rank]}
+        if kept is not None:
+            base = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+            optimizer[base] = optimizer_state(stage, ranks, rank, groups, kept)
+            full = cuts(groups, ranks, lean=False)[rank]
+            ends = [
+                each.numel() - there.numel()
+                for each, there in zip(full, partitions[rank], strict=True)
+            ]
+            optimizer |= {} if stage == 3 else {"group_paddings": ends}
         torch.save(
             {"optimizer_state_dict": optimizer},
             step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
@@ -74,6 +85,26 @@ def write(
             )
             torch.save({**states, "frozen_param_fragments": fragments}, step / name)
     return folder
+
+
+def optimizer_state(
+    stage: int,
+    ranks: int,
+    rank: int,
+    groups: Sequence[Mapping[str, Tensor]],
+    kept: Mapping[str, Callable[[Tensor], Tensor]],
+) -> dict[str, Any]:
+    """What torch's optimizer of a rank keeps of its partitions, which are filled up there."""
+    state: dict[int, dict[str, Any]] = {
+        number: {"step": torch.tensor(3.0)} for number in range(len(groups))
+    }
+    for key, function in kept.items():
+        made = [{name: function(value) for name, value in group.items()} for group in groups]
+        each = shares(made, ranks) if stage == 3 else cuts(made, ranks, lean=False)
+        for number, partition in enumerate(each[rank]):
+            state[number][key] = partition
+    param_groups = [{"lr": number + 1.0, "params": [number]} for number in state]
+    return {"state": state, "param_groups": param_groups}
 
 
 def _module(

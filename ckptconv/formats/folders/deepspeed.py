@@ -13,7 +13,7 @@ earlier ones do not.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -26,12 +26,22 @@ from ckptconv.formats.folders.alone import (
     PIPELINE,
     part_of_step,
 )
-from ckptconv.formats.folders.zero import RankStates, Weights, entries, read_rank
+from ckptconv.formats.folders.zero import (
+    FlatGroup,
+    RankStates,
+    entries,
+    flat_groups,
+    read_rank,
+    read_shapes,
+)
+from ckptconv.formats.folders.zero_optimizer import kept_beside, optimizer_of
+from ckptconv.formats.folders.zero_weights import Weights
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, printable
 from ckptconv.support.limits import in_force
+from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
 
@@ -173,14 +183,45 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         told = "the weights are those of the model states, in the dtype of the training"
         sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
         return replace(first, container=CONTAINER, notes=(told, *first.notes), sources=sources)
+    groups = flat_groups(ranks, read_shapes(states[0]["param_shapes"], "param_shapes"))
     weights = Weights(states, stage)
-    gone = {"module", *_BOOKKEEPING.split()}
+    module = weights.join(_parameters(ranks, groups))
+    optimizer, told, more = _optimizer(ranks, groups)
     pairs = mapping_pairs(first.root) or ()
+    gone = {"module", *_BOOKKEEPING.split()}
     others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
-    root = Dict([("module", weights.join(ranks)), *others])
-    told = f"the fp32 weights are joined from {len(ranks)} ranks; the optimizer's state is left out"
+    named = {key for key, _ in others if type(key) is str}
+    kept = [(key, value) for key, value in kept_beside(ranks[0]) if key not in named]
+    root = Dict([("module", module), *optimizer, *others, *kept])
+    told = f"{told} joined from {len(ranks)} ranks{more}"
     container = CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}")
     return whole_of(everything, container, root, first.path, (told, *weights.notes))
+
+
+def _parameters(
+    ranks: Sequence[RankStates], groups: Sequence[FlatGroup]
+) -> Iterator[tuple[str, TensorRef]]:
+    """The fp32 weights that the ranks hold in their partitions."""
+    for group in groups:
+        yield from group.joined([ranks[rank].groups[group.number] for rank in group.ranks])
+
+
+def _optimizer(
+    ranks: Sequence[RankStates], groups: Sequence[FlatGroup]
+) -> tuple[list[tuple[Node, Node]], str, str]:
+    """The entry of the tree that has the optimizer's states, if there are any, and what is told of
+    them.
+    """
+    weights = "the fp32 weights are"
+    try:
+        made = optimizer_of(ranks, groups)
+    except UnsupportedCheckpoint as error:
+        more = f"; the optimizer's states are left out: {error.where} {error.what}"
+        return [], weights, more
+    if made is None:
+        return [], weights, "; no optimizer's states are saved with them"
+    told = "the fp32 weights and the optimizer's states are"
+    return [("optimizer", made)], told, "; --only module takes the weights alone"
 
 
 def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) -> list[Checkpoint]:

@@ -11,16 +11,14 @@ deepspeed/runtime/zero (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 from ckptconv.objects.torch_read import plain_sizes
-from ckptconv.pickles.nodes import ABSENT, Call, Node, mapping_pairs, ordered_dict
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.pickles.nodes import Call, Node, mapping_pairs
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.limits import refuse_beyond
-from ckptconv.tensors.computed import Widener
-from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.flat_runs import Flat, Run, shaped
 from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions
 from ckptconv.tree.walk import tensor_of
@@ -28,7 +26,8 @@ from ckptconv.tree.walk import tensor_of
 Shapes = Mapping[str, Shape]
 """The parameters of a group, by name, in the order in which they lie in its partitions."""
 
-_WHOLE = "fetch the whole folder again: its files are from different runs, cut off or damaged"
+WHOLE = "fetch the whole folder again: its files are from different runs, cut off or damaged"
+"""What to do where the files of a step contradict each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,16 @@ class RankStates:
     partition of each group.
 
     `paddings` (None: there are none) are by group the elements that lie behind each parameter to
-    align the next.
+    align the next; `ends` are by group those that filled up this rank's partition and are not
+    saved with it. `rest` is all that the rank's optimizer says, by name.
     """
 
     stage: int
     ranks: int
     groups: tuple[TensorRef, ...]
     paddings: tuple[tuple[int, ...], ...] | None = None
+    ends: tuple[int, ...] = ()
+    rest: Mapping[str, Node] = field(default_factory=dict)
 
 
 def entries(node: Node) -> dict[str, Node]:
@@ -69,7 +71,8 @@ def read_rank(root: Node) -> RankStates:
         raise UnsupportedCheckpoint("holds no fp32 partitions of a known ZeRO stage", where=where)
     groups = tuple(_flat_group(group, f"{where}.{number}") for number, group in enumerate(found))
     paddings = _paddings(states.get("param_alignment_paddings"))
-    return RankStates(stage, _rank_count(states.get("partition_count")), groups, paddings)
+    count = _rank_count(states.get("partition_count"))
+    return RankStates(stage, count, groups, paddings, _ends(states, len(groups)), states)
 
 
 def _integer(node: Node) -> int:
@@ -94,6 +97,16 @@ def _paddings(node: Node) -> tuple[tuple[int, ...], ...] | None:
         where = "optimizer_state_dict.param_alignment_paddings"
         raise MalformedCheckpoint("holds something other than sizes", where=where)
     return tuple(tuple(group) for group in node)
+
+
+def _ends(states: Mapping[str, Node], groups: int) -> tuple[int, ...]:
+    found: Node = states.get("group_paddings")
+    if found is None:
+        return (0,) * groups
+    if not _are_sizes(found) or len(found) != groups:
+        where = "optimizer_state_dict.group_paddings"
+        raise MalformedCheckpoint("does not have one size for each group", where=where)
+    return tuple(found)
 
 
 def _are_sizes(node: Node) -> bool:
@@ -146,66 +159,132 @@ def _shape(node: Node, where: str) -> Shape:
 # ------------------------------------------------------------------------------------------ joining
 
 
-def join_parameters(ranks: Sequence[RankStates], groups: Sequence[Shapes]) -> dict[str, TensorRef]:
-    """The parameters of all groups, put together from the partitions of all ranks, in rank order.
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """Parameters that lie flat in the partitions `number` of some `ranks`, in that order.
 
-    Raises `MalformedCheckpoint` when the partitions are not as long as the shapes ask for.
+    `paddings` are the elements behind each parameter; in stage 3 (`is_cut`), where each parameter
+    is cut by itself, there are none.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    shapes: Shapes
+    paddings: tuple[int, ...]
+    is_cut: bool
+
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+        return f"group {self.number}"
+
+    def joined(self, partitions: Sequence[TensorRef]) -> Iterator[tuple[str, TensorRef]]:
+        """Its parameters, put together from what each of its ranks has: of the weights, or of what
+        lies like these.
+
+        Raises `MalformedCheckpoint` when the partitions are not as long as the shapes ask for.
+        """
+        return self._from_shares(partitions) if self.is_cut else self._end_to_end(partitions)
+
+    def in_partitions(self, lengths: Iterable[int]) -> Iterator[list[str]]:
+        """Stages 1 and 2: the parameters that have elements in each partition, of these lengths."""
+        sizes = [prod(shape) for shape in self.shapes.values()]
+        steps = (size + padding for size, padding in zip(sizes, self.paddings, strict=True))
+        starts = list(accumulate(steps, initial=0))
+        spans = [
+            (name, at, at + size)
+            for name, at, size in zip(self.shapes, starts, sizes, strict=False)
+            if size
+        ]
+        index = first = 0
+        for length in lengths:
+            stop = first + length
+            while index < len(spans) and spans[index][2] <= first:
+                index += 1
+            names, at = [], index
+            while length and at < len(spans) and spans[at][1] < stop:
+                names.append(spans[at][0])
+                at += 1
+            yield names
+            first = stop
+
+    def _end_to_end(self, partitions: Sequence[TensorRef]) -> Iterator[tuple[str, TensorRef]]:
+        flat = Flat(partitions, self.where)
+        at = 0
+        for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
+            numel = prod(shape)
+            _refuse_beyond(at + numel, flat.numel, name)
+            yield name, shaped(flat.runs(at, numel), flat.dtype, shape)
+            at += numel + padding
+        unit = 2 * len(partitions)  # what they together are filled up to a multiple of
+        if -(-at // unit) != -(-flat.numel // unit):
+            raise _wrong_sum(at, flat.numel, self.where)
+
+    def _from_shares(self, partitions: Sequence[TensorRef]) -> Iterator[tuple[str, TensorRef]]:
+        first, *others = (
+            Flat([one], f"rank {rank}") for rank, one in zip(self.ranks, partitions, strict=True)
+        )
+        for other in others:
+            if other.numel != first.numel or other.dtype is not first.dtype:
+                raise _wrong_sum(first.numel, other.numel, "fp32_flat_groups")
+        at = 0
+        for name, shape in self.shapes.items():
+            share = -(-prod(shape) // len(partitions))
+            _refuse_beyond(at + share, first.numel, name)
+            yield name, shaped(_shares([first, *others], at, prod(shape)), first.dtype, shape)
+            at += share
+        if at != first.numel:
+            raise _wrong_sum(at, first.numel, "fp32_flat_groups")
+
+
+def flat_groups(ranks: Sequence[RankStates], shapes: Sequence[Shapes]) -> list[FlatGroup]:
+    """The groups of parameters, by the shapes of each group that the model states name.
+
+    Raises `MalformedCheckpoint` when the ranks do not have them.
     """
     counts = {(states.stage, len(states.groups)) for states in ranks}
     if len(counts) > 1:
-        raise MalformedCheckpoint("its ranks differ in ZeRO stage or number of groups", hint=_WHOLE)
-    if ranks[0].stage == 3:
-        return dict(_shares_joined(ranks, groups))
-    _require_groups(ranks[0], groups)
-    joined = (_group_joined(ranks, number, shapes) for number, shapes in enumerate(groups))
-    return dict(chain.from_iterable(joined))
+        raise MalformedCheckpoint("its ranks differ in ZeRO stage or number of groups", hint=WHOLE)
+    first, is_cut, everyone = ranks[0], ranks[0].stage == 3, tuple(range(len(ranks)))
+    if is_cut and len(first.groups) != len(shapes):
+        shapes = _by_length(shapes, [ref.numel for ref in first.groups], len(ranks))
+    _require_groups(first, shapes)
+    none = [(0,) * len(group) for group in shapes]
+    paddings = first.paddings if first.paddings is not None and not is_cut else none
+    return [
+        FlatGroup(number, everyone, group, padding, is_cut)
+        for number, (group, padding) in enumerate(zip(shapes, paddings, strict=True))
+    ]
+
+
+def _by_length(shapes: Iterable[Shapes], lengths: Sequence[int], ranks: int) -> list[Shapes]:
+    """Stage 3: the parameters by the groups that they lie in, of a list that does not say it
+    (older releases have one dict): they lie end to end, and none in two groups.
+    """
+    groups: list[dict[str, Shape]] = [{} for _ in lengths]
+    number = at = 0
+    for name, shape in each_shape(shapes):
+        share = -(-prod(shape) // ranks)
+        while share and number < len(lengths) and at >= lengths[number]:
+            number, at = number + 1, 0
+        if not groups or number == len(groups):
+            raise _wrong_sum(at + share, sum(lengths), name)
+        groups[number][name] = shape
+        at += share
+    return list(groups)
 
 
 def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
     if len(states.groups) != len(groups):
         what = f"names parameters of {len(groups)} groups, the ranks hold {len(states.groups)}"
-        raise MalformedCheckpoint(what, where="param_shapes", hint=_WHOLE)
+        raise MalformedCheckpoint(what, where="param_shapes", hint=WHOLE)
     if states.paddings is not None and list(map(len, states.paddings)) != list(map(len, groups)):
         what = "does not have one number for each parameter"
-        raise MalformedCheckpoint(what, where="param_alignment_paddings", hint=_WHOLE)
+        raise MalformedCheckpoint(what, where="param_alignment_paddings", hint=WHOLE)
 
 
-def _group_joined(
-    ranks: Sequence[RankStates], number: int, shapes: Shapes
-) -> Iterator[tuple[str, TensorRef]]:
-    """Stages 1 and 2: one group's parameters."""
-    flat = Flat([states.groups[number] for states in ranks], f"group {number}")
-    paddings = ranks[0].paddings[number] if ranks[0].paddings is not None else (0,) * len(shapes)
-    at = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        numel = prod(shape)
-        _refuse_beyond(at + numel, flat.numel, name)
-        yield name, shaped(flat.runs(at, numel), flat.dtype, shape)
-        at += numel + padding
-    unit = 2 * len(ranks)  # what the partitions together are filled up to a multiple of
-    if -(-at // unit) != -(-flat.numel // unit):
-        raise _wrong_sum(at, flat.numel, f"group {number}")
-
-
-def _shares_joined(
-    ranks: Sequence[RankStates], groups: Sequence[Shapes]
-) -> Iterator[tuple[str, TensorRef]]:
-    """Stage 3: the parameters of all groups, end to end in each rank whatever its groups are."""
-    first, *others = (Flat(states.groups, f"rank {rank}") for rank, states in enumerate(ranks))
-    for other in others:
-        if other.numel != first.numel or other.dtype is not first.dtype:
-            raise _wrong_sum(first.numel, other.numel, "fp32_flat_groups")
-    at = 0
-    for name, shape in _each(groups):
-        share = -(-prod(shape) // len(ranks))
-        _refuse_beyond(at + share, first.numel, name)
-        yield name, shaped(_shares([first, *others], at, prod(shape)), first.dtype, shape)
-        at += share
-    if at != first.numel:
-        raise _wrong_sum(at, first.numel, "fp32_flat_groups")
-
-
-def _each(groups: Iterable[Shapes]) -> Iterator[tuple[str, Shape]]:
+def each_shape(groups: Iterable[Shapes]) -> Iterator[tuple[str, Shape]]:
+    """The parameters of all groups, with their shapes."""
     return ((name, shape) for shapes in groups for name, shape in shapes.items())
 
 
@@ -224,7 +303,7 @@ def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> Tensor
     share = -(-prod(shape) // len(refs))
     if any(ref.numel != share for ref in refs):
         what = f"its shares do not have {share} elements each"
-        raise MalformedCheckpoint(what, where=name, hint=_WHOLE)
+        raise MalformedCheckpoint(what, where=name, hint=WHOLE)
     flat = Flat(refs, name)
     return shaped(flat.runs(0, prod(shape)), flat.dtype, shape)
 
@@ -232,94 +311,9 @@ def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> Tensor
 def _refuse_beyond(wanted: int, there: int, name: str) -> None:
     if wanted > there:
         what = f"needs {wanted} elements of partitions that have {there}"
-        raise MalformedCheckpoint(what, where=name, hint=_WHOLE)
+        raise MalformedCheckpoint(what, where=name, hint=WHOLE)
 
 
 def _wrong_sum(wanted: int, there: int, where: str) -> MalformedCheckpoint:
     what = f"its parameters take {wanted} elements, but its partitions have {there}"
-    return MalformedCheckpoint(what, where=where, hint=_WHOLE)
-
-
-# ----------------------------------------------------------------------------------- the state dict
-
-
-class Weights:
-    """The joined state dict of a step: what `zero_to_fp32` gives, in its order, and behind that
-    what only `module` holds.
-    """
-
-    def __init__(self, states: Sequence[Mapping[str, Node]], stage: int) -> None:
-        """`states` are the model states of rank 0 and, where stage 3 has frozen parameters, of all
-        ranks.
-        """
-        self._states = states
-        self._stage = stage
-        self._widened = Widener(BY_NAME["float32"])
-        self._found: dict[str, Node] = {}
-        self.notes: tuple[str, ...] = ()
-
-    def join(self, ranks: Sequence[RankStates]) -> Node:
-        """The state dict, with the `_metadata` of the module's."""
-        states = self._states[0]
-        self._add_buffers(states)
-        self._add_frozen(states)
-        parameters = join_parameters(ranks, read_shapes(states["param_shapes"], "param_shapes"))
-        self._found.update((name, self._widened(ref)) for name, ref in parameters.items())
-        for name, kept in mapping_pairs(states.get("shared_params")) or ():
-            if type(name) is str and type(kept) is str and kept in self._found:
-                self._found[name] = self._found[kept]
-        self._add_others(states["module"])
-        made = ordered_dict(list(self._found.items()))
-        made.state = states["module"].state if type(states["module"]) is Call else ABSENT
-        return made
-
-    def _add_buffers(self, states: Mapping[str, Node]) -> None:
-        names: Node = states.get("buffer_names")
-        listed = names if type(names) in (list, tuple) else ()
-        buffers = {name for name in listed if type(name) is str}
-        for name, value in entries(states["module"]).items():
-            ref = tensor_of(value) if name in buffers else None
-            if ref is not None:
-                self._found[name] = self._widened(ref)
-
-    def _add_frozen(self, states: Mapping[str, Node]) -> None:
-        shapes = states.get("frozen_param_shapes")
-        fragments = [entries(of_rank.get("frozen_param_fragments")) for of_rank in self._states]
-        groups = read_shapes(shapes, "frozen_param_shapes") if shapes is not None else []
-        for name, shape in _each(groups):
-            if any(name not in of_rank for of_rank in fragments):
-                what = "a frozen parameter has a shape, but no values"
-                raise MalformedCheckpoint(what, where=name, hint=_WHOLE)
-            shares = [of_rank[name] for of_rank in fragments]
-            is_cut = self._stage == 3
-            ref = join_fragments(shares, shape, name) if is_cut else tensor_of(shares[0])
-            if ref is None or ref.shape != shape:
-                what = "the values of a frozen parameter do not have its shape"
-                raise MalformedCheckpoint(what, where=name)
-            # in the type that it was loaded in: no optimizer has an fp32 copy of it
-            self._found[name] = ref
-
-    def _add_others(self, module: Node) -> None:
-        """What only the module holds: extra states, the frozen parameters of stage 1."""
-        values = entries(module)
-        others = [name for name in values if name not in self._found]
-        empty = {name for name in others if self._is_placeholder(values[name])}
-        kept = {name: values[name] for name in others if name not in empty}
-        if empty:
-            told = "without values in any file, so they are left out"
-            self.notes += (f"{told}: {_some(sorted(empty))}",)
-        if kept:
-            told = "not in a partition, so they are taken from the model states"
-            self.notes += (f"{told}: {_some(list(kept))}",)
-        for name, value in kept.items():
-            ref = tensor_of(value)
-            self._found[name] = value if ref is None else self._widened(ref)
-
-    def _is_placeholder(self, value: Node) -> bool:
-        ref = tensor_of(value)
-        return self._stage == 3 and ref is not None and not ref.numel
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return printable(", ".join(names[:3])) + more
+    return MalformedCheckpoint(what, where=where, hint=WHOLE)

@@ -38,6 +38,10 @@ PRODUCED = oracle.corpus_folder().parent / "produced"
 QUICK = {"fsync": False, "verify": True}
 
 
+BY_NAME = ["stage1_momentum", "stage2_muon"]
+"""Cases of which deepspeed was asked for each parameter, in an order of its own."""
+
+
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The same names in the same order, dtypes, shapes and bits."""
     assert list(found) == list(expected)
@@ -66,6 +70,9 @@ breaking = pytest.mark.parametrize("case", ["stage2", "stage3"], indirect=True)
 @pytest.mark.parametrize("name", [name for name in JOINED if name != "stage1"])
 def test_the_weights_are_those_that_zero_to_fp32_gives(name, tmp_path):
     expected = consolidated(FOLDERS / name)
+    if name in BY_NAME:
+        expected = {key: expected[key] for key in load_portable(FOLDERS / name)}
+        assert len(expected) == len(consolidated(FOLDERS / name))
     same(load_portable(FOLDERS / name), expected)
     same(load_portable(FOLDERS / name, mmap=False), expected)
     convert_checkpoint(FOLDERS / name, tmp_path / "out.pt", **QUICK)
@@ -127,9 +134,10 @@ def test_a_torch_output_keeps_the_rest_of_the_training_state(name, tmp_path):
         "frozen_param_fragments",
         "shared_params",
         "buffer_names",
-        "optimizer",
     }
-    assert found.keys() == before.keys() - gone
+    beside = {"loss_scaler", "dynamic_loss_scale", "overflow"}
+    beside |= {"clip_grad"} if name == "stage2" else set()
+    assert found.keys() == before.keys() - gone | beside
     assert (found["epoch"], found["global_steps"], found["ds_config"]) == (
         3,
         2,
@@ -217,7 +225,7 @@ def test_the_other_steps_are_named():
 @breaking
 def test_without_latest_one_step_is_read_and_several_are_a_choice(case):
     expected, first = consolidated(case), consolidated(case, "global_step1")
-    for file in ("latest", "fp32.pt", "fp32_global_step1.pt"):
+    for file in ("latest", "fp32.pt", "fp32_global_step1.pt", "states.pt"):
         (case / file).unlink()
     with pytest.raises(
         AmbiguousStateDict, match="holds 2 checkpoints but no file says which one to read"
