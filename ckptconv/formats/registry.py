@@ -407,7 +407,7 @@ def _open_alone(path: Location) -> Checkpoint:
         raise UnsupportedCheckpoint("is one file of a DCP checkpoint", path=path, hint=hint)
     with contextlib.ExitStack() as opened:
         checkpoint = opened.enter_context(open_file(path))
-        if path.name in ("model_optim_rng.pt", "model_rng.pt"):
+        if path.name in ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt"):
             _in_folders("megatron.refuse_one_rank")(checkpoint, path)
         if "DCP_SHARDING_INFO" in checkpoint.metadata:
             _in_folders("dcp_shards.refuse_one_rank")(checkpoint, path)

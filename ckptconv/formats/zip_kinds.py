@@ -155,6 +155,7 @@ def open_members(
 
     `checked` are those that the archive has checksums for.
     """
+    _refuse_dcp(inners, source)
     opened = {name: _open_member(name, inner) for name, inner in inners.items()}
     found = {name: member for name, member in opened.items() if member is not None}
     if not found:
@@ -168,6 +169,18 @@ def open_members(
     members = (inner for member in found.values() for inner in member.sources)
     sources, notes = (source, *inners.values(), *members), tuple(_notes(opened, found, checked))
     return Checkpoint(source.path, CONTAINER, root, source.size, notes=notes, sources=sources)
+
+
+def _refuse_dcp(inners: Iterable[str], source: Source) -> None:
+    """Refuse a DCP folder in an archive by its name, as NeMo packs those of Megatron: its files are
+    not checkpoints by themselves.
+    """
+    index = next((name for name in inners if PurePath(name).name == ".metadata"), None)
+    if index is not None:
+        folder = printable(str(PurePath(index).parent))
+        what = "holds a DCP folder, which is read when it is unpacked"
+        hint = f"unpack it, and name the folder {folder}"
+        raise UnsupportedCheckpoint(what, path=source.path, hint=hint)
 
 
 def _member_source(source: Source, record: Record, spool: Spool) -> Source:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, Path
+from ckptconv.formats.folders.megatron_optimizer import by_names
 from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
@@ -88,7 +89,8 @@ def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]
     while work:
         node, other, place = work.pop()
         pairs = mapping_pairs(other)
-        if pairs is None or any(type(key) is not str for key, _ in pairs):
+        # several optimizers have numbers
+        if pairs is None or any(type(key) not in (str, int) for key, _ in pairs):
             what = "is not a dict of names"
             raise MalformedCheckpoint(what, path=common.path, where=place or None)
         known = dict(node.pairs)
@@ -100,7 +102,7 @@ def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]
             else:
                 what, where = f"is in {INDEX} too", f"{place}{label}"
                 raise MalformedCheckpoint(what, path=common.path, where=where)
-    return root, ()
+    return by_names(root)
 
 
 MEGATRON = Flavour(

@@ -30,7 +30,8 @@ from ckptconv.tree.model_config import training_arguments
 
 _RANK = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?").fullmatch
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-_OPTIMIZER = ("distrib_optim.pt", "optim.pt")
+DISTRIBUTED = "distrib_optim.pt"
+_OPTIMIZER = (DISTRIBUTED, "optim.pt")
 _MODEL = re.compile("model[0-9]*").fullmatch
 _SIZE = re.compile("(?:tensor_|pipeline_|expert_)?model_parallel_size").fullmatch
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -79,7 +80,13 @@ def open_megatron(path: Location, home: Location, *_: object) -> Checkpoint:
 
 
 def refuse_one_rank(checkpoint: Checkpoint, path: Location) -> None:
-    """Raise for the file of one rank of several, which its folder says that it may be."""
+    """Raise for the file of one rank of several, which its folder says that it may be, and for the
+    flat buckets of a distributed optimizer.
+    """
+    if path.name == DISTRIBUTED:
+        what = "holds the flat buckets of a distributed optimizer, which only Megatron takes apart"
+        hint = "save it with --ckpt-format torch_dist, which is read"
+        raise UnsupportedCheckpoint(what, path=path, hint=hint)
     if _RANK(path.absolute.parent.name) is not None:
         _refuse_split(checkpoint.root, path)
 

@@ -1,0 +1,216 @@
+"""Optimizers in Megatron's folders: what Megatron itself wrote from torch's optimizers becomes what
+torch gathered of them, by the names of the parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from ckptconv import convert_checkpoint
+from helpers.paths import DATA
+from helpers.program import assert_one_error, run
+
+FOLDERS = DATA / "megatron_optimizer"
+WHOLE = DATA / "megatron_optimizer.whole.pt"
+KINDS = ["plain", "mixed", "chained"]
+
+
+def converted(source: Path, folder: Path, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    made = convert_checkpoint(source, folder / "out.pt", fsync=False, force=True, **options)
+    return torch.load(folder / "out.pt", weights_only=True), list(made.plan.notes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_states_are_what_was_gathered(kind, tmp_path):
+    found, _ = converted(FOLDERS / kind, tmp_path)
+    whole = torch.load(WHOLE, weights_only=True)[kind]
+    assert found["model"].keys() == whole["model"].keys()
+    for key, value in whole["model"].items():
+        assert torch.equal(found["model"][key], value)
+    states = found["optimizer"]["state"]
+    assert states.keys() == whole["optimizer"].keys()
+    for key, kept in whole["optimizer"].items():
+        assert states[key].keys() == kept.keys()
+        for name, value in kept.items():
+            assert torch.equal(torch.as_tensor(states[key][name]), value), (key, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (
+            "plain",
+            [
+                {
+                    "decoder.layers.linear.weight",
+                    "decoder.layers.linear.bias",
+                    "embedding.weight",
+                    "norm.weight",
+                }
+            ],
+        ),
+        (
+            "chained",
+            [
+                {
+                    "decoder.layers.linear.weight",
+                    "decoder.layers.linear.bias",
+                    "embedding.weight",
+                },
+                {"norm.weight"},
+            ],
+        ),
+        ("mixed", [None, None]),
+    ],
+)
+def test_groups_name_their_parameters_where_that_is_told(kind, expected, tmp_path):
+    found, notes = converted(FOLDERS / kind, tmp_path)
+    groups = found["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == [0.25] * len(expected)
+    listed = [group.get("params") for group in groups]
+    assert [names and {*names} for names in listed] == expected
+    told = "the 2 groups of the optimizer do not say which parameters are theirs"
+    assert notes == ([told] if kind == "mixed" else [])
+    assert found["optimizer"].get("grad_scaler") == ({"scale": 8.0} if kind == "mixed" else None)
+
+
+class Model(nn.Module):
+    """The model whose parameters were saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.Module()
+        self.decoder.layers.linear = nn.Linear(6, 8)
+        self.embedding = nn.Embedding(6, 6)
+        self.norm = nn.LayerNorm(3, bias=False)
+
+
+def test_torch_goes_on_with_them(tmp_path):
+    found, _ = converted(FOLDERS / "plain", tmp_path)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.load_state_dict(found["model"])
+    set_optimizer_state_dict(model, optimizer, found["optimizer"])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    whole = torch.load(WHOLE, weights_only=True)["plain"]["optimizer"]
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        assert state["step"].item() == 3  # one step is not counted in all of them
+        assert torch.equal(state["exp_avg"], whole[name]["exp_avg"].lerp(torch.tensor(1.0), 0.1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_follow_the_keys(kind, tmp_path):
+    found, _ = converted(FOLDERS / kind, tmp_path, rename=["decoder.layers.=blocks."])
+    assert found["optimizer"]["state"].keys() == found["model"].keys()
+    assert "blocks.linear.weight" in found["model"]
+
+
+def written(folder: Path, items: dict[str, Any], common: dict[str, Any]) -> Path:
+    """A folder in the form of Megatron's, written by torch."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(items, checkpoint_id=folder, planner=planner, no_dist=True)
+    torch.save(common, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return folder
+
+
+WEIGHT, MOMENT = torch.ones(2, 3), torch.zeros(2, 3)
+GROUPS = {"optimizer": {"param_groups": [{"lr": 0.1}], "state": {"common_step": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("key", "common", "said"),
+    [
+        (
+            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg",
+            GROUPS,
+            "some of them belong to no parameter by their names",
+        ),
+        ("optimizer.state.exp_avg.w2", GROUPS, "some of them belong to no parameter"),
+        ("optimizer.state.exp_avg.w", {"iteration": 3}, "nothing says its groups"),
+        ("optimizer.state.exp_avg.w", {"optimizer": {"param_groups": [3]}}, "nothing says its"),
+        ("optimizer.state.exp_avg.w", {"optimizer": {"param_groups": []}}, "nothing says its"),
+    ],
+)
+def test_what_is_not_told_stays_as_megatron_names_it(key, common, said, tmp_path):
+    items = {"w": WEIGHT, "optimizer.state.exp_avg_sq.w": MOMENT, key: MOMENT}
+    source = written(tmp_path / "iter", items, common)
+    found, notes = converted(source, tmp_path)
+    assert torch.equal(found["optimizer"][key], MOMENT)
+    assert len(notes) == 1 and said in notes[0]
+    assert notes[0].startswith("the states of the optimizer stay as Megatron names them: ")
+
+
+@pytest.mark.parametrize(
+    ("inner", "step"),
+    [
+        ({"state": {"common_step": torch.tensor(4)}}, 4),
+        ({"state": {"common_step": torch.tensor(4.0, dtype=torch.bfloat16)}}, 4.0),
+        ({"param_groups": [{"lr": 0.1, "step": 4}]}, 4),
+        ({"state": {"common_step": torch.ones(2)}}, None),
+        ({"state": {"common_step": "4"}}, None),
+        ({}, None),
+    ],
+)
+def test_the_step_is_one_number(inner, step, tmp_path):
+    items = {"w": WEIGHT, "optimizer.state.exp_avg.w": MOMENT}
+    common = {"optimizer": {"param_groups": [{"lr": 0.1}], **inner}}
+    found, _ = converted(written(tmp_path / "iter", items, common), tmp_path)
+    assert found["optimizer"]["state"]["w"].get("step") == step
+    assert found["optimizer"]["param_groups"][0]["params"] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("common", "said"),
+    [
+        ({"optimizer": {("a", 1): 2}}, "is not a dict of names"),
+        ({"optimizer": {"optimizer.state.exp_avg.w": 1}}, "is in .metadata too"),
+        ({"optimizer": [1]}, "is in .metadata too"),
+    ],
+)
+def test_what_contradicts_itself_is_one_error(common, said, tmp_path):
+    items = {"w": WEIGHT, "optimizer.state.exp_avg.w": MOMENT}
+    written(tmp_path / "iter", items, common)
+    error = assert_one_error(run("convert", "iter", "out.pt", cwd=tmp_path))
+    assert "common.pt" in error and said in error
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_flat_buckets_are_refused_by_name(tmp_path):
+    torch.save({0: {(torch.float32, torch.bfloat16): {}}}, tmp_path / "distrib_optim.pt")
+    error = assert_one_error(run("convert", "distrib_optim.pt", "out.pt", cwd=tmp_path))
+    assert "distrib_optim.pt: holds the flat buckets of a distributed optimizer" in error
+    assert "--ckpt-format torch_dist" in error
+
+
+def test_a_folder_in_an_archive_is_refused_by_name(tmp_path):
+    """As NeMo packs it."""
+    with tarfile.open(tmp_path / "model.nemo", "w") as archive:
+        archive.add(FOLDERS / "plain", "./model_weights")
+    error = assert_one_error(run("convert", "model.nemo", "out.pt", cwd=tmp_path))
+    assert "model.nemo: holds a DCP folder, which is read when it is unpacked" in error
+    assert "name the folder model_weights" in error
+
+
+def test_an_archive_of_nemo_has_its_optimizer(tmp_path):
+    convert_checkpoint(FOLDERS / "plain", tmp_path / "model_weights.ckpt", to="torch", fsync=False)
+    (tmp_path / "model_config.yaml").write_text("name: small")
+    with tarfile.open(tmp_path / "model.nemo", "w:gz") as archive:
+        for name in ("model_config.yaml", "model_weights.ckpt"):
+            archive.add(tmp_path / name, f"./{name}")
+    found, _ = converted(tmp_path / "model.nemo", tmp_path, rename=["decoder.=blocks."])
+    assert found["optimizer"]["state"].keys() == found["model"].keys()
