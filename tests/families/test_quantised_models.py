@@ -74,6 +74,54 @@ def loaded(folder: Path, **options: Any) -> Any:
     return model.eval()
 
 
+@pytest.fixture
+def without_gpu(monkeypatch) -> None:
+    """transformers loads fp8 as it is where it finds a GPU; what it loads is looked at here."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *_, **__: None
+    )
+
+
+def test_experts_of_block_fp8_have_the_scales_that_transformers_stacks(tmp_path, without_gpu):
+    """Codes and scales of experts, stacked by the preset and by transformers; and both ways."""
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2
+    )
+    folder = saved(tmp_path / "fp8", config)
+
+    def replaced(key: str, value: torch.Tensor) -> Tensors:
+        if not key.endswith("_proj.weight"):
+            return {key: value}
+        rows, columns = value.shape
+        scales = torch.rand(-(-rows // 128), -(-columns // 128)) / 1000
+        return {key: (value.float() * 1000).to(F8), f"{key}_scale_inv": scales}
+
+    told = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    requantised(folder, replaced, told | {"activation_scheme": "dynamic"})
+    v5, back = tmp_path / "v5", tmp_path / "back"
+    options: dict[str, Any] = {"to": "safetensors", "with_files": True}
+    convert_checkpoint(folder, v5, preset="transformers-v5", **options)
+    theirs = loaded(folder).state_dict()
+    ours = load_file(v5 / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj_scale_inv" in ours
+    assert_same_bytes(ours, theirs)
+    assert_same_bytes(loaded(v5).state_dict(), theirs)
+    convert_checkpoint(v5, back, preset="transformers-original", **options)
+    assert_same_bytes(
+        load_file(back / "model.safetensors"), load_file(folder / "model.safetensors")
+    )
+
+
+def assert_same_bytes(one: Tensors, other: Tensors) -> None:
+    assert one.keys() == other.keys()
+    for key, t in one.items():
+        assert (t.dtype, t.shape) == (other[key].dtype, other[key].shape), key
+        both = (each.contiguous().reshape(-1).view(torch.uint8) for each in (t, other[key]))
+        assert torch.equal(*both), key
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(48)[None]).logits
