@@ -95,11 +95,12 @@ class Proof:
 
     def _is_all(self) -> bool:
         """Whether the output is all that is in its folder."""
-        plan = self._plan
-        if not plan.in_folder:
+        plan, folder = self._plan, place_of(self._plan.folder)
+        # a far folder may have been listed before, and what is in it by now is not certain
+        if not plan.in_folder or folder.is_far():
             return False
         names = {file.name for file in self._files}
-        there = files_in(place_of(plan.folder)).files
+        there = files_in(folder).files
         own = str(place_of(plan.manifest or PurePath()).absolute.path)
         return all(name in names or str(at.absolute.path) == own for name, at in there.items())
 

@@ -7,6 +7,7 @@ nothing again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import Range, Source
 from ckptconv.io.stream import Sink
+from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Counting
 
 _WORTH_THREADS = 1 << 16
@@ -105,6 +107,43 @@ def digested(
     finally:
         digests.close()
     return digests
+
+
+def refuse_other(source: Source, sha256: str) -> None:
+    """Raise `MalformedCheckpoint` where all bytes of a source have another SHA-256 than its server
+    says.
+    """
+    stated = source.stated_sha256()
+    if stated is not None and stated != sha256:
+        raise MalformedCheckpoint(
+            f"has the SHA-256 {sha256}, and the Hub says {stated}",
+            path=source.path,
+            code="checksum",
+            hint="fetch it again; what is there now is not what was put there",
+        )
+
+
+class Passed:
+    """The SHA-256 of a file that is read in pieces, as long as they follow one another from its
+    first byte on. What was hashed may be read again; what is passed over leaves it unknown. Several
+    threads may tell of what they read.
+    """
+
+    def __init__(self) -> None:
+        self._digest, self._at = sha256(), 0
+        self._lock = threading.Lock()
+
+    def add(self, offset: int, view: memoryview) -> None:
+        """The bytes from `offset` on were read."""
+        with self._lock:
+            known = self._at - offset
+            if 0 <= known < len(view):
+                self._digest.update(view[known:])
+                self._at += len(view) - known
+
+    def whole(self, size: int) -> str | None:
+        """The SHA-256 of a file of so many bytes; None where not all of them have passed by."""
+        return self._digest.hexdigest() if self._at == size else None
 
 
 class DigestingSink(Sink):

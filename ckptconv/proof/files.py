@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
-from ckptconv.io.digests import digested
+from ckptconv.io.digests import digested, refuse_other
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import Source
 from ckptconv.proof.manifest import Algorithm
-from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.progress import Counting
 from ckptconv.tree.checkpoint import Checkpoint
@@ -91,17 +90,3 @@ def _git_name(source: Source, meter: Counting) -> str:
         digest.update(view)
         meter.add(len(view))
     return digest.hexdigest()
-
-
-def refuse_other(source: Source, sha256: str) -> None:
-    """Raise `MalformedCheckpoint` where all bytes of a source have another SHA-256 than its server
-    says.
-    """
-    stated = source.stated_sha256()
-    if stated is not None and stated != sha256:
-        raise MalformedCheckpoint(
-            f"has the SHA-256 {sha256}, and the Hub says {stated}",
-            path=source.path,
-            code="checksum",
-            hint="fetch it again; what is there now is not what was put there",
-        )

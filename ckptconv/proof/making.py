@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.destination import Destination
-from ckptconv.io.digests import digested
+from ckptconv.io.digests import digested, refuse_other
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location
@@ -24,7 +24,7 @@ from ckptconv.proof.digesting import (
     note_checksums,
     tensor_digests,
 )
-from ckptconv.proof.files import Listed, files_of, refuse_other
+from ckptconv.proof.files import Listed, files_of
 from ckptconv.proof.manifest import FileDigest, Manifest, TensorDigest, manifest_of
 from ckptconv.support.choices import (
     refuse_no_flag,

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckptconv import CheckpointError, manifest_checkpoint, verify_checkpoint
+from ckptconv import (
+    CheckpointError,
+    convert_checkpoint,
+    manifest_checkpoint,
+    verify_checkpoint,
+)
 from ckptconv.support.limits import limits
 from helpers import scripted_hub
 from helpers.scripted_hub import Hub
@@ -54,3 +59,17 @@ def test_bytes_that_are_not_those_of_the_hubs_hash_are_an_error(hub, monkeypatch
         manifest_checkpoint("hf://org/name")
     with pytest.raises(CheckpointError, match=f"and the Hub says {other}"):
         verify_checkpoint("hf://org/name", sums, files=True)
+
+
+@pytest.mark.parametrize("to", ["o.safetensors", "o.pt", "o.npz"])
+def test_a_conversion_of_a_whole_safetensors_file_is_held_against_the_hubs_hash(
+    hub, monkeypatch, tmp_path, to
+):
+    convert_checkpoint("hf://org/name/model.safetensors", tmp_path / to)
+    (tmp_path / to).unlink()
+    other = hashlib.sha256(b"other").hexdigest()
+    monkeypatch.setattr(scripted_hub, "sha_of", lambda content: other)
+    with pytest.raises(CheckpointError, match=f"and the Hub says {other}"):
+        convert_checkpoint("hf://org/name/model.safetensors", tmp_path / to)
+    assert [*tmp_path.iterdir()] == []
+    convert_checkpoint("hf://org/name/model.safetensors", tmp_path / to, include="b")

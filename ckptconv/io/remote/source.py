@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import NoReturn
 
+from ckptconv.io.digests import Passed, refuse_other
 from ckptconv.io.files import note_input
 from ckptconv.io.remote.patience import Budget, fetched
 from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
@@ -57,6 +58,7 @@ class RemoteSource(FarSource):
         self._windows: OrderedDict[int, bytes | memoryview] = OrderedDict()
         self._small: dict[int, bytes] = {}  # what was foreseen, by where it begins
         self._is_closed = False
+        self._passed = None if seen.sha256 is None else Passed()
         self._merged = 0  # bytes of merged reads among the windows, which are not dropped
         for first, data in windows:
             self._keep(first, data)
@@ -73,6 +75,8 @@ class RemoteSource(FarSource):
         self._require(offset, nbytes)
         if nbytes <= SMALL or not self._fill_ahead(offset, view):
             view[:] = self._bytes(offset, nbytes)
+        if self._passed is not None:
+            self._passed.add(offset, view)
 
     def begin_into(self, offset: int, view: memoryview) -> Pending:
         self._require(offset, len(view))
@@ -86,6 +90,8 @@ class RemoteSource(FarSource):
         def wait() -> None:
             for future in filling:
                 future.result()
+            if self._passed is not None:
+                self._passed.add(offset, view)
 
         def cancel() -> None:
             for future in filling:
@@ -94,6 +100,12 @@ class RemoteSource(FarSource):
         return Pending(wait, cancel)
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        found = self._read(offset, nbytes)
+        if self._passed is not None:
+            self._passed.add(offset, memoryview(found))
+        return found
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)
         if nbytes > SMALL and self.ahead is not None:
             whole = bytearray(nbytes)
@@ -296,8 +308,12 @@ class RemoteSource(FarSource):
 
     def check_unchanged(self) -> None:
         """Where the version is pinned, all that was read is of one version; so it is where nothing
-        tells versions apart, for it came in one answer.
+        tells versions apart, for it came in one answer. What was read from end to end has to have
+        the SHA-256 that the server says.
         """
+        whole = None if self._passed is None else self._passed.whole(self.size)
+        if whole is not None:
+            refuse_other(self, whole)
         if self._seen.tag and not self._seen.is_pinned and not self._is_closed:
             part = self._get(0, 1)
             if part.seen != self._seen:

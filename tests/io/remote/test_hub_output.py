@@ -4,6 +4,7 @@ no test has met the Hub itself.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 
@@ -170,3 +171,15 @@ def test_the_token_is_shown_nowhere(hub, tmp_path):
     done = run("convert", source(tmp_path), "hf://org/name/m.pt", cwd=tmp_path, env=env)
     assert done.exit == 1 and done.lines[0].startswith("error: hf://org/name/m.pt: ")
     assert hub.token not in done.err and "no commits today" in done.err
+
+
+def test_the_manifest_of_an_output_tells_what_was_sent(tmp_path, hub):
+    manifest = tmp_path / "m.sha256"
+    convert_checkpoint(source(tmp_path), "hf://org/name/model.safetensors", manifest=manifest)
+    sent = files(hub)["model.safetensors"]
+    last = manifest.read_text().splitlines()[-1]
+    assert last == f"{hashlib.sha256(sent).hexdigest()}  model.safetensors"
+    weight = hashlib.sha256(WEIGHTS["layer.weight"].tobytes()).hexdigest()
+    assert f'"name": "layer.weight", "dtype": "float32", "shape": [5000], "sha256": "{weight}"' in (
+        manifest.read_text()
+    )
