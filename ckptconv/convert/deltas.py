@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckptconv.convert.delta_pairs import Pair, matched
 from ckptconv.convert.write import Tally, write_layout
 from ckptconv.formats.deltas import BASE_CHECKSUMS, INDEX, SHARD, ZSTD, version_named, version_of
 from ckptconv.formats.folders.alone import DELTA_ENCODING
@@ -26,8 +27,6 @@ from ckptconv.io.outputs import file_output
 from ckptconv.io.places import Named, Place, place_of, places_of
 from ckptconv.io.source import CHUNK
 from ckptconv.io.zstd import Deflating, deflating, require_zstd
-from ckptconv.keys.key_map import STRIP, map_keys
-from ckptconv.objects.encodings import holds_tensors
 from ckptconv.support.choices import (
     refuse_no_callback,
     refuse_no_flag,
@@ -37,27 +36,20 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import (
-    KeyConflict,
-    KeyMismatch,
     OptionRefused,
     RefusedObject,
-    printable,
 )
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.report import short_repr
-from ckptconv.support.text import count_text, first_few, size_text
+from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.comparison import compare_bytes
 from ckptconv.tensors.digests import ALGORITHMS, Algorithm, digest
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.element_pairs import aligned
 from ckptconv.tensors.fold import noted
 from ckptconv.tensors.patched import ENCODINGS, MOST_PLACES, Encoding
-from ckptconv.tensors.refs import Storage, TensorRef, view_identity, whole_storage
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.state_dicts import StateDict
-from ckptconv.tree.walk import tensor_of
+from ckptconv.tensors.refs import Storage, TensorRef, whole_storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -145,7 +137,7 @@ def delta_checkpoints(
     ):
         sources = (*first.sources, *second.sources)
         check_places(sources)
-        pairs, notes = _matched(first, second, only, only if only_new is None else only_new)
+        pairs, notes = matched(first, second, only, only if only_new is None else only_new)
         changes = _Changes(encoding, checksum, spool, Checksums())
         changes.find(pairs, on_progress)
         files = _files(changes, numbers)
@@ -188,105 +180,6 @@ def _versions(
         what = f"version {named} does not come after version {before}, which is the base"
         raise OptionRefused(what, hint="give --version and --base-version")
     return before, named
-
-
-# ------------------------------------------------------------------------------ what is compared
-
-
-class Pair(NamedTuple):
-    """A tensor of both checkpoints."""
-
-    key: str
-    old: TensorRef
-    new: TensorRef
-
-
-def _matched(
-    base: Checkpoint, new: Checkpoint, only: str | None, only_new: str | None
-) -> tuple[list[Pair], tuple[str, ...]]:
-    """The tensors of both, those of several names under one of them, and what is to be said of the
-    choice. `KeyMismatch` where they do not fit.
-    """
-    ours, theirs = base.state_dict(only), new.state_dict(only_new)
-    old, beside = _tensors(ours, ours.keys, base)
-    found, _ = _tensors(theirs, theirs.keys, new)
-    notes = [f"BASE: {note}" for note in ours.notes] + [f"NEW: {note}" for note in theirs.notes]
-    if found.keys() != old.keys():
-        renamed = map_keys(
-            theirs.keys, STRIP, theirs.path, theirs.telling_keys, theirs.keys_beside
-        ).new
-        stripped, _ = _tensors(theirs, renamed, new)
-        if stripped.keys() == old.keys():
-            found = stripped
-            notes.append("the wrappers before the keys of NEW are stripped")
-    if beside:
-        notes.append(f"values that are not tensors are not compared: {first_few(beside, 3)}")
-    pairs = [Pair(key, ref, _fitting(key, ref, found, new)) for key, ref in old.items()]
-    if extra := [key for key in found if key not in old]:
-        what = "is in NEW, but not in BASE, and a delta adds no tensors"
-        raise KeyMismatch(what, path=new.path, where=extra[0], hint="publish NEW as a whole")
-    return list(_each_once(pairs, base)), tuple(notes)
-
-
-def _tensors(
-    found: StateDict, keys: Iterable[str | None], checkpoint: Checkpoint
-) -> tuple[dict[str, TensorRef], list[str]]:
-    """The tensors of a state dict under other keys, and the keys of what is no tensor."""
-    tensors: dict[str, TensorRef] = {}
-    beside = []
-    for key, node in zip(keys, found.values, strict=True):
-        if key is None:
-            continue
-        ref = tensor_of(node)
-        if ref is not None:
-            tensors[key] = ref
-        elif holds_tensors(node):
-            what = "is not a plain tensor, which is all that a delta knows"
-            hint = "convert both to safetensors first"
-            raise RefusedObject(what, path=checkpoint.path, where=key, hint=hint)
-        else:
-            beside.append(key)
-    return tensors, beside
-
-
-def _fitting(
-    key: str, old: TensorRef, found: Mapping[str, TensorRef], new: Checkpoint
-) -> TensorRef:
-    """The tensor of NEW of that name, which is like the one in BASE."""
-    ref = found.get(key)
-    if ref is None:
-        what = "is in BASE, but not in NEW, and a delta removes no tensors"
-        raise KeyMismatch(what, path=new.path, where=key, hint="publish NEW as a whole")
-    for name, ours, theirs in (
-        ("dtype", old.dtype.name, ref.dtype.name),
-        ("shape", list(old.shown_shape), list(ref.shown_shape)),
-    ):
-        if ours != theirs:
-            what = f"has the {name} {theirs}, but {ours} in BASE, and a delta changes bytes alone"
-            hint = f"convert NEW with --dtype {ours} first" if name == "dtype" else None
-            raise KeyMismatch(what, path=new.path, where=key, hint=hint)
-    return ref
-
-
-def _each_once(pairs: list[Pair], base: Checkpoint) -> Iterator[Pair]:
-    """The pairs, of several names of one tensor of the base only the one that it is stored under,
-    or that safetensors would store it under: engines look for that one.
-    """
-    views: dict[object, list[Pair]] = {}
-    for pair in pairs:
-        views.setdefault(view_identity(pair.old), []).append(pair)
-    for named in views.values():
-        stored = [pair for pair in named if pair.key not in base.metadata] or named
-        kept = min(stored, key=lambda pair: pair.key)
-        for other in named:
-            if (
-                view_identity(other.new) != view_identity(kept.new)
-                and compare_bytes([(kept.new, other.new)], Meter("read", 0, None)).differing
-            ):
-                what = f"is the same tensor as {printable(kept.key)} in BASE, but not in NEW"
-                hint = "write BASE with --tied duplicate first"
-                raise KeyConflict(what, where=other.key, hint=hint)
-        yield kept
 
 
 # ----------------------------------------------------------------------------------- what changed

@@ -91,7 +91,7 @@ class PatchedSource(DerivedSource):
             if offset + len(view) < self.size:
                 self._at = offset + len(view)
             else:  # what made the bytes holds some MB, and there may be 100,000 tensors
-                self._made = iter(())
+                self._made, self._left = iter(()), memoryview(b"")
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)

@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.deltas import INDEX as DELTA_INDEX
+from helpers.deltas import apply_frame, header_of, write_delta
+
 Tensors = Mapping[str, torch.Tensor]
 NEW: Tensors = {f"layer{index}.weight": torch.arange(200.0) + 1000 * index for index in range(3)}
 OLD: Tensors = {key: -tensor for key, tensor in NEW.items()}
@@ -303,6 +306,59 @@ def edit(*words: str) -> Callable[[Path], tuple[object, ...]]:
     return lambda room: ("edit", room / "m.safetensors", "-q", "--keys", "strip", *words)
 
 
+def raw(tensors: Tensors) -> dict[str, bytes]:
+    """The bytes of each tensor."""
+    return {key: value.numpy().tobytes() for key, value in tensors.items()}
+
+
+BASE: Tensors = {key: value + 1 for key, value in NEW.items()}
+
+
+def with_delta(room: Path) -> None:
+    """A base, what makes the new tensors of it, and a file of the old ones."""
+    torch.save(dict(BASE), room / "base.pt")
+    write_delta(room / "weight_v000001", raw(BASE), raw(NEW))
+    save_file(dict(OLD), room / "out.safetensors")
+
+
+def with_versions(*there: str) -> Callable[[Path], None]:
+    """A base and the new tensors; where it is to be there, a delta that makes the old ones."""
+
+    def prepare(room: Path) -> None:
+        source(room)
+        torch.save(dict(BASE), room / "base.pt")
+        for name in there:
+            write_delta(room / name, raw(BASE), raw(OLD))
+
+    return prepare
+
+
+def changes_at(name: str) -> Callable[[Path], Tensors | None]:
+    """A reader of a delta, which believes its index, and makes of the base what it says."""
+
+    def read(room: Path) -> Tensors | None:
+        index = room / name / DELTA_INDEX
+        if not index.exists():
+            return None
+        told = json.loads(index.read_text())
+        found = raw(BASE)
+        for key, file in told["weight_map"].items():
+            header, data = header_of(index.parent / file)
+            begin, end = header[key]["data_offsets"]
+            wanted = header["__metadata__"][key]
+            found[key] = apply_frame(found[key], data[begin:end], told["metadata"], wanted)
+        return {
+            key: torch.frombuffer(bytearray(value), dtype=torch.float32)
+            for key, value in found.items()
+        }
+
+    return read
+
+
+def delta(*words: str) -> Callable[[Path], tuple[object, ...]]:
+    return lambda room: ("delta", room / "base.pt", room / "in.pt", room / "out", "-q", *words)
+
+
 INDEX = "out/model.safetensors.index.json"
 SCENES: dict[str, Scene] = {
     "torch": Scene(source, convert(output="out.pt"), file_at("out.pt")),
@@ -370,4 +426,15 @@ SCENES: dict[str, Scene] = {
     ),
     "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out")),
     "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out")),
+    "apply": Scene(
+        with_delta,
+        lambda room: (
+            *("apply", room / "base.pt", room / "weight_v000001", room / "out.safetensors"),
+            *("-q", "--force"),
+        ),
+        file_at("out.safetensors"),
+        again=(),
+    ),
+    "delta": Scene(with_versions(), delta(), changes_at("out")),
+    "delta again": Scene(with_versions("out"), delta("--force"), changes_at("out"), again=()),
 }

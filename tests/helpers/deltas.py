@@ -108,9 +108,24 @@ def write_delta(
     return folder
 
 
+def apply_frame(base: bytes, frame: bytes, told: Mapping[str, Any], wanted: str) -> bytes:
+    """One tensor with its frame applied; raises where it has another checksum than is `wanted`."""
+    raw = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+    region = np.frombuffer(base, np.uint8).copy()
+    if told["delta_encoding"] == "xor":
+        assert len(raw) == len(region)
+        region ^= raw
+    else:
+        count = int.from_bytes(raw[:4].tobytes(), "little")
+        places = np.frombuffer(raw[4 : 4 + 4 * count].tobytes(), "<u4")
+        region[places] = raw[4 + 4 * count :]
+    assert SUMS[told["checksum_format"]](region.tobytes()) == wanted
+    return region.tobytes()
+
+
 def apply_delta(base: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
-    """What sglang makes of its local checkpoint: it takes each frame in one go, and raises where a
-    checksum is another one.
+    """What sglang makes of its local checkpoint: it takes each frame in one go, of all files that
+    are there.
     """
     told = json.loads((folder / INDEX).read_text())["metadata"]
     assert told["compression_format"] == "zstd"
@@ -121,15 +136,5 @@ def apply_delta(base: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
         sums = header.pop("__metadata__")
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            raw = np.frombuffer(zstandard.ZstdDecompressor().decompress(data[begin:end]), np.uint8)
-            region = np.frombuffer(base[name], np.uint8).copy()
-            if told["delta_encoding"] == "xor":
-                assert len(raw) == len(region)
-                region ^= raw
-            else:
-                count = int.from_bytes(raw[:4].tobytes(), "little")
-                places = np.frombuffer(raw[4 : 4 + 4 * count].tobytes(), "<u4")
-                region[places] = raw[4 + 4 * count :]
-            assert SUMS[told["checksum_format"]](region.tobytes()) == sums[name], name
-            found[name] = region.tobytes()
+            found[name] = apply_frame(base[name], data[begin:end], told, sums[name])
     return found

@@ -1,0 +1,146 @@
+"""Deltas of files that torch wrote, and to stores: what numpy cannot save."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptconv import (
+    KeyConflict,
+    MalformedCheckpoint,
+    RefusedObject,
+    apply_deltas,
+    delta_checkpoints,
+)
+from helpers.deltas import INDEX, SHARD, apply_delta, header_of, tensors_in
+from helpers.memory_bucket import bucket  # noqa: F401
+from helpers.program import run
+
+
+def trained(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    shared = torch.randn(40, 30)
+    return {
+        "embed.weight": shared,
+        "head.weight": shared,
+        "turned": torch.randn(300, 50).t(),
+        "part": torch.randn(9, 900)[2:5, ::3],
+        "half": torch.randn(700).bfloat16(),
+        "phase": torch.randn(33, dtype=torch.complex64).conj(),
+    }
+
+
+@pytest.fixture
+def room(tmp_path):
+    for seed, name in enumerate(("base", "new")):
+        torch.save(trained(seed), tmp_path / f"{name}.pt")
+        wrapped = {f"module.{key}": value for key, value in trained(seed).items()}
+        training = {"model": wrapped, "optimizer": {"step": 3}, "epoch": seed}
+        torch.save(training, tmp_path / f"{name}_training.pt")
+        resolved = {key: value.resolve_conj().contiguous() for key, value in trained(seed).items()}
+        del resolved["head.weight"]
+        save_file(resolved, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_what_torch_saved_takes_changes_and_stays_tied(encoding, room):
+    made = delta_checkpoints(
+        room / "base.pt", room / "new_training.pt", room / "d", encoding=encoding
+    )
+    assert made.tensors == made.changed == 5
+    old, new = (tensors_in(room / f"{name}.safetensors") for name in ("base", "new"))
+    assert apply_delta(old, room / "d") == new
+    apply_deltas(room / "base.pt", room / "d", room / "out.pt", verify=True)
+    found = torch.load(room / "out.pt", weights_only=True)
+    assert [*found] == [*trained(1)]
+    assert all(torch.equal(found[key], value) for key, value in trained(1).items())
+    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    apply_deltas(room / "base.safetensors", room / "d", room / "out.safetensors")
+    loaded = load_file(room / "out.safetensors")
+    assert all(torch.equal(loaded[key], trained(1)[key]) for key in loaded)
+
+
+@pytest.mark.parametrize("which", ["base.pt", "new.pt"])
+def test_a_flipped_byte_is_found(which, room):
+    delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
+    raw = bytearray((room / which).read_bytes())
+    at = raw.find(
+        trained(0 if which == "base.pt" else 1)["half"].view(torch.uint8).numpy().tobytes()
+    )
+    raw[at + 100] ^= 4
+    (room / which).write_bytes(raw)
+    with pytest.raises(MalformedCheckpoint, match="CRC-32"):
+        delta_checkpoints(room / "base.pt", room / "new.pt", room / "e")
+    if which == "base.pt":
+        with pytest.raises(MalformedCheckpoint, match="half: its bytes in BASE have"):
+            apply_deltas(room / "base.pt", room / "d", room / "out.pt")
+    assert not (room / "e").exists() and not (room / "out.pt").exists()
+
+
+def test_names_that_part_are_refused(room):
+    apart = trained(1)
+    apart["head.weight"] = apart["head.weight"] + 1
+    torch.save(apart, room / "new.pt")
+    with pytest.raises(KeyConflict, match=r"head\.weight: is the same tensor as embed\.weight"):
+        delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
+
+
+def test_what_is_no_plain_tensor_is_refused(room):
+    odd = trained(0) | {"sparse": torch.eye(3).to_sparse()}
+    torch.save(odd, room / "base.pt")
+    with pytest.raises(RefusedObject, match="sparse: is not a plain tensor"):
+        delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
+
+
+def test_a_delta_goes_to_a_store_and_comes_from_it(room, bucket):  # noqa: F811
+    delta_checkpoints(room / "base.pt", room / "new.pt", "s3://memory/run/weight_v000007")
+    assert sorted(bucket.content) == [f"run/weight_v000007/{name}" for name in (SHARD, INDEX)]
+    (room / "d").mkdir()
+    for name in (SHARD, INDEX):
+        (room / "d" / name).write_bytes(bucket.content[f"run/weight_v000007/{name}"])
+    old, new = (tensors_in(room / f"{name}.safetensors") for name in ("base", "new"))
+    assert apply_delta(old, room / "d") == new
+    bucket.put("base/model.safetensors", (room / "base.safetensors").read_bytes())
+    apply_deltas(
+        "s3://memory/base/model.safetensors",
+        ["s3://memory/run/"],
+        "s3://memory/out/model.safetensors",
+    )
+    (room / "out.safetensors").write_bytes(bucket.content["out/model.safetensors"])
+    assert tensors_in(room / "out.safetensors") == new
+    assert bucket.left == []
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path):
+    peaks = []
+    for count in (4, 40):
+        rng = np.random.default_rng(0)
+        tensors = {
+            f"{at}.w": torch.from_numpy(rng.standard_normal(1 << 18, np.float32))
+            for at in range(count)
+        }
+        save_file(tensors, tmp_path / "base.safetensors")
+        save_file(
+            {key: value.where(value > -2, 0) for key, value in tensors.items()},
+            tmp_path / "new.safetensors",
+        )
+        words = ("--force", "--no-fsync", "-q")
+        made = run(
+            "delta",
+            "base.safetensors",
+            "new.safetensors",
+            "d",
+            "--encoding",
+            "overwrite",
+            *words,
+            cwd=tmp_path,
+        )
+        done = run("apply", "base.safetensors", "d", "out.safetensors", *words, cwd=tmp_path)
+        assert (made.exit, done.exit) == (0, 0), made.err + done.err
+        peaks.append((made.rss, done.rss))
+    header, _ = header_of(tmp_path / "out.safetensors")
+    assert len(header) == 41
+    assert all(later - first < 12 << 20 for first, later in zip(*peaks, strict=True)), peaks
