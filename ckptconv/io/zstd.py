@@ -1,13 +1,15 @@
 """One zstd frame, made or inflated as a stream: by Python's own library (from 3.14 on), else by the
 package `zstandard`.
 
-A frame says how many bytes it inflates to, as readers need that take it in one go. Deflating has
-threads of its own, even where there is one core: the bytes of a frame are the same everywhere then.
+A frame says how many bytes it inflates to, as readers need that take it in one go. Deflating much
+has threads of its own, even where there is one core: the bytes of a frame are the same everywhere
+then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Protocol
 
 from ckptconv.io.source import CHUNK, Source, SourceFile
@@ -18,6 +20,9 @@ LEVEL = 1
 """That of slime and miles, which found that higher ones do not pay for changes of weights."""
 
 _THREADS = 4
+_WORTH_THREADS = 1 << 20
+"""Bytes from which they are started: to start them takes as long as to deflate 100 kB."""
+
 _WINDOW = 23
 """The logarithm of the window, in bytes, that a frame may need: RFC 8878 recommends that decoders
 support 8 MiB. Levels up to 19 need no more; a window is memory, and a forged frame asks for much.
@@ -37,7 +42,7 @@ class Deflating(Protocol):
 def deflating(size: int) -> Deflating:
     """What makes one frame of `size` bytes."""
     zstd, is_own = _library()
-    threads = max(1, min(_THREADS, cores()))
+    threads = 0 if size < _WORTH_THREADS else max(1, min(_THREADS, cores()))
     if not is_own:
         made: Deflating = zstd.ZstdCompressor(level=LEVEL, threads=threads).compressobj(size=size)
         return made
@@ -77,6 +82,7 @@ class Inflating:
         return made
 
 
+@functools.cache  # Python looks for a missing module anew each time, which takes 0.1 ms
 def _library() -> tuple[Any, bool]:
     """The library, and whether it is Python's own. `MissingDependency` where there is none."""
     with contextlib.suppress(ImportError):
