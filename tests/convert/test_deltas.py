@@ -474,8 +474,7 @@ ELSE = {
 }
 
 
-@pytest.mark.parametrize("command", ELSE)
-@pytest.mark.parametrize("which", ["d", f"d/{INDEX}", f"d/{SHARD}"])
+@pytest.mark.parametrize("command, which", crossed([*ELSE], ["d", f"d/{INDEX}", f"d/{SHARD}"]))
 def test_no_command_takes_changes_for_weights(command, which, room):
     write_delta(room / "d", tensors_in(room / "base"), tensors_in(room / "one"))
     before = sorted(room.rglob("*"))

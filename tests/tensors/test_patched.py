@@ -127,7 +127,7 @@ def test_what_makes_the_bytes_is_gone_when_they_are_given(versions):
     for source in sources:
         assert source.read(0, len(new)) == new
     gc.collect()
-    assert not [one for one in gc.get_objects() if isinstance(one, Inflating)]
+    assert not [one for one in gc.get_objects() if type(one) is Inflating]
 
 
 def test_a_tensor_that_is_only_checked_is_given_as_it_is(versions):
