@@ -12,6 +12,7 @@ from ckptconv.keys.naming_metadata import followed
 from ckptconv.objects.encodings import ENCODINGS
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
 from ckptconv.support.text import some_text
+from ckptconv.tree.reshaping import flat_parts, makes_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ def changed_header(header: Mapping[str, Any], asked: HeaderEdit) -> ChangedHeade
 
 
 def _renamed(names: list[str], rules: KeyRules) -> dict[str, str]:
+    if any(makes_tensors(part) for rule in rules.rules for part in flat_parts(rule)):
+        raise OptionRefused(
+            "an edit changes names, and these rules make other tensors",
+            hint="apply them with: ckptconv convert IN OUT",
+        )
     keys = map_keys(names, rules)
     refuse_idle([keys], rules)
     new = [name for name in keys.new if name is not None]

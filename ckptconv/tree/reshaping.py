@@ -205,7 +205,7 @@ def apply_rules(
     if not any(isinstance(part, (TensorRule, Mapped)) for part in parts):
         return Applied(item, _all_keys_mapped(item, rules))
     scales = _scales_of(item, checkpoint)
-    if not any(_reshapes(part, scales) for part in parts):
+    if not any(makes_tensors(part, scales) for part in parts):
         return Applied(item, _all_keys_mapped(item, rules))
     return _Application(item, rules, like, scales).applied()
 
@@ -230,8 +230,10 @@ def flat_parts(rule: Rule) -> list[Rule]:
     return [part for each in rule.parts for part in flat_parts(each)]
 
 
-def _reshapes(rule: Rule, scales: Scales | None) -> bool:
-    """Whether a rule makes tensors; one that gives codes other names moves their scales too."""
+def makes_tensors(rule: Rule, scales: Scales | None = None) -> bool:
+    """Whether a rule makes tensors; one that gives codes other names moves their scales too, so
+    where there are `scales` it does.
+    """
     if isinstance(rule, Mapped):
         return any(each.tensors for each in rule.state_dicts)
     if not isinstance(rule, TensorRule) or not rule.targets:
@@ -272,11 +274,11 @@ class _Application:
     def applied(self) -> Applied:
         """What all the rules make, the last tensor rule and those behind it told apart."""
         parts = [(rule, part) for rule in self.rules.rules for part in flat_parts(rule)]
-        last = max(at for at, (_, part) in enumerate(parts) if _reshapes(part, self.scales))
+        last = max(at for at, (_, part) in enumerate(parts) if makes_tensors(part, self.scales))
         idle: list[str] = []
         waiting: list[Rule] = []
         for rule, part in parts[: last + 1]:
-            if not _reshapes(part, self.scales):
+            if not makes_tensors(part, self.scales):
                 waiting.append(part)
                 continue
             self._rename(waiting)
