@@ -96,7 +96,7 @@ def _run(folder: Path, *arguments: str) -> str:
 def test_batch(folder):
     for option, make in (((), _laid_out), (("--dequantize",), _values)):
         out = f"out{len(option)}"
-        arguments = ("a", "b", "--out-dir", out, "--to", "torch", *SAID, *option, "--workers", "1")
+        arguments = ("a", "b", "--out-dir", out, "--to", "torch", *SAID, *option, "--jobs", "1")
         _run(folder, "batch", *arguments)
         made = sorted((folder / out).rglob("*.bin"))
         for seed, path in enumerate(made):
