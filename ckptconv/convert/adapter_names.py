@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import get_args
 
 from ckptconv.convert.beside import Beside, made_file
+from ckptconv.convert.key_targets import is_pipeline
 from ckptconv.convert.notes import prefix_notes
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.target_format import TargetFormat
+from ckptconv.io.places import place_of
 from ckptconv.keys.key_map import KEEP, STRIP
 from ckptconv.keys.presets import Preset
 from ckptconv.pickles.nodes import Node, mapping_pairs
-from ckptconv.support.errors import OptionRefused
+from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.lora_adapters import CONFIG
@@ -68,7 +70,11 @@ def _refuse_idle(options: Request, preset: Preset) -> None:
     if options.save_mapping is not None:
         what = f"--save-mapping tells of keys, and {preset.words} changes more"
         raise OptionRefused(what, hint="the preset of the other convention goes back")
-    if options.fit_to is not None and options.fit_to.drop_unexpected:
+    base = options.fit_to
+    if base is not None and preset.name == "lora-peft" and is_pipeline(place_of(base.name)):
+        what = f"{preset.words} is for one model, and {printable(base.name)} has several"
+        raise OptionRefused(what, hint="name the folder of the component that the adapter is for")
+    if base is not None and base.drop_unexpected:
         what = f"--drop-unexpected says nothing with {preset.words}"
         raise OptionRefused(what, hint="leave parts out before it: --exclude GLOB")
     if options.tied != "alias":

@@ -2,7 +2,8 @@
 list of keys.
 
 A list is a text with one key per line (UTF-8; empty lines count for nothing). Of an index whose
-shards are not beside it, and of a list, only the keys are known.
+shards are not beside it, and of a list, only the keys are known. The folder of a pipeline of
+diffusers has the keys of its components, each with its name before them.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
     """
     refuse_no_path(like=path)
     file = place_of(path)
+    if is_pipeline(file):
+        return _of_pipeline(file), ()
     if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
         return _distinct(_indexed_keys(file), file), ()
     try:
@@ -112,6 +115,29 @@ def parameter_order(
 
 
 _ORDERED = "name a file of torch.save(model.state_dict()), or a text with one key per line"
+
+
+def is_pipeline(folder: Location) -> bool:
+    """Whether a folder is that of a pipeline of diffusers, with a folder for each component."""
+    return folder.is_folder() and folder.child(_PIPELINE).is_file()
+
+
+_PIPELINE = "model_index.json"
+_COMPONENTS = ("unet", "transformer", "text_encoder", "text_encoder_2")
+
+
+def _of_pipeline(folder: Location) -> Shapes:
+    """The keys of the components that adapters are for. Source: diffusers, `from_pretrained`."""
+    shapes: dict[str, Shape] = {}
+    for name in _COMPONENTS:
+        component = folder.child(name)
+        if component.is_folder():
+            own, _ = shapes_like(component.path)
+            shapes |= {f"{name}.{key}": shape for key, shape in own.items()}
+    if not shapes:
+        what = f"names components of a pipeline, of which none of {', '.join(_COMPONENTS)} is there"
+        raise UnsupportedCheckpoint(what, path=folder.path, where=_PIPELINE)
+    return shapes
 
 
 def _has_shards(index: Location) -> bool:

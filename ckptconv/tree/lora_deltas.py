@@ -6,7 +6,7 @@ lycoris-lora 4.1 (functional).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -77,11 +77,18 @@ class Asked:
 # ---------------------------------------------------------------------------------- products
 
 
+def as_linear(asked: Asked) -> Asked:
+    """What is asked of an embedding, whose matrices have other names, as of a linear layer."""
+    parts = {role.removeprefix("embedding_"): ref for role, ref in asked.parts.items()}
+    keys = {role.removeprefix("embedding_"): key for role, key in asked.keys.items()}
+    return replace(asked, parts=parts, keys=keys)
+
+
 def linear_change(asked: Asked, *, across: bool | None) -> Change:
     """The change by ``up`` and ``down``, in the orientation that `across` says (None: the one that
     fits).
     """
-    up, down = _two(asked, "up", "down")
+    up, down = matrices(asked, "up", "down")
     if "mid" in asked.parts:
         down, rank = _core(asked, asked.parts["mid"], down), up.shape[1]
         scale = asked.scale(asked.parts["down"].shape[0])
@@ -98,7 +105,7 @@ def linear_change(asked: Asked, *, across: bool | None) -> Change:
 
 def orientations(asked: Asked) -> list[bool]:
     """Whether a product fits the weight as it is (False) and transposed (True); empty for none."""
-    up, down = _two(asked, "up", "down")
+    up, down = matrices(asked, "up", "down")
     shape = asked.weight.shape
     columns = down.shape[1:]
     if "mid" in asked.parts:
@@ -132,8 +139,10 @@ def misfit(asked: Asked) -> KeyMismatch:
     return asked.refuse(f"{shapes} do not fit the weight of the base, {list(asked.weight.shape)}")
 
 
-def _two(asked: Asked, first: str, second: str) -> tuple[TensorRef, TensorRef]:
-    """Both matrices of a product, the first of two dimensions."""
+def matrices(asked: Asked, first: str, second: str) -> tuple[TensorRef, TensorRef]:
+    """Both matrices of a product, the first of two dimensions. Raises `MalformedCheckpoint` where
+    they are not, or one is missing.
+    """
     for role, other in ((first, second), (second, first)):
         if role not in asked.parts:
             what = f"has no {role} beside it, without which it says nothing"
@@ -293,7 +302,7 @@ def expert_changes(asked: Sequence[Asked], weights: dict[str, TensorRef]) -> dic
 
 def _expert_ways(asked: Asked, weight: TensorRef) -> list[bool]:
     """Whether matrices fit a parameter as (experts, out, in), True, and as (experts, in, out)."""
-    up, down = _two(asked, "up", "down")
+    up, down = matrices(asked, "up", "down")
     if len(weight.shape) == 2:
         return [True] if (up.shape[0], *down.shape[1:]) == weight.shape else []
     if len(weight.shape) != 3 or len(down.shape) != 2 or down.shape[0] % weight.shape[0]:
@@ -304,7 +313,7 @@ def _expert_ways(asked: Asked, weight: TensorRef) -> list[bool]:
 
 
 def _expert_change(asked: Asked, name: str, weight: TensorRef, *, swapped: bool) -> Change:
-    up, down = _two(asked, "up", "down")
+    up, down = matrices(asked, "up", "down")
     if len(weight.shape) == 2:
         rank = down.shape[0]
         return Change(Term(rank, asked.scale(rank, name)), (up, down), is_rounded=True)

@@ -30,6 +30,7 @@ from ckptconv.tree.lora_deltas import (
     MERGED_TYPES,
     Asked,
     Change,
+    as_linear,
     changed,
     expert_changes,
     hadamard_change,
@@ -381,13 +382,12 @@ class _Merging:
 
     def _embedding(self, asked: Asked) -> tuple[Change, str]:
         """The change of an embedding, whose matrices are those of the transposed weight."""
-        parts = {role.removeprefix("embedding_"): ref for role, ref in asked.parts.items()}
-        keys = {role.removeprefix("embedding_"): key for role, key in asked.keys.items()}
-        turned = replace(asked, parts=parts, keys=keys)
+        turned = as_linear(asked)
         if True not in orientations(turned):
             raise misfit(asked)
         change = linear_change(turned, across=True)
-        return replace(change, is_rounded="magnitude" not in parts), f"rank {change.term.rank}"
+        is_rounded = "magnitude" not in asked.parts
+        return replace(change, is_rounded=is_rounded), f"rank {change.term.rank}"
 
     def _with_magnitude(self, asked: Asked, change: Change) -> Change:
         """The change of a weight whose rows have a length of their own (DoRA)."""

@@ -48,7 +48,7 @@ from ckptconv.tree.lora_conventions import (
     spelled_in,
 )
 from ckptconv.tree.lora_deltas import Asked as AskedScale
-from ckptconv.tree.lora_deltas import in_rows, rows_in
+from ckptconv.tree.lora_deltas import as_linear, in_rows, matrices, rows_in
 from ckptconv.tree.lora_names import Names, Place, Places, Spelling, found_modules, start_of
 
 
@@ -177,24 +177,31 @@ class _Renaming:
                 what = f"has no name in {self._convention}"
                 hint = "leave it out first: ckptconv convert ADAPTER PART --exclude"
                 raise RefusedObject(what, where=keys[role], hint=hint)
+        if not parts.keys() & _OF_PRODUCTS:
+            return self._other_part(module, places, parts, keys)
         config, name = adapter.config_of(module)
-        down = parts.get("down", parts.get("embedding_down"))
-        if down is None or not down.shape or not {"up", "embedding_up"} & parts.keys():
-            if parts.keys() & _HALVES or not parts.keys() - {"alpha"}:
-                what = "stands without the matrices that it belongs to"
-                raise KeyMismatch(what, where=next(iter(keys.values())))
-            if adapter.configs and "alpha" not in parts and parts.keys() - _WITHOUT_ALPHA:
-                what = f"is scaled by a config, for which {self._convention} has no place"
-                raise RefusedObject(what, where=next(iter(keys.values())))
-            return _Part(places, parts, keys, None, None)
-        rank = down.shape[0]
-        scale = AskedScale(parts, down, name, config, keys, 1.0).scale(rank)
+        ref = next(iter(parts.values()))
+        asked = as_linear(AskedScale(parts, ref, name, config, keys, 1.0))
+        _, down = matrices(asked, "up", "down")
         alpha = None if config.is_rank_stabilized else config.alpha_of(name)
         if "alpha" in parts:
             alpha = number_in(parts["alpha"], keys["alpha"])
         if "down" in parts and not config.is_transposed:
             self._refuse_misfit(places, parts, keys)
-        return _Part(places, parts, keys, scale, alpha)
+        return _Part(places, parts, keys, asked.scale(down.shape[0]), alpha)
+
+    def _other_part(
+        self, module: str, places: Places, parts: Parts, keys: Mapping[str, str]
+    ) -> _Part:
+        """A module without the matrices of LoRA: LoHa, LoKr, deltas that are whole."""
+        if not parts.keys() - _BESIDE:
+            what = "stands without the matrices that it belongs to"
+            raise KeyMismatch(what, where=next(iter(keys.values())))
+        is_scaled = bool(parts.keys() - _WITHOUT_ALPHA)
+        if is_scaled and "alpha" not in parts and self._adapter.config_of(module)[0].rank:
+            what = f"is scaled by a config, for which {self._convention} has no place"
+            raise RefusedObject(what, where=next(iter(keys.values())))
+        return _Part(places, parts, keys, None, None)
 
     def _refuse_misfit(self, places: Places, parts: Parts, keys: Mapping[str, str]) -> None:
         """Refuse matrices that do not go to the weight of the base, where its shape is known."""
@@ -385,7 +392,8 @@ class _Renaming:
             yield f"{count_text(number, 'weight')} {what}"
 
 
-_HALVES = {"up", "down", "mid", "bias", "embedding_up", "embedding_down", "magnitude"}
+_OF_PRODUCTS = {"up", "down", "mid", "bias", "embedding_up", "embedding_down"}
+_BESIDE = {"alpha", "magnitude", "magnitude_of_any"}
 _WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
 
 

@@ -495,3 +495,63 @@ def test_where_the_files_of_libraries_go(base_of, tmp_path):
     assert names == {"adapter_model.safetensors", "adapter_config.json"}
     with pytest.raises(CheckpointError, match="exists"):
         convert_checkpoint(given, f"{tmp_path}/p/", preset="lora-peft", like=like)
+
+
+def test_a_pipeline_of_diffusers_is_a_base_of_several_components(base_of, tmp_path):
+    given = of_peft(tmp_path, BASES["sdxl of diffusers"], (4, 3), (4,))
+    folder = tmp_path / "pipeline"
+    for name in ("unet", "text_encoder", "text_encoder_2"):
+        (folder / name).mkdir(parents=True)
+        own = {
+            key.removeprefix(f"{name}."): value
+            for key, value in BASES["sdxl of diffusers"].items()
+            if key.startswith(f"{name}.")
+        }
+        end = "model" if "text" in name else "diffusion_pytorch_model"
+        save_file(own, folder / name / f"{end}.safetensors")
+    (folder / "model_index.json").write_text("{}")
+    made = renamed(given, tmp_path / "out", "lora-kohya", folder)
+    expected = renamed(given, tmp_path / "other", "lora-kohya", base_of("sdxl of diffusers"))
+    same(load_file(made), load_file(expected))
+    with pytest.raises(OptionRefused, match=r"is for one model, and .* has several"):
+        renamed(given, tmp_path / "p", "lora-peft", folder)
+
+
+def test_names_alone_are_a_base_until_a_weight_is_taken_apart(tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("\n".join(BASES["flux"]))
+    proj = product("lora_unet_double_blocks_0_img_attn_proj", torch.empty(H, H), 4, KOHYA)
+    save_file(proj, tmp_path / "proj.safetensors")
+    out = renamed(tmp_path / "proj.safetensors", tmp_path / "out", "lora-diffusers", keys)
+    assert "transformer.transformer_blocks.0.attn.to_out.0.lora_A.weight" in load_file(out)
+    save_file(of_flux(True), tmp_path / "qkv.safetensors")
+    with pytest.raises(KeyMismatch, match=r"the shape of .* is not known"):
+        renamed(tmp_path / "qkv.safetensors", tmp_path / "no", "lora-diffusers", keys)
+
+
+DOWN, UP = "lora_down.weight", "lora_up.weight"
+ODD = {
+    "a lone matrix": ({DOWN: (4, H)}, "has no up beside it"),
+    "scalars": ({DOWN: (), UP: ()}, "not a matrix"),
+    "vectors": ({DOWN: (4,), UP: (4,)}, "not a matrix"),
+    "nothing": ({DOWN: (0, H), UP: (20, 0)}, "not a matrix"),
+    "ranks": ({DOWN: (4, H), UP: (20, 3)}, "cannot be multiplied"),
+    "alpha": ({DOWN: (4, H), UP: (20, 4), "alpha": (2,)}, "where one number is expected"),
+    "alone": ({"alpha": ()}, "without the matrices"),
+    "not of an adapter": ({DOWN: (4, H), "weight": (3,)}, "is not a key of an adapter"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_adapter_is_refused_in_one_line(name, base_of, tmp_path):
+    shapes, words = ODD[name]
+    tensors = {f"lm_head.{key}": torch.ones(shape) for key, shape in shapes.items()}
+    save_file(tensors, tmp_path / "odd.safetensors")
+    base = base_of("llama")
+    for preset, name in (("lora-peft", "out/"), ("lora-kohya", "out.safetensors")):
+        out = run(
+            "convert", "odd.safetensors", name, "--preset", preset, "--like", base, cwd=tmp_path
+        )
+        assert out.exit == 1 and out.err.startswith("error: ") and out.err.count("\n") == 1
+        assert words in out.err
+    assert {each.name for each in tmp_path.iterdir()} == {"llama.safetensors", "odd.safetensors"}
