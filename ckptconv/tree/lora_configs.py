@@ -10,12 +10,17 @@ before each. Facts: peft 0.21 (utils/other.py, `get_pattern_key`), diffusers 0.4
 from __future__ import annotations
 
 import json
+import math
 import re
+import struct
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptconv.support.errors import RefusedObject
+from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.refs import TensorRef, whole_view
+from ckptconv.tree.lora_blocks import in_memory
 
 
 class Scaled(NamedTuple):
@@ -114,3 +119,51 @@ def _targets(names: Sequence[str], others: Collection[str]) -> list[str]:
     if ends & {other.rpartition(".")[2] for other in others}:
         return sorted(names)
     return sorted(ends)
+
+
+def with_those_around(modules: Iterable[str]) -> set[str]:
+    """Modules, and those that they are in."""
+    found = set()
+    for module in modules:
+        path = module
+        while path and path not in found:
+            found.add(path)
+            path = path.rpartition(".")[0]
+    return found
+
+
+def alpha_for(scale: float, rank: int, key: str) -> float:
+    """The alpha that gives just this scale at a rank."""
+    near = scale * rank
+    for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
+        if alpha / rank == scale:
+            return alpha
+    raise RefusedObject(f"is scaled by {scale!r}, which no alpha gives at rank {rank}", where=key)
+
+
+def alpha_tensor(alpha: float, like: TensorRef) -> TensorRef:
+    """A tensor of one number: of the type of another tensor, if that has it, or of a finer one."""
+    for dtype in (like.dtype, BY_NAME["float32"], BY_NAME["float64"]):
+        raw = _exact(alpha, dtype)
+        if raw is not None:
+            return whole_view(in_memory(raw, dtype, like.location), dtype, ())
+    raise AssertionError("a double has all doubles")
+
+
+_FORMATS = {"float16": "<e", "bfloat16": "<f", "float32": "<f", "float64": "<d"}
+
+
+def _exact(number: float, dtype: DType) -> bytes | None:
+    """The bytes of a number in a type; None where it is not one of its numbers."""
+    form = _FORMATS.get(dtype.name)
+    if form is None:
+        return None
+    try:
+        raw = struct.pack(form, number)
+    except OverflowError:
+        return None
+    if struct.unpack(form, raw)[0] != number:
+        return None
+    if dtype.name == "bfloat16":
+        return raw[2:] if raw[:2] == b"\0\0" else None
+    return raw

@@ -8,9 +8,8 @@ along as a number: an ``alpha`` tensor, or an entry of the config.
 from __future__ import annotations
 
 import math
-import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptconv.keys.key_map import STRIP, map_keys
@@ -24,8 +23,7 @@ from ckptconv.support.errors import (
     RefusedObject,
 )
 from ckptconv.support.text import count_text, some_text
-from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.refs import Shape, TensorRef, whole_view
+from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.lora_adapters import (
     CONFIG,
@@ -37,8 +35,15 @@ from ckptconv.tree.lora_adapters import (
     number_in,
     read_adapter,
 )
-from ckptconv.tree.lora_blocks import Factors, in_memory, put_together, taken_apart
-from ckptconv.tree.lora_configs import Scaled, of_diffusers, of_peft
+from ckptconv.tree.lora_blocks import Factors, put_together, taken_apart
+from ckptconv.tree.lora_configs import (
+    Scaled,
+    alpha_for,
+    alpha_tensor,
+    of_diffusers,
+    of_peft,
+    with_those_around,
+)
 from ckptconv.tree.lora_conventions import (
     ENDS,
     Asked,
@@ -318,7 +323,7 @@ class _Renaming:
         assert down is not None
         rank, alpha = down.shape[0], part.alpha
         if alpha is None:
-            alpha = _alpha_for(part.scale, rank, part.key)
+            alpha = alpha_for(part.scale, rank, part.key)
         has_magnitude, has_bias = "magnitude" in part.parts, "bias" in part.parts
         return Scaled(target.start, target.name, rank, alpha, has_magnitude, has_bias, part.key)
 
@@ -342,7 +347,7 @@ class _Renaming:
         if "alpha" in part.parts:
             yield stem + ends["alpha"], part.parts["alpha"]
         elif self._convention == "lora-kohya" or scaled.alpha != scaled.rank:
-            yield stem + ends["alpha"], _number(scaled.alpha, part.parts["down"])
+            yield stem + ends["alpha"], alpha_tensor(scaled.alpha, part.parts["down"])
 
     def _as_they_are(self) -> Iterator[tuple[str, TensorRef]]:
         """Tensors of the model itself, which only peft has in an adapter."""
@@ -371,7 +376,7 @@ class _Renaming:
             metadata[OF_DIFFUSERS] = of_diffusers(scaled)
         if self._convention == "lora-peft":
             named = {each.name for each in scaled}
-            others = _with_those_around(self._names.modules) - named
+            others = with_those_around(self._names.modules) - named
             beside[CONFIG] = of_peft(config_of_peft(self._adapter.checkpoint), scaled, others)
         return replace(
             checkpoint,
@@ -397,15 +402,9 @@ _BESIDE = {"alpha", "magnitude", "magnitude_of_any"}
 _WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
 
 
-def _with_those_around(modules: Iterable[str]) -> set[str]:
-    """Modules, and those that they are in."""
-    found = set()
-    for module in modules:
-        path = module
-        while path and path not in found:
-            found.add(path)
-            path = path.rpartition(".")[0]
-    return found
+_OF_PRODUCTS = {"up", "down", "mid", "bias", "embedding_up", "embedding_down"}
+_BESIDE = {"alpha", "magnitude", "magnitude_of_any"}
+_WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
 
 
 def _factors(part: _Part) -> Factors:
@@ -419,40 +418,3 @@ def _with_factors(part: _Part, factors: Factors) -> _Part:
         return replace(part, parts={**part.parts, "up": up, "down": down})
     parts = {role: ref for role, ref in part.parts.items() if role != "alpha"}
     return replace(part, parts={**parts, "up": up, "down": down}, alpha=None)
-
-
-def _alpha_for(scale: float, rank: int, key: str) -> float:
-    """The alpha that gives just this scale at a rank."""
-    near = scale * rank
-    for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
-        if alpha / rank == scale:
-            return alpha
-    raise RefusedObject(f"is scaled by {scale!r}, which no alpha gives at rank {rank}", where=key)
-
-
-def _number(alpha: float, like: TensorRef) -> TensorRef:
-    """A tensor of one number: of the type of another tensor, if that has it, or of a finer one."""
-    for dtype in (like.dtype, BY_NAME["float32"], BY_NAME["float64"]):
-        raw = _exact(alpha, dtype)
-        if raw is not None:
-            return whole_view(in_memory(raw, dtype, like.location), dtype, ())
-    raise AssertionError("a double has all doubles")
-
-
-_FORMATS = {"float16": "<e", "bfloat16": "<f", "float32": "<f", "float64": "<d"}
-
-
-def _exact(number: float, dtype: DType) -> bytes | None:
-    """The bytes of a number in a type; None where it is not one of its numbers."""
-    form = _FORMATS.get(dtype.name)
-    if form is None:
-        return None
-    try:
-        raw = struct.pack(form, number)
-    except OverflowError:
-        return None
-    if struct.unpack(form, raw)[0] != number:
-        return None
-    if dtype.name == "bfloat16":
-        return raw[2:] if raw[:2] == b"\0\0" else None
-    return raw
