@@ -8,7 +8,8 @@ any world size.
   ``step.pt`` is the number alone;
 - ``zero/optimizer_state.pt`` with the groups of parameters, for ZeRO 1 and 2 in ``param_groups``,
   for ZeRO 3 in ``optimizer_state_dict``, which has one step for all;
-- ``mp_rank_00_model_states.pt`` with the weights and all else; ZeRO 3 looks for the same under the
+- ``mp_rank_00_model_states.pt`` with the weights, the names and shapes of the parameters of each
+  group (``param_shapes``) and all else; ZeRO 3 looks for the same under the
   name ``zero_pp_rank_0_mp_rank_00_model_states.pt``, and reads no weights there.
 
 Source: deepspeed 0.19.8 (Apache-2.0), what it reads: deepspeed/checkpoint/universal_checkpoint.py,
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree, one_item
 from ckptconv.formats.torch_output import TORCH
 from ckptconv.io.location import is_plain_name
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Dict, Global, Node, mapping_pairs, ordered_dict
 from ckptconv.pickles.substitution import seen_through
 from ckptconv.support.errors import KeyConflict, RefusedObject
 from ckptconv.support.text import count_text, some_text
@@ -47,6 +48,7 @@ how tensor-parallel weights were cut; here none were.
 """
 _STEPS = ("global_steps", "global_step", "iteration", "step")
 _FLOAT32 = BY_NAME["float32"]
+_SIZE = Global("torch", "Size")
 
 
 class _Model(NamedTuple):
@@ -206,11 +208,21 @@ def _model_states(model: _Model, weights: Node) -> Dict:
         "universal_checkpoint_info": _INFO,
         **model.others,
         "module": weights,
+        "param_shapes": _param_shapes(model),
         "optimizer": None,
         "global_steps": _global_step(model),
         "mp_world_size": 1,
     }
     return Dict(list(states.items()))
+
+
+def _param_shapes(model: _Model) -> list[Node]:
+    """The parameters of each group with their shapes: nothing else tells which these are."""
+    weights = dict(model.weights.tensors())
+    return [
+        ordered_dict([(name, Call(_SIZE, (weights[str(name)].shape,))) for name in group.params])
+        for group in model.optimizer.groups
+    ]
 
 
 def _global_step(model: _Model) -> int:

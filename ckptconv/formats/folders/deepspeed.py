@@ -26,9 +26,11 @@ from ckptconv.formats.folders.alone import (
     PIPELINE,
     part_of_step,
 )
+from ckptconv.formats.folders.deepspeed_universal import Universal, read_universal, zero_folder
 from ckptconv.formats.folders.zero import (
     FlatGroup,
     RankStates,
+    Shapes,
     entries,
     flat_groups,
     read_rank,
@@ -38,7 +40,7 @@ from ckptconv.formats.folders.zero_optimizer import kept_beside, optimizer_of
 from ckptconv.formats.folders.zero_weights import Weights
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, printable
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import TensorRef
@@ -66,7 +68,7 @@ def is_deepspeed(path: Location) -> bool:
     if not path.is_folder():
         return False
     has_files = any(matches(name) for name in _names(path) for matches in _LAYOUTS)
-    return has_files or _is_universal(path)
+    return has_files or zero_folder(path) is not None
 
 
 def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
@@ -78,12 +80,20 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
     `MalformedCheckpoint` when files are missing or do not fit.
     """
     with errors_at(path=path), ExitStack() as opened:
-        files = _step_files(path)
+        zero = zero_folder(path)
+        files = _step_files(path, is_universal=zero is not None)
+        if zero is not None and (files.optim or zero.name == path.name):
+            raise _not_universal(files)
         many = len(files.model) + len(files.optim) > kept_open(in_force().open_files)
-        pool = FilePool() if many else None
-        checkpoint = _open_step(
-            files, lambda file: opened.enter_context(containers.open_file(within(file, home), pool))
-        )
+        pool = FilePool() if many or zero is not None else None
+
+        def open_file(file: Location) -> Checkpoint:
+            return opened.enter_context(containers.open_file(within(file, home), pool))
+
+        if zero is None:
+            checkpoint = _open_step(files, open_file)
+        else:
+            checkpoint = _open_universal(zero, files, open_file)
         opened.pop_all()
     return replace(checkpoint, path=path.path)
 
@@ -98,12 +108,6 @@ def _names(folder: Location) -> Sequence[str]:
         raise UnsupportedCheckpoint(f"cannot be listed: {error.strerror}", path=folder) from error
 
 
-def _is_universal(folder: Location) -> bool:
-    """Whether this is a universal checkpoint's folder: in ``zero``, a folder for each parameter."""
-    zero = folder if folder.name == "zero" else folder.child("zero")
-    return zero.is_folder() and any(item.child("fp32.pt").is_file() for item in zero.list())
-
-
 @dataclass(frozen=True, slots=True)
 class StepFiles:
     """The files of a step: the model states of all ranks (`whole`), or of each (`model`), and the
@@ -113,27 +117,41 @@ class StepFiles:
     whole: Location | None
     model: Mapping[int, Location]
     optim: Mapping[int, Location]
+    tensor_ranks: int = 1
 
 
-def _step_files(folder: Location) -> StepFiles:
-    """Sort a step's files by rank; refuse layouts other than data-parallel ones by name."""
+def _step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
+    """Sort a step's files by rank; refuse layouts other than data-parallel ones by name. Of a
+    universal checkpoint those of the first tensor-parallel rank are enough.
+    """
     names = _names(folder)
     model = [(found, folder.child(name)) for name in names if (found := MODEL_STATES(name))]
     optim = [(found, folder.child(name)) for name in names if (found := OPTIMIZER_STATES(name))]
-    _refuse_other_layouts(folder, names, {int(found[2]) for found, _ in (*model, *optim)})
+    tensor_ranks = {int(found[2]) for found, _ in (*model, *optim)}
+    if is_universal:
+        model = [item for item in model if int(item[0][2]) == 0]
+    else:
+        _refuse_other_layouts(folder, names, tensor_ranks)
     whole = [file for found, file in model if found[1] is None]
     return StepFiles(
         whole[0] if whole else None,
         _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
         _by_rank((int(found[1]), file) for found, file in optim),
+        len(tensor_ranks),
     )
+
+
+def _not_universal(files: StepFiles) -> UnsupportedCheckpoint:
+    if files.optim:
+        what = f"holds a universal checkpoint (zero) and the states of {len(files.optim)} ranks"
+        return UnsupportedCheckpoint(what, hint="move one of them to a folder of its own")
+    what = "is the folder of the parameters of a universal checkpoint, which is more than that"
+    return UnsupportedCheckpoint(what, hint="name the folder that it is in")
 
 
 def _refuse_other_layouts(folder: Location, names: Sequence[str], tensor_ranks: set[int]) -> None:
     what = None
-    if _is_universal(folder) or folder.child("zero").is_folder():
-        what = "a universal checkpoint (folder 'zero')"
-    elif any(map(PIPELINE, names)):
+    if any(map(PIPELINE, names)):
         what = "a pipeline-parallel checkpoint (layer files)"
     elif any(map(EXPERTS, names)):
         what = "an expert-parallel checkpoint (expert files)"
@@ -191,11 +209,77 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     gone = {"module", *_BOOKKEEPING.split()}
     others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
     named = {key for key, _ in others if type(key) is str}
-    kept = [(key, value) for key, value in kept_beside(ranks[0]) if key not in named]
+    kept = [(key, value) for key, value in kept_beside(ranks[0].rest) if key not in named]
     root = Dict([("module", module), *optimizer, *others, *kept])
     told = f"{told} joined from {len(ranks)} ranks{more}"
     container = CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}")
     return whole_of(everything, container, root, first.path, (told, *weights.notes))
+
+
+def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Checkpoint:
+    """The checkpoint that the parameters' folders are, with what only the model states beside hold:
+    buffers, frozen parameters, and the training.
+    """
+    first = files.whole or files.model.get(0)
+    models = [] if first is None else [open_file(first)]
+    states = [_model_states(model) for model in models]
+    listed = states[0].get("param_shapes") if states else None
+    shapes = [] if listed is None else read_shapes(listed, "param_shapes")
+    found = read_universal(zero, shapes, open_file)
+    ranks = states[0].get("dp_world_size") if states else None
+    if files.whole is None and states and mapping_pairs(states[0].get("frozen_param_shapes")):
+        _require_ranks(files.model, ranks if type(ranks) is int else len(files.model), "model")
+        models += [open_file(file) for rank, file in files.model.items() if rank]
+        states = [_model_states(model) for model in models]
+    module, notes = _universal_weights(found, states, shapes, files)
+    optimizer = found.optimizer(shapes) if found.groups else None
+    pairs = mapping_pairs(models[0].root) or () if models else ()
+    gone = {"module", *found.beside, *_BOOKKEEPING.split()}
+    others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
+    kept = [("optimizer", optimizer)] if optimizer is not None else []
+    root = Dict([("module", module), *kept, *others, *found.beside.items()])
+    told = f"the weights and the optimizer's states of {len(found.states)} parameters are joined"
+    if optimizer is None:
+        told = (
+            "the optimizer's states are left out: no file says which parameters are in its groups"
+        )
+    container = CONTAINER.called(f"{CONTAINER.name} universal")
+    opened = [*models, *found.opened]
+    return whole_of(opened, container, root, zero.path, (told, *notes))
+
+
+def _universal_weights(
+    found: Universal,
+    states: Sequence[Mapping[str, Node]],
+    shapes: Sequence[Shapes],
+    files: StepFiles,
+) -> tuple[Node, tuple[str, ...]]:
+    """The state dict of a universal checkpoint: of what has no state of the optimizer the model
+    states have the values, in the type of the training.
+    """
+    if not states or files.tensor_ranks > 1:
+        missing = "there are no model states beside"
+        if states:
+            missing = f"model states of {files.tensor_ranks} tensor-parallel ranks are not joined"
+        told = f"buffers and frozen parameters may be missing: {missing}"
+        return ordered_dict(list(found.weights.items())), (told,)
+    if "buffer_names" not in states[0]:
+        return _written_elsewhere(found, states[0]["module"]), ()
+    names = {name for group in shapes for name in group} | found.states.keys()
+    names |= found.weights.keys() - entries(states[0]["module"]).keys()
+    weights = Weights(states, 2 if files.whole is not None else 3)
+    module = weights.join((name, ref) for name, ref in found.weights.items() if name in names)
+    return module, weights.notes
+
+
+def _written_elsewhere(found: Universal, module: Node) -> Node:
+    """The state dict of a universal checkpoint whose model states are not DeepSpeed's own: the
+    values there have the types that they are to have.
+    """
+    there = {name: found.weights.get(name, value) for name, value in entries(module).items()}
+    made = ordered_dict(list({**there, **found.weights}.items()))
+    made.state = module.state if type(module) is Call else ABSENT
+    return made
 
 
 def _parameters(

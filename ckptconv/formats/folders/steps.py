@@ -53,6 +53,7 @@ def _last_part(text: str) -> str:
 
 POINTERS = (
     Pointer("latest", str),
+    Pointer("latest_universal", str),
     Pointer("latest_checkpointed_iteration.txt", _iteration),
     Pointer("last_checkpoint", _last_part),
 )

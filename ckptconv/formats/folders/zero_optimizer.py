@@ -28,6 +28,7 @@ from ckptconv.tree.walk import tensor_of
 _BESIDE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 _STATES = "base_optimizer_state"
 _MUONS = "momentum_buffer"
+_MOST_GROUPS = 1 << 20  # where no file says how many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class RankOptimizer:
     """
 
     states: tuple[Mapping[str, Node], ...]
-    groups: tuple[tuple[Mapping[str, Node], tuple[int, ...]], ...]
+    groups: tuple[PlainGroup, ...]
 
 
 def optimizer_of(ranks: Sequence[RankStates], groups: Sequence[FlatGroup]) -> Node:
@@ -60,13 +61,17 @@ def optimizer_of(ranks: Sequence[RankStates], groups: Sequence[FlatGroup]) -> No
     return named_optimizer(states, _named_groups(optimizers[0], groups))
 
 
-def kept_beside(rank: RankStates) -> Iterator[tuple[str, Node]]:
-    """What the optimizer of a rank keeps of the training besides its states; the loss scaler as its
-    numbers.
+PlainGroup = tuple[Mapping[str, Node], tuple[int, ...]]
+"""A group of an optimizer: its hyperparameters, and the numbers of its partitions."""
+
+
+def kept_beside(said: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
+    """What ZeRO's optimizer keeps of the training besides its states; the loss scaler as its
+    numbers. `said` is all that it says, by name.
     """
     for key in _BESIDE:
-        if key in rank.rest:
-            value = rank.rest[key]
+        if key in said:
+            value = said[key]
             yield key, plain_form(value) if type(value) is Call else value
 
 
@@ -85,13 +90,13 @@ def _read(rank: RankStates) -> RankOptimizer | None:
     numbered = mapping_pairs(parts.get("state"))
     if numbered is None or type(groups) is not list:
         return None
+    read = read_groups(groups, f"{where}.param_groups", count)
     states: list[Mapping[str, Node]] = [{} for _ in range(count)]
     for number, state in numbered:
         if type(number) is not int or not 0 <= number < count:
             what = f"has a state for a partition that is none of its {count}"
             raise MalformedCheckpoint(what, where=f"{where}.state", hint=WHOLE)
         states[number] = entries(state)
-    read = tuple(_group(group, count, f"{where}.param_groups") for group in groups)
     return RankOptimizer(tuple(states), read)
 
 
@@ -105,7 +110,14 @@ def _elastic(base: Sequence[Node], rank: RankStates, where: str) -> RankOptimize
     return RankOptimizer(states, tuple(({}, (number,)) for number in range(len(base))))
 
 
-def _group(node: Node, count: int, where: str) -> tuple[Mapping[str, Node], tuple[int, ...]]:
+def read_groups(node: Node, where: str, count: int = _MOST_GROUPS) -> tuple[PlainGroup, ...]:
+    """The groups of an optimizer of `count` partitions."""
+    if type(node) is not list:
+        raise MalformedCheckpoint("is not a list of groups", where=where, hint=WHOLE)
+    return tuple(_group(group, count, where) for group in node)
+
+
+def _group(node: Node, count: int, where: str) -> PlainGroup:
     settings = entries(node)
     params: Node = settings.pop("params", None)
     if type(params) is not list or not all(type(at) is int and 0 <= at < count for at in params):
@@ -160,7 +172,7 @@ def _values(
     if len(refs) != len(values) or len({len(ref.shape) for ref in refs}) != 1:
         raise MalformedCheckpoint("its ranks do not hold the same", where=where, hint=WHOLE)
     if not refs[0].shape:
-        return ((name, _own(refs[0], where)) for name in group.shapes)
+        return ((name, own_number(refs[0], where)) for name in group.shapes)
     if is_muon and key == _MUONS:
         return _whole_parameters(group, refs, ranks, where)
     parts = [_partition(ref, rank, group, where) for ref, rank in zip(refs, ranks, strict=True)]
@@ -177,10 +189,13 @@ def _same(values: Sequence[Node], group: FlatGroup, where: str) -> Node:
     return first
 
 
-def _own(ref: TensorRef, where: str) -> TensorRef:
+def own_number(value: Node, where: str) -> Node:
     """A number of the group as that of one parameter: an optimizer that resumes counts on in it, so
     no two may share it.
     """
+    ref = tensor_of(value)
+    if ref is None or ref.shape:
+        return value
     flat = Flat([ref], where)
     return shaped(flat.runs(0, 1), flat.dtype, ())
 

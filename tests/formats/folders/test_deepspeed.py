@@ -375,7 +375,6 @@ def test_model_states_of_the_other_ranks_are_asked_for_only_where_they_hold_froz
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert-parallel"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert-parallel"),
         ("mp_rank_01_model_states.pt", "tensor-parallel"),
-        ("zero/embed.weight/fp32.pt", "universal"),
     ],
 )
 @pytest.mark.parametrize("case", ["stage2"], indirect=True)

@@ -683,8 +683,6 @@ def test_weights_under_a_usual_name_that_are_a_link_out_of_the_folder_are_refuse
     [
         ("ds_pipeline", "pipeline-parallel checkpoint"),
         ("ds_moe", "expert-parallel checkpoint"),
-        ("ds_universal", "universal checkpoint"),
-        ("ds_universal/z3/zero", "universal checkpoint"),
     ],
 )
 def test_layouts_of_deepspeed_that_are_not_read_are_called_by_their_names(name, what, produced):

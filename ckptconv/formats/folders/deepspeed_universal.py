@@ -1,0 +1,189 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter.
+
+``zero/NAME/`` has ``fp32.pt`` with the weight and a file for each of its states (``exp_avg.pt``,
+``step.pt``, …); ``zero/optimizer_state.pt`` has the groups of parameters. From stages 1 and 2 a
+file holds ``{"param": tensor, "cat_dim": …}``, from stage 3 a flat tensor, whose shape the model
+states beside tell, and no step. Buffers, frozen parameters and all else are in the model states.
+Source: deepspeed/checkpoint/ds_to_universal.py (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from ckptconv.formats.folders.zero import WHOLE, Shapes, entries
+from ckptconv.formats.folders.zero_optimizer import (
+    PlainGroup,
+    kept_beside,
+    own_number,
+    read_groups,
+)
+from ckptconv.io.location import Location
+from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.support.errors import MalformedCheckpoint, errors_at
+from ckptconv.support.limits import refuse_beyond
+from ckptconv.tensors.refs import Shape, TensorRef, contiguous_stride
+from ckptconv.tensors.stream import verbatim_range
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
+from ckptconv.tree.walk import tensor_of
+
+OpenFile = Callable[[Location], Checkpoint]
+
+_WEIGHT = "fp32"
+_GROUPS = "optimizer_state.pt"
+
+
+def zero_folder(folder: Location) -> Location | None:
+    """The folder of the parameters, if `folder` is a universal checkpoint's or is itself that."""
+    zero = folder if folder.name == "zero" else folder.child("zero")
+    if zero.is_folder() and any(item.child(f"{_WEIGHT}.pt").is_file() for item in zero.list()):
+        return zero
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Universal:
+    """What lies under ``zero``: the weights by name, what the optimizer keeps of each, its groups,
+    what is beside these, and all opened files.
+    """
+
+    weights: Mapping[str, TensorRef]
+    states: Mapping[str, Mapping[str, Node]]
+    groups: Sequence[PlainGroup]
+    beside: Mapping[str, Node]
+    opened: Sequence[Checkpoint]
+
+    def optimizer(self, shapes: Sequence[Shapes]) -> Node | None:
+        """The optimizer's states; `shapes` are the parameters of each partition. None where it is
+        not told which parameters a group has.
+        """
+        named = [list(group) for group in shapes] or [list(self.states)]
+        if len(named) == 1 and len(self.groups) == 1:
+            return named_optimizer(self.states, [ParamGroup(self.groups[0][0], list(self.states))])
+        if any(number >= len(named) for _, numbers in self.groups for number in numbers):
+            return None
+        kept = self.states.keys()
+        return named_optimizer(
+            self.states,
+            [
+                ParamGroup(given, [name for at in numbers for name in named[at] if name in kept])
+                for given, numbers in self.groups
+            ],
+        )
+
+
+def read_universal(zero: Location, shapes: Sequence[Shapes], open_file: OpenFile) -> Universal:
+    """What the files under `zero` say; `shapes` are those of the parameters that the model states
+    name.
+
+    Raises `MalformedCheckpoint` where a file does not hold one tensor of its parameter's shape.
+    """
+    known = {name: shape for group in shapes for name, shape in group.items()}
+    opened: list[Checkpoint] = []
+    weights: dict[str, TensorRef] = {}
+    states: dict[str, dict[str, Node]] = {}
+    folders = sorted((item for item in zero.list() if item.is_folder()), key=lambda item: item.name)
+    refuse_beyond("shards", len(folders), f"has {len(folders)} parameters", where="zero")
+    order = {name: at for at, name in enumerate(known)}
+    folders.sort(key=lambda item: order.get(item.name, len(order)))
+    for folder in folders:
+        found = dict(_of_parameter(folder, known.get(folder.name), open_file, opened))
+        if (weight := found.pop(_WEIGHT, None)) is None:
+            what = f"has no {_WEIGHT}.pt, which holds the weight"
+            raise MalformedCheckpoint(what, path=folder, hint=WHOLE)
+        weights[folder.name] = weight
+        _require_shapes(folder, weight, found)
+        if found:
+            states[folder.name] = found
+    return _with_groups(zero.child(_GROUPS), Universal(weights, states, (), {}, opened), shapes,
+                        open_file)  # fmt: skip
+
+
+def _of_parameter(
+    folder: Location, shape: Shape | None, open_file: OpenFile, opened: list[Checkpoint]
+) -> Iterator[tuple[str, Node]]:
+    """What the files of a parameter hold, by their names."""
+    for file in sorted(folder.list(), key=lambda item: item.name):
+        if not file.name.endswith(".pt") or not file.is_file():
+            continue
+        checkpoint = open_file(file)
+        opened.append(replace(checkpoint, root=None))
+        with errors_at(path=file):
+            yield file.name.removesuffix(".pt"), _value(checkpoint.root, shape)
+
+
+def _value(root: Node, shape: Shape | None) -> Node:
+    """The tensor of a file, in the shape of its parameter, or a plain number."""
+    value = entries(root).get("param", root)
+    if type(value) in (int, float):
+        return value
+    ref = tensor_of(value)
+    if ref is None:
+        raise MalformedCheckpoint("holds no tensor (a dict with 'param', or a tensor alone)")
+    if value is not root or not ref.shape:
+        return ref
+    if shape is None:
+        what = "is flat, and no model states beside it tell its shape"
+        raise MalformedCheckpoint(what, hint="fetch *_model_states.pt of the same folder")
+    if len(ref.shape) != 1 or ref.numel != prod(shape) or verbatim_range(ref) is None:
+        what = f"does not have the {prod(shape)} elements of its parameter in one flat run"
+        raise MalformedCheckpoint(what, hint=WHOLE)
+    return _viewed(ref, shape)
+
+
+def _viewed(ref: TensorRef, shape: Shape) -> TensorRef:
+    stride = contiguous_stride(shape)
+    piece = ref.pieces[0]._replace(shape=shape, stride=stride, start=(0,) * len(shape))
+    return ref._replace(shape=shape, stride=stride, pieces=(piece,))
+
+
+def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) -> None:
+    shape = weight.shape if type(weight) is TensorRef else None
+    for key, value in states.items():
+        if shape is None or (type(value) is TensorRef and value.shape not in ((), shape)):
+            what = f"{key} does not have the shape of the weight"
+            raise MalformedCheckpoint(what, path=folder, hint=WHOLE)
+
+
+def _with_groups(
+    file: Location, found: Universal, shapes: Sequence[Shapes], open_file: OpenFile
+) -> Universal:
+    """The same with what ``optimizer_state.pt`` says, and, of stage 3, the step that stands
+    there.
+    """
+    if not file.is_file():
+        return found
+    checkpoint = open_file(file)
+    said = entries(checkpoint.root)
+    inner = entries(said.get("optimizer_state_dict"))
+    groups: Node = said.get("param_groups", inner.get("param_groups"))
+    with errors_at(path=file):
+        read = read_groups(groups, "param_groups")
+        states = _with_step(found.states, inner.get("state"), shapes)
+    return replace(
+        found,
+        states=states,
+        groups=read,
+        beside=dict(kept_beside(said)),
+        opened=[*found.opened, replace(checkpoint, root=None)],
+    )
+
+
+def _with_step(
+    states: Mapping[str, Mapping[str, Node]], numbered: Node, shapes: Sequence[Shapes]
+) -> Mapping[str, Mapping[str, Node]]:
+    """States without a step of their own with that of their group."""
+    steps = {
+        number: entries(state).get("step")
+        for number, state in mapping_pairs(numbered) or ()
+        if type(number) is int
+    }
+    where = {name: at for at, group in enumerate(shapes) for name in group}
+    made: dict[str, Mapping[str, Node]] = {}
+    for name, state in states.items():
+        step = None if "step" in state else steps.get(where.get(name, 0))
+        made[name] = state if step is None else {**state, "step": own_number(step, "step")}
+    return made
