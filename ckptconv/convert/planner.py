@@ -54,7 +54,7 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
-from ckptconv.tree.optimizer_names import follow_names
+from ckptconv.tree.optimizer_names import follow_names, is_optimizer_of
 from ckptconv.tree.optimizer_states import optimizer_states
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
@@ -363,12 +363,19 @@ def _plan_tree(
     to.refuse_part(root, keeps_objects=options.unknown == "keep", only=options.only)
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
-    found = find_state_dicts(root, checkpoint.root, options.only)
+    # names in an optimizer follow the keys of its model, also where that stays out of the output
+    is_optimizer = options.only is not None and is_optimizer_of(checkpoint.root, root)
+    part, only = (checkpoint.root, None) if is_optimizer else (root, options.only)
+    found = find_state_dicts(part, checkpoint.root, only)
     applied, renamed, skipped = rename_state_dicts(
         found, overlay, options.keys, checkpoint, options.fit_to
     )
-    before = _before(checkpoint, found, options, whole)
-    new_names = follow_names(root, overlay, before, list(zip(found, renamed, strict=True)))
+    before = _before(checkpoint, found, only, whole)
+    after = list(zip(found, renamed, strict=True))
+    new_names = follow_names(part, overlay, before, after)
+    told = list(optimizer_notes(part, overlay, before, after, new_names))
+    if is_optimizer:
+        found, applied, renamed, skipped, after = [], [], (), [], []
     for each in applied:
         refuse_without(followed(checkpoint.metadata, each.names()), f"a {to.name} output")
         refuse_codes_apart(each)
@@ -389,7 +396,6 @@ def _plan_tree(
         if to.is_folder and not to.is_made_by_torch
         else (PlannedFile(output, to.lay_out_tree(tree, cast, options.tags), tensors),)
     )
-    after = list(zip(found, renamed, strict=True))
     if options.casts:
         both = zip(applied, renamed, strict=True)
         renamed = tuple(still_shared(each, done, cast) for each, done in both)
@@ -412,7 +418,7 @@ def _plan_tree(
             *checkpoint.notes,
             *tree_notes(settled),
             *key_notes(renamed, options.keys),
-            *optimizer_notes(root, overlay, before, after, new_names),
+            *told,
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
             *parted_notes([done for _, done in after], renamed),
@@ -441,10 +447,9 @@ def _no_tensors() -> Iterator[tuple[str, TensorRef]]:
 
 
 def _before(
-    checkpoint: Checkpoint, found: list[StateDict], options: Request, whole: Node
+    checkpoint: Checkpoint, found: list[StateDict], only: str | None, whole: Node
 ) -> list[StateDict]:
     """The state dicts before anything was dropped."""
     if whole is checkpoint.root:
         return found
-    part = find(whole, options.only, checkpoint.path)
-    return find_state_dicts(part, whole, options.only)
+    return find_state_dicts(find(whole, only, checkpoint.path), whole, only)

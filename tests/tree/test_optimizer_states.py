@@ -375,6 +375,20 @@ def test_names_with_a_wrapper_lose_it_with_the_keys(tmp_path):
     assert len(notes) == 1 and notes[0].startswith("optimizer has the new names of 8 parameters")
 
 
+@pytest.mark.parametrize("state_of", [by_name, flat])
+def test_an_optimizer_alone_has_the_names_that_it_has_beside_its_model(state_of, tmp_path):
+    model = Net()
+    keys = {f"module.{key}": value for key, value in model.state_dict().items()}
+    tree = {"model": keys, "optimizers": [wrapped_names(state_of(model), "module.")]}
+    notes, both = told(tmp_path, tree, rename=["fc.=linear."])
+    alone_notes, alone = told(tmp_path, tree, rename=["fc.=linear."], only="optimizers.0")
+    assert names_in(alone) == names_in(both["optimizers"][0])
+    assert names_in(alone) <= both["model"].keys()
+    assert alone_notes == notes and len(notes) == 1
+    kept = told(tmp_path, tree, keys="keep", only="optimizers.0")[1]
+    assert names_in(kept) == {f"module.{name}" for name, _ in model.named_parameters()}
+
+
 def test_edits_and_loaders_take_the_names_along(tmp_path):
     model = Net()
     keys = {f"module.{key}": value for key, value in model.state_dict().items()}
