@@ -12,11 +12,9 @@ from functools import partial
 from pathlib import PurePath
 from types import NoneType
 
-from ckptconv.convert.beside import Beside
 from ckptconv.convert.casts import cast_rule
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld
 from ckptconv.convert.notes import (
-    beside_notes,
     count_casts,
     count_locations,
     key_notes,
@@ -30,6 +28,7 @@ from ckptconv.convert.notes import (
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import for_folder, keeps_modules, target
+from ckptconv.convert.with_files import with_files
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import Output, place_of, resolved
@@ -144,7 +143,7 @@ def _planned(
             else:
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != named.path)
             _refuse_codes_alone(checkpoint, plan)
-            plan = _with_files(plan, options)
+            plan = with_files(plan, options)
             if of_adapters:
                 plan = _with_adapter_told(plan, of_adapters)
             _refuse_lost_inputs(plan)
@@ -180,18 +179,6 @@ def _refuse_dcp_folder(plan: ConversionPlan) -> None:
         raise OutputRefused(what, path=plan.folder, hint="name another folder")
 
 
-def _with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
-    """The plan with what is to be said of the files beside its output, and beside its source those
-    that go with a model, where they were asked for.
-    """
-    notes = [*beside_notes(plan), *_config_notes(plan, options), *_training_left(plan, options)]
-    if not options.with_files:
-        notes += _files_left(plan) if plan.in_folder else ()
-        return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
-    beside, told = _companions(plan, options)
-    return replace(plan, beside=beside, notes=(*plan.notes, *notes, *told))
-
-
 def _edits_of(options: Request) -> Iterable[Edit]:
     """The edits, which know the rules that come after them."""
     if not options.edits:
@@ -199,99 +186,6 @@ def _edits_of(options: Request) -> Iterable[Edit]:
     from ckptconv.tree.dequantizing import with_rules  # seldom needed
 
     return with_rules(options.edits, options.keys)
-
-
-def _dequantizes(options: Request) -> bool:
-    if not options.edits:
-        return False
-    from ckptconv.tree.dequantizing import Dequantize  # seldom needed
-
-    return any(isinstance(edit, Dequantize) for edit in options.edits)
-
-
-def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
-    """Tell of a config beside the output that calls its values codes: transformers would read them
-    so. One that is copied does not.
-    """
-    folder = place_of(plan.folder)
-    if not _dequantizes(options) or folder.is_far() or not folder.child("config.json").is_file():
-        return
-    from ckptconv.tree.quantization_config import method_in
-
-    read = {resolved(source.path.parent) for source in plan.inputs}
-    is_replaced = options.with_files and resolved(plan.folder) not in read
-    method = "" if is_replaced else method_in(folder)
-    if method:
-        yield (
-            f"config.json beside the output says that its weights are quantised ({method}); take "
-            "that out of it, or write into another folder with --with-files"
-        )
-
-
-def _companions(plan: ConversionPlan, options: Request) -> tuple[Beside, list[str]]:
-    """The files that go with a model, whose weights become another type where that is asked for,
-    and what is to be said of them.
-    """
-    from ckptconv.convert.companions import (
-        companions,
-        dtype_notes,
-        home_of,
-        name_notes,
-        saying_dtype,
-        unquantized,
-    )
-
-    dtype = options.dtype
-    read = [source.path for source in plan.inputs]
-    home = home_of(plan.source, read)
-    found = companions(home, read)
-    is_in_place = resolved(plan.folder) == resolved(home.path)
-    if _dequantizes(options) and not is_in_place:
-        found = unquantized(found)
-    if dtype is not None and plan.casts and not is_in_place:
-        found = saying_dtype(found, dtype)
-    casts = sorted({after for _, after in plan.casts}) if options.casts else []
-    notes = [
-        *dtype_notes(found.copied, casts),
-        *name_notes(read[0], plan.output),
-    ]
-    if is_in_place:
-        notes.append(
-            "the output is in the folder of the source, whose other files stay as they are"
-        )
-        found = Beside()
-    elif not found.copied:
-        notes.append(f"{home.path} has no config, tokenizer or the like to copy")
-    return found, notes
-
-
-def _files_left(plan: ConversionPlan) -> Iterator[str]:
-    """Tell of the files of a model beside the source, which were not asked for."""
-    from ckptconv.convert.companions import companion_places, home_of
-
-    if not (read := [source.path for source in plan.inputs]):
-        return
-    home = home_of(plan.source, read)
-    made = plan.made_of.checkpoint.made_beside
-    places = (place for place in companion_places(home) if place.name not in made)
-    names = [place.name for place in places if place.is_file()]
-    if names and resolved(plan.folder) != resolved(home.path):
-        yield f"{some_text(names)} of {home.name} not copied; --with-files copies such files"
-
-
-def _training_left(plan: ConversionPlan, options: Request) -> Iterator[str]:
-    """Tell of training states beside the weights of a folder, where the output could hold them."""
-    if not plan.target.holds_trees or options.shard_bytes is not None or options.with_training:
-        return
-    place = place_of(plan.source)
-    if place.is_far() or options.only is not None or not (read := _files_of(plan.inputs)):
-        return
-    from ckptconv.formats.folders.trained import training_files  # seldom needed
-
-    home = place if place.is_folder() else place.absolute.parent
-    names = training_files(home)
-    if names and not any(path.name in names for path in read):
-        yield f"{some_text(names)} of {home.name} not taken; --with-training takes such files"
 
 
 def _with_told(plan: ConversionPlan, options: Request) -> ConversionPlan:
