@@ -11,33 +11,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from ckptconv.keys.gguf_layouts import (
+    GEMMA_FACTS,
+    NO_WAY_BACK,
+    gguf_gemma,
+    gguf_gemma2,
+    gguf_gemma3,
+    gguf_llama,
+    gguf_qwen2,
+)
+from ckptconv.keys.layout_rows import (
+    ENDS_OF_HUB,
+    HUB,
+    HUB_ATTENTION,
+    HUB_MLP,
+    QKV,
+    Heads,
+    Row,
+    fused_by_group,
+    fused_one_after_another,
+    fused_qkv,
+    roped,
+    same,
+    stacked,
+)
+from ckptconv.keys.megatron_layouts import (
+    megatron_llama,
+    megatron_mixtral,
+    megatron_qkv,
+    megatron_qwen3_moe,
+)
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict, printable
-
-Operations = tuple[Operation, ...]
-
-
-class Heads(NamedTuple):
-    """How many heads there are of queries, and of keys and values."""
-
-    queries: int
-    keys: int
-
-
-class Row(NamedTuple):
-    """Which tensors are which: patterns of `theirs`, and of the Hub; none of these: dropped there,
-    and not made on the way back. `there` are the operations on the way to the Hub, `back` those of
-    the other way; `older` are further names that `theirs` had.
-    """
-
-    theirs: tuple[str, ...]
-    hub: tuple[str, ...]
-    there: Operations = ()
-    back: Operations = ()
-    older: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,78 +115,9 @@ class InLayout(Rule):
         return (self.words,)  # it does nothing by itself
 
 
-# ------------------------------------------------------------------------------------------- rows
-
-
-def _same(*pairs: tuple[str, str]) -> Iterator[Row]:
-    """Tensors that only have other names."""
-    for theirs, hub in pairs:
-        yield Row((theirs,), (hub,))
-
-
-def _roped(theirs: str, hub: str, heads: int, *older: str) -> Row:
-    """Rows of q or k, in pairs there and in halves on the Hub."""
-    there, back = Operation.of("rope", heads), Operation.of("unrope", heads)
-    return Row((theirs,), (hub,), (there,), (back,), older)
-
-
-def _stacked(theirs: str, hub: str, *older: str) -> Row:
-    """Experts in one tensor there, and one by one (``{e}``) on the Hub."""
-    there, back = Operation.of("unstack", 0, over="e"), Operation.of("stack", 0, over="e")
-    return Row((theirs,), (hub,), (there,), (back,), older)
-
-
-def _fused_one_after_another(theirs: str, hub: Sequence[str], heads: Heads) -> Row:
-    """Rows of all heads of q, of k, of v."""
-    counts = [heads.queries, heads.keys, heads.keys]
-    return Row(
-        (theirs,),
-        tuple(hub),
-        (
-            Operation.of("unflatten", 0, sizes=[sum(counts), -1]),
-            Operation.of("split", 0, sizes=counts),
-            Operation.of("flatten", dims=[0, 1]),
-        ),
-        (Operation.of("concat", 0),),
-    )
-
-
-def _fused_by_group(theirs: str, hub: Sequence[str], heads: Heads) -> Row:
-    """For each head of k and v the rows of its heads of q, then its own of k, of v."""
-    each, rest = divmod(heads.queries, heads.keys)
-    if rest:
-        what = f"{heads.queries} heads cannot be in {heads.keys} groups"
-        raise KeyConflict(what, hint="write HEADS,GROUPS")
-    return Row(
-        (theirs,),
-        tuple(hub),
-        (
-            Operation.of("unflatten", 0, sizes=[heads.keys, each + 2, -1]),
-            Operation.of("split", 1, sizes=[each, 1, 1]),
-            Operation.of("flatten", dims=[0, 2]),
-        ),
-        (
-            Operation.of("unflatten", 0, sizes=[heads.keys, each, -1], on=[0]),
-            Operation.of("unflatten", 0, sizes=[heads.keys, 1, -1], on=[1, 2]),
-            Operation.of("concat", 1),
-            Operation.of("flatten", dims=[0, 2]),
-        ),
-    )
-
-
-def _qkv(
-    make: Callable[[str, Sequence[str], Heads], Row], theirs: str, hub: str, heads: Heads
-) -> Iterator[Row]:
-    """Weights and biases of a fused module; `hub` is what stands before the names of its parts."""
-    for kind in ("weight", "bias"):
-        yield make(f"{theirs}.{kind}", [f"{hub}{name}.{kind}" for name in _QKV], heads)
-
-
-_QKV = ("q_proj", "k_proj", "v_proj")
-_HUB = "model.layers.{n}."
-_HUB_ATTENTION, _HUB_MLP = f"{_HUB}self_attn.", f"{_HUB}mlp."
-_ENDS_OF_HUB = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _ROPE_FREQS = "model.layers.{n}.self_attn.rotary_emb.inv_freq"
+
+# ------------------------------------------------------------------------------------------- Meta
 
 
 def _meta_like(
@@ -188,24 +126,24 @@ def _meta_like(
     """A llama in Meta's names; `attention` is what stands before ``wq``, `names` are those of the
     embedding, of the last norm and of the head.
     """
-    yield from _same(*zip(names, _ENDS_OF_HUB, strict=True))
+    yield from same(*zip(names, ENDS_OF_HUB, strict=True))
     for ours, hub, count in (("wq", "q_proj", heads.queries), ("wk", "k_proj", heads.keys)):
         others = () if older is None else (f"{older}{ours}.weight",)
-        yield _roped(f"{attention}{ours}.weight", f"{_HUB_ATTENTION}{hub}.weight", count, *others)
+        yield roped(f"{attention}{ours}.weight", f"{HUB_ATTENTION}{hub}.weight", count, *others)
     others = () if older is None else (f"{older}wv.weight",)
-    yield Row((f"{attention}wv.weight",), (f"{_HUB_ATTENTION}v_proj.weight",), older=others)
-    yield from _same(
-        ("layers.{n}.attention.wo.weight", f"{_HUB_ATTENTION}o_proj.weight"),
+    yield Row((f"{attention}wv.weight",), (f"{HUB_ATTENTION}v_proj.weight",), older=others)
+    yield from same(
+        ("layers.{n}.attention.wo.weight", f"{HUB_ATTENTION}o_proj.weight"),
         *_FEED_FORWARD,
     )
 
 
 _FEED_FORWARD = (
-    ("layers.{n}.feed_forward.w1.weight", f"{_HUB_MLP}gate_proj.weight"),
-    ("layers.{n}.feed_forward.w2.weight", f"{_HUB_MLP}down_proj.weight"),
-    ("layers.{n}.feed_forward.w3.weight", f"{_HUB_MLP}up_proj.weight"),
-    ("layers.{n}.attention_norm.weight", f"{_HUB}input_layernorm.weight"),
-    ("layers.{n}.ffn_norm.weight", f"{_HUB}post_attention_layernorm.weight"),
+    ("layers.{n}.feed_forward.w1.weight", f"{HUB_MLP}gate_proj.weight"),
+    ("layers.{n}.feed_forward.w2.weight", f"{HUB_MLP}down_proj.weight"),
+    ("layers.{n}.feed_forward.w3.weight", f"{HUB_MLP}up_proj.weight"),
+    ("layers.{n}.attention_norm.weight", f"{HUB}input_layernorm.weight"),
+    ("layers.{n}.ffn_norm.weight", f"{HUB}post_attention_layernorm.weight"),
 )
 
 
@@ -229,33 +167,33 @@ def _torchtitan_llama3(heads: Heads) -> Iterator[Row]:
 
 def _torchtitan_experts() -> Iterator[Row]:
     for ours, hub in (("w1_EFD", "gate_proj"), ("w2_EDF", "down_proj"), ("w3_EFD", "up_proj")):
-        yield _stacked(
+        yield stacked(
             f"layers.{{n}}.moe.routed_experts.inner_experts.{ours}",
-            f"{_HUB_MLP}experts.{{e}}.{hub}.weight",
+            f"{HUB_MLP}experts.{{e}}.{hub}.weight",
             f"layers.{{n}}.moe.experts.{ours[:2]}",
         )
-    yield from _same(("layers.{n}.moe.router.gate.weight", f"{_HUB_MLP}gate.weight"))
+    yield from same(("layers.{n}.moe.router.gate.weight", f"{HUB_MLP}gate.weight"))
 
 
 def _torchtitan_qwen3(_: Heads) -> Iterator[Row]:
-    yield from _same(*zip(_TITAN_NAMES, _ENDS_OF_HUB, strict=True))
+    yield from same(*zip(_TITAN_NAMES, ENDS_OF_HUB, strict=True))
     for ours, hub in (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj")):
         yield Row(
             (f"{_TITAN_ATTENTION}{ours}.weight",),
-            (f"{_HUB_ATTENTION}{hub}.weight",),
+            (f"{HUB_ATTENTION}{hub}.weight",),
             older=(f"layers.{{n}}.attention.{ours}.weight",),
         )
-    yield from _same(
-        ("layers.{n}.attention.wo.weight", f"{_HUB_ATTENTION}o_proj.weight"),
-        ("layers.{n}.attention.q_norm.weight", f"{_HUB_ATTENTION}q_norm.weight"),
-        ("layers.{n}.attention.k_norm.weight", f"{_HUB_ATTENTION}k_norm.weight"),
+    yield from same(
+        ("layers.{n}.attention.wo.weight", f"{HUB_ATTENTION}o_proj.weight"),
+        ("layers.{n}.attention.q_norm.weight", f"{HUB_ATTENTION}q_norm.weight"),
+        ("layers.{n}.attention.k_norm.weight", f"{HUB_ATTENTION}k_norm.weight"),
         *_FEED_FORWARD,
     )
     yield from _torchtitan_experts()
 
 
 def _torchtitan_deepseek(_: Heads) -> Iterator[Row]:
-    yield from _same(*zip(_TITAN_NAMES, _ENDS_OF_HUB, strict=True))
+    yield from same(*zip(_TITAN_NAMES, ENDS_OF_HUB, strict=True))
     for ours, hub in (
         ("wq", "q_proj"),
         ("wq_a", "q_a_proj"),
@@ -266,20 +204,20 @@ def _torchtitan_deepseek(_: Heads) -> Iterator[Row]:
         ("wkv_b", "kv_b_proj"),
         ("wo", "o_proj"),
     ):
-        yield from _same((f"layers.{{n}}.attention.{ours}.weight", f"{_HUB_ATTENTION}{hub}.weight"))
+        yield from same((f"layers.{{n}}.attention.{ours}.weight", f"{HUB_ATTENTION}{hub}.weight"))
     for ours, hub in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
-        yield from _same(
+        yield from same(
             (
                 f"layers.{{n}}.moe.shared_experts.{ours}.weight",
-                f"{_HUB_MLP}shared_experts.{hub}.weight",
+                f"{HUB_MLP}shared_experts.{hub}.weight",
             )
         )
     yield Row(
         ("layers.{n}.moe.expert_bias_E",),
-        (f"{_HUB_MLP}gate.e_score_correction_bias",),
+        (f"{HUB_MLP}gate.e_score_correction_bias",),
         older=("layers.{n}.moe.expert_bias",),
     )
-    yield from _same(*_FEED_FORWARD)
+    yield from same(*_FEED_FORWARD)
     yield from _torchtitan_experts()
 
 
@@ -288,31 +226,31 @@ def _torchtitan_deepseek(_: Heads) -> Iterator[Row]:
 
 def _torchtune_ends() -> Iterator[Row]:
     names = ("tok_embeddings.weight", "norm.scale", "output.weight")
-    yield from _same(*zip(names, _ENDS_OF_HUB, strict=True))
-    yield from _same(
-        ("layers.{n}.attn.output_proj.weight", f"{_HUB_ATTENTION}o_proj.weight"),
-        ("layers.{n}.mlp.w1.weight", f"{_HUB_MLP}gate_proj.weight"),
-        ("layers.{n}.mlp.w2.weight", f"{_HUB_MLP}down_proj.weight"),
-        ("layers.{n}.mlp.w3.weight", f"{_HUB_MLP}up_proj.weight"),
-        ("layers.{n}.sa_norm.scale", f"{_HUB}input_layernorm.weight"),
-        ("layers.{n}.mlp_norm.scale", f"{_HUB}post_attention_layernorm.weight"),
+    yield from same(*zip(names, ENDS_OF_HUB, strict=True))
+    yield from same(
+        ("layers.{n}.attn.output_proj.weight", f"{HUB_ATTENTION}o_proj.weight"),
+        ("layers.{n}.mlp.w1.weight", f"{HUB_MLP}gate_proj.weight"),
+        ("layers.{n}.mlp.w2.weight", f"{HUB_MLP}down_proj.weight"),
+        ("layers.{n}.mlp.w3.weight", f"{HUB_MLP}up_proj.weight"),
+        ("layers.{n}.sa_norm.scale", f"{HUB}input_layernorm.weight"),
+        ("layers.{n}.mlp_norm.scale", f"{HUB}post_attention_layernorm.weight"),
     )
 
 
 def _torchtune_llama(heads: Heads) -> Iterator[Row]:
     yield from _torchtune_ends()
     for name, count in (("q_proj", heads.queries), ("k_proj", heads.keys)):
-        yield _roped(f"layers.{{n}}.attn.{name}.weight", f"{_HUB_ATTENTION}{name}.weight", count)
-    yield from _same(("layers.{n}.attn.v_proj.weight", f"{_HUB_ATTENTION}v_proj.weight"))
+        yield roped(f"layers.{{n}}.attn.{name}.weight", f"{HUB_ATTENTION}{name}.weight", count)
+    yield from same(("layers.{n}.attn.v_proj.weight", f"{HUB_ATTENTION}v_proj.weight"))
 
 
 def _torchtune_qwen(_: Heads) -> Iterator[Row]:
     yield from _torchtune_ends()
-    for name in _QKV:
+    for name in QKV:
         for kind in ("weight", "bias"):
-            yield from _same((f"layers.{{n}}.attn.{name}.{kind}", f"{_HUB_ATTENTION}{name}.{kind}"))
+            yield from same((f"layers.{{n}}.attn.{name}.{kind}", f"{HUB_ATTENTION}{name}.{kind}"))
     for name in ("q_norm", "k_norm"):
-        yield from _same((f"layers.{{n}}.attn.{name}.scale", f"{_HUB_ATTENTION}{name}.weight"))
+        yield from same((f"layers.{{n}}.attn.{name}.scale", f"{HUB_ATTENTION}{name}.weight"))
 
 
 # ------------------------------------------------------------------------------------------ litgpt
@@ -320,22 +258,22 @@ def _torchtune_qwen(_: Heads) -> Iterator[Row]:
 
 def _litgpt(heads: Heads) -> Iterator[Row]:
     names = ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight")
-    yield from _same(*zip(names, _ENDS_OF_HUB, strict=True))
+    yield from same(*zip(names, ENDS_OF_HUB, strict=True))
     fused = "transformer.h.{n}.attn.qkv"
-    yield from _qkv(_fused_one_after_another, fused, _HUB_ATTENTION, heads)
-    yield from _same(
-        ("transformer.h.{n}.attn.proj.weight", f"{_HUB_ATTENTION}o_proj.weight"),
-        ("transformer.h.{n}.attn.norm_q.weight", f"{_HUB_ATTENTION}q_norm.weight"),
-        ("transformer.h.{n}.attn.norm_k.weight", f"{_HUB_ATTENTION}k_norm.weight"),
-        ("transformer.h.{n}.norm_1.weight", f"{_HUB}input_layernorm.weight"),
-        ("transformer.h.{n}.norm_2.weight", f"{_HUB}post_attention_layernorm.weight"),
+    yield from fused_qkv(fused_one_after_another, fused, HUB_ATTENTION, heads)
+    yield from same(
+        ("transformer.h.{n}.attn.proj.weight", f"{HUB_ATTENTION}o_proj.weight"),
+        ("transformer.h.{n}.attn.norm_q.weight", f"{HUB_ATTENTION}q_norm.weight"),
+        ("transformer.h.{n}.attn.norm_k.weight", f"{HUB_ATTENTION}k_norm.weight"),
+        ("transformer.h.{n}.norm_1.weight", f"{HUB}input_layernorm.weight"),
+        ("transformer.h.{n}.norm_2.weight", f"{HUB}post_attention_layernorm.weight"),
     )
 
 
 def _litgpt_llama(heads: Heads) -> Iterator[Row]:
     yield from _litgpt(heads)
     for ours, hub in _LITGPT_MLP:
-        yield from _same((f"transformer.h.{{n}}.mlp.{ours}.weight", f"{_HUB_MLP}{hub}.weight"))
+        yield from same((f"transformer.h.{{n}}.mlp.{ours}.weight", f"{HUB_MLP}{hub}.weight"))
 
 
 _LITGPT_MLP = (("fc_1", "gate_proj"), ("fc_2", "up_proj"), ("proj", "down_proj"))
@@ -344,18 +282,18 @@ _LITGPT_MLP = (("fc_1", "gate_proj"), ("fc_2", "up_proj"), ("proj", "down_proj")
 def _litgpt_qwen3_moe(heads: Heads) -> Iterator[Row]:
     yield from _litgpt(heads)
     for ours, hub in _LITGPT_MLP:
-        name = f"{_HUB_MLP}experts.{{e}}.{hub}.weight"
-        yield from _same((f"transformer.h.{{n}}.mlp.experts.{{e}}.{ours}.weight", name))
-    yield from _same(("transformer.h.{n}.mlp.gate.weight", f"{_HUB_MLP}gate.weight"))
+        name = f"{HUB_MLP}experts.{{e}}.{hub}.weight"
+        yield from same((f"transformer.h.{{n}}.mlp.experts.{{e}}.{ours}.weight", name))
+    yield from same(("transformer.h.{n}.mlp.gate.weight", f"{HUB_MLP}gate.weight"))
 
 
 def _litgpt_mixtral(heads: Heads) -> Iterator[Row]:
     yield from _litgpt(heads)
     for ours, hub in (("fc_1", "w1"), ("fc_2", "w3"), ("proj", "w2")):
-        name = f"{_HUB}block_sparse_moe.experts.{{e}}.{hub}.weight"
-        yield from _same((f"transformer.h.{{n}}.mlp.experts.{{e}}.{ours}.weight", name))
-    gate = f"{_HUB}block_sparse_moe.gate.weight"
-    yield from _same(("transformer.h.{n}.mlp.gate.weight", gate))
+        name = f"{HUB}block_sparse_moe.experts.{{e}}.{hub}.weight"
+        yield from same((f"transformer.h.{{n}}.mlp.experts.{{e}}.{ours}.weight", name))
+    gate = f"{HUB}block_sparse_moe.gate.weight"
+    yield from same(("transformer.h.{n}.mlp.gate.weight", gate))
 
 
 # ----------------------------------------------------------------------- parts of a layer, and MLX
@@ -363,15 +301,11 @@ def _litgpt_mixtral(heads: Heads) -> Iterator[Row]:
 
 def _gpt_neox(heads: Heads) -> Iterator[Row]:
     one_each = Heads(heads.queries, heads.queries)
-    yield from _qkv(_fused_by_group, "**.query_key_value", "**.", one_each)
-
-
-def _megatron_qkv(heads: Heads) -> Iterator[Row]:
-    yield from _qkv(_fused_by_group, "**.linear_qkv", "**.", heads)
+    yield from fused_qkv(fused_by_group, "**.query_key_value", "**.", one_each)
 
 
 def _phi3(heads: Heads) -> Iterator[Row]:
-    yield from _qkv(_fused_one_after_another, "**.qkv_proj", "**.", heads)
+    yield from fused_qkv(fused_one_after_another, "**.qkv_proj", "**.", heads)
     yield Row(
         ("**.gate_up_proj.weight",),
         ("**.gate_proj.weight", "**.up_proj.weight"),
@@ -382,92 +316,14 @@ def _phi3(heads: Heads) -> Iterator[Row]:
 
 def _mlx_moe(_: Heads) -> Iterator[Row]:
     for name, of_mixtral in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
-        yield _stacked(f"**.mlp.switch_mlp.{name}.weight", f"**.mlp.experts.{{e}}.{name}.weight")
-        yield _stacked(
+        yield stacked(f"**.mlp.switch_mlp.{name}.weight", f"**.mlp.experts.{{e}}.{name}.weight")
+        yield stacked(
             f"**.block_sparse_moe.switch_mlp.{name}.weight",
             f"**.block_sparse_moe.experts.{{e}}.{of_mixtral}.weight",
         )
 
 
-# -------------------------------------------------------------------------------------------- GGUF
-
-
-def _gguf(ends: bool = True) -> Iterator[Row]:
-    yield from _same(("token_embd.weight", "model.embed_tokens.weight"))
-    yield from _same(("output.weight", "lm_head.weight"))
-    yield Row(("rope_freqs.weight",), ())
-    for ours, hub in (
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-    ):
-        yield from _same((f"blk.{{n}}.{ours}.weight", f"{_HUB}{hub}.weight"))
-    if ends:
-        yield from _same(
-            ("output_norm.weight", "model.norm.weight"),
-            ("blk.{n}.attn_norm.weight", f"{_HUB}input_layernorm.weight"),
-            ("blk.{n}.ffn_norm.weight", f"{_HUB}post_attention_layernorm.weight"),
-        )
-
-
-def _gguf_llama(heads: Heads) -> Iterator[Row]:
-    yield from _gguf()
-    for ours, hub, count in (
-        ("attn_q", "q_proj", heads.queries),
-        ("attn_k", "k_proj", heads.keys),
-    ):
-        yield _roped(f"blk.{{n}}.{ours}.weight", f"{_HUB_ATTENTION}{hub}.weight", count)
-
-
-def _gguf_qwen2(_: Heads) -> Iterator[Row]:
-    yield from _gguf()
-    for ours, hub in (("attn_q", "q_proj"), ("attn_k", "k_proj")):
-        yield from _same((f"blk.{{n}}.{ours}.weight", f"{_HUB_ATTENTION}{hub}.weight"))
-    for ours, hub in (("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj")):
-        yield from _same((f"blk.{{n}}.{ours}.bias", f"{_HUB_ATTENTION}{hub}.bias"))
-
-
-def _gguf_gemma(heads: Heads) -> Iterator[Row]:
-    yield from _gguf_gemmas()
-    yield _one_less("blk.{n}.ffn_norm", f"{_HUB}post_attention_layernorm")
-
-
-def _gguf_gemma2(heads: Heads) -> Iterator[Row]:
-    yield from _gguf_gemmas()
-    for ours, hub in (
-        ("post_attention_norm", "post_attention_layernorm"),
-        ("ffn_norm", "pre_feedforward_layernorm"),
-        ("post_ffw_norm", "post_feedforward_layernorm"),
-    ):
-        yield _one_less(f"blk.{{n}}.{ours}", f"{_HUB}{hub}")
-
-
-def _gguf_gemma3(heads: Heads) -> Iterator[Row]:
-    yield from _gguf_gemma2(heads)
-    for ours, hub in (("attn_q_norm", "q_norm"), ("attn_k_norm", "k_norm")):
-        yield _one_less(f"blk.{{n}}.{ours}", f"{_HUB_ATTENTION}{hub}")
-
-
-def _gguf_gemmas() -> Iterator[Row]:
-    """What all gemmas have: q and k in the order of the Hub, the norms that they begin with."""
-    yield from _gguf(ends=False)
-    for ours, hub in (("attn_q", "q_proj"), ("attn_k", "k_proj")):
-        yield from _same((f"blk.{{n}}.{ours}.weight", f"{_HUB_ATTENTION}{hub}.weight"))
-    yield _one_less("output_norm", "model.norm")
-    yield _one_less("blk.{n}.attn_norm", f"{_HUB}input_layernorm")
-
-
-def _one_less(theirs: str, hub: str) -> Row:
-    """A norm that llama.cpp multiplies by as it is, and a gemma of transformers by 1 more."""
-    return Row((f"{theirs}.weight",), (f"{hub}.weight",), (Operation.of("add", -1),))
-
-
 # ------------------------------------------------------------------------------------- all layouts
-
-_GEMMA = "llama.cpp conversion/gemma.py, gguf-py 0.19 tensor_mapping.py (MIT)"
-_OF_GEMMA = "1 is subtracted from its norms, which rounds some, and GGUF is not written"
 
 LAYOUTS: Mapping[str, Layout] = {
     "meta-llama": Layout(
@@ -501,7 +357,16 @@ LAYOUTS: Mapping[str, Layout] = {
         "transformers models/gpt_neox/modeling_gpt_neox.py (Apache-2.0)", _gpt_neox, True, False
     ),
     "megatron-qkv": Layout(
-        "Megatron-Bridge 067f987 merge_qkv_weights (Apache-2.0)", _megatron_qkv, True, False
+        "Megatron-Bridge 067f987 merge_qkv_weights (Apache-2.0)", megatron_qkv, True, False
+    ),
+    "megatron-llama": Layout(
+        "Megatron-Bridge models/llama/llama_bridge.py (Apache-2.0)", megatron_llama, True
+    ),
+    "megatron-mixtral": Layout(
+        "Megatron-LM d98e8a64 tools/checkpoint/loader_mixtral_hf.py (BSD-3)", megatron_mixtral, True
+    ),
+    "megatron-qwen3-moe": Layout(
+        "Megatron-Bridge models/qwen/qwen3_moe_bridge.py (Apache-2.0)", megatron_qwen3_moe, True
     ),
     "phi3": Layout("transformers models/phi3/modeling_phi3.py (Apache-2.0)", _phi3, True, False),
     "mlx-moe": Layout(
@@ -509,13 +374,13 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "gguf-llama": Layout(
         "transformers modeling_gguf_pytorch_utils.py (Apache-2.0), gguf-py 0.19 (MIT)",
-        _gguf_llama,
+        gguf_llama,
         True,
     ),
-    "gguf-qwen2": Layout("gguf-py 0.19 tensor_mapping.py (MIT)", _gguf_qwen2),
-    "gguf-gemma": Layout(_GEMMA, _gguf_gemma, one_way=_OF_GEMMA),
-    "gguf-gemma2": Layout(_GEMMA, _gguf_gemma2, one_way=_OF_GEMMA),
-    "gguf-gemma3": Layout(_GEMMA, _gguf_gemma3, one_way=_OF_GEMMA),
+    "gguf-qwen2": Layout("gguf-py 0.19 tensor_mapping.py (MIT)", gguf_qwen2),
+    "gguf-gemma": Layout(GEMMA_FACTS, gguf_gemma, one_way=NO_WAY_BACK),
+    "gguf-gemma2": Layout(GEMMA_FACTS, gguf_gemma2, one_way=NO_WAY_BACK),
+    "gguf-gemma3": Layout(GEMMA_FACTS, gguf_gemma3, one_way=NO_WAY_BACK),
 }
 """The layouts by the names of their presets, which go to the Hub; ``to-NAME`` goes back, but of
 those that are `one_way`.

@@ -194,6 +194,80 @@ def test_rows_of_q_k_and_v_by_group(kind, tmp_path):
     assert same(found, by_name(parts, kind, before))
 
 
+def megatron_layer() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Attention and norms of a layer of Megatron core, and the same on the Hub."""
+    parts, norms = qkv(), torch.randn(4, HIDDEN)
+    queries = HEADS // GROUPS
+    rows = [
+        torch.cat(
+            [parts["q"][queries * at :][:queries], parts["k"][at, None], parts["v"][at, None]]
+        )
+        for at in range(GROUPS)
+    ]
+    ours, hub = "decoder.layers.3.self_attention.", "model.layers.3."
+    theirs = {
+        f"{ours}linear_qkv.weight": torch.cat(rows).flatten(0, 1),
+        f"{ours}linear_qkv.layer_norm_weight": norms[0],
+        f"{ours}q_layernorm.weight": norms[1],
+        f"{ours}k_layernorm.weight": norms[2],
+        "decoder.final_layernorm.weight": norms[3],
+    }
+    on_hub = by_name(parts, "weight", f"{hub}self_attn.") | {
+        f"{hub}input_layernorm.weight": norms[0],
+        f"{hub}self_attn.q_norm.weight": norms[1],
+        f"{hub}self_attn.k_norm.weight": norms[2],
+        "model.norm.weight": norms[3],
+    }
+    return theirs, on_hub
+
+
+def test_a_llama_of_megatron(tmp_path):
+    theirs, hub = megatron_layer()
+    norm, gate, up = torch.randn(HIDDEN), torch.randn(7, HIDDEN), torch.randn(7, HIDDEN)
+    mlp = "decoder.layers.3.mlp."
+    theirs |= {f"{mlp}linear_fc1.layer_norm_weight": norm,
+               f"{mlp}linear_fc1.weight": torch.cat([gate, up])}  # fmt: skip
+    hub |= {"model.layers.3.post_attention_layernorm.weight": norm,
+            "model.layers.3.mlp.gate_proj.weight": gate,
+            "model.layers.3.mlp.up_proj.weight": up}  # fmt: skip
+    preset = f"megatron-llama:{HEADS},{GROUPS}"
+    assert same(convert(theirs, preset, tmp_path), hub)
+    for local, te in (("input", "self_attention.linear_qkv"), ("pre_mlp", "mlp.linear_fc1")):
+        layer = "decoder.layers.3."
+        norm = theirs.pop(f"{layer}{te}.layer_norm_weight")
+        theirs[f"{layer}{local}_layernorm.weight"] = norm
+    rest = {"decoder.layers.3.mlp.linear_fc1._extra_state": None}
+    torch.save({"model": theirs | rest}, tmp_path / "local.pt")
+    found = load_portable(tmp_path / "local.pt", keys=KeyRules.of([("preset", preset)]))
+    assert same(dict(found), hub)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "names"),
+    [
+        ("qwen3-moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+    ],
+)
+def test_experts_of_megatron_become_single_ones(family, module, names, tmp_path):
+    theirs, hub = megatron_layer()
+    mlp, at_hub = "decoder.layers.3.mlp.", f"model.layers.3.{module}."
+    theirs[f"{mlp}router.weight"] = hub[f"{at_hub}gate.weight"] = torch.randn(3, HIDDEN)
+    single = dict(theirs)
+    for expert in range(3):
+        gate, up, down = torch.randn(5, HIDDEN), torch.randn(5, HIDDEN), torch.randn(HIDDEN, 5)
+        for kind, value in (("fc1", torch.cat([gate, up])), ("fc2", down)):
+            theirs[f"{mlp}experts.linear_{kind}.weight{expert}"] = value
+            single[f"{mlp}experts.local_experts.{expert}.linear_{kind}.weight"] = value
+        for name, value in zip(names, (gate, up, down), strict=True):
+            hub[f"{at_hub}experts.{expert}.{name}.weight"] = value
+    preset = f"megatron-{family}:{HEADS},{GROUPS}"
+    assert same(convert(theirs, preset, tmp_path), hub)
+    save_file(single, tmp_path / "single.safetensors")
+    rules = KeyRules.of([("preset", preset)])
+    assert same(dict(load_portable(tmp_path / "single.safetensors", keys=rules)), hub)
+
+
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 def test_rows_of_q_k_and_v_by_head(kind, tmp_path):
     shape = (DIM,) if kind == "bias" else (DIM, HIDDEN)

@@ -20,6 +20,8 @@ from ckptconv.support.errors import (
     MalformedCheckpoint,
     UnsupportedCheckpoint,
 )
+from helpers import oracle
+from helpers.paths import DATA
 
 Tensors = dict[str, torch.Tensor]
 HIDDEN, HEADS, GROUPS, SIZE, FFN, VOCABULARY, LAYERS = 32, 8, 4, 4, 48, 64, 4
@@ -183,6 +185,14 @@ def test_ranks_become_the_model_that_was_cut(tensor, pipeline, tmp_path):
     check(
         save(tmp_path / "iter_0000005", whole, tensor, pipeline), whole, tmp_path / "o.safetensors"
     )
+
+
+def test_ranks_that_megatron_core_cut_become_the_model_in_one_rank():
+    """An MLP, experts and shared experts, tied, 2 × 2 ranks (tests/data/make_megatron_ranks.py)."""
+    whole = oracle.load(DATA / "megatron_ranks.whole.pt")
+    found = load_portable(DATA / "megatron_ranks", only="model")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[key], value) for key, value in whole.items())
 
 
 @pytest.mark.parametrize("of_layer", [dense, sparse, grouped])
