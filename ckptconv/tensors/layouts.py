@@ -445,7 +445,8 @@ def _add(refs: Sequence[TensorRef], number: Shape, on: Shape = ()) -> list[Tenso
 
     def added(ref: TensorRef) -> TensorRef:
         if not can_add(ref.dtype) or ref.neg:
-            raise KeyMismatch(f"nothing is added to values of {ref.dtype.name}")
+            what = f"nothing is added to values of {ref.dtype.name}"
+            raise KeyMismatch(what, hint="of quantised weights --dequantize makes values first")
         return elementwise("add", [ref], (float(number[0]),), ref.dtype, ref.storage.name)
 
     return _chosen(refs, on, added)

@@ -387,12 +387,16 @@ def test_a_mapping_does_not_promise_to_undo_what_was_computed(tmp_path):
 
 
 def test_a_number_is_added_by_a_rule_of_a_file_too(tmp_path):
-    save_file({"norm.weight": torch.rand(5), "ids": torch.arange(3)}, tmp_path / "a.safetensors")
+    codes = {"w.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+             "w.weight_scale_inv": torch.ones(1, 1)}  # fmt: skip
+    tensors = {"norm.weight": torch.rand(5), "ids": torch.arange(3), **codes}
+    save_file(tensors, tmp_path / "a.safetensors")
     rule = {"from": "norm.weight", "to": "n.weight", "operations": [{"add": 2}]}
     found = load_portable(tmp_path / "a.safetensors", keys=KeyRules.of([rule]))
     assert torch.equal(found["n.weight"], load_file(tmp_path / "a.safetensors")["norm.weight"] + 2)
     for of, value, message in (
         ("ids", 2, "nothing is added to values of int64"),
+        ("w.weight", 2, "nothing is added to values of float8_e4m3fn; .* makes values first"),
         ("norm.weight", 0, "a whole number other than 0"),
         ("norm.weight", 0.5, "a whole number other than 0"),
     ):
