@@ -86,7 +86,8 @@ def optimizer_notes(
     settled = {
         (item.path, name) for item in followed for name in (*dict(item.names), *item.unclear)
     }
-    left = (_left_texts(item, settled) for item in found)
+    consumed = {key for _, done in after for key in done.consumed}
+    left = (_left_texts(item, settled, consumed) for item in found)
     yield from _in_short([texts for texts in map(list, left) if texts])
 
 
@@ -109,27 +110,30 @@ def _followed_text(item: Followed) -> str:
 def _unclear_text(item: Followed) -> str:
     where = printable(item.path) or "the optimizer state"
     count = count_text(len(item.unclear), "parameter")
-    return (
-        f"{where} still names {count} as before, because state dicts that have them, e.g. "
-        f"{printable(item.unclear[0])}, do not agree on a new name"
-    )
+    first = printable(item.unclear[0])
+    why = "it is not clear which keys are theirs"
+    return f"{where} still names {count} as before, e.g. {first}: {why}"
 
 
-def _left_texts(item: LeftBehind, settled: Collection[tuple[str, str]]) -> Iterator[str]:
+def _left_texts(
+    item: LeftBehind, settled: Collection[tuple[str, str]], consumed: Collection[str]
+) -> Iterator[str]:
     where = printable(item.state.path) or "the optimizer state"
     renamed = [name for name in item.renamed if (item.state.path, name) not in settled]
     if renamed:
         count, first = len(renamed), printable(renamed[0])
         names = "its old name" if count == 1 else "their old names"
         yield f"{where} still names {count:,} of the renamed parameters by {names}, e.g. {first}"
-    if item.gone:
-        count, first = len(item.gone), printable(item.gone[0])
-        are = "is" if count == 1 else "are"
-        yield (
-            f"{where} still holds {count_text(count, 'parameter')} that {are} left out, e.g. "
-            f"{first}"
-        )
-    elif item.is_short:
+    made = [name for name in item.gone if name in consumed]
+    gone = [name for name in item.gone if name not in consumed]
+    if made:
+        count, first = count_text(len(made), "parameter"), printable(made[0])
+        yield f"{where} still holds {count} of which rules made other tensors, e.g. {first}"
+    if gone:
+        are = "is" if len(gone) == 1 else "are"
+        count, first = count_text(len(gone), "parameter"), printable(gone[0])
+        yield f"{where} still holds {count} that {are} left out, e.g. {first}"
+    if item.is_short and not item.gone:
         yield (
             f"{where} knows its {count_text(len(item.state.shapes), 'parameter')} by number "
             "only, and some of them are left out: it no longer fits the model"

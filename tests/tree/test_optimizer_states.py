@@ -299,6 +299,37 @@ def test_nested_states_of_a_flattened_optimizer(tmp_path):
     assert [*out["optimizer"]] == [key.replace(".fc.", ".linear.") for key in state]
 
 
+@pytest.mark.parametrize("state_of", [by_name, flat])
+def test_names_that_would_become_one_stay(state_of, tmp_path):
+    """Those of a model that was wrapped later, and of one that was not."""
+    model = Net()
+    state = state_of(model)
+    twice = wrapped_names(state, "module.")
+    if state_of is by_name:
+        both = {
+            "state": {**state["state"], **twice["state"]},
+            "param_groups": [*state["param_groups"], *twice["param_groups"]],
+        }
+    else:
+        both = {**state, **twice}
+    keys = {f"module.{key}": value for key, value in model.state_dict().items()}
+    notes, out = told(tmp_path, {"model": keys, "optimizer": both})
+    assert names_in(out["optimizer"]) == names_in(both)
+    assert len(notes) == 1 and "still names 8 parameters as before" in notes[0]
+
+
+def test_parameters_that_rules_stack_are_told_of(tmp_path):
+    weights = {f"experts.{number}.w": torch.ones(3, 4) for number in range(2)}
+    states = {name: {"exp_avg": value} for name, value in weights.items()}
+    optimizer = {"state": states, "param_groups": [{"params": list(weights)}]}
+    rule = {"from": "experts.{e}.w", "to": "experts.w", "operations": [{"stack": 0}]}
+    tree = {"model": {**weights, "norm.w": torch.ones(4)}, "optimizer": optimizer}
+    notes, _ = told(tmp_path, tree, rules=[rule])
+    assert notes == [
+        "optimizer still holds 2 parameters of which rules made other tensors, e.g. experts.0.w"
+    ]
+
+
 def test_two_parameters_that_swap_their_names(tmp_path):
     model = Net()
     tree = {"model": model.state_dict(), "optimizer": by_name(model)}
@@ -336,8 +367,8 @@ def test_names_that_state_dicts_do_not_agree_on_stay(tmp_path):
     notes, out = told(tmp_path, tree)
     assert names_in(out["optimizer"]) == names_in(tree["optimizer"])
     assert notes == [
-        "optimizer still names 8 parameters as before, because state dicts that have them, e.g. "
-        "module.stem.0.weight, do not agree on a new name"
+        "optimizer still names 8 parameters as before, e.g. module.stem.0.weight: it is not clear "
+        "which keys are theirs"
     ]
 
 
