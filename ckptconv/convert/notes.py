@@ -127,12 +127,12 @@ def _left_texts(
     made = [name for name in item.gone if name in consumed]
     gone = [name for name in item.gone if name not in consumed]
     if made:
-        count, first = count_text(len(made), "parameter"), printable(made[0])
-        yield f"{where} still holds {count} of which rules made other tensors, e.g. {first}"
+        held, first = count_text(len(made), "parameter"), printable(made[0])
+        yield f"{where} still holds {held} of which rules made other tensors, e.g. {first}"
     if gone:
         are = "is" if len(gone) == 1 else "are"
-        count, first = count_text(len(gone), "parameter"), printable(gone[0])
-        yield f"{where} still holds {count} that {are} left out, e.g. {first}"
+        held, first = count_text(len(gone), "parameter"), printable(gone[0])
+        yield f"{where} still holds {held} that {are} left out, e.g. {first}"
     if item.is_short and not item.gone:
         yield (
             f"{where} knows its {count_text(len(item.state.shapes), 'parameter')} by number "

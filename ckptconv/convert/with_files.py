@@ -112,9 +112,12 @@ def _training_left(plan: ConversionPlan, options: Request) -> Iterator[str]:
     place, read = place_of(plan.source), [source.path for source in plan.inputs]
     if place.is_far() or options.only is not None or not read:
         return
-    from ckptconv.formats.folders.trained import training_files  # seldom needed
+    from ckptconv.formats.folders.steps import points  # seldom needed, as the next one is
+    from ckptconv.formats.folders.trained import training_files
 
     home = place if place.is_folder() else place.absolute.parent
     names = training_files(home)
     if names and not any(path.name in names for path in read):
         yield f"{some_text(names)} of {home.name} not taken; --with-training takes such files"
+    elif not names and points(home) and resolved(read[0].parent) == resolved(home.path):
+        yield f"the step of a training in {home.name} not taken; --with-training takes it"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.formats.containers import NotForetold, first_reads, named, open_file
 from ckptconv.formats.folders.alone import are_parts, has_shards, part_of, part_of_modules
-from ckptconv.formats.folders.steps import chosen
+from ckptconv.formats.folders.steps import chosen, points
 from ckptconv.formats.inflation import counted_together
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location
@@ -274,6 +274,9 @@ class _Asked:
         return checkpoint.as_part(part_of_modules(path))
 
     def _open_gathering(self, kind: Gathering, path: Location) -> Checkpoint:
+        if self.with_training and path.is_folder() and points(path):
+            # DeepSpeed's step in a folder of the Trainer, beside weights of 16 bits
+            return replace(self, tag=None)._open_inside(path, None)
         tag = self.tag if path == self.paths[0] else None
         told: list[Any] = [self.paths[0], tag]
         opened_by = kind.opened_by

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptconv import Options, convert_checkpoint, load_portable, open_checkpoint, plan_conversion
@@ -152,6 +153,29 @@ def test_what_was_opened_without_them_is_not_planned_with_them(folder, tmp_path)
         plan_conversion(opened, tmp_path / "out.pt", Options(with_training=True))
     done = run("average", folder, folder, "out.pt", "--with-training", cwd=tmp_path)
     assert "--with-training" in assert_one_error(done)
+
+
+@pytest.mark.parametrize("tag", [None, "checkpoint-1"])
+def test_the_step_of_deepspeed_in_a_folder_of_the_trainer(tag, produced, tmp_path):
+    """Its weights of 16 bits stand beside it."""
+    folder = tmp_path / "run" / "checkpoint-1"
+    shutil.copytree(produced / "ds_z2", folder)
+    (folder / "config.json").write_text("{}")
+    expected = load_file(produced / "ds_z2_out" / "model.safetensors")
+    halves = {key: value.bfloat16() for key, value in expected.items()}
+    save_file(halves, folder / "model.safetensors")
+    source = folder if tag is None else tmp_path / "run"
+    convert_checkpoint(source, tmp_path / "all.pt", with_training=True, tag=tag)
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert {key: value.dtype for key, value in found["module"].items()} == dict.fromkeys(
+        expected, torch.float32
+    )
+    assert found["optimizer"]["state"].keys() == expected.keys()
+    done = convert_checkpoint(source, tmp_path / "weights.pt", tag=tag)
+    told = "the step of a training in checkpoint-1 not taken; --with-training takes it"
+    assert tag is not None or told in done.plan.notes
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(found[key], value) for key, value in halves.items())
 
 
 class Evil:
