@@ -115,7 +115,7 @@ def _told(plan: ConversionPlan, item: RenamedKeys, preset: str) -> RenamedKeys:
         for view in olds.keys() & news.keys()
         if len(olds[view]) == len(news[view]) == 1
     }
-    changed = tuple((old, same[old]) for old in before if old in same)
+    changed = tuple((old, same[old]) for old in before if old in same and same[old] != old)
     kept = set(same.values())
     gone = tuple(old for old in before if old not in same and old.endswith(".alpha"))
     sources = tuple(old for old in before if old not in same and old not in gone)

@@ -28,10 +28,10 @@ from ckptconv.io.outputs import file_output, folder_nbytes, folder_output
 from ckptconv.io.places import local_path, place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
-from ckptconv.support.errors import CheckpointError, OutputRefused
+from ckptconv.support.errors import CheckpointError, OptionRefused, OutputRefused
 from ckptconv.support.progress import Counting, Meter, OnProgress, Phase, Phases
 from ckptconv.support.report import html_table, short_repr
-from ckptconv.support.text import count_text, size_text
+from ckptconv.support.text import count_text, size_text, some_text
 from ckptconv.tensors.casting import overflow_text
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.compute_ahead import THREADS
@@ -147,6 +147,10 @@ def hand_over_plan(
     The mapping, if there is one, is put in its place when `deliver` has returned. `force` and
     `fsync` are about that.
     """
+    if plan.beside.copied:
+        names = some_text([item.name for item in plan.beside.copied])
+        what = f"standard output is one file, beside which {names} could not be"
+        raise OptionRefused(what, hint="name a folder")
     with _mapping_made(plan, force=force, fsync=fsync) as put_mapping:
         alone = replace(plan, mapping=None, manifest=None)
         result = execute_plan(alone, fsync=False, verify=verify, on_progress=on_progress)

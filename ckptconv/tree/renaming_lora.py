@@ -100,7 +100,7 @@ class _Part:
     @property
     def key(self) -> str:
         """One of its keys, for messages."""
-        return next(iter(self.keys.values()))
+        return next(self.keys[role] for role in sorted(self.keys, key="alpha".__eq__))
 
 
 @dataclass(slots=True)

@@ -244,3 +244,37 @@ def test_a_dense_matrix_of_flux_is_that_of_each_part(tmp_path):
     theirs = _convert_kohya_flux_lora_to_diffusers(dict(given))
     made = named(tmp_path / "kohya.safetensors", base, "lora-diffusers", tmp_path / "d.safetensors")
     same(load_file(made), theirs)
+
+
+def test_diffusers_loads_a_text_encoder_and_scales_each_layer(tmp_path):
+    from diffusers.loaders.lora_base import _fetch_state_dict, _load_lora_into_text_encoder
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    torch.manual_seed(1)
+    sizes = CLIPTextConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=12,
+        num_attention_heads=2, max_position_embeddings=8,
+    )  # fmt: skip
+    model = CLIPTextModel(sizes)
+    start = "" if hasattr(model, "text_model") else "text_model."  # in files it always is there
+    state = {f"text_encoder.{start}{key}": value for key, value in model.state_dict().items()}
+    base = tmp_path / "base.safetensors"
+    save_file({key: value.contiguous() for key, value in state.items()}, base)
+    shapes = {f"text_encoder.{start}{name}": shape for name, shape in layers(model).items()}
+    given = of_peft(tmp_path / "given", shapes, [4, 4, 3])
+    expected = merged(base, given, tmp_path / "expected.safetensors")
+    made = named(given, base, "lora-diffusers", tmp_path / "pytorch_lora_weights.safetensors")
+    places = ("weight_name", "local_files_only", "cache_dir", "proxies", "token", "revision")
+    found, metadata = _fetch_state_dict(
+        made, use_safetensors=True, force_download=False, subfolder=None, user_agent={},
+        allow_pickle=False, **dict.fromkeys(places),
+    )  # fmt: skip
+    _load_lora_into_text_encoder(found, None, model, prefix="text_encoder", metadata=metadata)
+    count = 0
+    for name, layer in model.named_modules():
+        if hasattr(layer, "get_delta_weight"):
+            layer.merge()
+            wanted = expected[f"text_encoder.{start}{name}.weight"]
+            assert torch.allclose(layer.get_base_layer().weight, wanted, rtol=0, atol=1e-6), name
+            count += 1
+    assert count == len(shapes)

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from ckptconv import (
     CheckpointError,
@@ -20,7 +20,7 @@ from ckptconv import (
     convert_checkpoint,
     merge_lora_checkpoint,
 )
-from helpers.program import run
+from helpers.program import run, run_bytes
 
 H, MLP = 8, 32
 PRESETS = ("lora-peft", "lora-kohya", "lora-diffusers", "lora-comfyui")
@@ -555,3 +555,14 @@ def test_what_is_no_adapter_is_refused_in_one_line(name, base_of, tmp_path):
         assert out.exit == 1 and out.err.startswith("error: ") and out.err.count("\n") == 1
         assert words in out.err
     assert {each.name for each in tmp_path.iterdir()} == {"llama.safetensors", "odd.safetensors"}
+
+
+def test_standard_output_has_no_place_for_the_config_of_peft(base_of, tmp_path):
+    base = base_of("llama")
+    of_peft(tmp_path, BASES["llama"], (4,), (4,))
+    words = ("convert", "given", "-", "--to", "safetensors", "--like", base)
+    out = run(*words, "--preset", "lora-peft", cwd=tmp_path)
+    assert (out.exit, out.out) == (1, "")
+    assert "beside which adapter_config.json could not be" in out.err
+    code, raw, _ = run_bytes(*words, "--preset", "lora-kohya", cwd=tmp_path)
+    assert code == 0 and len(load(raw)) == 9
