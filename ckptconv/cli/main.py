@@ -70,10 +70,12 @@ _ROWS = {name: row for rows in COMMANDS.values() for name, row in rows.items()}
 
 MEANT = {
     "add-module": "wrap prefix ddp",
+    "apply": "patch pull update apply-delta",
     "average": "mean avg soup swa ema",
     "batch": "many all",
     "cleanup": "clean abort gc",
     "convert": "export save to safetensors torch cast quantize shard split",
+    "delta": "xor incremental changes make-delta",
     "devices": "gpu gpus cuda device nvidia-smi",
     "diff": "compare cmp equal same",
     "doctor": "check diagnose why fix load validate",
@@ -83,7 +85,7 @@ MEANT = {
     "manifest": "hash sha256 sha256sum checksum digest fingerprint",
     "ls": "list tensors names shapes ll dir",
     "merge": "join combine concat cat-shards consolidate",
-    "merge-lora": "lora adapter peft bake apply fuse-lora",
+    "merge-lora": "lora adapter peft bake fuse-lora",
     "recover": "rescue repair salvage restore undelete broken corrupt truncated",
     "report": "html page browser",
     "scan": "safe security audit pickle virus malware",
