@@ -223,12 +223,14 @@ def part_of_step(name: str, root: Node) -> Part | None:
     what = None
     if PIPELINE(name):
         what = "is one layer of a pipeline-parallel checkpoint (layer_*-model_states.pt)"
-    elif rank and rank[1] and states.get("param_shapes") is not None:
+        return Part(f"{what} of DeepSpeed", "name its folder")
+    if rank and rank[1] and states.get("param_shapes") is not None:
         # they look as if they held weights
         return Part("is one rank of ZeRO stage 3, without any weights", "name its folder")
-    elif EXPERTS(name):
+    if EXPERTS(name):
         what = "is one of the experts of an expert-parallel checkpoint (*expert_*_model_states.pt)"
-    elif type(width) is int and width > 1:
+        return Part(f"{what} of DeepSpeed", "name its folder")
+    if type(width) is int and width > 1:
         what = f"is one of {width} tensor- or pipeline-parallel parts (mp_rank_*)"
     elif any(map(states.get, _AUTOEP)):
         what = "is an expert-parallel checkpoint without its experts (*expert_*_model_states.pt)"

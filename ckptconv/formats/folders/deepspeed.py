@@ -15,16 +15,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptconv.formats import containers
 from ckptconv.formats.folders.alone import (
     EXPERTS,
     MODEL_STATES,
-    NOT_READ,
     OPTIMIZER_STATES,
     PIPELINE,
     part_of_step,
+)
+from ckptconv.formats.folders.deepspeed_files import (
+    FETCH,
+    StepFiles,
+    names_in,
+    not_universal,
+    require_ranks,
+    step_files,
+)
+from ckptconv.formats.folders.deepspeed_parallel import (
+    expert_values,
+    layer_values,
+    of_all_stages,
+    pipeline_weights,
+    require_whole_layers,
 )
 from ckptconv.formats.folders.deepspeed_universal import Universal, read_universal, zero_folder
 from ckptconv.formats.folders.zero import (
@@ -41,7 +55,7 @@ from ckptconv.formats.folders.zero_weights import Weights
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs, ordered_dict
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, printable
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, whole_of
@@ -52,7 +66,6 @@ CONTAINER = Container(
     "deepspeed",
     why_not=("only DeepSpeed opens it, with as many ranks as wrote it, or its zero_to_fp32.py"),
 )
-_FETCH = "fetch the whole folder again"
 _LAYOUTS = (MODEL_STATES, OPTIMIZER_STATES, PIPELINE, EXPERTS)
 
 _BOOKKEEPING = """
@@ -67,7 +80,7 @@ def is_deepspeed(path: Location) -> bool:
     """Whether `path` is the folder of a step."""
     if not path.is_folder():
         return False
-    has_files = any(matches(name) for name in _names(path) for matches in _LAYOUTS)
+    has_files = any(matches(name) for name in names_in(path) for matches in _LAYOUTS)
     return has_files or zero_folder(path) is not None
 
 
@@ -81,106 +94,25 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
     """
     with errors_at(path=path), ExitStack() as opened:
         zero = zero_folder(path)
-        files = _step_files(path, is_universal=zero is not None)
+        files = step_files(path, is_universal=zero is not None)
         if zero is not None and (files.optim or zero.name == path.name):
-            raise _not_universal(files)
-        many = len(files.model) + len(files.optim) > kept_open(in_force().open_files)
+            raise not_universal(files)
+        many = files.count > kept_open(in_force().open_files)
         pool = FilePool() if many or zero is not None else None
 
         def open_file(file: Location) -> Checkpoint:
             return opened.enter_context(containers.open_file(within(file, home), pool))
 
-        if zero is None:
-            checkpoint = _open_step(files, open_file)
-        else:
+        if zero is not None:
             checkpoint = _open_universal(zero, files, open_file)
+        elif files.layers:
+            checkpoint = _open_pipeline(files, open_file)
+        elif files.experts:
+            checkpoint = _open_experts(files, open_file)
+        else:
+            checkpoint = _open_step(files, open_file)
         opened.pop_all()
     return replace(checkpoint, path=path.path)
-
-
-# -------------------------------------------------------------------------------------------- files
-
-
-def _names(folder: Location) -> Sequence[str]:
-    try:
-        return folder.names()
-    except OSError as error:
-        raise UnsupportedCheckpoint(f"cannot be listed: {error.strerror}", path=folder) from error
-
-
-@dataclass(frozen=True, slots=True)
-class StepFiles:
-    """The files of a step: the model states of all ranks (`whole`), or of each (`model`), and the
-    optimizer states of each.
-    """
-
-    whole: Location | None
-    model: Mapping[int, Location]
-    optim: Mapping[int, Location]
-    tensor_ranks: int = 1
-
-
-def _step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
-    """Sort a step's files by rank; refuse layouts other than data-parallel ones by name. Of a
-    universal checkpoint those of the first tensor-parallel rank are enough.
-    """
-    names = _names(folder)
-    model = [(found, folder.child(name)) for name in names if (found := MODEL_STATES(name))]
-    optim = [(found, folder.child(name)) for name in names if (found := OPTIMIZER_STATES(name))]
-    tensor_ranks = {int(found[2]) for found, _ in (*model, *optim)}
-    if is_universal:
-        model = [item for item in model if int(item[0][2]) == 0]
-    else:
-        _refuse_other_layouts(folder, names, tensor_ranks)
-    whole = [file for found, file in model if found[1] is None]
-    return StepFiles(
-        whole[0] if whole else None,
-        _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
-        _by_rank((int(found[1]), file) for found, file in optim),
-        len(tensor_ranks),
-    )
-
-
-def _not_universal(files: StepFiles) -> UnsupportedCheckpoint:
-    if files.optim:
-        what = f"holds a universal checkpoint (zero) and the states of {len(files.optim)} ranks"
-        return UnsupportedCheckpoint(what, hint="move one of them to a folder of its own")
-    what = "is the folder of the parameters of a universal checkpoint, which is more than that"
-    return UnsupportedCheckpoint(what, hint="name the folder that it is in")
-
-
-def _refuse_other_layouts(folder: Location, names: Sequence[str], tensor_ranks: set[int]) -> None:
-    what = None
-    if any(map(PIPELINE, names)):
-        what = "a pipeline-parallel checkpoint (layer files)"
-    elif any(map(EXPERTS, names)):
-        what = "an expert-parallel checkpoint (expert files)"
-    elif tensor_ranks != {0}:
-        what = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
-    if what is not None:
-        what = f"is {what} of DeepSpeed, which is not read"
-        raise UnsupportedCheckpoint(what, path=folder, hint=NOT_READ)
-
-
-def _by_rank(found: Iterable[tuple[int, Location]]) -> dict[int, Location]:
-    ranks: dict[int, Location] = {}
-    for rank, file in sorted(found, key=lambda item: (item[0], item[1].name)):
-        if rank in ranks:
-            both = f"{printable(ranks[rank].name)} and {printable(file.name)}"
-            hint = "one is from another run; move it away"
-            what = f"two files are of rank {rank}: {both}"
-            raise MalformedCheckpoint(what, path=file.parent, hint=hint)
-        ranks[rank] = file
-    return ranks
-
-
-def _require_ranks(files: Mapping[int, Location], count: int, kind: str) -> None:
-    """Raise unless the files are those of the ranks 0 to `count` - 1."""
-    what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"
-    if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
-        raise MalformedCheckpoint(f"{what}; those of rank {missing[0]} are missing", hint=_FETCH)
-    if len(files) > count:
-        raise MalformedCheckpoint(what, hint="some are from another run; move them away")
 
 
 # --------------------------------------------------------------------------------------------- tree
@@ -191,7 +123,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     if not files.optim:
         return _without_partitions(files, open_file)
     ranks, opened = _read_ranks(files.optim.values(), open_file)
-    _require_ranks(files.optim, ranks[0].ranks, "optimizer")
+    require_ranks(files.optim, ranks[0].ranks, "optimizer")
     stage = ranks[0].stage
     models = _open_models(files, stage, ranks[0].ranks, open_file)
     states = [_model_states(model) for model in models]
@@ -205,15 +137,70 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     weights = Weights(states, stage)
     module = weights.join(_parameters(ranks, groups))
     optimizer, told, more = _optimizer(ranks, groups)
-    pairs = mapping_pairs(first.root) or ()
-    gone = {"module", *_BOOKKEEPING.split()}
-    others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
-    named = {key for key, _ in others if type(key) is str}
-    kept = [(key, value) for key, value in kept_beside(ranks[0].rest) if key not in named]
-    root = Dict([("module", module), *optimizer, *others, *kept])
+    root = Dict([("module", module), *optimizer, *_others(first.root, ranks[0].rest)])
     told = f"{told} joined from {len(ranks)} ranks{more}"
     container = CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}")
     return whole_of(everything, container, root, first.path, (told, *weights.notes))
+
+
+def _others(root: Node, rank: Mapping[str, Node]) -> list[tuple[Node, Node]]:
+    """What the model states have beside the weights, and what the first rank's optimizer has beside
+    its states.
+    """
+    gone = {"module", *_BOOKKEEPING.split()}
+    pairs = mapping_pairs(root) or ()
+    others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
+    named = {key for key, _ in others if type(key) is str}
+    return [*others, *((key, value) for key, value in kept_beside(rank) if key not in named)]
+
+
+def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
+    """The checkpoint of a pipeline: the values of each layer are in a file of its own, the fp32
+    weights and the optimizer's states, with ZeRO, in those of the ranks of each stage.
+    """
+    layers = {number: open_file(file) for number, file in files.layers.items()}
+    values = layer_values({number: layer.root for number, layer in layers.items()})
+    models = [open_file(file) for file in files.stages]
+    states = [entries(model.root) for model in models]
+    first = next(iter(files.layers.values())).name
+    require_whole_layers(states, is_named=first.count("-") > 1)
+    opened = [*models, *layers.values()]
+    parameters: list[tuple[str, TensorRef]] = []
+    made: list[Node] = []
+    rest: Mapping[str, Node] = {}
+    for stage, of_stage in zip(states, files.ranks_of_stages, strict=True):
+        if not of_stage or stage.get("param_shapes") is None:
+            continue
+        ranks, more = _read_ranks(of_stage.values(), open_file)
+        require_ranks(of_stage, ranks[0].ranks, "optimizer")
+        opened += more
+        groups = flat_groups(ranks, read_shapes(stage["param_shapes"], "param_shapes"))
+        parameters += _parameters(ranks, groups)
+        made.append(optimizer_of(ranks, groups))
+        rest = rest or ranks[0].rest
+    module, notes = pipeline_weights(values, states, parameters)
+    optimizer, told = of_all_stages(made, len(models))
+    root = Dict([("module", module), *optimizer, *_others(models[0].root, rest)])
+    container = CONTAINER.called(f"{CONTAINER.name} pipeline")
+    return whole_of(opened, container, root, models[0].path, (told, *notes))
+
+
+def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
+    """The checkpoint of a model whose experts are in files of their own, without ZeRO."""
+    if files.whole is None:
+        raise MalformedCheckpoint("the model states are missing", hint=FETCH)
+    model = open_file(files.whole)
+    states = entries(model.root)
+    experts = [open_file(file) for file in files.experts.values()]
+    values = {key: one.root for key, one in zip(files.experts, experts, strict=True)}
+    module = expert_values(states, values)
+    root = Dict([("module", module), *_others(model.root, {})])
+    told = (
+        f"the weights of {len(experts)} experts are joined with the others; the optimizer's states "
+        "are left out: each rank numbers its own"
+    )
+    container = CONTAINER.called(f"{CONTAINER.name} experts")
+    return whole_of([model, *experts], container, root, model.path, (told,))
 
 
 def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Checkpoint:
@@ -228,7 +215,7 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     found = read_universal(zero, shapes, open_file)
     ranks = states[0].get("dp_world_size") if states else None
     if files.whole is None and states and mapping_pairs(states[0].get("frozen_param_shapes")):
-        _require_ranks(files.model, ranks if type(ranks) is int else len(files.model), "model")
+        require_ranks(files.model, ranks if type(ranks) is int else len(files.model), "model")
         models += [open_file(file) for rank, file in files.model.items() if rank]
         states = [_model_states(model) for model in models]
     module, notes = _universal_weights(found, states, shapes, files)
@@ -315,15 +302,15 @@ def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) 
     first = files.model.get(0) if stage == 3 else files.whole
     if first is None:
         what = f"the model states of ZeRO stage {stage} are missing"
-        raise MalformedCheckpoint(what, hint=_FETCH)
+        raise MalformedCheckpoint(what, hint=FETCH)
     model = open_file(first)
     states = _model_states(model)
     if stage == 3 and states.get("param_shapes") is None:
         what, where = "names no parameters of its partitions", "param_shapes"
-        raise MalformedCheckpoint(what, path=first, where=where, hint=_FETCH)
+        raise MalformedCheckpoint(what, path=first, where=where, hint=FETCH)
     if stage != 3 or not mapping_pairs(states.get("frozen_param_shapes")):
         return [model]
-    _require_ranks(files.model, ranks, "model")
+    require_ranks(files.model, ranks, "model")
     return [model, *(open_file(file) for rank, file in files.model.items() if rank)]
 
 
@@ -344,7 +331,7 @@ def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     """A checkpoint of stage 0, whose model states hold the weights."""
     if files.whole is None:
         what = "the optimizer states, which hold the weights in ZeRO stage 3, are missing"
-        raise MalformedCheckpoint(what, hint=_FETCH)
+        raise MalformedCheckpoint(what, hint=FETCH)
     model = open_file(files.whole)
     if _model_states(model).get("param_shapes") is not None:
         what = "the optimizer states, which hold the fp32 weights, are missing"

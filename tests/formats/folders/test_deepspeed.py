@@ -371,7 +371,6 @@ def test_model_states_of_the_other_ranks_are_asked_for_only_where_they_hold_froz
 @pytest.mark.parametrize(
     ("file", "what"),
     [
-        ("layer_00-model_00-model_states.pt", "pipeline-parallel"),
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert-parallel"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert-parallel"),
         ("mp_rank_01_model_states.pt", "tensor-parallel"),

@@ -675,23 +675,6 @@ def test_weights_under_a_usual_name_that_are_a_link_out_of_the_folder_are_refuse
         open_checkpoint(folder)
 
 
-# ---------------------------------------------------------------------------------------- DeepSpeed
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("ds_pipeline", "pipeline-parallel checkpoint"),
-        ("ds_moe", "expert-parallel checkpoint"),
-    ],
-)
-def test_layouts_of_deepspeed_that_are_not_read_are_called_by_their_names(name, what, produced):
-    with pytest.raises(
-        UnsupportedCheckpoint, match=f"is an? {what} .*of DeepSpeed, which is not read"
-    ):
-        open_checkpoint(produced / name)
-
-
 def test_a_folder_of_weights_among_other_checkpoints_says_which_file_is_read(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     for name in (

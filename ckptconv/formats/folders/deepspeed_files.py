@@ -1,0 +1,173 @@
+"""The files in the folder of a step of DeepSpeed, by what ranks saved them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptconv.formats.folders.alone import (
+    EXPERTS,
+    MODEL_STATES,
+    NOT_READ,
+    OPTIMIZER_STATES,
+    PIPELINE,
+)
+from ckptconv.io.location import Location
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+
+FETCH = "fetch the whole folder again"
+UNIVERSAL = "deepspeed's ds_to_universal makes a universal checkpoint of it, which is read"
+"""What can be done about layouts of which that program can tell more."""
+_LAYER = re.compile(r"layer_([0-9]{1,6})((?:-[a-z]+_[0-9]+)*)-model_states\.pt").fullmatch
+_EXPERT = re.compile(
+    r"layer_([0-9]{1,6})_expert_([0-9]{1,6})_mp_rank_0+_model_states\.pt"
+).fullmatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """The files of a step: the model states of all ranks (`whole`), or of each (`model`), and the
+    optimizer states of each.
+
+    Of a pipeline, `layers` by their numbers, the model states of its `stages`, and the optimizer
+    states of the ranks of each stage. `experts` go by layer and expert.
+    """
+
+    whole: Location | None
+    model: Mapping[int, Location]
+    optim: Mapping[int, Location]
+    tensor_ranks: int = 1
+    layers: Mapping[int, Location] = field(default_factory=dict)
+    stages: Sequence[Location] = ()
+    ranks_of_stages: Sequence[Mapping[int, Location]] = ()
+    experts: Mapping[tuple[int, int], Location] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many files there are at most."""
+        return (
+            len(self.model)
+            + len(self.optim)
+            + len(self.layers)
+            + len(self.experts)
+            + sum(map(len, self.ranks_of_stages))
+        )
+
+
+def names_in(folder: Location) -> Sequence[str]:
+    """The names in a folder."""
+    try:
+        return folder.names()
+    except OSError as error:
+        raise UnsupportedCheckpoint(f"cannot be listed: {error.strerror}", path=folder) from error
+
+
+def step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
+    """Sort a step's files by rank; refuse layouts that are not read by name. Of a universal
+    checkpoint those of the first tensor-parallel rank are enough.
+    """
+    names = names_in(folder)
+    model = [(found, folder.child(name)) for name in names if (found := MODEL_STATES(name))]
+    optim = [(found, folder.child(name)) for name in names if (found := OPTIMIZER_STATES(name))]
+    tensor_ranks = {int(found[2]) for found, _ in (*model, *optim)}
+    if is_universal:
+        model = [item for item in model if int(item[0][2]) == 0]
+    elif any(map(PIPELINE, names)):
+        return _pipeline_files(folder, names, model, optim)
+    elif any(map(EXPERTS, names)):
+        if optim:
+            raise _not_read(folder, "an expert-parallel checkpoint of ZeRO (expert files)")
+    elif tensor_ranks != {0}:
+        told = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
+        raise _not_read(folder, told, UNIVERSAL)
+    whole = [file for found, file in model if found[1] is None]
+    return StepFiles(
+        whole[0] if whole else None,
+        _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
+        _by_rank((int(found[1]), file) for found, file in optim),
+        len(tensor_ranks),
+        experts={} if is_universal else _expert_files(folder, names, tensor_ranks),
+    )
+
+
+Matched = Sequence[tuple[re.Match[str], Location]]
+
+
+def _pipeline_files(
+    folder: Location, names: Sequence[str], model: Matched, optim: Matched
+) -> StepFiles:
+    """The files of a pipeline whose layers are whole."""
+    layers: dict[int, Location] = {}
+    for name in sorted(names):
+        if (found := _LAYER(name)) is None:
+            continue
+        if int(found[1]) in layers:
+            what = "a pipeline-parallel checkpoint whose layers are cut (tensor parallelism)"
+            raise _not_read(folder, what, UNIVERSAL)
+        layers[int(found[1])] = folder.child(name)
+    stages = _by_rank((int(found[2]), file) for found, file in model if found[1] is None)
+    if list(stages) != list(range(len(stages))) or not stages:
+        what = f"has the model states of {len(stages)} stages, and not of the first {len(stages)}"
+        raise MalformedCheckpoint(what, path=folder, hint=FETCH)
+    ranks: list[list[tuple[int, Location]]] = [[] for _ in stages]
+    for found, file in optim:
+        if int(found[2]) >= len(stages):
+            what = f"{printable(file.name)} is of a stage without model states"
+            raise MalformedCheckpoint(what, path=folder, hint=FETCH)
+        ranks[int(found[2])].append((int(found[1]), file))
+    if len({bool(each) for each in ranks}) > 1:
+        what = "some stages have optimizer states, and others have none"
+        raise MalformedCheckpoint(what, path=folder, hint=FETCH)
+    of_stages = list(map(_by_rank, ranks))
+    ordered = dict(sorted(layers.items()))
+    return StepFiles(None, {}, {}, 1, ordered, list(stages.values()), of_stages)
+
+
+def _expert_files(
+    folder: Location, names: Sequence[str], tensor_ranks: set[int]
+) -> dict[tuple[int, int], Location]:
+    found: dict[tuple[int, int], Location] = {}
+    for name in names:
+        if not EXPERTS(name) or name.startswith("expp_rank"):
+            continue
+        if (match := _EXPERT(name)) is None or tensor_ranks != {0}:
+            what = "an expert-parallel checkpoint (expert files) of older releases or with tensor"
+            raise _not_read(folder, f"{what} parallelism")
+        found[int(match[1]), int(match[2])] = folder.child(name)
+    return dict(sorted(found.items()))
+
+
+def not_universal(files: StepFiles) -> UnsupportedCheckpoint:
+    """The refusal of what has a universal checkpoint in it, and is something else too."""
+    if files.optim:
+        what = f"holds a universal checkpoint (zero) and the states of {len(files.optim)} ranks"
+        return UnsupportedCheckpoint(what, hint="move one of them to a folder of its own")
+    what = "is the folder of the parameters of a universal checkpoint, which is more than that"
+    return UnsupportedCheckpoint(what, hint="name the folder that it is in")
+
+
+def _not_read(folder: Location, what: str, hint: str = NOT_READ) -> UnsupportedCheckpoint:
+    what = f"is {what} of DeepSpeed, which is not read"
+    return UnsupportedCheckpoint(what, path=folder, hint=hint)
+
+
+def _by_rank(found: Iterable[tuple[int, Location]]) -> dict[int, Location]:
+    ranks: dict[int, Location] = {}
+    for rank, file in sorted(found, key=lambda item: (item[0], item[1].name)):
+        if rank in ranks:
+            both = f"{printable(ranks[rank].name)} and {printable(file.name)}"
+            hint = "one is from another run; move it away"
+            what = f"two files are of rank {rank}: {both}"
+            raise MalformedCheckpoint(what, path=file.parent, hint=hint)
+        ranks[rank] = file
+    return ranks
+
+
+def require_ranks(files: Mapping[int, Location], count: int, kind: str) -> None:
+    """Raise unless the files are those of the ranks 0 to `count` - 1."""
+    what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"
+    if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
+        raise MalformedCheckpoint(f"{what}; those of rank {missing[0]} are missing", hint=FETCH)
+    if len(files) > count:
+        raise MalformedCheckpoint(what, hint="some are from another run; move them away")

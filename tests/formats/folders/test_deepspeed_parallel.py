@@ -1,0 +1,144 @@
+"""Pipelines and experts of DeepSpeed: the weights and states are those that deepspeed gives of each
+parameter (tests/data/make_deepspeed_parallel.py), and what is missing is told.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from helpers import oracle
+from helpers.paths import DATA
+
+FOLDERS = DATA / "deepspeed_parallel"
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture
+def pipeline(tmp_path) -> Path:
+    """A copy of the pipeline that a test may break."""
+    return shutil.copytree(FOLDERS / "pipeline", tmp_path / "pipeline")
+
+
+def step(folder: Path) -> Path:
+    return folder / "global_step2"
+
+
+def changed(file: Path, **entries: Any) -> None:
+    torch.save(torch.load(file, weights_only=False) | entries, file)
+
+
+def refused(folder: Path, what: str) -> None:
+    with pytest.raises(CheckpointError, match=what) as error:
+        load_portable(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_the_stages_of_a_pipeline_are_joined_as_deepspeed_gives_them(tmp_path):
+    expected = oracle.load(FOLDERS / "pipeline" / "states.pt")
+    convert_checkpoint(FOLDERS / "pipeline", tmp_path / "out.pt", fsync=False, verify=True)
+    for found in (
+        load_portable(FOLDERS / "pipeline", whole=True),
+        oracle.load(tmp_path / "out.pt"),
+    ):
+        assert found["module"].keys() == expected.keys()
+        (group,) = found["optimizer"]["param_groups"]
+        assert group["params"] == list(found["module"])
+        for name, values in expected.items():
+            assert found["module"][name].dtype == torch.float32
+            assert torch.equal(found["module"][name], values["fp32"])
+            state = found["optimizer"]["state"][name]
+            assert state["step"] == 2
+            assert all(torch.equal(state[key], values[key]) for key in STATES)
+
+
+def test_a_pipeline_without_zero_is_its_layers(produced):
+    found = load_portable(produced / "ds_pipeline", whole=True)
+    for number in (0, 2):
+        layer = oracle.load(produced / f"ds_pipeline/global_step0/layer_0{number}-model_states.pt")
+        assert layer
+        for key, value in layer.items():
+            assert torch.equal(found["module"].pop(f"{number}.{key}"), value)
+    assert not found["module"] and "optimizer" not in found
+    with open_checkpoint(produced / "ds_pipeline") as checkpoint:
+        assert any("states are left out: each stage numbers" in note for note in checkpoint.notes)
+
+
+def test_experts_without_zero_are_the_weights_of_their_files(produced):
+    folder = produced / "ds_moe" / "global_step0"
+    found = load_portable(produced / "ds_moe")
+    expected = oracle.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    for number in range(4):
+        file = folder / f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
+        expected |= oracle.load(file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_layer_that_is_missing_is_told(pipeline):
+    (step(pipeline) / "layer_02-model_states.pt").unlink()
+    refused(pipeline, r"2\.\w+: is a parameter of two stages, or of no layer")
+
+
+def test_without_zero_the_optimizers_tell_that_a_layer_is_missing(produced, tmp_path):
+    folder = shutil.copytree(produced / "ds_pipeline", tmp_path / "made")
+    (folder / "global_step0" / "layer_02-model_states.pt").unlink()
+    refused(folder, "layers have 2 parameters, and the optimizers of its stages 4")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("mp_rank_01_model_states.pt", "is of a stage without model states"),
+        ("mp_rank_00_model_states.pt", "has the model states of 1 stages, and not of the first"),
+        ("bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", "those of rank 1 are missing"),
+    ],
+)
+def test_a_rank_that_is_missing_is_told(pipeline, name, what):
+    (step(pipeline) / name).unlink()
+    refused(pipeline, what)
+
+
+def test_a_stage_without_its_states_is_told(pipeline):
+    for file in step(pipeline).glob("*mp_rank_01_optim_states.pt"):
+        file.unlink()
+    refused(pipeline, "some stages have optimizer states, and others have none")
+
+
+def test_more_stages_than_there_are_files_of_are_told(pipeline):
+    changed(step(pipeline) / "mp_rank_00_model_states.pt", mp_world_size=3)
+    refused(pipeline, "has the model states of 2 stages, but 3 wrote it")
+
+
+def test_layers_that_are_cut_are_refused_by_name(pipeline):
+    changed(
+        step(pipeline) / "mp_rank_00_model_states.pt",
+        checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 2},
+    )
+    refused(pipeline, "whose layers are cut .tensor parallelism..*ds_to_universal")
+
+
+def test_tied_layers_are_refused_by_name(pipeline):
+    file = step(pipeline) / "mp_rank_00_model_states.pt"
+    (shapes,) = torch.load(file, weights_only=False)["param_shapes"]
+    tied = {f"tied_modules.{name}": shape for name, shape in shapes.items()}
+    changed(file, param_shapes=[tied])
+    refused(pipeline, "tied_modules: is a pipeline with tied layers")
+
+
+def test_an_expert_that_is_missing_is_told(produced, tmp_path):
+    folder = shutil.copytree(produced / "ds_moe", tmp_path / "made")
+    file = folder / "global_step0" / "layer_0_expert_2_mp_rank_00_model_states.pt"
+    twice = oracle.load(file)
+    file.unlink()
+    refused(folder, "layer 0: has 3 experts in files, and the model states say 4")
+    torch.save({}, file)
+    refused(folder, "layer 0, expert 2: has no values, or some that another file has too")
+    torch.save(twice, file.with_name("layer_0_expert_1_mp_rank_00_model_states.pt"))
+    torch.save(twice, file)
+    refused(folder, "layer 0, expert 2: has no values, or some that another file has too")
