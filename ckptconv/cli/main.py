@@ -159,7 +159,7 @@ def _nearest(typed: str) -> str:
         return f"; ckptconv inspect {quote(printable(typed))} shows what is in a file"
     word = typed.lower().replace("_", "-")
     meant = [name for name, words in MEANT.items() if word in words.split()]
-    near = meant or difflib.get_close_matches(word, _ROWS, 3, 0.6)
+    near = meant or difflib.get_close_matches(word, _ROWS, 3, 0.65)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

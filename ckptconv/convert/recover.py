@@ -11,11 +11,11 @@ from ckptconv.convert.targets import check_place
 from ckptconv.formats.salvage import salvage
 from ckptconv.formats.target_format import Target
 from ckptconv.io.files import one_run
-from ckptconv.io.places import Output, Place, place_of
+from ckptconv.io.places import Output, Place, place_of, resolved
 from ckptconv.keys.key_map import KEEP
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
-from ckptconv.support.errors import MalformedCheckpoint, printable
+from ckptconv.support.errors import MalformedCheckpoint, OutputRefused, printable
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.report import Fields, Row, listed, note_rows, short_repr
 from ckptconv.support.text import count_text
@@ -72,6 +72,9 @@ def recover_checkpoint(
     """
     refuse_no_path(source=source)
     refuse_no_flag(force=force)
+    if resolved(place_of(source).path) == resolved(place_of(output).path):
+        hint = "name another file: what is lost now may be saved in another way"
+        raise OutputRefused("is the damaged file itself", path=place_of(output).path, hint=hint)
     options = Options(to=to, only=only, unknown=unknown, keys=KEEP, device="keep")
     request = options.request(None)
     with one_run():
@@ -94,7 +97,8 @@ def _recovered(
             raise MalformedCheckpoint(what, path=place.path, hint=hint)
         plan = plan_conversion(left, output, request)
         result = execute_plan(plan, force=force, on_progress=on_progress)
-        lost = [name for name in named if name not in {*whole}]
+        there = {*whole}
+        lost = [name for name in named if name not in there]
         told = str(place.path), str(plan.output), tuple(whole), tuple(lost), salvaged.damage
         return Recovery(*told, result)
 

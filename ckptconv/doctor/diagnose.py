@@ -214,7 +214,11 @@ def _unopened(error: CheckpointError, paths: Sequence[Location]) -> Finding:
     cause = printable(error.what, 2000)
     if error.where:
         cause = f"{printable(error.where)}: {cause}"
-    finding = Finding("error", _code(error), cause, _effect(error, paths[0]), advice=error.hint)
+    code, advice = _code(error), error.hint
+    if code == "damaged" and len(paths) == 1 and not paths[0].is_folder():
+        saving = "ckptconv recover saves its tensors that are whole, if there are some"
+        advice = f"{advice}; {saving}" if advice else saving
+    finding = Finding("error", code, cause, _effect(error, paths[0]), advice=advice)
     fixed = None
     if isinstance(error, IncompleteCheckpoint) and len(paths) == 1:
         fixed = _with_siblings(paths[0])

@@ -30,6 +30,7 @@ from ckptconv.formats.zip_directory import (
     DEFLATED,
     DESCRIPTOR,
     DESCRIPTOR64,
+    ENCRYPTED,
     LOCAL,
     MAX32,
     STORED,
@@ -45,6 +46,7 @@ from ckptconv.support.errors import (
     MalformedCheckpoint,
     UnsupportedCheckpoint,
     errors_at,
+    printable,
 )
 from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.tensors.checksums import check_storage
@@ -149,8 +151,12 @@ def _damaged_zip(place: Location) -> Salvaged:
 
 def _open_damaged_zip(source: Source) -> Checkpoint:
     records, seen = _records(source)
-    root = next((name[: -len("data.pkl")] for name in records if _is_tree(name)), None)
-    if root is None:
+    roots = [name[: -len("data.pkl")] for name in seen if _is_tree(name)]
+    root = next(iter(roots), "")
+    if len(roots) > 1:
+        what = f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}"
+        raise MalformedCheckpoint(what, path=source.path)
+    if f"{root}data.pkl" not in records:
         what = "its data.pkl is lost, which says the names, types and shapes of its tensors"
         hint = "the bytes that are left have no names; recover another copy"
         raise MalformedCheckpoint(what, path=source.path, hint=hint)
@@ -189,8 +195,7 @@ class _ZipStorages:
     def __init__(self, source: Source, records: Mapping[str, _Payload], root: str) -> None:
         self._source, self._records, self._root = source, records, root
         self._lost = _Lost(source)
-        order = records.get(f"{root}byteorder")
-        self._big_endian = order is not None and source.read(*order[:2]) == b"big"
+        self._big_endian = _byte_order(source, records.get(f"{root}byteorder")) == b"big"
 
     def __call__(self, key: str, location: str, nbytes: int, dtype: DType | None) -> Storage:
         name = f"{self._root}data/{key}"
@@ -199,6 +204,13 @@ class _ZipStorages:
             return Storage(self._lost, 0, nbytes, location, name, dtype)
         fields = (found.offset, nbytes, location, name, dtype, found.crc32, self._big_endian)
         return Storage(self._source, *fields)
+
+
+def _byte_order(source: Source, record: _Payload | None) -> bytes:
+    found = b"little" if record is None else source.read(record.offset, min(record.nbytes, 16))
+    if found not in (b"little", b"big"):
+        raise MalformedCheckpoint(f"has the unknown byte order {found!r}", path=source.path)
+    return found
 
 
 def _records(source: Source) -> tuple[dict[str, _Payload], set[str]]:
@@ -291,10 +303,14 @@ def _header(source: Source, at: int) -> _Header | None:
     offset = at + LOCAL.size + name_size + extra_size
     if signature != b"PK\3\4" or method not in (STORED, DEFLATED) or offset > source.size:
         return None
+    if flags & ENCRYPTED:
+        return None
     raw = source.read(at + LOCAL.size, name_size + extra_size)
     try:
         name = raw[:name_size].decode()
     except UnicodeDecodeError:
+        return None
+    if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name.split("/"):
         return None
     wide = _wide_sizes(raw[name_size:])
     if wide is not None and MAX32 in (stored, plain):
@@ -361,14 +377,21 @@ def _described_size(source: Source, header: _Header) -> int | None:
     limits = in_force()
     most = limits.pickle_bytes if _is_tree(header.name) else limits.small_record_bytes
     room = min(most + DESCRIPTOR64.size, source.size - header.offset)
-    raw = source.read(header.offset, room)
-    at = raw.find(b"PK\7\x08", 1)  # torch writes none behind an empty payload
-    while at >= 0:
-        described = _descriptor(source, header, at)
-        if described is not None and crc32(raw[:at]) == described[1]:
-            return at
-        at = raw.find(b"PK\7\x08", at + 1)
+    size, searched = 0, 1  # torch writes none behind an empty payload
+    while size < room:
+        size = min(room, 4 * size or _FIRST)  # what is held in memory is as long as what is found
+        raw = source.read(header.offset, size)
+        at = raw.find(b"PK\7\x08", searched)
+        while at >= 0:
+            described = _descriptor(source, header, at)
+            if described is not None and crc32(raw[:at]) == described[1]:
+                return at
+            at = raw.find(b"PK\7\x08", at + 1)
+        searched = max(1, size - 3)
     return None
+
+
+_FIRST = 1 << 16  # bytes in which the end of a record is looked for first
 
 
 # -------------------------------------------------------------------------------- torch legacy

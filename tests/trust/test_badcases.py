@@ -444,7 +444,13 @@ def looks(case: Case, given: list[Path]) -> list[tuple[list[object], tuple[int, 
         (["doctor", *given, "--values"], (0, 1)),
         (["scan", *given], (0, 1, 2)),
     ]
-    return commands + ([(["diff", *given, *given], (0, 2))] if len(given) == 1 else [])
+    if len(given) > 1:
+        return commands
+    of_one: list[tuple[list[object], tuple[int, ...]]] = [
+        (["diff", *given, *given], (0, 2)),
+        (["manifest", *given], (0, 1)),
+    ]
+    return commands + of_one
 
 
 PROGRESS = re.compile(r"(scanning|reading|comparing): +[0-9]+ %, ").match
