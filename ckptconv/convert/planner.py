@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from types import NoneType
+from typing import TYPE_CHECKING
 
 from ckptconv.convert.casts import cast_rule
 from ckptconv.convert.flat_planner import plan_flat, refuse_unheld
@@ -53,14 +54,15 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
-from ckptconv.tree.optimizer_names import follow_names, is_optimizer_of
-from ckptconv.tree.optimizer_states import optimizer_states
-from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts
+from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.settling import settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
 from ckptconv.tree.stray_tensors import settle_strays
 from ckptconv.tree.walk import tensors_of
+
+if TYPE_CHECKING:
+    from ckptconv.tree.optimizer_names import Followed
 
 
 def plan_conversion(
@@ -132,10 +134,8 @@ def _planned(
             whole = checkpoint
             if not keeps_modules(to, options):
                 whole = flatten_modules(checkpoint)
-            if options.with_training and next(optimizer_states(whole.root, {}), None) is None:
-                what = "--with-training: this checkpoint was opened without training states"
-                hint = "let convert open the folder that they are in, or leave it out"
-                raise OptionRefused(what, hint=hint)
+            if options.with_training:
+                _refuse_untrained(whole)
             checkpoint = edited(whole, _edits_of(options))
             options = replace(options, keys=with_config(options.keys, checkpoint))
             if to.holds_trees and options.shard_bytes is None:
@@ -163,6 +163,15 @@ def _with_adapter_told(plan: ConversionPlan, preset: str) -> ConversionPlan:
     from ckptconv.convert.adapter_names import with_adapter_told
 
     return with_adapter_told(plan, preset)
+
+
+def _refuse_untrained(checkpoint: Checkpoint) -> None:
+    from ckptconv.tree.optimizer_states import optimizer_states  # seldom needed
+
+    if next(optimizer_states(checkpoint.root, {}), None) is None:
+        what = "--with-training: this checkpoint was opened without training states"
+        hint = "let convert open the folder that they are in, or leave it out"
+        raise OptionRefused(what, hint=hint)
 
 
 def _refuse_codes_alone(checkpoint: Checkpoint, plan: ConversionPlan) -> None:
@@ -258,7 +267,7 @@ def _plan_tree(
     overlay: dict[int, Node] = {}
     left_out = settle_strays(checkpoint, root, options.unknown)
     # names in an optimizer follow the keys of its model, also where that stays out of the output
-    is_optimizer = options.only is not None and is_optimizer_of(checkpoint.root, root)
+    is_optimizer = options.only is not None and _is_optimizer(checkpoint.root, root)
     part, only = (checkpoint.root, None) if is_optimizer else (root, options.only)
     found = find_state_dicts(part, checkpoint.root, only)
     applied, renamed, skipped = rename_state_dicts(
@@ -266,7 +275,7 @@ def _plan_tree(
     )
     before = _before(checkpoint, found, only, whole)
     after = list(zip(found, renamed, strict=True))
-    new_names = follow_names(part, overlay, before, after)
+    new_names = _followed(part, overlay, before, after)
     told = list(optimizer_notes(part, overlay, before, after, new_names))
     if is_optimizer:
         found, applied, renamed, skipped, after = [], [], (), [], []
@@ -320,6 +329,27 @@ def _plan_tree(
         ),
         reads=PlannedFrom(checkpoint, root, tensors, cast, settled.checks),
     )
+
+
+def _is_optimizer(root: Node, part: Node) -> bool:
+    """Whether a part of a tree is one of its optimizer states."""
+    from ckptconv.tree.optimizer_states import optimizer_states  # 3 ms, seldom needed
+
+    return any(state.node is part for state in optimizer_states(root, {}))
+
+
+def _followed(
+    root: Node,
+    overlay: dict[int, Node],
+    before: list[StateDict],
+    after: list[tuple[StateDict, RenamedKeys]],
+) -> Sequence[Followed]:
+    """What became of the names in optimizer states, which are put into the overlay."""
+    if not any(done.changed for _, done in after):
+        return ()
+    from ckptconv.tree.optimizer_names import follow_names  # 4 ms, seldom needed
+
+    return follow_names(root, overlay, before, after)
 
 
 def _files_of_folder(

@@ -45,7 +45,6 @@ from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, refuse_no_edits
-from ckptconv.tree.optimizer_names import follow_names
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
 from ckptconv.tree.reshaping import apply_rules, with_config
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
@@ -184,7 +183,10 @@ def _selected(
         settle_strays(checkpoint, root, unknown)
         found = find_state_dicts(root, checkpoint.root, only)
         several, renamed, _ = rename_state_dicts(found, overlay, rules, checkpoint)
-        follow_names(root, overlay, found, list(zip(found, renamed, strict=True)))
+        if any(done.changed for done in renamed):
+            from ckptconv.tree.optimizer_names import follow_names  # seldom needed
+
+            follow_names(root, overlay, found, list(zip(found, renamed, strict=True)))
         _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
         found, kept = [each.item for each in several], [each.kept() for each in several]
     else:

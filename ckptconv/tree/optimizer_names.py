@@ -64,11 +64,6 @@ def follow_names(
     return told
 
 
-def is_optimizer_of(root: Node, part: Node) -> bool:
-    """Whether a part of a tree is one of its optimizer states."""
-    return any(state.node is part for state in optimizer_states(root, {}))
-
-
 def _new_names(
     names: Sequence[str], fates: Sequence[Fate]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
