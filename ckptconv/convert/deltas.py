@@ -26,7 +26,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
 from ckptconv.io.places import Named, Place, place_of, places_of
 from ckptconv.io.source import CHUNK
-from ckptconv.io.zstd import Deflating, deflating, require_zstd
+from ckptconv.io.zstd import Deflating, require_zstd
 from ckptconv.support.choices import (
     refuse_no_callback,
     refuse_no_flag,
@@ -256,7 +256,7 @@ def _xored(pairs: Iterable[tuple[Array, Array]], size: int) -> Iterator[bytes]:
             equal += len(changed)
             continue
         if frame is None:
-            frame = deflating(size)
+            frame = Deflating(size)
             for at in range(0, equal, CHUNK):
                 yield frame.compress(bytes(min(CHUNK, equal - at)))
         yield frame.compress(changed)
@@ -273,7 +273,7 @@ def _overwritten(pairs: Iterable[tuple[Array, Array]], again: Any) -> Iterator[b
     count = sum(int(np.count_nonzero(old != new)) for old, new in pairs)
     if not count:
         return
-    frame = deflating(4 + 5 * count)
+    frame = Deflating(4 + 5 * count)
     yield frame.compress(count.to_bytes(4, "little"))
     at = 0
     for old, new in again():

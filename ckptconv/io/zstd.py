@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 from ckptconv.io.source import CHUNK, Source, SourceFile
 from ckptconv.support.errors import MissingDependency, malformed
@@ -29,28 +30,34 @@ support 8 MiB. Levels up to 19 need no more; a window is memory, and a forged fr
 """
 
 
-class Deflating(Protocol):
-    """Makes a frame of the bytes that it is given."""
+class Deflating:
+    """Makes one frame of `size` bytes."""
 
-    def compress(self, data: Any, /) -> bytes:
+    def __init__(self, size: int) -> None:
+        zstd, is_own = _library()
+        self._errors = zstd.ZstdError
+        threads = 0 if size < _WORTH_THREADS else max(1, min(_THREADS, cores()))
+        with _memory_told(self._errors):
+            if not is_own:
+                packer = zstd.ZstdCompressor(level=LEVEL, threads=threads)
+                self._frame: Any = packer.compressobj(size)
+                return
+            name = zstd.CompressionParameter
+            options = {name.compression_level: LEVEL, name.nb_workers: threads}
+            self._frame = zstd.ZstdCompressor(options=options)
+            self._frame.set_pledged_input_size(size)
+
+    def compress(self, data: Any) -> bytes:
         """Take bytes; returns what of the frame is ready."""
+        with _memory_told(self._errors):
+            made: bytes = self._frame.compress(data)
+            return made
 
     def flush(self) -> bytes:
         """The end of the frame."""
-
-
-def deflating(size: int) -> Deflating:
-    """What makes one frame of `size` bytes."""
-    zstd, is_own = _library()
-    threads = 0 if size < _WORTH_THREADS else max(1, min(_THREADS, cores()))
-    if not is_own:
-        made: Deflating = zstd.ZstdCompressor(level=LEVEL, threads=threads).compressobj(size=size)
-        return made
-    name = zstd.CompressionParameter
-    frame = zstd.ZstdCompressor(options={name.compression_level: LEVEL, name.nb_workers: threads})
-    frame.set_pledged_input_size(size)
-    own: Deflating = frame
-    return own
+        with _memory_told(self._errors):
+            made: bytes = self._frame.flush()
+            return made
 
 
 class Inflating:
@@ -60,7 +67,7 @@ class Inflating:
 
     def __init__(self, source: Source) -> None:
         zstd, is_own = _library()
-        self._broken = (zstd.ZstdError, EOFError)
+        self._errors = zstd.ZstdError
         self._path = source.path
         packed = SourceFile(source)
         if is_own:
@@ -76,10 +83,22 @@ class Inflating:
         none, or needs more memory than is allowed.
         """
         try:
-            made: bytes = self._plain.read(nbytes)
-        except self._broken as error:
+            with _memory_told(self._errors):
+                made: bytes = self._plain.read(nbytes)
+        except (self._errors, EOFError) as error:
             raise malformed(f"its zstd frame does not inflate ({error})", self._path) from error
         return made
+
+
+@contextlib.contextmanager
+def _memory_told(errors: type[Exception]) -> Iterator[None]:
+    """Within the block, a want of memory that the library tells is Python's own error."""
+    try:
+        yield
+    except errors as error:
+        if "Allocation error" in str(error):
+            raise MemoryError from error
+        raise
 
 
 @functools.cache  # Python looks for a missing module anew each time, which takes 0.1 ms

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from ckptconv import (
 )
 from helpers.deltas import INDEX, SHARD, apply_delta, header_of, tensors_in
 from helpers.memory_bucket import bucket  # noqa: F401
-from helpers.program import run
+from helpers.program import PROGRAM, assert_one_error, run, run_process
 
 
 def trained(seed: int) -> dict[str, torch.Tensor]:
@@ -112,6 +114,23 @@ def test_a_delta_goes_to_a_store_and_comes_from_it(room, bucket):  # noqa: F811
     (room / "out.safetensors").write_bytes(bucket.content["out/model.safetensors"])
     assert tensors_in(room / "out.safetensors") == new
     assert bucket.left == []
+
+
+@pytest.mark.skipif(not shutil.which("prlimit"), reason="prlimit is not installed")
+@pytest.mark.parametrize("space", [110, 125, 135, 160])
+def test_too_little_memory_is_one_line(space, tmp_path):
+    values = torch.randn(3_000_000)
+    save_file({"w": values}, tmp_path / "base.safetensors")
+    save_file({"w": values.where(values > -2, 0)}, tmp_path / "new.safetensors")
+    delta_checkpoints(tmp_path / "base.safetensors", tmp_path / "new.safetensors", tmp_path / "d")
+    limited = ("prlimit", f"--as={space * 1000 * 1000}", *PROGRAM)
+    for words in (("delta", "base", "new.safetensors", "e"), ("apply", "base", "d", "out.npz")):
+        named = [word.replace("base", "base.safetensors") for word in words]
+        ended = run_process(*named, "-q", cwd=tmp_path, command=limited)
+        if ended.exit:
+            assert "out of memory" in assert_one_error(ended)
+        assert (tmp_path / named[-1]).exists() is not bool(ended.exit)
+        assert sorted(path.name for path in tmp_path.glob(".*")) == []
 
 
 def test_memory_does_not_grow_with_the_tensors(tmp_path):
