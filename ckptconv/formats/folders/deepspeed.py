@@ -34,6 +34,7 @@ from ckptconv.formats.folders.deepspeed_files import (
     step_files,
 )
 from ckptconv.formats.folders.deepspeed_parallel import (
+    expert_groups,
     expert_values,
     layer_values,
     of_all_stages,
@@ -49,6 +50,7 @@ from ckptconv.formats.folders.zero import (
     flat_groups,
     read_rank,
     read_shapes,
+    spread_over_ranks,
 )
 from ckptconv.formats.folders.zero_optimizer import kept_beside, optimizer_of
 from ckptconv.formats.folders.zero_weights import Weights
@@ -133,6 +135,8 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         told = "the weights are those of the model states, in the dtype of the training"
         sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
         return replace(first, container=CONTAINER, notes=(told, *first.notes), sources=sources)
+    if len(set(ranks[0].counts)) > 1:
+        raise spread_over_ranks("optimizer_state_dict.partition_count")
     groups = flat_groups(ranks, read_shapes(states[0]["param_shapes"], "param_shapes"))
     weights = Weights(states, stage)
     module = weights.join(_parameters(ranks, groups))
@@ -173,6 +177,8 @@ def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
             continue
         ranks, more = _read_ranks(of_stage.values(), open_file)
         require_ranks(of_stage, ranks[0].ranks, "optimizer")
+        if len(set(ranks[0].counts)) > 1:
+            raise spread_over_ranks("optimizer_state_dict.partition_count")
         opened += more
         groups = flat_groups(ranks, read_shapes(stage["param_shapes"], "param_shapes"))
         parameters += _parameters(ranks, groups)
@@ -186,7 +192,7 @@ def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
 
 
 def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
-    """The checkpoint of a model whose experts are in files of their own, without ZeRO."""
+    """The checkpoint of a model whose experts are in files of their own."""
     if files.whole is None:
         raise MalformedCheckpoint("the model states are missing", hint=FETCH)
     model = open_file(files.whole)
@@ -194,13 +200,23 @@ def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     experts = [open_file(file) for file in files.experts.values()]
     values = {key: one.root for key, one in zip(files.experts, experts, strict=True)}
     module = expert_values(states, values)
-    root = Dict([("module", module), *_others(model.root, {})])
-    told = (
-        f"the weights of {len(experts)} experts are joined with the others; the optimizer's states "
-        "are left out: each rank numbers its own"
-    )
     container = CONTAINER.called(f"{CONTAINER.name} experts")
-    return whole_of([model, *experts], container, root, model.path, (told,))
+    if not files.optim or states.get("param_shapes") is None:
+        root = Dict([("module", module), *_others(model.root, {})])
+        told = f"the weights of {len(experts)} experts are joined with the others"
+        told += "; the optimizer's states are left out: each rank numbers its own"
+        return whole_of([model, *experts], container, root, model.path, (told,))
+    ranks, opened = _read_ranks(files.optim.values(), open_file)
+    require_ranks(files.optim, ranks[0].ranks, "optimizer")
+    shapes = read_shapes(states["param_shapes"], "param_shapes")
+    groups = list(expert_groups(ranks, flat_groups(ranks, shapes), states))
+    weights = Weights([{**states, "module": module}], ranks[0].stage)
+    joined = weights.join(_parameters(ranks, groups))
+    optimizer, told, more = _optimizer(ranks, groups)
+    root = Dict([("module", joined), *optimizer, *_others(model.root, ranks[0].rest)])
+    told = f"{told} joined from {len(ranks)} ranks, with {len(experts)} experts{more}"
+    parts = [model, *experts, *opened]
+    return whole_of(parts, container, root, model.path, (told, *weights.notes))
 
 
 def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Checkpoint:

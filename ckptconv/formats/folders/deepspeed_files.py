@@ -75,10 +75,7 @@ def step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
         model = [item for item in model if int(item[0][2]) == 0]
     elif any(map(PIPELINE, names)):
         return _pipeline_files(folder, names, model, optim)
-    elif any(map(EXPERTS, names)):
-        if optim:
-            raise _not_read(folder, "an expert-parallel checkpoint of ZeRO (expert files)")
-    elif tensor_ranks != {0}:
+    elif tensor_ranks != {0} and not any(map(EXPERTS, names)):
         told = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
         raise _not_read(folder, told, UNIVERSAL)
     whole = [file for found, file in model if found[1] is None]

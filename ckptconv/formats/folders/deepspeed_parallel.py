@@ -9,16 +9,26 @@ in deepspeed/runtime/pipe/module.py, `_save_moe_checkpoint` in deepspeed/runtime
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ckptconv.formats.folders.deepspeed_files import UNIVERSAL
-from ckptconv.formats.folders.zero import WHOLE, entries
+from ckptconv.formats.folders.zero import (
+    WHOLE,
+    FlatGroup,
+    RankStates,
+    entries,
+    spread_over_ranks,
+)
 from ckptconv.formats.folders.zero_weights import Weights
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.refs import TensorRef
 
 _TIED = "tied_modules."
+_OTHER_ORDER = "use_data_before_expert_parallelism"
+_OF_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)([0-9]{1,6})(\..*)").fullmatch
 
 
 def layer_values(layers: Mapping[int, Node]) -> dict[str, Node]:
@@ -143,6 +153,63 @@ def expert_values(states: Mapping[str, Node], experts: Mapping[tuple[int, int], 
     made = ordered_dict(list(found.items()))
     made.state = module.state if type(module) is Call else ABSENT
     return made
+
+
+def expert_groups(
+    ranks: Sequence[RankStates], groups: Iterable[FlatGroup], states: Mapping[str, Node]
+) -> Iterator[FlatGroup]:
+    """The groups of ZeRO 1 and 2 with the experts of all ranks, by their numbers among all.
+
+    A group of experts lies in the partitions of the ranks that have the same experts: of E sets of
+    experts, rank R has the set R mod E. The shapes have the numbers that experts have on a rank.
+    Source: `_create_expert_and_data_parallel` in deepspeed/utils/groups.py (0.19.8).
+    """
+    config = entries(states.get("ds_config"))
+    for group in groups:
+        counts = ranks[0].counts
+        count = counts[group.number] if len(counts) > 1 else counts[0]
+        if count == len(ranks):
+            yield group
+            continue
+        if len(ranks) % count or config.get(_OTHER_ORDER):
+            raise spread_over_ranks(group.where)
+        sets = len(ranks) // count
+        local = _local_experts(group)
+        _require_local(local, sets, states)
+        for at in range(sets):
+            shapes = {_global(name, at, local): shape for name, shape in group.shapes.items()}
+            yield replace(group, ranks=tuple(range(at, len(ranks), sets)), shapes=shapes)
+
+
+def _local_experts(group: FlatGroup) -> dict[str, int]:
+    """How many experts of each layer a rank has, by what stands before their numbers."""
+    found: dict[str, set[int]] = {}
+    for name in group.shapes:
+        match = _OF_EXPERT(name)
+        if match is None:
+            raise spread_over_ranks(f"{group.where}.{name}")
+        found.setdefault(match[1], set()).add(int(match[2]))
+    for before, numbers in found.items():
+        if numbers != set(range(len(numbers))):
+            what = "does not have the experts of a rank from 0 on"
+            raise MalformedCheckpoint(what, where=before, hint=WHOLE)
+    return {before: len(numbers) for before, numbers in found.items()}
+
+
+def _require_local(local: Mapping[str, int], sets: int, states: Mapping[str, Node]) -> None:
+    """Raise where the experts of all ranks are not as many as the model states say."""
+    told: Node = states.get("num_experts")
+    counts = told if type(told) is list else [told]
+    for before, count in local.items():
+        if count * sets not in counts:
+            what = f"has {count} experts on each of {sets} sets of ranks, and not {counts[:1]}"
+            raise MalformedCheckpoint(what, where=before, hint=WHOLE)
+
+
+def _global(name: str, at: int, local: Mapping[str, int]) -> str:
+    match = _OF_EXPERT(name)
+    assert match is not None  # `_local_experts` has seen all names
+    return f"{match[1]}{at * local[match[1]] + int(match[2])}{match[3]}"
 
 
 def _require_experts(counts: Node, experts: Iterable[tuple[int, int]]) -> None:

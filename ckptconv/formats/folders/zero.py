@@ -32,8 +32,8 @@ WHOLE = "fetch the whole folder again: its files are from different runs, cut of
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """What one rank's optimizer states hold: the ZeRO `stage`, the number of `ranks`, and its fp32
-    partition of each group.
+    """What one rank's optimizer states hold: the ZeRO `stage`, over how many ranks each group is
+    spread (`counts`), and its fp32 partition of each group.
 
     `paddings` (None: there are none) are by group the elements that lie behind each parameter to
     align the next; `ends` are by group those that filled up this rank's partition and are not
@@ -41,11 +41,22 @@ class RankStates:
     """
 
     stage: int
-    ranks: int
+    counts: tuple[int, ...]
     groups: tuple[TensorRef, ...]
     paddings: tuple[tuple[int, ...], ...] | None = None
     ends: tuple[int, ...] = ()
     rest: Mapping[str, Node] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return max(self.counts)
+
+
+def spread_over_ranks(where: str) -> UnsupportedCheckpoint:
+    """The refusal of groups that some of the ranks have, where that is not read."""
+    spread = "its groups are spread over different numbers of ranks (expert parallelism)"
+    return UnsupportedCheckpoint(f"{spread}, which is not read", where=where)
 
 
 def entries(node: Node) -> dict[str, Node]:
@@ -71,8 +82,11 @@ def read_rank(root: Node) -> RankStates:
         raise UnsupportedCheckpoint("holds no fp32 partitions of a known ZeRO stage", where=where)
     groups = tuple(_flat_group(group, f"{where}.{number}") for number, group in enumerate(found))
     paddings = _paddings(states.get("param_alignment_paddings"))
-    count = _rank_count(states.get("partition_count"))
-    return RankStates(stage, count, groups, paddings, _ends(states, len(groups)), states)
+    if states.get("ds_zero_partition_groups") is not None:
+        raise spread_over_ranks("ds_zero_partition_groups")
+    counts = _rank_counts(states.get("partition_count"), len(groups))
+    ends = _ends(states, len(groups))
+    return RankStates(stage, counts, groups, paddings, ends, states)
 
 
 def _integer(node: Node) -> int:
@@ -115,17 +129,17 @@ def _are_sizes(node: Node) -> bool:
     )
 
 
-def _rank_count(node: Node) -> int:
+def _rank_counts(node: Node, groups: int) -> tuple[int, ...]:
+    """Over how many ranks each group is spread."""
     where = "optimizer_state_dict.partition_count"
-    counts = {_integer(count) for count in (node if type(node) in (list, tuple) else [node])}
-    if len(counts) > 1:
-        spread = "its groups are spread over different numbers of ranks (expert parallelism)"
-        raise UnsupportedCheckpoint(f"{spread}, which is not read", where=where)
-    count = counts.pop() if counts else -1
-    if not 1 <= count < 1 << 63:
+    listed = node if type(node) in (list, tuple) else [node] * max(groups, 1)
+    counts = tuple(map(_integer, listed))
+    if not counts or any(not 1 <= count < 1 << 63 for count in counts):
         raise MalformedCheckpoint("is not a number of ranks", where=where)
-    refuse_beyond("shards", count, f"says {count} ranks", where=where)
-    return count
+    if len(set(counts)) > 1 and len(counts) != groups:
+        raise MalformedCheckpoint("does not have one number for each group", where=where)
+    refuse_beyond("shards", max(counts), f"says {max(counts)} ranks", where=where)
+    return counts
 
 
 def read_shapes(node: Node, where: str) -> list[Shapes]:
@@ -242,9 +256,10 @@ def flat_groups(ranks: Sequence[RankStates], shapes: Sequence[Shapes]) -> list[F
 
     Raises `MalformedCheckpoint` when the ranks do not have them.
     """
-    counts = {(states.stage, len(states.groups)) for states in ranks}
-    if len(counts) > 1:
-        raise MalformedCheckpoint("its ranks differ in ZeRO stage or number of groups", hint=WHOLE)
+    alike = {(states.stage, len(states.groups), states.counts) for states in ranks}
+    if len(alike) > 1:
+        what = "its ranks differ in ZeRO stage, number of groups or number of ranks"
+        raise MalformedCheckpoint(what, hint=WHOLE)
     first, is_cut, everyone = ranks[0], ranks[0].stage == 3, tuple(range(len(ranks)))
     if is_cut and len(first.groups) != len(shapes):
         shapes = _by_length(shapes, [ref.numel for ref in first.groups], len(ranks))

@@ -371,8 +371,7 @@ def test_model_states_of_the_other_ranks_are_asked_for_only_where_they_hold_froz
 @pytest.mark.parametrize(
     ("file", "what"),
     [
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert-parallel"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "expert-parallel"),
+        ("layer_0_expert_1_mp_rank_01_model_states.pt", "expert-parallel"),
         ("mp_rank_01_model_states.pt", "tensor-parallel"),
     ],
 )
@@ -475,7 +474,7 @@ def test_a_shape_of_too_many_dimensions_is_beyond_a_limit(made):
         ),
         (
             {"fp32_flat_groups": [], "single_partition_of_fp32_groups": []},
-            "differ in ZeRO stage or number of groups",
+            "differ in ZeRO stage, number of groups",
         ),
         ({"fp32_flat_groups": 1, "single_partition_of_fp32_groups": 1}, "no fp32 partitions"),
     ],

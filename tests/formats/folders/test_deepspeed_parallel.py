@@ -4,8 +4,10 @@ parameter (tests/data/make_deepspeed_parallel.py), and what is missing is told.
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,3 +144,103 @@ def test_an_expert_that_is_missing_is_told(produced, tmp_path):
     torch.save(twice, file.with_name("layer_0_expert_1_mp_rank_00_model_states.pt"))
     torch.save(twice, file)
     refused(folder, "layer 0, expert 2: has no values, or some that another file has too")
+
+
+# ------------------------------------------------------------------------------- experts under ZeRO
+
+
+@pytest.fixture
+def experts(tmp_path) -> Path:
+    """A copy of the experts under ZeRO 2 that a test may break."""
+    return shutil.copytree(FOLDERS / "experts", tmp_path / "experts")
+
+
+def trained_with(folder: Path) -> dict[str, torch.Tensor]:
+    """What the module and the files of experts hold: the weights in bfloat16."""
+    found = dict(
+        oracle.load(step(folder) / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    )
+    for file in sorted(step(folder).glob("layer_*_expert_*.pt")):
+        found |= oracle.load(file)
+    return found
+
+
+def test_experts_of_zero_have_the_numbers_that_they_have_among_all(tmp_path):
+    """Each rank has two of the four under the numbers 0 and 1, and half of their elements."""
+    convert_checkpoint(FOLDERS / "experts", tmp_path / "out.pt", fsync=False, verify=True)
+    found, expected = oracle.load(tmp_path / "out.pt"), trained_with(FOLDERS / "experts")
+    assert found["module"].keys() == expected.keys() == found["optimizer"]["state"].keys()
+    for name, value in expected.items():
+        joined = found["module"][name]
+        assert joined.dtype == torch.float32 and torch.equal(joined.bfloat16(), value)
+    dense, of_experts = found["optimizer"]["param_groups"]
+    assert {name for name in expected if "experts" in name} == set(of_experts["params"])
+    assert {name for name in expected if "experts" not in name} == set(dense["params"])
+
+
+class Stub:
+    """Stands in for the classes of deepspeed that a rank's file names."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return Stub if module.startswith("deepspeed") else super().find_class(module, name)
+
+
+def of_rank(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a rank of ZeRO 2 saved, without objects of deepspeed, and its optimizer's part of it."""
+    reader = SimpleNamespace(__name__="reader", Unpickler=Unpickler)
+    root = torch.load(file, weights_only=False, pickle_module=reader)
+    states = root["optimizer_state_dict"]
+    del states["loss_scaler"], states["param_slice_mappings"]
+    states["zero_stage"] = 2
+    return root, states
+
+
+def test_the_states_of_experts_lie_as_their_weights(experts):
+    """Weights are put where the states are: then what is read of the states is the weights."""
+    for file in step(experts).glob("*optim_states.pt"):
+        root, states = of_rank(file)
+        for number, weights in enumerate(states["single_partition_of_fp32_groups"]):
+            states["base_optimizer_state"]["state"][number]["exp_avg"][: len(weights)] = weights
+        torch.save(root, file)
+    found = load_portable(experts, whole=True)
+    assert len(found["optimizer"]["state"]) == len(found["module"])
+    for name, state in found["optimizer"]["state"].items():
+        assert torch.equal(state["exp_avg"], found["module"][name])
+
+
+def test_experts_that_do_not_fit_are_refused(experts):
+    model = step(experts) / "mp_rank_00_model_states.pt"
+    before = model.read_bytes()
+    changed(model, num_experts=[8])
+    refused(experts, "layer 0: has 4 experts in files, and the model states say 8")
+    model.write_bytes(before)
+    changed(model, ds_config={"use_data_before_expert_parallelism": True})
+    refused(experts, "group 1: its groups are spread over different numbers of ranks")
+    model.write_bytes(before)
+    dense, local = torch.load(model, weights_only=False)["param_shapes"]
+    moved = {name.replace("experts.0.", "experts.5."): shape for name, shape in local.items()}
+    changed(model, param_shapes=[dense, moved])
+    refused(experts, "deepspeed_experts.: does not have the experts of a rank from 0 on")
+    changed(
+        model, param_shapes=[dense, {f"x{at}": shape for at, shape in enumerate(local.values())}]
+    )
+    refused(experts, "group 1.x0: its groups are spread over")
+
+
+def test_ranks_that_differ_in_their_counts_are_refused(experts):
+    file = step(experts) / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    root, states = of_rank(file)
+    states["partition_count"] = [4, 1]
+    torch.save(root, file)
+    refused(experts, "its ranks differ in ZeRO stage, number of groups or number of ranks")
+    states["partition_count"] = [4, 2, 2]
+    torch.save(root, file)
+    refused(experts, "partition_count: does not have one number for each group")
