@@ -268,7 +268,7 @@ class _Asked:
         else:
             checkpoint = _open_alone(path)
         if self.with_training:
-            checkpoint = _with_training(checkpoint)
+            checkpoint = _with_training(checkpoint, path)
         if checkpoint.part is not None or not is_folder:
             return checkpoint
         return checkpoint.as_part(part_of_modules(path))
@@ -315,11 +315,17 @@ class _Asked:
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
 
 
-def _with_training(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the training states in its folder, or in that of its first file."""
+def _with_training(checkpoint: Checkpoint, named: Location) -> Checkpoint:
+    """The checkpoint with the training states in its folder; `named` is what was opened, or the
+    folder that it is in. An open file has no folder.
+    """
     try:
-        place = place_of(checkpoint.path)
+        place = place_of(checkpoint.path) if named.is_folder() else named
         home = place if place.is_folder() else place.parent
+        if not home.is_folder():
+            what = "is in no folder that can be listed, so nothing is found beside it"
+            hint = "fetch the folder, and name that; or leave --with-training out"
+            raise UnsupportedCheckpoint(what, path=place, hint=hint)
         made: Checkpoint = _in_folders("trained.with_training")(checkpoint, home)
     except BaseException:
         checkpoint.close()

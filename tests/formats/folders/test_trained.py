@@ -4,6 +4,8 @@ that is asked for, and told of where they are not.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import pickle
 import shutil
@@ -135,6 +137,18 @@ def test_weights_alone_have_none(folder, tmp_path):
     with pytest.raises(UnsupportedCheckpoint, match="has no training states beside its weights"):
         convert_checkpoint(folder, tmp_path / "out.pt", with_training=True)
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "bytes"])
+def test_an_open_file_is_in_no_folder(kind, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)  # what lies in the working folder is none of its business
+    raw = (folder / "model.safetensors").read_bytes()
+    with contextlib.ExitStack() as leaving:
+        opened = io.BytesIO(raw)
+        if kind == "file":
+            opened = leaving.enter_context(open("model.safetensors", "rb"))
+        with pytest.raises(UnsupportedCheckpoint, match="in no folder that can be listed"):
+            convert_checkpoint(opened, tmp_path / "out.pt", with_training=True)
 
 
 def test_a_checkpoint_that_holds_them_itself_stays_as_it_is(folder, tmp_path):
