@@ -58,10 +58,22 @@ def files_below(folder: Path) -> set[str]:
 
 
 @samples
+@pytest.mark.parametrize("source", ["named states", "ranks", "universal"])
 @pytest.mark.parametrize("name", ["ds_uni_z2", "ds_uni_z3"])
-def test_the_tensors_are_those_of_ds_to_universal(name, tmp_path):
+def test_the_tensors_are_those_of_ds_to_universal(name, source, tmp_path):
+    """Also from the folder of all ranks, which has no ``universal_checkpoint_info``, and once more
+    from what was written.
+    """
     expected = torch.load(NUMBERS / name / "expected.pt")
-    step = written(tmp_path, tree_of(expected, global_steps=1))
+    if source == "named states":
+        step = written(tmp_path, tree_of(expected, global_steps=1))
+    else:
+        out = tmp_path / "out"
+        convert_checkpoint(NUMBERS / name / "in", out, to="universal", verify=True)
+        if source == "universal":
+            convert_checkpoint(out, tmp_path / "again", to="universal", verify=True)
+            out = tmp_path / "again"
+        step = out / (out / "latest_universal").read_text()
     assert step.name == "global_step1_universal"
     own = files_below(NUMBERS / name / "zero")
     steps = {f"{key}/step.pt" for key in expected}  # ZeRO-3 leaves them out
