@@ -149,7 +149,7 @@ def _refuse_options(
 
 # ------------------------------------------------------------------------------------- tensors
 
-_Found = tuple[int, list[Mismatch], tuple[str, ...]]
+_Outcome = tuple[int, list[Mismatch], tuple[str, ...]]
 """How many were compared, what differs, and notes."""
 
 
@@ -159,7 +159,7 @@ def _tensors(
     only: str | None,
     tag: str | None,
     on_progress: OnProgress | None,
-) -> _Found:
+) -> _Outcome:
     assert wanted.tensors is not None
     with open_certain(source, tag=tag) as checkpoint:
         components = components_of(checkpoint, only)
@@ -266,7 +266,7 @@ def _files(
     wanted: Manifest,
     tag: str | None,
     on_progress: OnProgress | None,
-) -> _Found:
+) -> _Outcome:
     listed = _listed(source, wanted, tag)
     pairs, notes = _pairs(listed, wanted, place)
     there = [(file, found) for file, found in pairs if found is not None]
@@ -311,7 +311,7 @@ def _pairs(listed: Listed, wanted: Manifest, place: Location) -> tuple[_Pairs, t
             hint = "name the file that it stands for"
             what = f"is a {wanted.kind}, of one file"
             raise UnsupportedCheckpoint(what, path=place.path, hint=hint)
-        return [(file, listed.files.get(file.name)) for file in wanted.files], ()
+        return [(file, _found(listed, file.name)) for file in wanted.files], ()
     if wanted.kind == "manifest" and len(wanted.files) > 1:
         return [(file, listed.files.get(file.name)) for file in wanted.files], ()
     pairs: _Pairs = []
@@ -328,6 +328,14 @@ def _pairs(listed: Listed, wanted: Manifest, place: Location) -> tuple[_Pairs, t
             raise UnsupportedCheckpoint(what, path=place.path, hint=hint)
         pairs.append((met[0], own))
     return pairs, tuple(notes)
+
+
+def _found(listed: Listed, name: str) -> Location | None:
+    """The file of a name in a folder, also where it lies in a folder that is passed over."""
+    if (own := listed.files.get(name)) is not None:
+        return own
+    place = listed.home.child(name)
+    return place if place.is_file() else None
 
 
 def _other_bytes(

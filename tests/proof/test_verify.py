@@ -235,6 +235,15 @@ def test_lists_of_others_are_manifests_of_files(folder, kind):
     assert found.same and found.notes == ("the manifest does not tell of 1 file: more",)
 
 
+def test_a_file_in_a_hidden_folder_is_compared_where_a_list_tells_of_it(folder):
+    (folder / ".github").mkdir()
+    (folder / ".github" / "x").write_bytes(b"1")
+    (folder.parent / "list").write_text(f"{digest(b'1')}  .github/x\n")
+    assert verify_checkpoint(folder, folder.parent / "list").same
+    (folder / ".github" / "x").write_bytes(b"2")
+    assert wrong(verify_checkpoint(folder, folder.parent / "list")) == {(".github/x", "bytes")}
+
+
 def test_a_pointer_of_lfs_is_a_manifest_of_one_file(folder):
     path, pointer = folder / "model.safetensors", folder.parent / "pointer"
     raw = path.read_bytes()
