@@ -37,6 +37,7 @@ MOST_PLACES = (1 << 32) - 1
 """The most bytes of a tensor whose bytes can be overwritten: their number is a u32."""
 
 _PLACES = 1 << 17  # that are held at a time
+_NOTHING: tuple[Iterator[memoryview], memoryview] = iter(()), memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,7 @@ class PatchedSource(DerivedSource):
         self.path, self.size = change.path, base.nbytes
         self._base, self._change, self._key = base, change, key
         self._lock = threading.Lock()
-        self._made: Iterator[memoryview] = iter(())
-        self._left = memoryview(b"")
+        self._made, self._left = _NOTHING
         self._at = -1
         self._is_checked = False
 
@@ -91,7 +91,7 @@ class PatchedSource(DerivedSource):
             if offset + len(view) < self.size:
                 self._at = offset + len(view)
             else:  # what made the bytes holds some MB, and there may be 100,000 tensors
-                self._made, self._left = iter(()), memoryview(b"")
+                self._made, self._left = _NOTHING
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)
@@ -119,7 +119,7 @@ class PatchedSource(DerivedSource):
                 piece.storage.source.check_unchanged()
 
     def _begin(self) -> None:
-        self._made, self._left = self._checked(), memoryview(b"")
+        self._made, self._left = self._checked(), _NOTHING[1]
 
     def _pass_over(self, nbytes: int) -> None:
         """Make the first bytes, for nobody; none out of the middle are given that were not checked
