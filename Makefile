@@ -7,7 +7,7 @@ DEMO := demo-out
 
 FAMILIES := .venv-families
 
-.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora bench-delta fuzz samples clean
+.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora bench-delta bench-resume fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -182,6 +182,10 @@ bench-layouts: $(VENV)/ready
 
 bench-delta: $(VENV)/ready
 	$(BIN)/python bench/disk_delta.py
+
+# Optimizer states against cp of the same bytes.
+bench-resume: $(VENV)/ready
+	$(BIN)/python bench/resume.py
 
 bench-lora: $(FAMILIES)/ready
 	$(FAMILIES)/bin/python bench/lora.py
