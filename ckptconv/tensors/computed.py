@@ -267,12 +267,15 @@ class ComputedSource(DerivedSource):
             _note_all(ref, note)
             return read_box(ref, start, shape).data.cast("B")
         box = strip_of(ref, start, shape)
+        if len(self.inputs) == 1 and box == (start, shape):  # no other box will ask for any of it
+            _note_all(ref, note)
+            return read_box(ref, start, shape).data.cast("B")
         strip = _strips.get(self, index, box, note)
         within = tuple(
             slice(at - begin, at - begin + size)
             for at, begin, size in zip(start, box[0], shape, strict=True)
         )
-        return _in_order(strip[within])
+        return _copied(strip[within])
 
     def _needed(self, box: Box) -> Sequence[Box]:
         """The box of each input that is read for a box of the output."""
@@ -333,10 +336,9 @@ def _room(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data
 
 
-def _in_order(values: Array) -> memoryview:
-    import numpy as np
-
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+def _copied(values: Array) -> memoryview:
+    """A copy in C order: a view would keep the whole strip while its bytes are written."""
+    return values.copy("C").reshape(-1).data.cast("B")
 
 
 def _note_all(ref: TensorRef, note: Note) -> None:
@@ -361,8 +363,9 @@ class _Strips:
             if found is None:
                 ref = source.inputs[index]
                 _note_all(ref, note)
+                # before it is there: a strip more at the peak would be a sixth of all memory
+                self._make_room(prod(box[1]) * ref.dtype.itemsize)
                 found = read_box(ref, *box).reshape(box[1])
-                self._make_room(found.nbytes)
                 own = self._kept.setdefault(source, {})
             own[index, box] = found  # behind those that were used before
             return found

@@ -200,7 +200,7 @@ def _fill(out: Array, piece: Piece, itemsize: int) -> None:
 _SMALL = 1 << 16
 """The bytes that are read for a few of them, rather than to ask more often."""
 
-_SPAN = 8 << 20
+_SPAN = 4 << 20
 """The bytes of a span that are read at a time."""
 
 _TILE = 256, 64
