@@ -369,11 +369,17 @@ def deepspeed(folder: Path) -> Iterator[Seed]:
     ]
     for stage in (1, 2, 3):
         made = zero.write(
-            folder / f"zero{stage}", stage, 2, groups, buffers={"steps": torch.tensor(3)}
+            folder / f"zero{stage}",
+            stage,
+            2,
+            groups,
+            buffers={"steps": torch.tensor(3)},
+            kept={"exp_avg": torch.neg, "exp_avg_sq": torch.square},
         )
         yield of_folder(f"deepspeed:made{stage}", made)
-    for path in sorted((DATA / "deepspeed").iterdir()):
-        yield of_folder(f"deepspeed:{path.name}", path)
+    for name in ("deepspeed", "deepspeed_parallel"):
+        for path in sorted((DATA / name).iterdir()):
+            yield of_folder(f"{name}:{path.name}", path)
 
 
 def accelerate(_: Path) -> Iterator[Seed]:
