@@ -22,7 +22,7 @@ from helpers import oracle
 from helpers.program import run
 
 CORPUS = oracle.corpus_folder()
-UNREAD = ("README.md", "ds_moe", "ds_pipeline", "ds_universal", "torchtitan")
+UNREAD = ("README.md", "torchtitan")
 
 
 def real_files() -> list[Path]:

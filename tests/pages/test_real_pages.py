@@ -41,9 +41,8 @@ FOLDERS = sorted(
 )
 MOST = 500_000  # rows of a table
 UNREAD = {  # what has no page, because it is not a checkpoint, or not all of one
-    "tracel-ai__burn__tar_multi_dtype.tar", "README.md", "ds_moe", "ds_pipeline", "ds_universal",
-    "ds_moe/global_step0", "ds_pipeline/global_step0", "ds_universal/z3", "rank0_dtensor.pt",
-    "rank1_dtensor.pt", "torchtitan",
+    "tracel-ai__burn__tar_multi_dtype.tar", "README.md", "rank0_dtensor.pt", "rank1_dtensor.pt",
+    "torchtitan",
 }  # fmt: skip
 
 

@@ -324,13 +324,10 @@ def each(paths: list[Path]) -> pytest.MarkDecorator:
 REFUSED = {
     "tracel-ai__burn__tar_multi_dtype.tar": "not one of torch",
     "torchao_int8.pt": "a tensor of which torchao.quantization.Int8Tensor is a part",
-    "ds_moe": "expert-parallel",
-    "ds_pipeline": "pipeline-parallel",
-    "ds_universal": "universal checkpoint",
     "torchtitan": "choose one with --tag: new, old",
 }
-"""What is not a checkpoint, tensors whose values only their class knows, layouts of DeepSpeed that
-are not read, and a folder of two checkpoints.
+"""What is not a checkpoint, tensors whose values only their class knows, and a folder of two
+checkpoints.
 """
 
 
