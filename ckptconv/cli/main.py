@@ -46,7 +46,7 @@ COMMANDS = {
         "diff": ("answering", "Compare two checkpoints of any formats, to the bit."),
         "scan": ("answering", "Say whether a file is safe to load."),
         "manifest": ("proving", "Write the SHA-256 of the files and of each tensor."),
-        "verify": ("proving", "Say what is not as a manifest says."),
+        "verify": ("proving", "Hold a checkpoint against a manifest."),
     },
     "Fix": {
         "strip-module": ("converting", "Strip `module.` (DataParallel, DDP) from the keys."),

@@ -594,7 +594,7 @@ def test_to_says_the_format_of_a_name_that_says_none(tmp_path):
 
 def test_a_name_that_says_no_format_is_an_error(tmp_path):
     for name in ("out", "out.onnx"):
-        assert "--to torch or --to safetensors (or dcp, npz)" in assert_one_error(
+        assert "--to torch or --to safetensors (or dcp, universal, npz)" in assert_one_error(
             run("convert", DDP, name, cwd=tmp_path), code=2
         )
     assert names(tmp_path) == []
@@ -1268,6 +1268,9 @@ COMMANDS = {
         "--rules",
         "--reverse",
     ],
+    "manifest": ["-o", "--only", "--tag", "--force", "--limit", "--json"],
+    "verify": ["--files", "--public-key", "--only", "--all", "--limit", "--json"],
+    "recover": ["--to", "--force", "--limit", "--json"],
     "strip-module": OPTIONS,
     "add-module": OPTIONS,
     "inspect": ["--depth", "--portable", "--json"],
