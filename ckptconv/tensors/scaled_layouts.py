@@ -74,7 +74,7 @@ def moved(move: Move, items: Sequence[Beside]) -> list[Beside]:
 
     The move was made with the codes before, so its numbers fit them.
     """
-    return list(_MOVED[move.name](items, *move.numbers))
+    return list(MOVED[move.name](items, *move.numbers))
 
 
 def _laid(move: str, numbers: Sequence[Shape], items: Sequence[Beside]) -> list[TensorRef]:
@@ -244,7 +244,7 @@ def _add(items: Sequence[Beside], number: Shape, on: Shape = ()) -> Iterator[Bes
     raise RefusedObject("codes are not values, to which something could be added")
 
 
-_MOVED: Mapping[str, Callable[..., Iterator[Beside]]] = {
+MOVED: Mapping[str, Callable[..., Iterator[Beside]]] = {
     "stack": _stack,
     "unstack": _unstack,
     "concat": _concat,

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from ckptconv import KeyRules, RefusedObject, convert_checkpoint, load_portable
+from ckptconv.tensors.layouts import MOVES
+from ckptconv.tensors.scaled_layouts import MOVED
 from helpers.examples import examples
 from helpers.paths import NUMBERS
 from helpers.program import run
@@ -313,6 +315,10 @@ def test_what_no_scale_would_be_right_for_is_refused(case, tmp_path):
     done = run("convert", "model.pt", "out.pt", "--rules", "rules.json", cwd=tmp_path)
     assert done.err.strip() == f"error: model.pt: {message}" and done.exit == 1
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_scales_follow_each_move_that_there_is():
+    assert MOVED.keys() == MOVES.keys()
 
 
 def test_without_a_config_the_size_of_a_block_is_not_guessed(tmp_path):
