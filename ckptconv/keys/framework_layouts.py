@@ -10,7 +10,8 @@ beside the checkpoint or stand behind the name of the preset.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ckptconv.keys.gguf_layouts import (
     GEMMA_FACTS,
@@ -37,6 +38,7 @@ from ckptconv.keys.layout_rows import (
     stacked,
 )
 from ckptconv.keys.megatron_layouts import (
+    PLAIN_SWIGLU,
     megatron_llama,
     megatron_mixtral,
     megatron_qkv,
@@ -45,6 +47,7 @@ from ckptconv.keys.megatron_layouts import (
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.text import first_few, some_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class Layout:
 
     `rows` makes it for numbers of heads, which it does not look at unless it `needs_heads`.
     `is_whole`: all keys of a checkpoint are in it; another one is an error. `one_way` says why
-    there is no way back, if there is none.
+    there is no way back, if there is none. `only` has what the config of the model may say, where
+    it says anything: of another model some keys are the same, and the values laid out otherwise.
     """
 
     source: str
@@ -61,6 +65,25 @@ class Layout:
     needs_heads: bool = False
     is_whole: bool = True
     one_way: str = ""
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+
+def refuse_other_model(words: str, name: str, config: Mapping[str, Any]) -> None:
+    """Raise `KeyConflict` where the config is that of a model for which the layout `name` is not;
+    `words` are those of the preset.
+    """
+    for key, allowed in LAYOUTS[name].only.items():
+        told = config.get(key)
+        if told is not None and told not in allowed:
+            what = f"{words} is for {key} {some_text(list(map(str, allowed)))}"
+            hint = f"take the preset for this model: {first_few(_presets_for(key, told), 4)}"
+            if not _presets_for(key, told):
+                hint = "there is no preset for this model; write the rules in a file (--rules)"
+            raise KeyConflict(f"{what}, and the model says {printable(told)}", hint=hint)
+
+
+def _presets_for(key: str, told: object) -> list[str]:
+    return [name for name, layout in LAYOUTS.items() if told in layout.only.get(key, ())]
 
 
 def layout_rules(name: str, heads: Heads | None, *, back: bool) -> tuple[Rule, ...]:
@@ -333,7 +356,9 @@ LAYOUTS: Mapping[str, Layout] = {
         "torchtitan b5bcd76 models/llama3/state_dict_adapter.py (BSD-3)", _torchtitan_llama3, True
     ),
     "torchtitan-qwen3": Layout(
-        "torchtitan b5bcd76 models/qwen3/state_dict_adapter.py (BSD-3)", _torchtitan_qwen3
+        "torchtitan b5bcd76 models/qwen3/state_dict_adapter.py (BSD-3)",
+        _torchtitan_qwen3,
+        only={"model_type": ("qwen3", "qwen3_moe")},
     ),
     "torchtitan-deepseek-v3": Layout(
         "torchtitan b5bcd76 models/deepseek_v3/state_dict_adapter.py (BSD-3)", _torchtitan_deepseek
@@ -342,7 +367,9 @@ LAYOUTS: Mapping[str, Layout] = {
         "torchtune bd2a0fc models/convert_weights.py (BSD-3)", _torchtune_llama, True
     ),
     "torchtune-qwen": Layout(
-        "torchtune bd2a0fc models/qwen2, models/qwen3 _convert_weights.py (BSD-3)", _torchtune_qwen
+        "torchtune bd2a0fc models/qwen2, models/qwen3 _convert_weights.py (BSD-3)",
+        _torchtune_qwen,
+        only={"model_type": ("qwen2", "qwen3")},
     ),
     "litgpt-llama": Layout(
         "litgpt 2685705 scripts/convert_hf_checkpoint.py (Apache-2.0)", _litgpt_llama, True
@@ -360,13 +387,22 @@ LAYOUTS: Mapping[str, Layout] = {
         "Megatron-Bridge 067f987 merge_qkv_weights (Apache-2.0)", megatron_qkv, True, False
     ),
     "megatron-llama": Layout(
-        "Megatron-Bridge models/llama/llama_bridge.py (Apache-2.0)", megatron_llama, True
+        "Megatron-Bridge models/llama/llama_bridge.py (Apache-2.0)",
+        megatron_llama,
+        True,
+        only=PLAIN_SWIGLU,
     ),
     "megatron-mixtral": Layout(
-        "Megatron-LM d98e8a64 tools/checkpoint/loader_mixtral_hf.py (BSD-3)", megatron_mixtral, True
+        "Megatron-LM d98e8a64 tools/checkpoint/loader_mixtral_hf.py (BSD-3)",
+        megatron_mixtral,
+        True,
+        only=PLAIN_SWIGLU,
     ),
     "megatron-qwen3-moe": Layout(
-        "Megatron-Bridge models/qwen/qwen3_moe_bridge.py (Apache-2.0)", megatron_qwen3_moe, True
+        "Megatron-Bridge models/qwen/qwen3_moe_bridge.py (Apache-2.0)",
+        megatron_qwen3_moe,
+        True,
+        only=PLAIN_SWIGLU,
     ),
     "phi3": Layout("transformers models/phi3/modeling_phi3.py (Apache-2.0)", _phi3, True, False),
     "mlx-moe": Layout(
@@ -376,11 +412,22 @@ LAYOUTS: Mapping[str, Layout] = {
         "transformers modeling_gguf_pytorch_utils.py (Apache-2.0), gguf-py 0.19 (MIT)",
         gguf_llama,
         True,
+        only={"general.architecture": ("llama",), "model_type": ("llama", "mistral")},
     ),
-    "gguf-qwen2": Layout("gguf-py 0.19 tensor_mapping.py (MIT)", gguf_qwen2),
-    "gguf-gemma": Layout(GEMMA_FACTS, gguf_gemma, one_way=NO_WAY_BACK),
-    "gguf-gemma2": Layout(GEMMA_FACTS, gguf_gemma2, one_way=NO_WAY_BACK),
-    "gguf-gemma3": Layout(GEMMA_FACTS, gguf_gemma3, one_way=NO_WAY_BACK),
+    "gguf-qwen2": Layout(
+        "gguf-py 0.19 tensor_mapping.py (MIT)",
+        gguf_qwen2,
+        only={"general.architecture": ("qwen2",), "model_type": ("qwen2",)},
+    ),
+    "gguf-gemma": Layout(
+        GEMMA_FACTS, gguf_gemma, one_way=NO_WAY_BACK, only={"general.architecture": ("gemma",)}
+    ),
+    "gguf-gemma2": Layout(
+        GEMMA_FACTS, gguf_gemma2, one_way=NO_WAY_BACK, only={"general.architecture": ("gemma2",)}
+    ),
+    "gguf-gemma3": Layout(
+        GEMMA_FACTS, gguf_gemma3, one_way=NO_WAY_BACK, only={"general.architecture": ("gemma3",)}
+    ),
 }
 """The layouts by the names of their presets, which go to the Hub; ``to-NAME`` goes back, but of
 those that are `one_way`.

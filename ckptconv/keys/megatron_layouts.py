@@ -27,6 +27,11 @@ _ENDS = (
     "output_layer.weight",
 )
 
+PLAIN_SWIGLU = {"swiglu": (True,), "apply_layernorm_1p": (False,), "rotary_interleaved": (False,)}
+"""The arguments of Megatron-LM with which tensors are what they are on the Hub: the first matrix
+of an MLP has a gate, norms are not less by 1, the values of heads are rotated in halves.
+"""
+
 
 def megatron_qkv(heads: Heads) -> Iterator[Row]:
     yield from fused_qkv(fused_by_group, "**.linear_qkv", "**.", heads)

@@ -116,9 +116,10 @@ class Preset(Rule):
             is_back = head == "transformers-original"
             rules = of_transformers(argument or None, config, back=is_back)
         else:
-            from ckptconv.keys.framework_layouts import LAYOUTS, layout_rules
+            from ckptconv.keys.framework_layouts import LAYOUTS, layout_rules, refuse_other_model
 
             name = head.removeprefix(_BACK)
+            refuse_other_model(self.words, name, config)
             heads = self._heads(argument, config) if LAYOUTS[name].needs_heads else None
             rules = layout_rules(name, heads, back=head != name)
         return replace(self, settled=rules)

@@ -30,14 +30,15 @@ def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """The numbers of heads in the metadata of a GGUF file; None for another file.
+    """The architecture and the numbers of heads in the metadata of a GGUF file; None for another
+    file.
 
     Without one of their own keys and values have as many as queries. Source: docs/gguf.md of ggml.
     """
-    architecture = metadata.get("general.architecture")
+    architecture = metadata.get(_ARCHITECTURE)
     if architecture is None:
         return None
-    told = {}
+    told: dict[str, Any] = {_ARCHITECTURE: architecture}
     for name, ours in (("head_count", _HEADS), ("head_count_kv", _KV_HEADS)):
         text = metadata.get(f"{architecture}.attention.{name}")
         if text is not None:
@@ -45,7 +46,10 @@ def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     return told
 
 
+_ARCHITECTURE = "general.architecture"
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
+_OF_VALUES = ("swiglu", "apply_layernorm_1p", "rotary_interleaved")
+"""What Megatron-LM's arguments say of the values of a model, not of its size."""
 
 
 def training_arguments(root: Node) -> Mapping[str, Any]:
@@ -58,14 +62,17 @@ def training_arguments(root: Node) -> Mapping[str, Any]:
 
 
 def _of_megatron(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The numbers of heads in the arguments of Megatron-LM; None for another program's.
+    """The numbers of heads in the arguments of Megatron-LM, and what they say of the values; None
+    for another program's.
 
     Groups count where there are some. Source: megatron/training/arguments.py.
     """
     if not {_HEADS, "tensor_model_parallel_size"} <= args.keys():
         return None
     is_grouped = args.get("group_query_attention") is True
-    return {_HEADS: args[_HEADS], _KV_HEADS: args.get("num_query_groups") if is_grouped else None}
+    told = {name: args[name] for name in _OF_VALUES if args.get(name) is not None}
+    groups = args.get("num_query_groups") if is_grouped else None
+    return {**told, _HEADS: args[_HEADS], _KV_HEADS: groups}
 
 
 def home_of(checkpoint: Checkpoint) -> Location | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import numpy
@@ -335,6 +336,48 @@ def test_heads_of_a_gguf_file_are_those_that_it_says(tmp_path):
         halves = torch.from_numpy(values).unflatten(0, (heads, -1, 2)).transpose(1, 2)
         expected = halves.flatten(0, 2)
         assert torch.equal(found[f"model.layers.0.self_attn.{name}_proj.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "preset", "helps"),
+    [
+        ("llama", "gguf-qwen2", "gguf-llama"),
+        ("gemma", "gguf-gemma2", "gguf-gemma"),
+        ("qwen2", "gguf-llama", "gguf-qwen2"),
+        ("phi3", "gguf-llama:4,4", "write the rules in a file"),
+    ],
+)
+def test_the_layout_of_another_architecture_is_refused(architecture, preset, helps, tmp_path):
+    told = [gguf_files.entry("general.architecture", 8, gguf_files.text(architecture))]
+    path = tmp_path / "model.gguf"
+    tensor = gguf_files.tensor("blk.0.ffn_norm.weight", (8,))
+    path.write_bytes(gguf_files.gguf(tensor, metadata=told, data=bytes(32)))
+    with pytest.raises(KeyConflict, match=f"the model says {architecture}; .*{helps}"):
+        load_portable(path, keys=KeyRules.of([("preset", preset)]))
+
+
+def test_a_llama_is_not_taken_for_a_qwen_whose_q_is_not_in_pairs(tmp_path):
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for preset in ("to-torchtune-qwen", "to-torchtitan-qwen3", "to-gguf-qwen2"):
+        with pytest.raises(KeyConflict, match=r"model_type qwen.*, and the model says llama"):
+            load_portable(tmp_path / "model.safetensors", keys=KeyRules.of([("preset", preset)]))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"swiglu": False}, "is for swiglu True, and the model says False"),
+        ({"apply_layernorm_1p": True}, "is for apply_layernorm_1p False"),
+        ({"rotary_interleaved": True}, "is for rotary_interleaved False"),
+    ],
+)
+def test_a_model_of_megatron_that_is_no_llama_is_refused(told, message, tmp_path):
+    args = Namespace(num_attention_heads=4, tensor_model_parallel_size=1, **told)
+    key = "decoder.layers.0.mlp.linear_fc1.weight"
+    torch.save({"args": args, "model": {key: torch.randn(8, 4)}}, tmp_path / "model.pt")
+    with pytest.raises(KeyConflict, match=message):
+        load_portable(tmp_path / "model.pt", keys=KeyRules.of([("preset", "megatron-llama")]))
 
 
 def gemma_file(path: Path, norms: torch.Tensor, matrix: torch.Tensor) -> Path:
