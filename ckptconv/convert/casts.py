@@ -141,8 +141,10 @@ def cast_rule(
     scales inside a quantized tensor, are not weights. `kept` are the keys of each state dict that
     are not left out, each with its new one.
 
-    Where there is no state dict, all tensors that are not part of a call are cast. Raises
-    `RefusedObject` where codes or their scales would be cast.
+    Where there is no state dict, all tensors that are not part of a call, nor of an optimizer's
+    state, are cast. Raises `RefusedObject` where codes or their scales would be cast, and
+    `OptionRefused` where all there is to cast is an optimizer's state: a step of 257 is none of
+    bfloat16's numbers, and small squares of gradients are 0 in float16.
     """
     if not casts and not casts.has_globs:
         return attrgetter("dtype")
@@ -152,7 +154,7 @@ def cast_rule(
         tensors = dict(tensors_of(tree.root, tree.overlay))
         casts.refuse_scaled(tensors, {key: key for key in tensors}, "")
     values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
-    weights = {id(tensor_of(value)) for value in values} if found else _free_tensors(tree)
+    weights = {id(tensor_of(value)) for value in values} if found else _not_states(tree)
     # they stay as they are, and so do the tensors over them
     bare = {id(storage) for storage in tree.storages}
     weights -= {
@@ -167,6 +169,20 @@ def cast_rule(
             if tensor is not None and key in names:
                 named.append((names[key], tensor))
     return casts.rule([(key, ref) for key, ref in named if id(ref) in weights])
+
+
+def _not_states(tree: Tree) -> set[int]:
+    """The tensors that are not part of a call, nor of an optimizer's state."""
+    from ckptconv.tree.optimizer_states import optimizer_states  # seldom needed
+
+    free = _free_tensors(tree)
+    states = [state.node for state in optimizer_states(tree.root, tree.overlay)]
+    held = {id(ref) for node in states for _, ref in tensors_of(node, tree.overlay)}
+    if held and not free - held:
+        what = "only weights are cast, and this is an optimizer's state alone"
+        hint = "leave --dtype out: training goes on from the values that were saved"
+        raise OptionRefused(what, hint=hint)
+    return free - held
 
 
 def _free_tensors(tree: Tree) -> set[int]:

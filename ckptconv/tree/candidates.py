@@ -172,7 +172,8 @@ class _Look:
         if place is not None and _names_state(place[1]):
             place = self._outside.get(id(node), place)
         is_named_so = place is not None and _names_state(place[1])
-        if is_training_state(node) or (is_named_so and not _stands_for_tensor(node)):
+        is_state = is_training_state(node) or is_flat_state(node)
+        if is_state or (is_named_so and not _stands_for_tensor(node)):
             self.aside[id(node)] = None
             self._states.append((place, node))
             return
@@ -422,6 +423,22 @@ def is_training_state(node: Node) -> bool:
     if _is_list(parts.get("hypers")):  # fastai's: a list of the parameters' states
         return type(parts.get("state")) is list
     return mapping_pairs(parts.get("state")) is not None and type(parts.get("param_groups")) is list
+
+
+FLAT_STATES = ("state.", "param_groups.")
+
+
+def is_flat_state(node: Node) -> bool:
+    """Whether a node is an optimizer's state by its keys alone, wherever it is: such as
+    ``state.fc.weight.exp_avg`` and ``param_groups.fc.weight.lr``, some of both, and nothing else.
+    """
+    pairs = mapping_pairs(node)
+    if not pairs or type(pairs[0][0]) is not str or not pairs[0][0].startswith(FLAT_STATES):
+        return False
+    keys = [key for key, _ in pairs]
+    return all(type(key) is str and key.startswith(FLAT_STATES) for key in keys) and all(
+        any(key.startswith(start) for key in keys) for start in FLAT_STATES
+    )
 
 
 def _is_list(node: Node) -> bool:

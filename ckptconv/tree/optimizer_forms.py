@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -15,6 +15,7 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.optimizer_order import (
     HINT,
     ParameterOrder,
+    is_sorted,
     names_of_numbers,
     order_of,
     with_keys_of,
@@ -107,7 +108,7 @@ class FormOptimizer:
         models: Sequence[StateDict],
     ) -> tuple[dict[Node, Node], str]:
         """The names of numbers, and what says them."""
-        if (beside := names_beside(parts)) is not None:
+        if (beside := names_beside(parts, state.path)) is not None:
             return beside, "those that its groups say"
         if self.order is not None:
             order = self.order if len(models) != 1 else with_keys_of(self.order, models[0])
@@ -115,6 +116,9 @@ class FormOptimizer:
         if len(models) != 1 or not checkpoint.container.is_torch:
             why = "no state dict beside them tells the order of model.parameters()"
             what = f"numbers its parameters, and {why}"
+            raise RefusedObject(what, where=state.path or None, hint=HINT)
+        if is_sorted(models[0]):
+            what = "numbers its parameters, and the keys beside them are sorted, not the module's"
             raise RefusedObject(what, where=state.path or None, hint=HINT)
         order = order_of(models[0], models[0].path or "the weights")
         source = f"the order of the keys in {order.source}, and their shapes"
@@ -135,18 +139,32 @@ class FormOptimizer:
             what = f"is flat, so the order of its {len(parts.groups)} groups is not known"
             hint = "write it by names, and let torch's set_optimizer_state_dict load it"
             raise RefusedObject(what, where=state.path or None, hint=hint)
-        places = {bare_name(name): at for at, (name, _) in enumerate(self.order.parameters)}
-        for name in parts.parameters:
-            if bare_name(name) not in places:
-                what = f"is in the optimizer's state, and not in {printable(self.order.source)}"
-                raise KeyConflict(what, where=str(name), hint=HINT)
-        groups = [
-            ParamGroup(
-                group.settings, sorted(group.params, key=lambda name: places[bare_name(name)])
-            )
-            for group in parts.groups
-        ]
-        return replace(parts, groups=groups)
+        places = _places([str(name) for name in parts.parameters], self.order)
+        return replace(parts, groups=[_sorted(group, places) for group in parts.groups])
+
+
+def _places(names: Sequence[str], order: ParameterOrder) -> dict[Node, int]:
+    """Where parameters stand in an order, whose names may have wrappers that theirs have not."""
+    exact = {name: at for at, (name, _) in enumerate(order.parameters)}
+    bare = {bare_name(name): at for name, at in exact.items()}
+    places: dict[Node, int] = {}
+    for name in names:
+        at = exact.get(name, bare.get(bare_name(name)))
+        if at is None:
+            what = f"is in the optimizer's state, and not in {printable(order.source)}"
+            raise KeyConflict(what, where=name, hint=HINT)
+        places[name] = at
+    return places
+
+
+def _sorted(group: ParamGroup, places: Mapping[Node, int]) -> ParamGroup:
+    """A group with its parameters by their places, and the list of names that goes with them."""
+    order = sorted(range(len(group.params)), key=lambda at: places[group.params[at]])
+    settings = dict(group.settings)
+    beside = settings.get("param_names")
+    if type(beside) is list and len(beside) == len(order):
+        settings["param_names"] = [beside[at] for at in order]
+    return ParamGroup(settings, [group.params[at] for at in order])
 
 
 def _at_the_root(checkpoint: Checkpoint) -> Node:

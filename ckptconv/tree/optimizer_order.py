@@ -15,6 +15,7 @@ from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.errors import KeyConflict, RefusedObject, printable
 from ckptconv.support.text import count_text
 from ckptconv.tensors.refs import Shape, view_identity
+from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.optimizer_parts import OptimizerParts
 from ckptconv.tree.optimizer_states import BUFFERS, bare_name, shape_of_state
 from ckptconv.tree.state_dicts import StateDict
@@ -59,6 +60,15 @@ def order_of(found: StateDict, source: str) -> ParameterOrder:
         if is_new and is_of_numbers and not key.endswith(BUFFERS):
             parameters.append(Parameter(key, ref.shape))
     return ParameterOrder(source, parameters)
+
+
+def is_sorted(found: StateDict) -> bool:
+    """Whether the keys of a state dict are in the order of texts, so that it may not be a module's:
+    a safetensors file that became a dict of torch has layer 10 before layer 2. What has the
+    `_metadata` of a module has its order too.
+    """
+    keys = found.keys
+    return len(keys) > 1 and list(keys) == sorted(keys) and metadata_of(found.node) is None
 
 
 def with_keys_of(order: ParameterOrder, found: StateDict) -> ParameterOrder:

@@ -8,12 +8,13 @@ in the keys, ``state.NAME.exp_avg`` and ``param_groups.NAME.lr``
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.errors import RefusedObject
+from ckptconv.support.errors import RefusedObject, printable
 from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.optimizer_states import (
     OptimizerState,
@@ -70,6 +71,7 @@ def parts_of(state: OptimizerState, node: Node) -> OptimizerParts:
         return _flat_parts(pairs)
     parts = {key: value for key, value in pairs if key in _PARTS}
     groups = [_group(group, state.path) for group in parts["param_groups"]]
+    _refuse_twice([name for group in groups for name in group.params], state.path)
     return OptimizerParts(
         dict(_states(parts["state"], state.path)),
         groups,
@@ -88,6 +90,13 @@ def _states(node: Node, path: str) -> Iterator[tuple[Node, dict[str, Node]]]:
 
 
 _LEAVE = "leave it as it is: without --optimizer"
+
+
+def _refuse_twice(names: Sequence[Node], path: str) -> None:
+    """Refuse parameters that are not told apart: the state of one would be that of another."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        what = f"its groups have {printable(str(twice[0]))} more than once"
+        raise RefusedObject(what, where=f"{path}.param_groups".strip("."), hint=_LEAVE)
 
 
 def _group(node: Node, path: str) -> ParamGroup:
@@ -110,13 +119,17 @@ class _NamedGroup(ParamGroup):
     names: tuple[Node, ...] = ()
 
 
-def names_beside(parts: OptimizerParts) -> dict[Node, Node] | None:
-    """The names that the groups of numbers say themselves; None where one does not."""
+def names_beside(parts: OptimizerParts, path: str) -> dict[Node, Node] | None:
+    """The names that the groups of numbers say themselves; None where one does not.
+
+    Raises `RefusedObject` where two numbers have one name.
+    """
     found: dict[Node, Node] = {}
     for group in parts.groups:
         if not isinstance(group, _NamedGroup):
             return None
         found |= zip(group.params, group.names, strict=True)
+    _refuse_twice(list(found.values()), path)
     return found if found.keys() >= set(parts.parameters) else None
 
 

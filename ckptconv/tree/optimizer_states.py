@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ckptconv.keys.wrappers import bare_key, drop_unmistakable
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
-from ckptconv.tree.candidates import is_training_state
+from ckptconv.tree.candidates import FLAT_STATES, is_flat_state, is_training_state
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.state_dicts import StateDict
@@ -30,7 +30,6 @@ _SHAPED = frozenset(_IN_SHAPE.split())
 """What torch's optimizers keep in the shape of the parameter (torch/optim/*.py)."""
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """How the keys of buffers end that torch itself makes; nobody calls a parameter so."""
-_FLAT = ("state.", "param_groups.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +172,12 @@ def _named_flat(place: Place, node: Node) -> OptimizerState | None:
     pairs = mapping_pairs(node)
     if not pairs:  # nearly all nodes: their places are not looked at
         return None
-    labels = labels_of(place)
-    if not any(type(label) is str and names_training_state(label) for label in labels):
-        return None
-    if not all(type(key) is str and key.startswith(_FLAT) for key, _ in pairs):
-        return None
+    if not is_flat_state(node):
+        labels = labels_of(place)
+        if not any(type(label) is str and names_training_state(label) for label in labels):
+            return None
+        if not all(type(key) is str and key.startswith(FLAT_STATES) for key, _ in pairs):
+            return None
     keys = flat_keys([key for key, _ in pairs])
     names = dict.fromkeys(key.name for key in keys if key.name)
     return OptimizerState(place_text(place), tuple(names), (), node, is_flat=True)

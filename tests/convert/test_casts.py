@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckptconv import KeyConflict, OptionRefused, convert_checkpoint
+from ckptconv import CheckpointError, KeyConflict, OptionRefused, convert_checkpoint
 from helpers.program import run
 
 
@@ -123,3 +123,32 @@ def test_a_torch_output_has_no_metadata(model):
     folder, _ = model
     with pytest.raises(OptionRefused, match="cannot hold metadata"):
         convert_checkpoint(folder / "m.pt", folder / "o.pt", metadata="a=b")
+
+
+def trained_adam() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(257):  # bfloat16 has no such number
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_an_optimizers_state_is_never_cast(tmp_path):
+    model, optimizer = trained_adam()
+    torch.save(optimizer.state_dict(), tmp_path / "alone.pt")
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(both, tmp_path / "both.pt")
+    beside = {"optimizer": optimizer.state_dict(), "mean": torch.ones(2)}
+    torch.save(beside, tmp_path / "beside.pt")
+    for name, options in (("alone.pt", {}), ("both.pt", {"only": "optimizer"})):
+        for words in ({"dtype": "bf16"}, {"cast": "*exp_avg=bf16"}):
+            with pytest.raises(CheckpointError, match="only weights are cast"):
+                convert_checkpoint(tmp_path / name, tmp_path / "out.pt", **options, **words)
+    for name, kind in (("both.pt", "model"), ("beside.pt", "mean")):
+        convert_checkpoint(tmp_path / name, tmp_path / "out.pt", dtype="bf16", force=True)
+        made = torch.load(tmp_path / "out.pt")
+        cast = made["model"]["weight"] if kind == "model" else made["mean"]
+        assert cast.dtype is torch.bfloat16
+        assert made["optimizer"]["state"][0]["step"].item() == 257
+        assert made["optimizer"]["state"][0]["exp_avg_sq"].dtype is torch.float32

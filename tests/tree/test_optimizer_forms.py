@@ -288,3 +288,71 @@ def of_shape(shape: tuple[int, ...]) -> Any:
     source = MemorySource(bytes(4 * shape[0]), Path("memory"))
     storage = Storage(source, 0, 4 * shape[0], "cpu", "0")
     return whole_view(storage, BY_NAME["float32"], shape)
+
+
+def by_name(model: nn.Module, *names: list[str]) -> list[dict[str, Any]]:
+    there = dict(model.named_parameters())
+    return [{"params": [(name, there[name]) for name in group]} for group in names]
+
+
+def alike(*names: list[str]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Three weights of one shape, in groups that are not in the model's order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    optimizer = torch.optim.Adam(by_name(model, *names), lr=0.01)
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_names_beside_the_numbers_go_with_them(tmp_path):
+    model, optimizer = alike(["2.weight", "0.weight"], ["1.weight"])
+    tree = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    (tmp_path / "order.txt").write_text("0.weight\n1.weight\n2.weight\n")
+    made = converted(tmp_path, tree, optimizer="numbers", order_from=tmp_path / "order.txt")
+    told = made["optimizer"]["param_groups"]
+    assert [group["param_names"] for group in told] == [["0.weight", "2.weight"], ["1.weight"]]
+    states = {id(p): state for p, state in optimizer.state.items()}
+    for group in told:
+        for number, name in zip(group["params"], group["param_names"], strict=True):
+            wanted = states[id(model.get_parameter(name))]["exp_avg"]
+            assert torch.equal(made["optimizer"]["state"][number]["exp_avg"], wanted)
+
+
+def test_two_parameters_of_one_name_are_refused(tmp_path):
+    model, optimizer = alike(["0.weight", "1.weight"], ["2.weight"])
+    state = optimizer.state_dict()
+    state["param_groups"][1]["param_names"] = ["1.weight"]
+    with pytest.raises(CheckpointError, match=r"groups have 1\.weight more than once"):
+        converted(tmp_path, {"model": model.state_dict(), "optimizer": state}, optimizer="names")
+    state["param_groups"][1]["params"] = [1]
+    with pytest.raises(CheckpointError, match="groups have 1 more than once"):
+        converted(tmp_path, {"model": model.state_dict(), "optimizer": state}, optimizer="names")
+
+
+def test_sorted_keys_are_not_the_order_of_a_module(tmp_path):
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(11)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    weights = dict(sorted(model.state_dict().items()))  # 0, 1, 10, 2, …
+    tree = {"model": weights, "optimizer": optimizer.state_dict()}
+    with pytest.raises(CheckpointError, match="the keys beside them are sorted"):
+        converted(tmp_path, tree, optimizer="names")
+    made = converted(tmp_path, {**tree, "model": model.state_dict()}, optimizer="names")
+    assert list(made["optimizer"]["state"]) == list(model.state_dict())
+
+
+def test_a_flat_state_alone_is_an_optimizers(tmp_path):
+    model, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    torch.save(flat, tmp_path / "flat.pt")
+    with pytest.raises(CheckpointError, match="state: no weights"):
+        convert_checkpoint(tmp_path / "flat.pt", tmp_path / "flat.safetensors")
+    made = converted(tmp_path, flat, optimizer="names")
+    assert same(made["state"], get_optimizer_state_dict(model, optimizer)["state"])
+    # a model may have a part of one of the names
+    part = {"state.weight": torch.ones(2), "state.bias": torch.ones(1)}
+    torch.save(part, tmp_path / "part.pt")
+    convert_checkpoint(tmp_path / "part.pt", tmp_path / "part.safetensors")

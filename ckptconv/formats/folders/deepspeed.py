@@ -244,7 +244,8 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     told = f"the weights and the optimizer's states of {len(found.states)} parameters are joined"
     if optimizer is None:
         told = (
-            "the optimizer's states are left out: no file says which parameters are in its groups"
+            "the optimizer's states are left out: no file says which parameters are in its groups, "
+            "and in which order"
         )
     container = CONTAINER.called(f"{CONTAINER.name} universal")
     opened = [*models, *found.opened]

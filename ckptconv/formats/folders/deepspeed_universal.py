@@ -58,9 +58,12 @@ class Universal:
 
     def optimizer(self, shapes: Sequence[Shapes]) -> Node | None:
         """The optimizer's states; `shapes` are the parameters of each partition. None where it is
-        not told which parameters a group has.
+        not told which parameters a group has, and in which order.
         """
-        named = [list(group) for group in shapes] or [list(self.states)]
+        named = [list(group) for group in shapes]
+        # the names of folders have no order, and those who number parameters would make one of it
+        if not self.states.keys() <= {name for group in named for name in group}:
+            return None
         if len(named) == 1 and len(self.groups) == 1:
             return named_optimizer(self.states, [ParamGroup(self.groups[0][0], list(self.states))])
         if any(number >= len(named) for _, numbers in self.groups for number in numbers):

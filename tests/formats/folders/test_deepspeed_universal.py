@@ -187,3 +187,11 @@ def test_a_step_that_is_universal_too_is_refused(tmp_path):
     made.parent.mkdir(parents=True)
     torch.save({"param": torch.rand(7, 5)}, made)
     refused(folder, "holds a universal checkpoint .zero. and the states of 2 ranks")
+
+
+@pytest.mark.parametrize("sample", ["ds_uni_z2"], indirect=True)
+def test_names_of_folders_are_not_the_order_of_parameters(sample, tmp_path):
+    (sample / "mp_rank_00_model_states.pt").unlink()
+    result = convert_checkpoint(sample, tmp_path / "out.pt")
+    assert "optimizer" not in torch.load(tmp_path / "out.pt")
+    assert any("states are left out" in note for note in result.notes)
