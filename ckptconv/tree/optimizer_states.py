@@ -18,7 +18,10 @@ from typing import NamedTuple
 
 from ckptconv.keys.wrappers import bare_key, drop_unmistakable
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.plain_numbers import number_of
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
+from ckptconv.tensors.stream import read_box
 from ckptconv.tree.candidates import FLAT_STATES, is_flat_state, is_training_state
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.renaming import RenamedKeys
@@ -163,6 +166,19 @@ def shape_of_state(state: Node) -> Shape | None:
     refs = [tensor_of(value) for key, value in pairs if key in _SHAPED]
     shapes = {ref.shape for ref in refs if ref is not None}
     return shapes.pop() if len(shapes) == 1 else None
+
+
+def read_number(node: Node) -> float | None:
+    """A number that an optimizer keeps, such as its step, plain or in a tensor; None for what is no
+    real number.
+    """
+    if type(node) in (int, float):
+        return node  # type: ignore[no-any-return]
+    if type(node) is not TensorRef or node.numel != 1 or node.dtype.kind not in ("float", "int"):
+        return None
+    Checksums().read(node.storage)
+    number = number_of(read_box(node, (0,) * len(node.shape), node.shape).tobytes(), node.dtype)
+    return None if isinstance(number, complex) else number
 
 
 def _named_flat(place: Place, node: Node) -> OptimizerState | None:

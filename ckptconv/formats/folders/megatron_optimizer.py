@@ -17,10 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.plain_numbers import number_of
-from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.stream import read_box
+from ckptconv.tree.optimizer_states import read_number
 from ckptconv.tree.walk import is_tensor, label_text
 
 _STATE = re.compile(
@@ -120,18 +117,8 @@ def _step(optimizer: _Optimizer, groups: Sequence[Mapping[Node, Node]]) -> float
     common = dict(mapping_pairs(optimizer.others.get("state")) or ())
     found = [common["common_step"]] if "common_step" in common else []
     found = found or [group["step"] for group in groups if "step" in group]
-    numbers = {_number(node) for node in found} - {None}
+    numbers = {read_number(node) for node in found} - {None}
     return numbers.pop() if len(numbers) == 1 else None
-
-
-def _number(node: Node) -> float | None:
-    if type(node) in (int, float):
-        return node  # type: ignore[no-any-return]
-    if type(node) is not TensorRef or node.numel != 1 or node.dtype.kind not in ("float", "int"):
-        return None
-    Checksums().read(node.storage)
-    number = number_of(read_box(node, (0,) * len(node.shape), node.shape).tobytes(), node.dtype)
-    return None if isinstance(number, complex) else number
 
 
 def _others(optimizers: Sequence[_Optimizer]) -> Iterator[tuple[Node, Node]]:

@@ -22,11 +22,12 @@ from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.tensors.flat_runs import Flat, shaped
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import verbatim_range
-from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
+from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer, read_number
 from ckptconv.tree.walk import tensor_of
 
 _BESIDE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 _STATES = "base_optimizer_state"
+_SAME = ("step", "lr")
 _MUONS = "momentum_buffer"
 _MOST_GROUPS = 1 << 20  # where no file says how many there are
 
@@ -55,10 +56,32 @@ def optimizer_of(ranks: Sequence[RankStates], groups: Sequence[FlatGroup]) -> No
         rank = found.index(None)
         what = f"rank {rank} has no optimizer states, and others have some"
         raise MalformedCheckpoint(what, where=_STATES, hint=WHOLE)
+    _require_same_settings(optimizers)
     states: dict[str, dict[str, Node]] = {}
     for group in groups:
         states.update(_of_group(group, ranks, optimizers))
     return named_optimizer(states, _named_groups(optimizers[0], groups))
+
+
+def _require_same_settings(optimizers: Sequence[RankOptimizer]) -> None:
+    """Raise where ranks are of different steps: some optimizers count them in their groups."""
+    for rank, each in enumerate(optimizers):
+        for number, ((first, _), (own, _)) in enumerate(
+            zip(optimizers[0].groups, each.groups, strict=False)
+        ):
+            for key in _SAME:
+                both = [first.get(key), own.get(key)]
+                _require_equal(both, (0, rank), f"param_groups.{number}.{key}")
+
+
+def _require_equal(values: Sequence[Node], ranks: Sequence[int], where: str) -> None:
+    """Raise where numbers of ranks differ, that are of one step."""
+    first = read_number(values[0])
+    for rank, value in zip(ranks, values, strict=True):
+        number = read_number(value)
+        if None not in (first, number) and number != first:
+            what = f"is {first:g} on rank {ranks[0]} and {number:g} on rank {rank}"
+            raise MalformedCheckpoint(what, where=where, hint=WHOLE)
 
 
 PlainGroup = tuple[Mapping[str, Node], tuple[int, ...]]
@@ -172,6 +195,7 @@ def _values(
     if len(refs) != len(values) or len({len(ref.shape) for ref in refs}) != 1:
         raise MalformedCheckpoint("its ranks do not hold the same", where=where, hint=WHOLE)
     if not refs[0].shape:
+        _require_equal(refs, group.ranks, where)
         return ((name, own_number(refs[0], where)) for name in group.shapes)
     if is_muon and key == _MUONS:
         return _whole_parameters(group, refs, ranks, where)
@@ -181,12 +205,8 @@ def _values(
 
 def _same(values: Sequence[Node], group: FlatGroup, where: str) -> Node:
     """A plain value that all ranks have."""
-    first = values[0]
-    for rank, value in zip(group.ranks, values, strict=True):
-        if type(value) is int and type(first) is int and value != first:
-            what = f"is {first} on rank {group.ranks[0]} and {value} on rank {rank}"
-            raise MalformedCheckpoint(what, where=where, hint=WHOLE)
-    return first
+    _require_equal(values, group.ranks, where)
+    return values[0]
 
 
 def own_number(value: Node, where: str) -> Node:

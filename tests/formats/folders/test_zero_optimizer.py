@@ -209,6 +209,14 @@ CONTRADICTIONS = {
         r"group 0.extra: rank 0 and rank 1 do not both have it",
     ),
     "another step": (put("state", 0, "step", value=4), "group 0.step: its ranks do not hold"),
+    "another step in a tensor": (
+        put("state", 0, "step", value=torch.tensor(4.0)),
+        "group 0.step: is 3 on rank 0 and 4 on rank 1",
+    ),
+    "another rate of its schedule": (
+        put("param_groups", 1, "lr", value=0.5),
+        r"param_groups.1.lr: is 2 on rank 0 and 0\.5 on rank 1",
+    ),
     "text for a tensor": (put("state", 1, "exp_avg", value="x"), "group 1.exp_avg: its ranks"),
     "another type": (
         put("state", 1, "exp_avg", value=torch.zeros(2, dtype=torch.int64)),
