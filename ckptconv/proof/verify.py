@@ -18,6 +18,7 @@ from ckptconv.proof.digesting import Sha256, tensor_digests, told_of
 from ckptconv.proof.files import Listed, file_digest, files_in, files_of
 from ckptconv.proof.making import components_of
 from ckptconv.proof.manifest import FileDigest, Kind, Manifest, TensorDigest
+from ckptconv.proof.prefixes import prefix_notes
 from ckptconv.proof.reading import read_manifest
 from ckptconv.support.choices import (
     refuse_no_flag,
@@ -169,7 +170,7 @@ def _tensors(
         there, unreadable = _digests(both, on_progress)
         found = [*unreadable, *_differing(wanted.tensors, there, {one.name for one in unreadable})]
         found += (Mismatch(name, "unexpected") for name in sorted(others))
-        notes = () if only is not None else tuple(_part_notes(asked, others))
+        notes = tuple(prefix_notes(checkpoint, only, asked, {each.name for each in components}))
         return len(both), found, (*checkpoint.notes, *notes)
 
 
@@ -240,21 +241,6 @@ def _compared(wanted: TensorDigest, there: TensorDigest) -> Iterator[Mismatch]:
         yield Mismatch(name, "values")
     elif there.recipe != wanted.recipe:
         yield Mismatch(name, "recipe", f"{there.recipe}, not {wanted.recipe}")
-
-
-def _part_notes(asked: set[str], others: set[str]) -> Iterator[str]:
-    """Say which part to name where all names lie in one."""
-    missing = asked - {name for name in asked if name in others}
-    prefixes = {name.removesuffix(known) for known in missing for name in _ending(others, known)}
-    for prefix in sorted(prefixes):
-        if prefix.endswith(".") and all(f"{prefix}{name}" in others for name in missing):
-            part = prefix.removesuffix(".")
-            yield f"the names of the manifest are those in {part}: add --only {part}"
-            return
-
-
-def _ending(names: set[str], known: str) -> list[str]:
-    return [name for name in names if name.endswith(f".{known}")][:8]
 
 
 # --------------------------------------------------------------------------------------- files

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
+import shlex
 import shutil
+import time
 
 import pytest
 import torch
@@ -125,6 +128,53 @@ def test_a_part_is_compared_by_its_names_in_there(tmp_path):
     assert verify_checkpoint(tmp_path / "train.pt", tmp_path / "m", only="state_dict").same
     manifest_checkpoint(tmp_path / "train.pt", tmp_path / "m2", only="state_dict")
     assert verify_checkpoint(tmp_path / "model.pt", tmp_path / "m2").same
+
+
+PREFIXED = {
+    "wrapped": ({f"module.{key}": value for key, value in MODEL.items()}, []),
+    "compiled": ({f"_orig_mod.{key}": value for key, value in MODEL.items()}, []),
+    "named": ({f"model.{key}": value for key, value in MODEL.items()}, []),
+    "parted": (
+        {"net": {f"module.{key}": value for key, value in MODEL.items()}, "epoch": 1},
+        ["--only", "net"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXED)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_what_a_note_on_prefixes_advises_makes_both_the_same(home, name, is_reversed):
+    tree, only = PREFIXED[name]
+    torch.save(tree, home / "other.pt")
+    ours, manifest = "other.pt", "m.sha256"
+    if is_reversed:
+        made = run("manifest", "other.pt", "-o", "other.sha256", *only, cwd=home)
+        ours, manifest, only = "model.pt", "other.sha256", []
+        assert made.exit == 0
+    done = run("verify", ours, manifest, cwd=home)
+    assert done.exit == 1
+    [note] = [line for line in done.out.splitlines() if line.split()[:1] == ["note"]]
+    assert "verify --only net what " in note if only else "verify what " in note
+    command = re.search("ckptconv (.*) writes$", note)[1].replace(" IN OUT", f" {ours} new.pt")
+    assert run(*shlex.split(command), cwd=home).exit == 0
+    assert run("verify", "new.pt", manifest, *only, cwd=home).exit == 0
+
+
+def test_names_that_are_there_need_no_other_prefix(home):
+    torch.save({**MODEL, "weight": torch.ones(1)}, home / "other.pt")
+    assert verify_checkpoint(home / "other.pt", home / "m.sha256").notes == ()
+
+
+def test_a_note_on_prefixes_takes_no_time_that_grows_with_the_square_of_the_names(tmp_path):
+    names = [f"layers.{number}.weight" for number in range(6000)]
+    one = torch.ones(1)
+    torch.save(dict.fromkeys(names, one), tmp_path / "a.pt")
+    torch.save({f"model.{name}": one for name in names}, tmp_path / "b.pt")
+    manifest_checkpoint(tmp_path / "a.pt", tmp_path / "m")
+    begin = time.process_time()
+    [note] = verify_checkpoint(tmp_path / "b.pt", tmp_path / "m").notes
+    assert "--strip-prefix model." in note
+    assert time.process_time() - begin < 2  # 36 million names compared took 4 s
 
 
 def test_a_scale_of_codes_is_compared(tmp_path):
