@@ -252,7 +252,8 @@ def _configs(checkpoint: Checkpoint, *, is_peft: bool) -> dict[str, Config]:
     """The configs by what stands before the names of the modules that they are for."""
     home = home_of(checkpoint)
     text = None if is_peft else checkpoint.metadata.get(OF_DIFFUSERS)
-    given = {} if home is None or text is not None else json_in(home, CONFIG)
+    is_of_peft = is_peft or any(map(_PEFT.fullmatch, checkpoint.state_dict().keys))
+    given = json_in(home, CONFIG) if is_of_peft and home is not None and text is None else {}
     if given and home is not None:
         try:
             return {PEFT_PREFIX if is_peft else "": _read(given)}

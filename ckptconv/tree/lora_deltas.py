@@ -70,8 +70,17 @@ class Asked:
         if rank is None:
             return self.strength  # of matrices that are whole, LyCORIS does not take the alpha
         if "alpha" in self.parts:
-            return self.strength * number_in(self.parts["alpha"], self.keys["alpha"]) / rank
+            alpha = number_in(self.parts["alpha"], self.keys["alpha"])
+            self._refuse_other_alpha(alpha, name)
+            return self.strength * alpha / rank
         return self.strength * self.config.scale_of(name, rank)
+
+    def _refuse_other_alpha(self, alpha: float, name: str) -> None:
+        """Refuse an alpha that is not the one of the config: nobody says which of them counts."""
+        told = self.config.alpha_of(name)
+        if told is not None and told != alpha:
+            what = f"is {alpha:.6g}, and the config of the adapter says {told:.6g}"
+            raise KeyMismatch(what, where=self.keys["alpha"])
 
 
 # ---------------------------------------------------------------------------------- products

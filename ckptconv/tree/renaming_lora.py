@@ -21,6 +21,7 @@ from ckptconv.support.errors import (
     KeyMismatch,
     OptionRefused,
     RefusedObject,
+    printable,
 )
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.refs import Shape, TensorRef
@@ -252,9 +253,18 @@ class _Renaming:
                     start, name = named_in(asked, spelling, component)
                 except KeyMismatch as error:
                     raise error.at(where=part.key) from None
+                self._refuse_unclear(start + name, own)
                 target = _Target(start, name, spelling.places)
                 made.setdefault((start, name), target).parts.append(own)
         return [*made.values()]
+
+    def _refuse_unclear(self, name: str, part: _Part) -> None:
+        """Refuse a name that several modules of the base have, written with underscores."""
+        found = self._names.of(name) if self._convention == "lora-kohya" else []
+        if len(found) > 1:
+            listed = some_text([" and ".join(map(str, places)) for places in found])
+            what = f"would be {printable(name)}, which may mean {listed}"
+            raise KeyConflict(what, where=part.key, hint="lora-peft has dotted names")
 
     def _components(self, parts: Sequence[_Part]) -> dict[str, str]:
         """The components that the names of the adapter say, by the key of each part."""
@@ -294,9 +304,10 @@ class _Renaming:
         by_place: dict[Places, _Part] = {}
         for part in target.parts:
             self._refuse_not_put_together(part, first)
-            if part.places in by_place:
-                what = f"is for the same module as {by_place[part.places].key}"
-                raise KeyConflict(what, where=part.key)
+            for places, other in by_place.items():
+                if not {*places}.isdisjoint(part.places):
+                    what = f"is for the same module as {other.key}, or a part of it"
+                    raise KeyConflict(what, where=part.key)
             by_place[part.places] = part
         done = {place: places for places in by_place for place in places}
         order = dict.fromkeys(done.get(place, (place,)) for place in target.places)
@@ -395,11 +406,6 @@ class _Renaming:
         yield f"{count_text(count, 'module')} named for {self._convention}{shown}"
         for what, number in self._told.items():
             yield f"{count_text(number, 'weight')} {what}"
-
-
-_OF_PRODUCTS = {"up", "down", "mid", "bias", "embedding_up", "embedding_down"}
-_BESIDE = {"alpha", "magnitude", "magnitude_of_any"}
-_WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
 
 
 _OF_PRODUCTS = {"up", "down", "mid", "bias", "embedding_up", "embedding_down"}

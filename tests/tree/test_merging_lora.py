@@ -424,6 +424,26 @@ def test_a_config_is_needed_and_has_to_be_one(base):
         merged(folder, adapter)
 
 
+def test_a_config_of_peft_says_nothing_of_a_file_of_kohya_beside_it(base):
+    folder, tensors = base
+    path = of_peft(folder, factors(f"base_model.model.{Q}"), lora_alpha=200)
+    given = factors("lora_unet_model_layers_0_q_proj", KOHYA)
+    save_file(given, path / "kohya.safetensors")
+    found = merged(folder, path / "kohya.safetensors")
+    weight = f"{Q}.weight"
+    assert torch.allclose(found[weight], tensors[weight] + product(given), atol=1e-5)
+
+
+def test_an_alpha_that_the_metadata_contradicts(base):
+    folder, _ = base
+    given = factors(f"transformer.{Q}") | {f"transformer.{Q}.alpha": torch.tensor(7.0)}
+    told = json.dumps({"transformer.r": 4, "transformer.lora_alpha": 4})
+    path = folder / "adapter.safetensors"
+    save_file(given, path, metadata={"lora_adapter_metadata": told})
+    with pytest.raises(KeyMismatch, match=r"alpha: is 7, and the config of the adapter says 4"):
+        merged(folder, path)
+
+
 def test_a_square_weight_whose_orientation_the_config_denies(base):
     folder, _ = base
     given = factors(PEFT + Q, sizes=(8, 12)) | factors(

@@ -13,6 +13,7 @@ from safetensors.torch import load, load_file, save_file
 
 from ckptconv import (
     CheckpointError,
+    KeyConflict,
     KeyMismatch,
     OptionRefused,
     OutputRefused,
@@ -410,6 +411,24 @@ def test_scales_that_differ_are_not_put_into_one_weight(base_of, tmp_path):
     with pytest.raises(RefusedObject, match=r"is scaled by .* in lora-kohya they are one module"):
         renamed(given, tmp_path / "out", "lora-kohya", base)
     assert renamed(given, tmp_path / "out", "lora-diffusers", base).exists()
+
+
+def test_two_modules_with_one_name_in_underscores_are_refused(tmp_path):
+    base = {f"{name}.weight": torch.randn(H, H) for name in ("a.b_c", "a_b.c")}
+    save_file(base, tmp_path / "base.safetensors")
+    given = of_peft(tmp_path, base, (4,), (6,))
+    with pytest.raises(KeyConflict, match=r"would be lycoris_a_b_c, which may mean a\.b_c, a_b\.c"):
+        renamed(given, tmp_path / "out", "lora-kohya", tmp_path / "base.safetensors")
+
+
+@pytest.mark.parametrize("preset", ["lora-kohya", "lora-diffusers"])
+def test_a_weight_and_a_part_of_it_in_one_file_are_refused(preset, base_of, tmp_path):
+    whole = torch.empty(3 * H, H)
+    given = product("lora_unet_double_blocks_0_img_attn_qkv", whole, 4, KOHYA)
+    given |= product("transformer.transformer_blocks.0.attn.to_q", torch.empty(H, H), 4)
+    save_file(given, tmp_path / "given.safetensors")
+    with pytest.raises(KeyConflict, match=r"is for the same module as lora_unet_.*, or a part"):
+        renamed(tmp_path / "given.safetensors", tmp_path / "out", preset, base_of("flux"))
 
 
 def test_what_finds_no_name_is_listed_and_nothing_is_written(base_of, tmp_path):
