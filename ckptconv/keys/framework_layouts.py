@@ -131,8 +131,22 @@ class InLayout(Rule):
                 whose = "Hugging Face's" if self.is_back else "its"
                 what = f"{self.words} does not know this key; it is none of {whose} names"
                 hint = f"leave it out: --exclude '{printable(key)}', before the preset"
+                if self._makes(key):
+                    what = f"{self.words} makes such names, and this key has one already"
+                    hint = self._other_way
                 raise KeyConflict(what, where=key, hint=hint)
         return lambda key: key
+
+    def _makes(self, key: str) -> bool:
+        targets = (target for rule in self.rules for target in rule.targets)
+        return any(matched(target, key) is not None for target in targets)
+
+    @property
+    def _other_way(self) -> str:
+        if not self.is_back and LAYOUTS[self.layout].one_way:
+            return "leave the preset out"
+        other = self.layout if self.is_back else f"to-{self.layout}"
+        return f"leave the preset out, or go the other way: --preset {other}"
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
         return (self.words,)  # it does nothing by itself

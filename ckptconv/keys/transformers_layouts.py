@@ -86,27 +86,28 @@ class Scope:
     config_path: str = ""
 
 
-def scopes(config: Mapping[str, Any], name: str | None = None) -> list[Scope]:
+def scopes(
+    config: Mapping[str, Any], name: str | None = None, preset: str = "transformers-v5"
+) -> list[Scope]:
     """The entries that apply to a model, in the order in which they do, without those for all.
 
     `name` is its model type, or its class; left out, `config` says it. Raises `KeyConflict` where
-    neither does, or transformers does not have it, or its parts are not known.
+    neither does, or transformers does not have it, or its parts are not known; `preset` is the one
+    that was asked for.
     """
     release = _release()
+    named = f"write the model type behind the preset: --preset {preset}:mixtral"
     of_class = name or _first(config.get("architectures"))
     if of_class in release["classes"]:
         return _of_class(of_class, config)
     model_type = name or config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         what = "the layout depends on the model, and no config.json says which one it is"
-        raise KeyConflict(what, hint=f"put config.json beside the checkpoint, or {_NAMED}")
+        raise KeyConflict(what, hint=f"put config.json beside the checkpoint, or {named}")
     if model_type in release["types"] or _has_entry(model_type):
-        return _of_type(model_type, config)
+        return _of_type(model_type, config, preset)
     what = f"transformers {release['version']} has no model type '{printable(model_type)}'"
-    raise KeyConflict(what, hint=f"of the one that it is like {_NAMED}")
-
-
-_NAMED = "write the model type behind the preset: --preset transformers-v5:mixtral"
+    raise KeyConflict(what, hint=f"of the one that it is like {named}")
 
 
 def _first(listed: object) -> str:
@@ -120,7 +121,7 @@ def _has_entry(name: str | None) -> bool:
     return name in _release()["entries"] or name in _release()["aliases"]
 
 
-def _of_type(model_type: str, config: Mapping[str, Any]) -> list[Scope]:
+def _of_type(model_type: str, config: Mapping[str, Any], preset: str) -> list[Scope]:
     """Of a model whose class is not known, or has no other models in it."""
     classes = _release()["classes"]
     alike = [name for name, (_, parts) in classes.items() if parts[0][3] == model_type]
@@ -129,7 +130,7 @@ def _of_type(model_type: str, config: Mapping[str, Any]) -> list[Scope]:
     if any(way != own for way in ways):
         named = first_few(alike, 4)
         what = f"the layout of '{model_type}' depends on the class of the model: {named}"
-        hint = f"write it: --preset transformers-v5:{alike[0]}, or as architectures in config.json"
+        hint = f"write it: --preset {preset}:{alike[0]}, or as architectures in config.json"
         raise KeyConflict(what, hint=hint)
     if not alike and (inner := sorted(_inner_entries(config))):
         what = f"which parts of '{model_type}' have the layout of '{inner[0]}' is not known"
@@ -549,7 +550,7 @@ def layout_rules(model: str | None, config: Mapping[str, Any], *, back: bool) ->
     `model` is its model type or its class; left out, `config` says it. Raises `KeyConflict` for
     one that transformers does not have, or whose rules depend on the code of the model.
     """
-    listed = scopes(config, model)
+    listed = scopes(config, model, "transformers-original" if back else "transformers-v5")
     forward, backward = transforms_of(listed, "v5"), transforms_of(listed, "original")
     conversions = [item for item in (backward if back else forward) if item.operations is not None]
     made = [

@@ -6,6 +6,7 @@ tests/families holds them against transformers, torchtune and others themselves.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -64,8 +65,25 @@ def test_the_model_type_may_stand_behind_the_preset(tmp_path):
     shutil.copy(layout("mixtral", "original"), alone)
     with pytest.raises(KeyConflict, match=r"no config\.json says which one .*v5:mixtral"):
         load_portable(alone, keys=KeyRules.of([("preset", "transformers-v5")]))
+    with pytest.raises(KeyConflict, match=r"--preset transformers-original:mixtral"):
+        load_portable(alone, keys=KeyRules.of([("preset", "transformers-original")]))
     found = load_portable(alone, keys=KeyRules.of([("preset", "transformers-v5:mixtral")]))
     assert same(dict(found), load_file(layout("mixtral", "v5")))
+
+
+@pytest.mark.parametrize(
+    ("preset", "key", "hint"),
+    [
+        ("meta-llama:4,2", "lm_head.weight", "--preset to-meta-llama$"),
+        ("to-meta-llama:4,2", "output.weight", "--preset meta-llama$"),
+        ("gguf-gemma", "lm_head.weight", "leave the preset out$"),
+    ],
+)
+def test_the_other_way_round_is_told_and_not_to_leave_weights_out(preset, key, hint, tmp_path):
+    save_file({key: torch.ones(4, 4)}, tmp_path / "there.safetensors")
+    with pytest.raises(KeyConflict, match="makes such names, and this key has one already") as told:
+        load_portable(tmp_path / "there.safetensors", keys=KeyRules.of([("preset", preset)]))
+    assert re.search(hint, str(told.value)) and "--exclude" not in str(told.value)
 
 
 @pytest.mark.parametrize("direction", ["v5", "original"])
