@@ -120,7 +120,7 @@ def _adapter_stem(named: Location, options: Request) -> str | None:
     stem = _ADAPTER_FILES.get(preset)
     is_folder = is_folder_of_set(named, options.to)
     if is_folder and stem is None:
-        hint = "name the file: OUT/lora.safetensors"
+        hint = f"name the file: {printable(str(named.path))}/lora.safetensors"
         raise OutputRefused(f"is a folder, and {preset} makes one file", path=named.path, hint=hint)
     if preset == "lora-peft" and not is_folder and named.path.stem != stem:
         what = (

@@ -112,7 +112,10 @@ class UniversalFolder(TargetFormat):
         yield LATEST, None, one_item(LATEST, tag.encode())
 
 
-_ALL_OF_IT = "name the folder or file that has both, and leave --only out"
+_ALL_OF_IT = (
+    "name the folder or file that has both, and leave --only out; --with-training takes an "
+    "optimizer that lies beside the weights"
+)
 _ONE_OF_EACH = "leave the others out: --drop PATH"
 
 UNIVERSAL = UniversalFolder()

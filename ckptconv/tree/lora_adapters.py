@@ -173,7 +173,7 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         told = role_of(key)
         if told is None and not key.startswith(PEFT_PREFIX):
             what = "is not a key of an adapter that is known here"
-            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude"
+            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
             raise RefusedObject(what, where=key, hint=hint)
         if told is None:
             whole[_whole_name(key)] = ref

@@ -297,5 +297,5 @@ def _told(places: Places) -> str:
 
 _LEAVE_OUT = (
     "is this the base of the adapter? what is for another component can be left out: "
-    "ckptconv convert ADAPTER PART --exclude"
+    "ckptconv convert ADAPTER PART --exclude GLOB"
 )

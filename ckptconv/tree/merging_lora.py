@@ -250,7 +250,10 @@ class _Merging:
     def _refuse_twice(self, name: str, key: str) -> None:
         if name in self._owners:
             what = f"goes to {printable(name)}, and so does {printable(self._owners[name])}"
-            hint = "take the parts of one component first: ckptconv convert ADAPTER PART --include"
+            hint = (
+                "take the parts of one component first: "
+                "ckptconv convert ADAPTER PART --include GLOB"
+            )
             raise KeyConflict(what, where=key, hint=hint)
         self._owners[name] = key
 

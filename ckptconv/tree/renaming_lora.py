@@ -159,7 +159,7 @@ class _Renaming:
             raise RefusedObject(what)
         for name in adapter.whole:
             what = f"is a tensor of the model itself, for which {convention} has no place"
-            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude"
+            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
             raise RefusedObject(what, where=name, hint=hint)
 
     # ------------------------------------------------------------------------ what is there
@@ -181,7 +181,7 @@ class _Renaming:
         for role in parts:
             if role not in (*ENDS[self._convention], "alpha"):
                 what = f"has no name in {self._convention}"
-                hint = "leave it out first: ckptconv convert ADAPTER PART --exclude"
+                hint = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
                 raise RefusedObject(what, where=keys[role], hint=hint)
         if not parts.keys() & _OF_PRODUCTS:
             return self._other_part(module, places, parts, keys)
@@ -240,7 +240,7 @@ class _Renaming:
         if lost:
             named = some_text([part.key for part in lost])
             what = f"the base has no name in {self._convention} for {named}"
-            hint = "leave them out first: ckptconv convert ADAPTER PART --exclude"
+            hint = "leave them out first: ckptconv convert ADAPTER PART --exclude GLOB"
             raise KeyMismatch(what, hint=hint)
         asked = Asked(self._convention, model.family, self._starts, self._shapes)
         components = self._components(parts)

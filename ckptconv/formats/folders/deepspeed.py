@@ -247,7 +247,8 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
             "the optimizer's states are left out: no file says which parameters are in its groups, "
             "and in which order"
         )
-    container = CONTAINER.called(f"{CONTAINER.name} universal")
+    named = CONTAINER.called(f"{CONTAINER.name} universal")
+    container = replace(named, why_not="only DeepSpeed opens it")  # at any number of ranks
     opened = [*models, *found.opened]
     return whole_of(opened, container, root, zero.path, (told, *notes))
 
