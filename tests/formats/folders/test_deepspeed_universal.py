@@ -194,4 +194,4 @@ def test_names_of_folders_are_not_the_order_of_parameters(sample, tmp_path):
     (sample / "mp_rank_00_model_states.pt").unlink()
     result = convert_checkpoint(sample, tmp_path / "out.pt")
     assert "optimizer" not in torch.load(tmp_path / "out.pt")
-    assert any("states are left out" in note for note in result.notes)
+    assert any("states are left out" in note for note in result.plan.notes)
