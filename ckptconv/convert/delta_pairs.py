@@ -87,7 +87,8 @@ def _fitting(
     ):
         if ours != theirs:
             what = f"has the {name} {theirs}, but {ours} in BASE, and a delta changes bytes alone"
-            hint = f"convert NEW with --dtype {ours} first" if name == "dtype" else None
+            is_cast = name == "dtype" and old.dtype.kind == ref.dtype.kind == "float"
+            hint = f"convert NEW with --dtype {ours} first" if is_cast else "publish NEW as a whole"
             raise KeyMismatch(what, path=new.path, where=key, hint=hint)
     return ref
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ckptconv.io.source import Range, Source
 from ckptconv.proof.manifest import TensorDigest
+from ckptconv.support.json_text import strict
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.fold import fold_all
@@ -122,4 +123,6 @@ def tensor_digests(
 def told_of(component: Component, sha256: str) -> TensorDigest:
     """What a manifest says of a tensor."""
     name, ref, recipe = component
+    # a scale may be NaN, which JSON does not have, and which is not equal to itself
+    recipe = None if recipe is None else strict(recipe)
     return TensorDigest(name, ref.dtype.name, ref.shown_shape, sha256, recipe)

@@ -98,7 +98,7 @@ def json_pieces(document: dict[str, Any]) -> Iterator[str]:
     """The text of `json_text` in pieces: that of 100,000 tensors is large, and its parts larger."""
     whole = {"schema": SCHEMA, **document}
     if not _is_strict(whole):
-        whole = _strict(whole)
+        whole = strict(whole)
     pieces = json.JSONEncoder(indent=2, allow_nan=False).iterencode(whole)
     while piece := "".join(islice(pieces, _PIECE)):
         yield piece
@@ -114,7 +114,8 @@ def _is_strict(document: dict[str, Any]) -> bool:
         return False
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """A value as `json_text` writes it."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float) and not math.isfinite(value):
@@ -122,7 +123,7 @@ def _strict(value: Any) -> Any:
     if isinstance(value, dict):
         return _strict_object(value)
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return value
 
 
@@ -130,9 +131,9 @@ def _strict_object(found: dict[str, Any]) -> dict[str, Any]:
     """An object whose names stay as many as they were: one that became another's is numbered."""
     made: dict[str, Any] = {}
     for name, value in found.items():
-        plain, count = _strict(name), 2
+        plain, count = strict(name), 2
         wanted = plain
         while wanted in made:
             wanted, count = f"{plain}#{count}", count + 1
-        made[wanted] = _strict(value)
+        made[wanted] = strict(value)
     return made

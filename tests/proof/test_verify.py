@@ -187,6 +187,21 @@ def test_a_scale_of_codes_is_compared(tmp_path):
     assert wrong(verify_checkpoint(tmp_path / "b.pt", tmp_path / "m")) == {("q.integers", "recipe")}
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_that_json_does_not_have_is_compared(tmp_path, scale):
+    codes = torch.arange(4, dtype=torch.uint8)
+    for name, own in (("a.pt", scale), ("b.pt", 0.5)):
+        torch.save({"q": torch._make_per_tensor_quantized_tensor(codes, own, 3)}, tmp_path / name)
+    made = run("manifest", "a.pt", cwd=tmp_path).out
+    json.loads(made.splitlines()[1][2:], parse_constant=pytest.fail)
+    (tmp_path / "m").write_text(made)
+    (tmp_path / "m.json").write_text(run("manifest", "a.pt", "--json", cwd=tmp_path).out)
+    for manifest in ("m", "m.json"):
+        assert verify_checkpoint(tmp_path / "a.pt", tmp_path / manifest).same
+        found = verify_checkpoint(tmp_path / "b.pt", tmp_path / manifest)
+        assert wrong(found) == {("q.integers", "recipe")}
+
+
 def test_files_compares_bytes(home):
     found = verify_checkpoint(home / "model.pt", home / "m.sha256", files=True)
     assert (found.same, found.files, found.tensors) == (True, 1, None)

@@ -35,7 +35,7 @@ _ENDPOINT = "https://huggingface.co"
 _KINDS = ("models", "datasets", "spaces")
 _REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)").match
 _NAME = re.compile(r"[\w][\w.-]*", re.ASCII).fullmatch
-_COMMIT = re.compile(r"[0-9a-f]{40}").fullmatch
+IS_COMMIT = re.compile(r"[0-9a-f]{40}").fullmatch
 _PAGE_OF = re.compile(
     r"https?://(?P<host>[^/?#]+)/(?P<kind>(?:datasets|spaces)/)?(?P<name>[\w.-]+/[\w.-]+)"
     r"/(?:blob|resolve|raw|tree)/(?P<revision>[^/?#]+)(?:/(?P<path>[^?#]*))?(?:[?#].*)?",
@@ -143,7 +143,7 @@ class HubStore(WebStore):
         self._endpoint = endpoint()
         self._has_token = False
         super().__init__(repository.root)
-        self._commit = repository.revision if _COMMIT(repository.revision) else None
+        self._commit = repository.revision if IS_COMMIT(repository.revision) else None
         self._is_asked = self._commit is not None
         self._committing, self._listing = threading.Lock(), threading.Lock()
         self._linked: dict[str, Seen] = {}
@@ -184,7 +184,7 @@ class HubStore(WebStore):
         own = [headers for url, headers in answer.hops if self._is_own(url)]
         for headers in (*own, answer.headers) if self._is_own(answer.target.url) else own:
             commit = headers.get("X-Repo-Commit", "").strip()
-            if self._commit is None and _COMMIT(commit):
+            if self._commit is None and IS_COMMIT(commit):
                 self._commit = commit
         self._is_asked = self._is_asked or self._commit is not None or answer.status < 300
         for headers in own:
@@ -268,7 +268,7 @@ class HubStore(WebStore):
                 revision = quote(self.repository.revision, safe="")
                 told, _ = self._asked(f"{self._api('revision')}/{revision}?expand=sha")
                 commit = told.get("sha") if isinstance(told, dict) else None
-                if not isinstance(commit, str) or not _COMMIT(commit):
+                if not isinstance(commit, str) or not IS_COMMIT(commit):
                     raise StoreError("passing", "the Hub does not report the commit", tries=LIES)
                 self._commit = commit
             return self._commit

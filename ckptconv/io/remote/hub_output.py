@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.io.commit import FAILED, ShardNames
 from ckptconv.io.hidden_folders import temporary_folder
 from ckptconv.io.local_drafts import LocalDraft, Staged
-from ckptconv.io.remote.hub import HubStore, Repository, endpoint, hub_token
+from ckptconv.io.remote.hub import IS_COMMIT, HubStore, Repository, endpoint, hub_token
 from ckptconv.io.remote.patience import asked
 from ckptconv.io.remote.place import RemotePlace
 from ckptconv.io.remote.store import StoreError, split
@@ -71,6 +71,7 @@ class HubOutput(Staged):
         return [self.path, *(self._beside(name).path for name in names)]
 
     def _prepared(self, leaving: ExitStack) -> Path:
+        self._refuse_readers()
         self._hub = _library(self.path)
         with _told(self.path):
             self._refuse_there(self._now())
@@ -88,6 +89,15 @@ class HubOutput(Staged):
         store = self._place.site.store
         assert isinstance(store, HubStore)
         return store.repository
+
+    def _refuse_readers(self) -> None:
+        """Refuse what can only be read, before all is made and uploaded for nothing."""
+        if hub_token() is None:
+            hint = "log in: hf auth login (or set HF_TOKEN)"
+            raise OutputRefused("needs a token that may write", path=self.path, hint=hint)
+        if IS_COMMIT(self._repository.revision):
+            what, hint = "names a commit, which stays as it is", "name a branch or a pull request"
+            raise OutputRefused(what, path=self.path, hint=hint)
 
     def _refuse_there(self, store: HubStore) -> None:
         """Raise `OutputRefused` where a name is taken that must be free."""

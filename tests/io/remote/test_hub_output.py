@@ -159,6 +159,20 @@ def test_a_repository_that_is_not_there_is_refused_before_any_work(hub, tmp_path
     assert hub.uploads == []
 
 
+def test_a_commit_is_not_written_to(hub, tmp_path):
+    commit = hub.revisions[NAME]["main"]
+    with pytest.raises(OutputRefused, match=r"names a commit.*name a branch"):
+        convert_checkpoint(source(tmp_path), f"hf://org/name@{commit}/m.safetensors")
+    assert hub.uploads == [] and hub.summaries == []
+
+
+def test_without_a_token_nothing_is_made(hub, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(OutputRefused, match="needs a token that may write; log in: hf auth login"):
+        convert_checkpoint(source(tmp_path), "hf://org/name/m.safetensors")
+    assert hub.uploads == []
+
+
 def test_without_the_library_it_says_what_to_install(hub, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingDependency, match="pip install 'huggingface_hub"):
