@@ -118,14 +118,17 @@ def _unclear_text(item: Followed) -> str:
 def _left_texts(
     item: LeftBehind, settled: Collection[tuple[str, str]], consumed: Collection[str]
 ) -> Iterator[str]:
+    from ckptconv.tree.optimizer_states import bare_name  # seldom needed
+
     where = printable(item.state.path) or "the optimizer state"
     renamed = [name for name in item.renamed if (item.state.path, name) not in settled]
     if renamed:
         count, first = len(renamed), printable(renamed[0])
         names = "its old name" if count == 1 else "their old names"
         yield f"{where} still names {count:,} of the renamed parameters by {names}, e.g. {first}"
-    made = [name for name in item.gone if name in consumed]
-    gone = [name for name in item.gone if name not in consumed]
+    bare = {bare_name(key) for key in consumed}
+    made = [name for name in item.gone if bare_name(name) in bare]
+    gone = [name for name in item.gone if name not in made]
     if made:
         held, first = count_text(len(made), "parameter"), printable(made[0])
         yield f"{where} still holds {held} of which rules made other tensors, e.g. {first}"

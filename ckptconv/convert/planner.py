@@ -275,6 +275,8 @@ def _plan_tree(
     )
     before = _before(checkpoint, found, only, whole)
     after = list(zip(found, renamed, strict=True))
+    if any(done.made for done in renamed):
+        _refuse_reshaped(part if is_optimizer else root, overlay, after)
     new_names = _followed(part, overlay, before, after)
     told = list(optimizer_notes(part, overlay, before, after, new_names))
     if is_optimizer:
@@ -336,6 +338,14 @@ def _is_optimizer(root: Node, part: Node) -> bool:
     from ckptconv.tree.optimizer_states import optimizer_states  # 3 ms, seldom needed
 
     return any(state.node is part for state in optimizer_states(root, {}))
+
+
+def _refuse_reshaped(
+    root: Node, overlay: dict[int, Node], after: list[tuple[StateDict, RenamedKeys]]
+) -> None:
+    from ckptconv.tree.optimizer_states import refuse_reshaped  # seldom needed
+
+    refuse_reshaped(root, overlay, after)
 
 
 def _followed(

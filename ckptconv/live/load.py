@@ -183,9 +183,11 @@ def _selected(
         settle_strays(checkpoint, root, unknown)
         found = find_state_dicts(root, checkpoint.root, only)
         several, renamed, _ = rename_state_dicts(found, overlay, rules, checkpoint)
-        if any(done.changed for done in renamed):
+        if any(done.changed or done.made for done in renamed):
             from ckptconv.tree.optimizer_names import follow_names  # seldom needed
+            from ckptconv.tree.optimizer_states import refuse_reshaped
 
+            refuse_reshaped(root, overlay, list(zip(found, renamed, strict=True)))
             follow_names(root, overlay, found, list(zip(found, renamed, strict=True)))
         _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
         found, kept = [each.item for each in several], [each.kept() for each in several]

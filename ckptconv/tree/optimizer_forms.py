@@ -18,6 +18,7 @@ from ckptconv.tree.optimizer_order import (
     is_sorted,
     names_of_numbers,
     order_of,
+    refuse_shares,
     with_keys_of,
 )
 from ckptconv.tree.optimizer_parts import (
@@ -97,6 +98,8 @@ class FormOptimizer:
         if parts.is_numbered:
             names, source = self._names(parts, state, checkpoint, models)
             parts = parts.called(names)
+            if len(models) == 1:
+                refuse_shares(parts, models[0], state.path)
             notes = [f"{where}: {count} have names now, by {printable(source)}"]
         return (named if self.form == "names" else flattened)(parts), notes
 

@@ -107,6 +107,20 @@ def names_of_numbers(parts: OptimizerParts, order: ParameterOrder, path: str) ->
     return _Naming(groups, order, path).names()
 
 
+def refuse_shares(parts: OptimizerParts, found: StateDict, path: str) -> None:
+    """Refuse states that are flat where the weights of their names are not: such as each rank of
+    FSDP1 has of its own share (`use_orig_params`), where its optimizer is saved as it is.
+    """
+    shapes = {bare_name(key): ref.shape for key, ref in found.tensors()}
+    for name, state in parts.states.items():
+        there = shape_of_state(Dict([*state.items()]))
+        wanted = shapes.get(bare_name(str(name)))
+        if there != wanted and there is not None and wanted is not None and len(there) == 1:
+            what = f"has {there[0]} elements of {printable(str(name))}, which is {list(wanted)}"
+            hint = "save what FSDP.optim_state_dict gives: this may be the share of one rank"
+            raise RefusedObject(what, where=path or None, hint=hint)
+
+
 def _numbers(groups: Sequence[Sequence[tuple[Node, Shape | None]]]) -> list[Node]:
     return [name for group in groups for name, _ in group]
 

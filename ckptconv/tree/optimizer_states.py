@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ckptconv.keys.wrappers import bare_key, drop_unmistakable
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.support.errors import RefusedObject, printable
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.plain_numbers import number_of
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
@@ -88,6 +89,30 @@ def left_behind(
         if renamed or gone or is_short:
             found.append(LeftBehind(state, renamed, gone, is_short))
     return found
+
+
+def refuse_reshaped(
+    root: Node,
+    overlay: Mapping[int, Node],
+    after: Sequence[tuple[StateDict, RenamedKeys]],
+) -> None:
+    """Raise `RefusedObject` where a parameter of an optimizer state would be another tensor, which
+    tensor rules made: torch would take the old moments for it where the shapes are the same.
+    """
+    reshaped = [(item, done) for item, done in after if done.made]
+    if not reshaped:
+        return
+    for state in optimizer_states(root, overlay, (item for item, _ in after)):
+        for item, done in reshaped:
+            old = {bare_name(key) for key in done.consumed}
+            again = {bare_name(key) for made in done.made for key in made.targets}
+            hit = [name for name in state.names if bare_name(name) in old & again]
+            unnamed = state.shapes and not state.names
+            if hit or (unnamed and _fits(state.shapes, _may_be_parameters(dict(item.tensors())))):
+                which = printable(hit[0]) if hit else "numbered parameters"
+                what = f"holds states of {which}, of which rules make other tensors"
+                hint = f"leave it out: --drop {printable(state.path) or 'PATH'}"
+                raise RefusedObject(what, where=state.path or None, hint=hint)
 
 
 # ------------------------------------------------------------------------------------- made by name
@@ -241,9 +266,14 @@ class Fate:
 
     def parameters(self, *, left: bool) -> list[TensorRef]:
         """The tensors that may be parameters, those of one view once; only what is `left`."""
-        there = [key for key in self.tensors if not (left and self.keys[key] is None)]
-        refs = [self.tensors[key] for key in there if not key.endswith(BUFFERS)]
-        return list({view_identity(ref): ref for ref in refs}.values())
+        there = self.tensors.items()
+        kept = {key: ref for key, ref in there if not (left and self.keys[key] is None)}
+        return _may_be_parameters(kept)
+
+
+def _may_be_parameters(tensors: Mapping[str, TensorRef]) -> list[TensorRef]:
+    refs = [ref for key, ref in tensors.items() if not key.endswith(BUFFERS)]
+    return list({view_identity(ref): ref for ref in refs}.values())
 
 
 def fates_of(

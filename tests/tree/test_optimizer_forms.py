@@ -356,3 +356,12 @@ def test_a_flat_state_alone_is_an_optimizers(tmp_path):
     part = {"state.weight": torch.ones(2), "state.bias": torch.ones(1)}
     torch.save(part, tmp_path / "part.pt")
     convert_checkpoint(tmp_path / "part.pt", tmp_path / "part.safetensors")
+
+
+def test_the_share_of_a_rank_is_not_the_state_of_a_parameter(tmp_path):
+    model, optimizer = alike(["0.weight", "1.weight", "2.weight"])
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each["exp_avg"], each["exp_avg_sq"] = torch.rand(8), torch.rand(8)
+    with pytest.raises(CheckpointError, match=r"has 8 elements of 0\.weight, which is \[4, 4\]"):
+        converted(tmp_path, {"model": model.state_dict(), "optimizer": state}, optimizer="names")

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckptconv import (
     Checkpoint,
+    CheckpointError,
     KeyRules,
     RenameKeys,
     convert_checkpoint,
@@ -328,6 +329,33 @@ def test_parameters_that_rules_stack_are_told_of(tmp_path):
     assert notes == [
         "optimizer still holds 2 parameters of which rules made other tensors, e.g. experts.0.w"
     ]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_square_weight_that_rules_turn_has_no_states_any_more(wrapped, numbered, tmp_path):
+    """Torch would take the old moments for it: the name and the shape are the same."""
+    weights = {"a.w": torch.rand(3, 3), "b.w": torch.rand(3, 3)}
+    names = [0, 1] if numbered else ["a.w", "b.w"]
+    states = {name: {"exp_avg": value} for name, value in zip(names, weights.values(), strict=True)}
+    optimizer = {"state": states, "param_groups": [{"params": names}]}
+    start = "module." if wrapped else ""
+    model = {start + key: value for key, value in weights.items()}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "in.pt")
+    rules = [{"from": "a.w", "to": "a.w", "operations": [{"transpose": [0, 1]}]}]
+    for options in ({}, {"only": "optimizer"}):
+        with pytest.raises(
+            CheckpointError, match="rules make other tensors; leave it out: --drop optimizer"
+        ):
+            convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", rules=rules, **options)
+    with pytest.raises(CheckpointError, match="rules make other tensors"):
+        load_portable(tmp_path / "in.pt", whole=True, rules=rules)
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", rules=rules, drop="optimizer")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["a.w"], weights["a.w"].T)
+    if not numbered:
+        rules[0]["to"] = "c.w"
+        notes, _ = told(tmp_path, {"model": model, "optimizer": optimizer}, rules=rules)
+        assert "optimizer still holds 1 parameter of which rules made" in " ".join(notes)
 
 
 def test_two_parameters_that_swap_their_names(tmp_path):
