@@ -64,12 +64,22 @@ _OPTION = re.compile(
     )
 )
 _FLAGS = frozenset(
-    ("force", "verify", "dequantize", "drop-unexpected", "with-files", "reverse", "ignore-dtype")
+    (
+        "force",
+        "verify",
+        "dequantize",
+        "drop-unexpected",
+        "with-files",
+        "with-training",
+        "reverse",
+        "ignore-dtype",
+    )
 )
 _VALUED = """
     only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
     preset rules like model cast map-location keep-dtype drop metadata tied max-shard-size ledger
-    save-mapping integers prefix address engine jobs regex scheme scale manifest public-key
+    save-mapping integers prefix address engine jobs regex scheme scale manifest public-key version
+    base-version optimizer order-from
 """
 _OPTIONS = _FLAGS | frozenset(_VALUED.split())
 _NOT_OPTIONS = {

@@ -57,7 +57,7 @@ def diagnose(**options: Any) -> Callable[[], Any]:
     return lambda: ckptconv.diagnose("in.pt", **options)
 
 
-TO = "is not a format; choose torch, safetensors, dcp or npz"
+TO = "is not a format; choose torch, safetensors, dcp, universal or npz"
 STRIP = "is not a choice; choose strip or keep, or give KeyRules or a function"
 SIZE = "is not a size; write it as '5GB' or '500MB', or give a number of bytes"
 UNKNOWN = "is not a choice; choose refuse, drop or keep"

@@ -37,7 +37,7 @@ USERS_OF_PLATFORMS = {
     "io.staging", "io.in_place", "io.journals", "io.hidden_folders", "io.location", "io.outputs",
     "io.open_files", "cli.terminal", "cli.paths", "io.standard_input", "io.remote.patience",
     "io.remote.credentials", "io.remote.network", "io.appended", "batch.choosing",
-    "batch.processes", "tensors.compute_ahead", "support.blas",
+    "batch.processes", "tensors.compute_ahead", "support.blas", "io.zstd",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",
