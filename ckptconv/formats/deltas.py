@@ -81,6 +81,7 @@ def open_deltas(
             try:
                 checkpoint = opened.enter_context(open_certain(one, is_delta=True))
                 delta = _delta(checkpoint, with_path)
+                _refuse_unlisted(delta, one)
             except CheckpointError as error:
                 raise error.at(path=with_path) from None
             if at is not None and delta.base_version != at:
@@ -160,6 +161,13 @@ def _delta(checkpoint: Checkpoint, path: PurePath) -> Delta:
         before=_base_checksums(told, algorithm, path),
         checkpoint=checkpoint,
     )
+
+
+def _refuse_unlisted(delta: Delta, place: Location) -> None:
+    """Refuse an index of no changes beside changes: the base would be taken for the new version."""
+    if not delta.frames and place.is_folder() and place.child(SHARD).is_file():
+        what = f"tells of no changes, but {SHARD} lies beside it"
+        raise MalformedCheckpoint(what, path=place.path, hint="fetch the delta again")
 
 
 def _changes(

@@ -167,6 +167,15 @@ def test_a_delta_of_no_changes_is_an_index_alone_and_is_applied(room):
     assert equal(room / "out.safetensors", room / "base" / "model.safetensors")
 
 
+def test_an_index_of_no_changes_beside_changes_is_refused(room):
+    delta_checkpoints(room / "base", room / "one", room / "d")
+    told = json.loads((room / "d" / INDEX).read_text())
+    (room / "d" / INDEX).write_text(json.dumps({**told, "weight_map": {}}))
+    with pytest.raises(CheckpointError, match="tells of no changes, but model-00000"):
+        apply_deltas(room / "base", room / "d", room / "out.safetensors")
+    assert not (room / "out.safetensors").exists()
+
+
 def test_the_bytes_of_a_delta_do_not_depend_on_the_cores(room):
     told = {}
     for cores in ("1", "4"):
