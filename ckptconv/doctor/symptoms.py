@@ -32,7 +32,7 @@ from ckptconv.support.text import count_text, look_hint, of_part, part_text, siz
 from ckptconv.tensors.scaled_weights import quantization_scales
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.fitted_keys import refusal
-from ckptconv.tree.producers import averages_weights
+from ckptconv.tree.producers import LORA_OF_PEFT, averages_weights
 from ckptconv.tree.quantization_config import facts_beside
 
 # --------------------------------------------------------------------------------------- the file
@@ -41,6 +41,8 @@ from ckptconv.tree.quantization_config import facts_beside
 def _container(case: Case) -> Iterator[Symptom]:
     container = case.facts.opening
     name = container.name
+    if container.is_delta:
+        return  # `_lone_part` says what it is
     if case.facts.untyped:
         held = some(case.facts.untyped)
         cause = f"is a file from before torch 1.6 that holds {held}, which its format cannot hold"
@@ -259,7 +261,13 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
         whose = f"the attribute or wrapper of {case.facts.producer or 'a framework'}"
         cause = f"the keys{of_part(path)} start with {prefix}, {whose}"
         effect = words.quoted(words.NO_KEYS, by="load_state_dict of the inner model")
+        if case.facts.producer == LORA_OF_PEFT:
+            yield info("prefixed-keys", cause, effect, advice=_MERGE)
+            continue
         yield info("prefixed-keys", cause, effect, Fix(strip_prefix=prefix), chosen=True)
+
+
+_MERGE = "peft loads it as it is; ckptconv merge-lora BASE ADAPTER OUT adds it to its base"
 
 
 def _choice(case: Case) -> Iterator[Symptom]:

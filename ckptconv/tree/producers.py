@@ -115,7 +115,7 @@ def producer_of(root: Node) -> str | None:
         return f"{producer.name} {version}" if is_told else producer.name
     keys = list(labels)
     if all_start(keys, _PEFT) and any(".lora_" in key for key in keys):
-        return "peft (LoRA adapter)"
+        return LORA_OF_PEFT
     return None
 
 
@@ -154,6 +154,9 @@ def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
         return None
     return f"{first}{_DDP}" if all_start(keys, f"{first}{_DDP}") else first
 
+
+LORA_OF_PEFT = "peft (LoRA adapter)"
+"""The producer of an adapter, which has no weights of the model itself."""
 
 _PEFT = "base_model.model."
 _DDP = "module."

@@ -29,7 +29,14 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 
-from ckptconv import CheckpointError, Diagnosis, Finding, diagnose, open_checkpoint
+from ckptconv import (
+    CheckpointError,
+    Diagnosis,
+    Finding,
+    delta_checkpoints,
+    diagnose,
+    open_checkpoint,
+)
 from ckptconv.devices.host import Host
 from ckptconv.doctor.report import LEFT_OUT, finding_lines
 from ckptconv.inspect.facts import inspect_checkpoint
@@ -1148,3 +1155,21 @@ def test_nothing_of_the_file_is_run(tmp_path):
     path = saved(tmp_path, {"model": weights(), "evil": Evil()})
     assert not diagnose(path, values=True).loads
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_adapter_of_peft_is_not_to_be_stripped(tmp_path):
+    """Its keys without the prefix are those of no model, and peft does not find them."""
+    start = "base_model.model.layers.0.q_proj"
+    keys = (f"{start}.lora_A.weight", f"{start}.lora_B.weight")
+    finding = found(
+        diagnose(saved(tmp_path, {key: torch.ones(2, 2) for key in keys})), "prefixed-keys"
+    )
+    assert finding.command is None and "ckptconv merge-lora BASE ADAPTER OUT" in finding.advice
+
+
+def test_a_delta_is_named_once(tmp_path):
+    for name, value in (("base", 0.0), ("new", 1.0)):
+        torch.save({"w": torch.full((8,), value)}, tmp_path / f"{name}.pt")
+    delta_checkpoints(tmp_path / "base.pt", tmp_path / "new.pt", tmp_path / "d", checksum="adler32")
+    (finding,) = diagnose(tmp_path / "d").findings
+    assert finding.code == "lone-shard" and "ckptconv apply BASE" in finding.advice
