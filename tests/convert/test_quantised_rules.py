@@ -321,6 +321,20 @@ def test_scales_follow_each_move_that_there_is():
     assert MOVED.keys() == MOVES.keys()
 
 
+def test_nvfp4_is_not_stacked_for_its_second_scale_is_one_number(tmp_path):
+    tensors = {}
+    for at in range(2):
+        key = f"m.{at}.weight"
+        tensors[key] = torch.randint(0, 256, (4, 32), dtype=torch.uint8)
+        tensors[f"{key}_scale"] = torch.rand(4, 4).to(torch.float8_e4m3fn)
+        tensors[f"{key}_scale_2"] = torch.rand(())
+    torch.save(tensors, tmp_path / "in.pt")
+    rule = {"from": "m.{i}.weight", "to": "all.weight", "operations": [{"stack": 0}]}
+    what = r"is read with one number in weight_scale_2, which is \[2\]; .* makes values first"
+    with pytest.raises(RefusedObject, match=what):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", rules=[rule])
+
+
 def test_without_a_config_the_size_of_a_block_is_not_guessed(tmp_path):
     """Of 100 and 100 rows, a scale each, nobody knows whether blocks have 128 rows or 100."""
     tensors = _weights(q=(100, 256), k=(100, 256))

@@ -175,7 +175,10 @@ def all_integers(group: Group, name: str, count: int) -> tuple[int, ...]:
 
 def one_number(group: Group, name: str) -> TensorRef:
     """A tensor of one element, in one dimension."""
-    return reshaped(group.need(name), (1,), group.prefix + name)
+    ref = group.need(name)
+    if ref.numel != 1:
+        group.refuse(f"is read with one number in {name}, which is {list(ref.shape)}")
+    return reshaped(ref, (1,), group.prefix + name)
 
 
 def told_size(group: Group, config: Mapping[str, Any], name: str) -> int | None:
