@@ -168,7 +168,14 @@ def named(parts: OptimizerParts) -> Dict:
 
 
 def numbered(parts: OptimizerParts) -> Dict:
-    """The form that goes by numbers: those of the parameters in the order of the groups."""
+    """The form that goes by numbers: those of the parameters in the order of the groups.
+
+    Raises `RefusedObject` for a state of a parameter of no group, which torch would not take.
+    """
+    grouped = set(chain.from_iterable(group.params for group in parts.groups))
+    if lost := [name for name in parts.states if name not in grouped]:
+        what = f"the state of {printable(str(lost[0]))} belongs to none of the optimizer's groups"
+        raise RefusedObject(what, hint="write it by names: --optimizer names")
     numbers = {name: at for at, name in enumerate(parts.parameters)}
     again = parts.called(numbers)
     states = dict(sorted(again.states.items()))

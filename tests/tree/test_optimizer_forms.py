@@ -365,3 +365,11 @@ def test_the_share_of_a_rank_is_not_the_state_of_a_parameter(tmp_path):
         each["exp_avg"], each["exp_avg_sq"] = torch.rand(8), torch.rand(8)
     with pytest.raises(CheckpointError, match=r"has 8 elements of 0\.weight, which is \[4, 4\]"):
         converted(tmp_path, {"model": model.state_dict(), "optimizer": state}, optimizer="names")
+
+
+def test_a_state_of_no_group_gets_no_number(tmp_path):
+    model, optimizer = alike(["0.weight", "1.weight", "2.weight"])
+    state = get_optimizer_state_dict(model, optimizer)
+    state["param_groups"][0]["params"] = ["0.weight", "2.weight"]
+    with pytest.raises(CheckpointError, match=r"state of 1\.weight belongs to none"):
+        converted(tmp_path, {"model": model.state_dict(), "optimizer": state}, optimizer="numbers")
