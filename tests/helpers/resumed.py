@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ class Job:
     """A training of `world` ranks from step `first` for `steps` steps, after loading `load` in one
     of the `ways`: a DCP folder by names, ``flat`` or as ``torchtitan``, a file of ``full`` states
     that FSDP2 spreads itself, or ``plain`` torch without FSDP. It saves to `save` the same way; its
-    losses go to `losses`.
+    losses go to `losses`. `weights` is the key of the weights in a DCP folder by names.
     """
 
     losses: str
@@ -47,6 +49,7 @@ class Job:
     steps: int = STEPS
     load: str = ""
     save: str = ""
+    weights: str = "model"
 
 
 def model() -> nn.Module:
@@ -115,16 +118,16 @@ def load(job: Job, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         options = StateDictOptions(full_state_dict=True)
     else:
         weights, states = get_state_dict(net, optimizer, options=options)
-        state = {"model": weights, "optimizer": states}
+        state = {job.weights: weights, "optimizer": states}
         if job.way == "torchtitan":
             state = {**weights, "optimizer": states}
         dcp.load(state, checkpoint_id=job.load)
         if job.way == "torchtitan":
-            state["model"] = {key: state[key] for key in weights}
+            state[job.weights] = {key: state[key] for key in weights}
     set_state_dict(
         net,
         optimizer,
-        model_state_dict=state["model"],
+        model_state_dict=state[job.weights],
         optim_state_dict=state["optimizer"],
         options=options,
     )
@@ -138,15 +141,17 @@ def save(job: Job, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=job.save)
 
 
-def run(job: Job) -> None:
-    """All ranks of a job, each in a process of its own."""
+def run(job: Job, rank_of: Callable[[Job, int], None]) -> None:
+    """All ranks of a job, each in a process of its own, which does `rank_of(job, rank)`."""
     ranks = []
     for rank in range(job.world):
         if (pid := os.fork()) == 0:
             code = 1
             try:
-                trained(job, rank)
+                rank_of(job, rank)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)
@@ -155,10 +160,10 @@ def run(job: Job) -> None:
     assert codes == [0] * job.world, (job, codes)
 
 
-def main() -> None:
+def main(rank_of: Callable[[Job, int], None]) -> None:
     for said in json.loads(Path(sys.argv[1]).read_text()):
-        run(Job(**said))
+        run(Job(**said), rank_of)
 
 
 if __name__ == "__main__":
-    main()
+    main(trained)

@@ -4,46 +4,15 @@ and plain torch. The oracle is the framework's own resume from its own checkpoin
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict
-from pathlib import Path
-
 import pytest
 
 from ckptconv import convert_checkpoint
-from helpers.paths import ROOT
-from helpers.resumed import STEPS, Job
+from helpers.resumed import STEPS
+from helpers.training_runs import Runs
 
 pytestmark = [pytest.mark.trust, pytest.mark.filterwarnings("ignore")]
 
 MODEL = "helpers.resumed:model"
-
-
-class Runs:
-    """Jobs of training in a folder, and their losses."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._jobs = folder, list[Job]()
-
-    def add(self, name: str, **said: object) -> str:
-        losses = self._folder / f"{name}.json"
-        paths = {key: str(self._folder / str(said[key])) for key in ("load", "save") if key in said}
-        self._jobs.append(Job(str(losses), **{**said, **paths}))  # type: ignore[arg-type]
-        return name
-
-    def go(self) -> dict[str, list[float]]:
-        """Do what was added; the losses of each by its name."""
-        jobs, self._jobs = self._jobs, []
-        file = self._folder / "jobs.json"
-        file.write_text(json.dumps([asdict(job) for job in jobs]))
-        done = subprocess.run(
-            [sys.executable, "-m", "helpers.resumed", str(file)],
-            cwd=ROOT / "tests", capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return {Path(job.losses).stem: json.loads(Path(job.losses).read_text()) for job in jobs}
 
 
 @pytest.fixture(scope="module")
