@@ -223,8 +223,12 @@ def _differing(
         if len(theirs) != len(ours):
             yield Mismatch(name, "missing")
             continue
-        for one, other in zip(ours, theirs):  # noqa: B905
+        for one, other in zip(sorted(ours, key=_sorting), sorted(theirs, key=_sorting)):  # noqa: B905
             yield from _compared(one, other)
+
+
+def _sorting(tensor: TensorDigest) -> str:
+    return tensor.sha256
 
 
 def _compared(wanted: TensorDigest, there: TensorDigest) -> Iterator[Mismatch]:
