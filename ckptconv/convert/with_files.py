@@ -116,6 +116,8 @@ def _training_left(plan: ConversionPlan, options: Request) -> Iterator[str]:
     from ckptconv.formats.folders.trained import training_files
 
     home = place if place.is_folder() else place.absolute.parent
+    if not home.is_folder():  # an open file has nothing beside it
+        return
     names = training_files(home)
     if names and not any(path.name in names for path in read):
         yield f"{some_text(names)} of {home.name} not taken; --with-training takes such files"
