@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptconv.convert.accounting import refuse_unaccounted
 from ckptconv.convert.companions import copy_companion
 from ckptconv.convert.lanes import SaidCount, Say, said, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.convert.proving import Proof, proof_of, watched
 from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
 from ckptconv.convert.verify import refuse_unread, verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
@@ -36,6 +36,9 @@ from ckptconv.tensors.casting import overflow_text
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.compute_ahead import THREADS
 from ckptconv.tensors.refs import TensorRef, origins
+
+if TYPE_CHECKING:
+    from ckptconv.convert.proving import Proof
 
 _WORTH_LANES = 32 << 20
 """Bytes of an output of several files from which they are written side by side."""
@@ -192,7 +195,7 @@ def _write_files(
     """Write the one file of an output, or its shards and their index."""
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
-        proof_of(plan, force=force, fsync=fsync) as proof,
+        _proof(plan, force=force, fsync=fsync) as proof,
         _destination(plan, force=force, fsync=fsync, verify=verify) as output,
     ):
         tally, verified = _make_files(plan, output, fsync, verify, phases, share_out, proof)
@@ -206,6 +209,18 @@ def _write_files(
     return result
 
 
+def _proof(
+    plan: ConversionPlan, *, force: bool, fsync: bool
+) -> AbstractContextManager[Proof | None]:
+    """What collects the digests of an output, if its manifest was asked for."""
+    if plan.manifest is None:
+        return nullcontext()
+    # OpenSSL, which hashes, takes 5 MB and some milliseconds
+    from ckptconv.convert.proving import proof_of
+
+    return proof_of(plan, plan.manifest, force=force, fsync=fsync)
+
+
 def _write_files_of_folder(
     plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
 ) -> ConversionResult:
@@ -213,7 +228,7 @@ def _write_files_of_folder(
     place, nbytes = place_of(plan.output), plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
-        proof_of(plan, force=force, fsync=fsync) as proof,
+        _proof(plan, force=force, fsync=fsync) as proof,
         folder_output(place, force=force, fsync=fsync, size=nbytes, replaces=plan.inputs) as output,
     ):
         tally, verified = _make_files(plan, output, fsync, verify, phases, None, None)
@@ -471,7 +486,7 @@ def _make_file(file: PlannedFile, draft: Draft, lane: _Lane, *, fsync: bool) -> 
     """Write one file of an output, and wait for the disk where that is wanted."""
     with draft:
         stream = draft.stream
-        passing = None if lane.proof is None else watched(stream, file.layout)
+        passing = None if lane.proof is None else lane.proof.watch(stream, file.layout)
         with lane.phases.timed("write"):
             write_layout(file.layout, stream, lane.tally, lane.checksums, lane.threads)
             stream.finish()
@@ -529,7 +544,7 @@ def _write_folder(
     place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
-        proof_of(plan, force=force, fsync=fsync) as proof,
+        _proof(plan, force=force, fsync=fsync) as proof,
         folder_output(place, force=force, fsync=fsync, size=nbytes, replaces=plan.inputs) as output,
     ):
         written = Meter("write", nbytes, phases.tell)

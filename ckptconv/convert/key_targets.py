@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ckptconv.convert.named_models import model_parameters, model_shapes
 from ckptconv.formats.registry import open_certain
@@ -25,7 +26,9 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.json_text import read_object
 from ckptconv.tree.fitted_keys import KeyTarget, shapes_of, ties_of
-from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, order_of
+
+if TYPE_CHECKING:
+    from ckptconv.tree.optimizer_order import ParameterOrder
 
 _INDEX = ".index.json"
 _PART = "write the part that you mean to a file of its own first: ckptconv convert --only PATH"
@@ -96,9 +99,12 @@ def parameter_order(
 
     Raises `CheckpointError` for what has another order: safetensors sorts its keys, an index too.
     """
+    if path is None and model is None:
+        return None
+    from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, order_of  # seldom needed
+
     if path is None:
-        if model is None:
-            return None
+        assert model is not None
         return ParameterOrder(model, [Parameter(*item) for item in model_parameters(model)])
     refuse_no_path(order_from=path)
     file = place_of(path)

@@ -52,6 +52,10 @@ class Proof:
         self._beside: list[tuple[str, RunDigests]] = []
         self._is_whole = False
 
+    def watch(self, stream: OutputStream, layout: Layout) -> RunDigests:
+        """What knows the digests of a file of the output when all of it was written."""
+        return watched(stream, layout)
+
     def watch_file(self, name: str, stream: OutputStream) -> None:
         """A file without tensors is about to be written."""
         passing = RunDigests(())
@@ -106,13 +110,12 @@ class Proof:
 
 
 @contextmanager
-def proof_of(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator[Proof | None]:
-    """What collects the digests of an output, if its manifest was asked for; a place where that may
-    not be written is refused now.
+def proof_of(
+    plan: ConversionPlan, manifest: PurePath, *, force: bool, fsync: bool
+) -> Iterator[Proof]:
+    """What collects the digests of an output; a place where its manifest may not be written is
+    refused now.
     """
-    if plan.manifest is None:
-        yield None
-        return
-    place = place_of(plan.manifest)
+    place = place_of(manifest)
     with file_output(place, force=force, fsync=fsync, size=0) as destination:
         yield Proof(plan, destination)

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptconv.convert.plan import PlannedFile
-from ckptconv.convert.proving import watched
 from ckptconv.convert.write import Tally, write_layout
 from ckptconv.devices.mapping import TagMap
 from ckptconv.formats.target_format import Target, target_named
 from ckptconv.io.destination import new_file
-from ckptconv.io.digests import Digests
 from ckptconv.io.files import FilePool
 from ckptconv.io.places import place_of
 from ckptconv.io.source import Reopening, Source
@@ -26,6 +25,9 @@ from ckptconv.support.text import size_text
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.packed import NotPacked, PackedTensors, check_same, packed
+
+if TYPE_CHECKING:
+    from ckptconv.io.digests import Digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,11 @@ class Share:
                 raise CheckpointError("is laid out in another way here", path=self.shown)
             try:
                 with new_file(made, Path(self.shown), size=layout.nbytes) as stream:
-                    passing = watched(stream, layout) if self.is_proved else None
+                    passing = None
+                    if self.is_proved:
+                        from ckptconv.convert.proving import watched  # OpenSSL is large
+
+                        passing = watched(stream, layout)
                     write_layout(layout, stream, tally, checksums, threads=1)  # of many workers
                     checksums.finish()
                     stream.settle(fsync=self.fsync)

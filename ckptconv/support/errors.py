@@ -79,7 +79,7 @@ _VALUED = """
     only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
     preset rules like model cast map-location keep-dtype drop metadata tied max-shard-size ledger
     save-mapping integers prefix address engine jobs regex scheme scale manifest public-key version
-    base-version optimizer order-from
+    base-version optimizer order-from encoding checksum only-new tag-new
 """
 _OPTIONS = _FLAGS | frozenset(_VALUED.split())
 _NOT_OPTIONS = {
