@@ -25,6 +25,7 @@ from helpers.crash_scenes import (
     numbers_at,
     same,
 )
+from helpers.examples import examples
 from helpers.faults import ERRORS, KILL, STOPPED, STOPS, Call, Traced, require_strace
 from helpers.program import PROGRAM, assert_one_error, environment, run
 
@@ -214,6 +215,7 @@ def test_a_stop_at_any_moment_leaves_nothing(scene, tmp_path):
     [("big", 80), ("wide", 60), ("shards of the same names", 60), ("dcp", 20)],
 )
 def test_many_stops_at_any_moment_leave_nothing(name, count, tmp_path, figure):
+    count = examples(count)
     ends = stops_at_random({**SCENES, "big": BIG, "wide": WIDE}[name], tmp_path / "room", count)
     figure("runs stopped at a random moment", count)
     assert len(ends) > 1
