@@ -96,7 +96,8 @@ def _known(names: Sequence[str], fate: Fate) -> dict[str, str | None]:
     plain = {bare_name(key): key for key in fate.keys}
     others = [name for name in names if name not in known and bare_name(name) in plain]
     keys = {name: plain[bare_name(name)] for name in others}
-    is_changed = any(fate.keys[key] not in (None, bare_name(key)) for key in keys.values())
+    now = {key: fate.keys[key] for key in keys.values()}
+    is_changed = any(new not in (None, key, bare_name(key)) for key, new in now.items())
     for name, key in keys.items():
         known[name] = fate.keys[key] if is_changed else name
     return known

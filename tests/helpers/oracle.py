@@ -195,13 +195,22 @@ def value_bytes(tensor: torch.Tensor) -> bytes:
         return stored_bytes(resolved(tensor))
 
 
+def _negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with all signs turned: torch gives a few bf16 NaNs, but not many, a payload of its
+    own.
+    """
+    if tensor.dtype is not torch.bfloat16:
+        return -tensor
+    return (tensor.contiguous().view(torch.int16) ^ -0x8000).view(tensor.dtype)
+
+
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its conj and neg bits applied, each to its parts: where torch negates several
     complex numbers at once, it makes -x as 0 - x, and so zeros without their sign.
     """
     plain = torch._neg_view(tensor) if tensor.is_neg() else tensor
     if not tensor.is_complex():
-        return -plain if tensor.is_neg() else plain
+        return _negated(plain) if tensor.is_neg() else plain
     if not (tensor.is_neg() or tensor.is_conj()):
         return plain
     parts = torch.view_as_real(plain.conj() if tensor.is_conj() else plain)

@@ -72,6 +72,7 @@ _LAYOUTS = (MODEL_STATES, OPTIMIZER_STATES, PIPELINE, EXPERTS)
 
 _BOOKKEEPING = """
     param_shapes frozen_param_shapes frozen_param_fragments shared_params buffer_names optimizer
+    num_experts
 """
 """Entries of the model states that describe the partitions; of no use once they are joined."""
 
@@ -152,10 +153,15 @@ def _others(root: Node, rank: Mapping[str, Node]) -> list[tuple[Node, Node]]:
     its states.
     """
     gone = {"module", *_BOOKKEEPING.split()}
-    pairs = mapping_pairs(root) or ()
+    pairs = [pair for pair in mapping_pairs(root) or () if not _says_part(*pair)]
     others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
     named = {key for key, _ in others if type(key) is str}
     return [*others, *((key, value) for key, value in kept_beside(rank) if key not in named)]
+
+
+def _says_part(key: Node, value: Node) -> bool:
+    """Whether an entry says of a file that it is one of several parts of a model."""
+    return bool(key == "mp_world_size" and value != 1)
 
 
 def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
@@ -238,7 +244,11 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     optimizer = found.optimizer(shapes) if found.groups else None
     pairs = mapping_pairs(models[0].root) or () if models else ()
     gone = {"module", *found.beside, *_BOOKKEEPING.split()}
-    others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
+    others = [
+        pair
+        for pair in pairs
+        if (type(pair[0]) is not str or pair[0] not in gone) and not _says_part(*pair)
+    ]
     kept = [("optimizer", optimizer)] if optimizer is not None else []
     root = Dict([("module", module), *kept, *others, *found.beside.items()])
     told = f"the weights and the optimizer's states of {len(found.states)} parameters are joined"
