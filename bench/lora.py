@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from timed_command import timed
 
 LAYERS = int(os.environ.get("BENCH_LORA_LAYERS", "22"))
 """Of a model of the width of TinyLlama: 22 are 2 GB in bfloat16."""
@@ -44,17 +44,6 @@ model = AutoModelForCausalLM.from_pretrained(folder + "/base")
 model = peft.PeftModel.from_pretrained(model, folder + "/adapter").merge_and_unload()
 model.save_pretrained(folder + "/peft", max_shard_size="50GB")
 """
-
-
-def timed(command: list[str]) -> tuple[float, float, int]:
-    """Seconds, seconds of all cores, and the peak of memory (kB) of a command."""
-    begin = time.perf_counter()
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{command[:4]} failed")
-    seconds = time.perf_counter() - begin
-    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss
 
 
 def main() -> None:

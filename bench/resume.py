@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from timed_command import timed
 
 NBYTES = int(os.environ.get("BENCH_RESUME_BYTES", "2000000000"))
 ROUNDS = 5
@@ -30,16 +31,6 @@ optimizer = {"state": states, "param_groups": [{"lr": 0.001, "params": list(weig
 writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=4)
 dcp.save({"model": weights, "optimizer": optimizer}, storage_writer=writer, no_dist=True)
 """
-
-
-def timed(command: list[str]) -> tuple[float, float, int]:
-    """Seconds, seconds of all cores, and the peak of memory (kB) of a command."""
-    begin = time.perf_counter()
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{command[:4]} failed")
-    return time.perf_counter() - begin, usage.ru_utime + usage.ru_stime, usage.ru_maxrss
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def matched(
 def _tensors(
     found: StateDict, keys: Iterable[str | None], checkpoint: Checkpoint
 ) -> tuple[dict[str, TensorRef], list[str]]:
-    """The tensors of a state dict under other keys, and the keys of what is no tensor."""
+    """The tensors of a state dict under other keys, and the keys of what is not a tensor."""
     tensors: dict[str, TensorRef] = {}
     beside = []
     for key, node in zip(keys, found.values, strict=True):

@@ -32,6 +32,7 @@ def _gguf(ends: bool = True) -> Iterator[Row]:
 
 
 def gguf_llama(heads: Heads) -> Iterator[Row]:
+    """Llama, whose q and k llama.cpp permutes for its rotation."""
     yield from _gguf()
     for ours, hub, count in (
         ("attn_q", "q_proj", heads.queries),
@@ -41,6 +42,7 @@ def gguf_llama(heads: Heads) -> Iterator[Row]:
 
 
 def gguf_qwen2(_: Heads) -> Iterator[Row]:
+    """Qwen2: q and k as they are, with biases."""
     yield from _gguf()
     for ours, hub in (("attn_q", "q_proj"), ("attn_k", "k_proj")):
         yield from same((f"blk.{{n}}.{ours}.weight", f"{HUB_ATTENTION}{hub}.weight"))
@@ -49,11 +51,13 @@ def gguf_qwen2(_: Heads) -> Iterator[Row]:
 
 
 def gguf_gemma(heads: Heads) -> Iterator[Row]:
+    """Gemma: two norms in each layer."""
     yield from _gguf_gemmas()
     yield _one_less("blk.{n}.ffn_norm", f"{HUB}post_attention_layernorm")
 
 
 def gguf_gemma2(heads: Heads) -> Iterator[Row]:
+    """Gemma 2: four norms in each layer."""
     yield from _gguf_gemmas()
     for ours, hub in (
         ("post_attention_norm", "post_attention_layernorm"),
@@ -64,6 +68,7 @@ def gguf_gemma2(heads: Heads) -> Iterator[Row]:
 
 
 def gguf_gemma3(heads: Heads) -> Iterator[Row]:
+    """Gemma 3: those of Gemma 2, and norms of q and k."""
     yield from gguf_gemma2(heads)
     for ours, hub in (("attn_q_norm", "q_norm"), ("attn_k_norm", "k_norm")):
         yield _one_less(f"blk.{{n}}.{ours}", f"{HUB_ATTENTION}{hub}")

@@ -34,10 +34,12 @@ of an MLP has a gate, norms are not less by 1, the values of heads are rotated i
 
 
 def megatron_qkv(heads: Heads) -> Iterator[Row]:
+    """The fused q, k and v alone, wherever they are."""
     yield from fused_qkv(fused_by_group, "**.linear_qkv", "**.", heads)
 
 
 def megatron_llama(heads: Heads) -> Iterator[Row]:
+    """Llama, with a gated MLP."""
     yield from _around_mlp(heads)
     yield _norm(f"{_MLP}linear_fc1.layer_norm_weight", "post_attention", "pre_mlp")
     yield _gated(f"{_MLP}linear_fc1.weight", HUB_MLP, ("gate_proj", "up_proj"))
@@ -45,11 +47,13 @@ def megatron_llama(heads: Heads) -> Iterator[Row]:
 
 
 def megatron_qwen3_moe(heads: Heads) -> Iterator[Row]:
+    """Qwen3 with experts."""
     yield from _around_mlp(heads)
     yield from _experts(HUB_MLP, ("gate_proj", "up_proj"), "down_proj")
 
 
 def megatron_mixtral(heads: Heads) -> Iterator[Row]:
+    """Mixtral, whose experts have w1, w2 and w3."""
     yield from _around_mlp(heads)
     yield from _experts(f"{HUB}block_sparse_moe.", ("w1", "w3"), "w2")
 

@@ -29,7 +29,7 @@ class Listed(NamedTuple):
 
 def files_in(home: Location) -> Listed:
     """All files in a folder. Folders whose names begin with a dot are passed over: what git and
-    caches of downloads put beside a model is no part of it.
+    caches of downloads put beside a model is not part of it.
     """
     files = dict(_within(home, home, "", 0))
     refuse_beyond("shards", len(files), f"has {len(files)} files", path=home.path)
