@@ -4,7 +4,8 @@ any world size.
 ``latest_universal`` names the folder of the step, in which there are
 
 - ``zero/NAME/fp32.pt`` with the weight of each parameter that the optimizer has a state of, in
-  float32, and ``exp_avg.pt``, ``exp_avg_sq.pt``, …: each ``{"param": tensor, "cat_dim": 0}``;
+  float32: the master weight (Megatron's ``fp32_param``) where the optimizer has one, else the
+  weight itself; and ``exp_avg.pt``, ``exp_avg_sq.pt``, …: each ``{"param": tensor, "cat_dim": 0}``;
   ``step.pt`` is the number alone;
 - ``zero/optimizer_state.pt`` with the groups of parameters, for ZeRO 1 and 2 in ``param_groups``,
   for ZeRO 3 in ``optimizer_state_dict``, which has one step for all;
@@ -48,6 +49,7 @@ how tensor-parallel weights were cut; here none were.
 """
 _STEPS = ("global_steps", "global_step", "iteration", "step")
 _FLOAT32 = BY_NAME["float32"]
+_MASTER = "fp32_param"
 _SIZE = Global("torch", "Size")
 
 
@@ -91,9 +93,16 @@ class UniversalFolder(TargetFormat):
 
     def part_notes(self, root: Node) -> Iterator[str]:
         """Tell of weights that DeepSpeed does not take from such a folder: it loads those under
-        ``zero`` alone (`DeepSpeedEngine._load_checkpoint`).
+        ``zero`` alone (`DeepSpeedEngine._load_checkpoint`). And of master weights that are not
+        there.
         """
-        if left := _left(root):
+        model = _model(root)
+        if made := _without_master(model):
+            yield (
+                f"fp32.pt of {some_text(made)} is made of the weight, which is not float32: "
+                "the optimizer has no master weights"
+            )
+        if left := _left(model):
             verb = "has" if len(left) == 1 else "have"
             yield (
                 f"{some_text(left)} {verb} no state of the optimizer (buffers, frozen parameters): "
@@ -163,9 +172,16 @@ def _files(model: _Model) -> Iterator[tuple[str, Node]]:
         weight = tensor_of(weights[name])
         if weight is None:
             raise RefusedObject("has an optimizer state, and is not a tensor", where=name)
-        yield f"zero/{name}/fp32.pt", _fragment(widened(weight))
+        master = _in_shape(name, _MASTER, state.get(_MASTER, weight), weight)
+        if not master.dtype.is_floating:  # Megatron may keep the low bits of bfloat16 as int16
+            what = f"is {master.dtype.name}, and not the whole of a weight in floating point"
+            raise RefusedObject(what, where=f"{name}.{_MASTER}")
+        yield f"zero/{name}/fp32.pt", _fragment(widened(master))
         for key, value in state.items():
-            yield f"zero/{name}/{key}.pt", _kept(name, key, value, weight)
+            if key == "step":
+                yield f"zero/{name}/step.pt", value
+            elif key != _MASTER:
+                yield f"zero/{name}/{key}.pt", _fragment(_in_shape(name, key, value, weight))
     yield "zero/optimizer_state.pt", _optimizer_state(model.optimizer)
     yield _MODEL_STATES, _model_states(model, model.weights.node)
     yield _MODEL_STATES_3, _model_states(model, Dict())
@@ -179,15 +195,13 @@ def _fragment(ref: TensorRef) -> Dict:
     return Dict([("param", ref), ("cat_dim", 0)])
 
 
-def _kept(name: str, key: str, value: Node, weight: TensorRef) -> Node:
-    """What the file of one entry of a parameter's state holds."""
-    if key == "step":
-        return value
+def _in_shape(name: str, key: str, value: Node, weight: TensorRef) -> TensorRef:
+    """The tensor of one entry of a parameter's state, which has the parameter's shape."""
     ref = tensor_of(value)
     if key == "fp32" or not _is_one_name(key) or ref is None or ref.shape != weight.shape:
         what = "is not of the shape of its parameter, and a universal checkpoint holds nothing else"
         raise RefusedObject(what, where=f"{name}.{key}", hint="use --to dcp")
-    return _fragment(ref)
+    return ref
 
 
 def _optimizer_state(parts: OptimizerParts) -> Dict:
@@ -234,7 +248,17 @@ def _global_step(model: _Model) -> int:
     return next((step for step in told if type(step) is int and 0 <= step < 1 << 53), 0)
 
 
-def _left(root: Node) -> list[str]:
+def _left(model: _Model) -> list[str]:
     """The keys of weights that the optimizer has no state of: buffers and frozen parameters."""
-    model = _model(root)
     return [key for key in model.weights.keys if key not in model.optimizer.states]
+
+
+def _without_master(model: _Model) -> list[str]:
+    """The keys of parameters of which there is no weight in float32."""
+    return [
+        key
+        for key, ref in model.weights.tensors()
+        if key in model.optimizer.states
+        and ref.dtype is not _FLOAT32
+        and _MASTER not in model.optimizer.states[key]
+    ]

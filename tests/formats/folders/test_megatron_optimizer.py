@@ -155,6 +155,45 @@ def test_what_is_not_told_stays_as_megatron_names_it(key, common, said, tmp_path
     assert notes[0].startswith("the states of the optimizer stay as Megatron names them: ")
 
 
+def test_a_universal_checkpoint_has_the_master_weights(tmp_path):
+    """DeepSpeed opens each file beside `fp32.pt` as a state of the optimizer: no master again."""
+    master = WEIGHT + 2**-20
+    items = {
+        "w": WEIGHT.bfloat16(),
+        "optimizer.state.exp_avg.w": MOMENT,
+        "optimizer.state.fp32_param.w": master,
+    }
+    convert_checkpoint(written(tmp_path / "iter", items, GROUPS), tmp_path / "out", to="universal")
+    (folder,) = (tmp_path / "out").glob("*/zero/w")
+    assert {item.name for item in folder.iterdir()} == {"fp32.pt", "exp_avg.pt", "step.pt"}
+    assert torch.equal(torch.load(folder / "fp32.pt")["param"], master)
+    kept = torch.load(folder.parents[1] / "mp_rank_00_model_states.pt")["module"]["w"]
+    assert kept.dtype is torch.bfloat16
+
+
+def test_a_universal_checkpoint_says_where_it_has_no_master_weights(tmp_path):
+    items = {"w": WEIGHT.bfloat16(), "v": WEIGHT}
+    items |= {f"optimizer.state.exp_avg.{key}": MOMENT for key in items}
+    source = written(tmp_path / "iter", items, GROUPS)
+    notes = convert_checkpoint(source, tmp_path / "out", to="universal").plan.notes
+    told = "fp32.pt of w is made of the weight, which is not float32"
+    assert [note for note in notes if told in note]
+    (made,) = (tmp_path / "out").glob("*/zero/w/fp32.pt")
+    assert torch.equal(torch.load(made)["param"], WEIGHT)
+
+
+def test_the_low_bits_of_master_weights_are_not_taken_for_them(tmp_path):
+    """Of Megatron's precision-aware optimizer with `store_param_remainders`."""
+    items = {
+        "w": WEIGHT.bfloat16(),
+        "optimizer.state.exp_avg.w": MOMENT,
+        "optimizer.state.fp32_param.w": torch.ones(2, 3, dtype=torch.int16),
+    }
+    written(tmp_path / "iter", items, GROUPS)
+    done = run("convert", "iter", "out", "--to", "universal", cwd=tmp_path)
+    assert "w.fp32_param: is int16" in assert_one_error(done)
+
+
 @pytest.mark.parametrize(
     ("inner", "step"),
     [
