@@ -27,6 +27,7 @@ from ckptconv.io.outputs import file_output
 from ckptconv.io.places import Named, Place, place_of, places_of
 from ckptconv.io.source import CHUNK
 from ckptconv.io.zstd import Deflating, require_zstd
+from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import (
     refuse_no_callback,
     refuse_no_flag,
@@ -350,7 +351,8 @@ def _draft(
             write_layout(layout, draft.stream, Tally(), Checksums())
             draft.commit()
         written.at(before + layout.nbytes)
-        if name == SHARD and (path := draft.place.local()) is not None:
+        path = None if isinstance(output.path, UrlPath) else draft.place.local()  # else it is sent
+        if name == SHARD and path is not None:
             named = output.path.parent / name
             target_named("safetensors").check_written(path, named, len(layout.items))
     written.finish()

@@ -167,7 +167,7 @@ def refuse_unheld(to: TargetFormat, options: Request) -> None:
         kind = to.name if options.shard_bytes is None else "sharded"
         raise OptionRefused(
             f"a {kind} output holds weights only",
-            hint="leave --with-training out, or write one torch file or a DCP folder",
+            hint="leave --with-training out, or write a .pt or a DCP folder",
         )
     if to.shares_storages and options.tied not in ("alias", "duplicate"):
         raise OptionRefused(

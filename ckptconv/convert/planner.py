@@ -29,7 +29,7 @@ from ckptconv.convert.notes import (
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import for_folder, keeps_modules, target
-from ckptconv.convert.with_files import with_files
+from ckptconv.convert.with_files import with_files, with_training_named
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import Output, place_of, resolved
@@ -150,6 +150,7 @@ def _planned(
             _refuse_dcp_folder(plan)
             return _with_told(plan, options)
     except CheckpointError as error:
+        with_training_named(error, checkpoint, options)
         raise checkpoint.blamed(error) from error.__cause__
 
 

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import PurePath
 
 from ckptconv.convert.beside import Beside
 from ckptconv.convert.notes import beside_notes
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan
+from ckptconv.io.location import Location
 from ckptconv.io.places import place_of, resolved
+from ckptconv.support.errors import AmbiguousStateDict, CheckpointError
 from ckptconv.support.text import some_text
+from ckptconv.tree.checkpoint import Checkpoint
 
 
 def with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
@@ -109,17 +113,41 @@ def _training_left(plan: ConversionPlan, options: Request) -> Iterator[str]:
     """Tell of training states beside the weights of a folder, where the output could hold them."""
     if not plan.target.holds_trees or options.shard_bytes is not None or options.with_training:
         return
-    place, read = place_of(plan.source), [source.path for source in plan.inputs]
-    if place.is_far() or options.only is not None or not read:
+    read = [source.path for source in plan.inputs]
+    if options.only is not None or not read:
         return
+    home, names, has_step = _training_beside(place_of(plan.source), read[0])
+    if names and not any(path.name in names for path in read):
+        yield f"{some_text(names)} of {home.name} not taken; --with-training takes such files"
+    elif has_step:
+        yield f"the step of a training in {home.name} not taken; --with-training takes it"
+
+
+def _training_beside(source: Location, read: PurePath) -> tuple[Location, list[str], bool]:
+    """The folder of a checkpoint, the training states in it, and whether they are in a step of
+    DeepSpeed's there; `read` is a file of the checkpoint.
+    """
     from ckptconv.formats.folders.steps import points  # seldom needed, as the next one is
     from ckptconv.formats.folders.trained import training_files
 
-    home = place if place.is_folder() else place.absolute.parent
+    if source.is_far():
+        return source, [], False
+    home = source if source.is_folder() else source.absolute.parent
     if not home.is_folder():  # an open file has nothing beside it
-        return
+        return home, [], False
     names = training_files(home)
-    if names and not any(path.name in names for path in read):
-        yield f"{some_text(names)} of {home.name} not taken; --with-training takes such files"
-    elif not names and points(home) and resolved(read[0].parent) == resolved(home.path):
-        yield f"the step of a training in {home.name} not taken; --with-training takes it"
+    has_step = not names and points(home) and resolved(read.parent) == resolved(home.path)
+    return home, names, has_step
+
+
+def with_training_named(error: CheckpointError, whole: Checkpoint, options: Request) -> None:
+    """Have an error about a part that is not there name the option, where training left such a part
+    beside the weights.
+    """
+    is_absent = isinstance(error, AmbiguousStateDict) and options.only is not None
+    if not is_absent or options.with_training or not whole.sources:
+        return
+    part = str(options.only).partition(".")[0]
+    _, names, has_step = _training_beside(place_of(whole.path), whole.sources[0].path)
+    if part in {PurePath(name).stem for name in names} or (has_step and part == "optimizer"):
+        error.hint = f"{error.hint}; --with-training takes what training left beside the weights"

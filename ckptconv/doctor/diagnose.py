@@ -28,6 +28,7 @@ from ckptconv.support.errors import (
     LimitExceeded,
     MalformedCheckpoint,
     UnsupportedCheckpoint,
+    or_recover,
     printable,
 )
 from ckptconv.support.gc_pause import collector_paused
@@ -216,8 +217,9 @@ def _unopened(error: CheckpointError, paths: Sequence[Location]) -> Finding:
         cause = f"{printable(error.where)}: {cause}"
     code, advice = _code(error), error.hint
     if code == "damaged" and len(paths) == 1 and not paths[0].is_folder():
-        saving = "ckptconv recover saves its tensors that are whole, if there are some"
-        advice = f"{advice}; {saving}" if advice else saving
+        advice = advice or "the file is damaged; fetch it again"
+        if "ckptconv recover" not in advice:
+            advice = or_recover(advice, paths[0])
     finding = Finding("error", code, cause, _effect(error, paths[0]), advice=advice)
     fixed = None
     if isinstance(error, IncompleteCheckpoint) and len(paths) == 1:

@@ -29,6 +29,7 @@ from ckptconv.support.errors import (
     VerificationFailed,
     errors_at,
     malformed,
+    or_recover,
     printable,
 )
 from ckptconv.support.json_text import read_object, refuse_crowded, value_at
@@ -286,7 +287,10 @@ def _refuse_gaps(source: Source, tensors: Iterable[TensorRef], start: int) -> No
         at += nbytes
     if at != source.size:
         what = f"has {source.size - start} bytes where the header needs {at - start}"
-        raise malformed(what, source.path, "data")
+        error = malformed(what, source.path, "data")
+        if at > source.size:
+            error.hint = or_recover("the file is cut off; fetch it again", source.path)
+        raise error
 
 
 # ------------------------------------------------------------------------------------------ writing

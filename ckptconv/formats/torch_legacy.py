@@ -18,7 +18,7 @@ from ckptconv.objects.torch_read import named_storages, read_torch_pickle
 from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import MalformedCheckpoint, errors_at, printable
+from ckptconv.support.errors import MalformedCheckpoint, errors_at, or_recover, printable
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage
 from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
@@ -91,7 +91,7 @@ class _Storages:
             if at > source.size:
                 beyond = f"lie beyond the end of the file ({source.size})"
                 what = f"its {nbytes} bytes at {at - nbytes} {beyond}"
-                hint = "the file is cut off; fetch it again"
+                hint = or_recover("the file is cut off; fetch it again", source.path)
                 raise MalformedCheckpoint(what, where=storage_name(key), hint=hint)
         if missing := [key for key in named if key not in self._offsets]:
             what = "the pickle names a storage that the file does not hold"

@@ -13,7 +13,12 @@ from collections.abc import Iterator
 
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support import errors
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import (
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    or_recover,
+    printable,
+)
 
 MAX32 = 0xFFFFFFFF
 END = struct.Struct("<4s4H2IH")
@@ -127,9 +132,10 @@ def _end_record(source: Source, tail: bytes) -> int:
         at = tail.rfind(_END_SIGNATURE, 0, at)
     if not found:
         what = "the archive has no end record at its end"
-        hint = (
-            "the file is cut off (fetch or save it again), or something was appended, which its "
-            "library may accept and ckptconv does not"
+        hint = or_recover(
+            "the file is cut off, or something was appended, which its library may accept and "
+            "ckptconv does not; fetch or save it again",
+            source.path,
         )
         raise MalformedCheckpoint(what, code="cut-off", path=source.path, hint=hint)
     if len(found) > 1:

@@ -398,7 +398,8 @@ def _surveyed(
     with open_to_look(paths, tag=tag, is_delta=None) as checkpoint:
         found = inspect_checkpoint(checkpoint, depth)
         fix = None
-        if has_fix and not found.portable:
+        # a delta says itself what is done with it
+        if has_fix and not found.portable and not found.opening.is_delta:
             from ckptconv.convert.prescriptions import Fix, workable  # planning is slow to import
 
             fix = workable(Fix(), checkpoint)

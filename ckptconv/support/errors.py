@@ -297,6 +297,16 @@ class IncompleteCheckpoint(UnsupportedCheckpoint):
     """The file of one rank without the others; the tensors are split over the files of all."""
 
 
+def or_recover(advice: str, path: object) -> str:
+    """The advice about a damaged file that has whole tensors all the same.
+
+    The files of a DCP folder are not recovered: alone, they do not name their tensors.
+    """
+    if str(path).endswith(".distcp"):
+        return advice
+    return f"{advice}, or save the tensors that are whole: ckptconv recover IN OUT"
+
+
 class LimitExceeded(CheckpointError):
     """A size, count or depth is beyond what any sensible checkpoint has.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptconv.io.crc import combined_crc, crc32
-from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.errors import MalformedCheckpoint, or_recover
 from ckptconv.support.progress import Counting
 from ckptconv.tensors.refs import Storage, origins
 
@@ -118,5 +118,5 @@ def refuse_crc(storage: Storage, crc: int) -> None:
             code="checksum",
             path=storage.source.path,
             where=storage.name,
-            hint="the file is damaged; fetch it again",
+            hint=or_recover("the file is damaged; fetch it again", storage.source.path),
         )

@@ -78,7 +78,7 @@ def _no_state_dict(
         what = f"is {spoken(part.node)}, and holds no tensors"
     elif (whose := only_training_state(part.node, surveyed)) is not None:
         what = f"holds only {whose} state: no weights"
-        hint = "--to torch takes it as it is, and in Python load_portable(…, whole=True)"
+        hint = "write a .pt, which takes it as it is; in Python load_portable(…, whole=True)"
     elif lists := _paths_of(_is_list_of_tensors, part):  # averages may be such
         hint = choice_of_parts(lists)
     elif type(part.node) in (list, tuple) and surveyed.holders:

@@ -464,10 +464,22 @@ class _Merging:
         name = self._adapter.checkpoint.path.name
         for told, count in self._told.items():
             yield f"{name}: {count_text(count, 'tensor')} merged, {told}"
+        if unscaled := sum(map(self._is_unscaled, self._adapter.modules)):
+            modules = count_text(unscaled, "module")
+            yield f"{name}: says no scale for {modules} (no alpha, no config); 1 is taken"
+
+    def _is_unscaled(self, module: str) -> bool:
+        parts = self._adapter.modules[module]
+        config, name = self._adapter.config_of(module)
+        is_told = "alpha" in parts or config.alpha_of(name) is not None
+        return bool(_INNER & parts.keys()) and not is_told
 
 
 _EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
 """What LyCORIS adds to norms: the machine epsilon of the type of the weight."""
+
+_INNER = frozenset(("down", "hada_w1_b", "lokr_w1_b", "lokr_w2_b"))
+"""The factors of products, which have a rank, so that an alpha scales them."""
 
 _OF_CODES = (".qweight", ".weight_packed", ".qdata", ".quant_state", ".weight_scale", ".SCB")
 

@@ -241,6 +241,9 @@ class _Renaming:
             named = some_text([part.key for part in lost])
             what = f"the base has no name in {self._convention} for {named}"
             hint = "leave them out first: ckptconv convert ADAPTER PART --exclude GLOB"
+            if len(lost) == len(parts) and not model.family:
+                what = f"{self._convention} has no names for the modules of such a base"
+                hint = "name them for peft or kohya: --preset lora-peft or --preset lora-kohya"
             raise KeyMismatch(what, hint=hint)
         asked = Asked(self._convention, model.family, self._starts, self._shapes)
         components = self._components(parts)

@@ -532,6 +532,7 @@ def test_inspect_and_doctor_say_what_it_is(room):
     done = run("inspect", "d", cwd=room)
     assert "delta (xor, zstd)" in done.out and "from version 000000 to 000001" in done.out
     assert "dtypes" not in done.out and "will not open everywhere" in done.out
+    assert done.out.count("apply them: ckptconv apply BASE d OUT") == 1
     done = run("doctor", "d", cwd=room)
     assert done.exit == 1 and "apply them: ckptconv apply BASE d OUT" in done.out
 

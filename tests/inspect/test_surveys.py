@@ -209,7 +209,7 @@ def test_the_parts_of_a_list_and_of_an_optimizer_are_told(tmp_path):
             "ema: is None, and holds no tensors; see what it holds with: ckptconv inspect none.pt",
         ),
         ("number.pt", ("--only", "ema"), "ema: is 0.999"),
-        ("adam.pt", (), "holds only an optimizer's state: no weights"),
+        ("adam.pt", (), "holds only an optimizer's state: no weights; write a .pt"),
     ):
         done = run("convert", name, "out.safetensors", *only, cwd=tmp_path)
         assert done.exit == 1 and told in done.err

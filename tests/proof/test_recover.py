@@ -285,6 +285,24 @@ def test_a_file_that_is_not_damaged_is_complete(tmp_path, name):
     assert "damage" not in done.out and " lost " not in done.out
 
 
+@pytest.mark.parametrize("kind", ["cut zip", "flipped zip", "cut legacy", "cut safetensors"])
+def test_commands_that_meet_such_damage_name_it(tmp_path, kind):
+    name = "in.safetensors" if "safetensors" in kind else "in.pt"
+    tree = {"first": torch.ones(4), "last": torch.arange(500.0)}
+    torch.save(tree, tmp_path / name, _use_new_zipfile_serialization="legacy" not in kind)
+    if "safetensors" in kind:
+        save_file(tree, tmp_path / name)
+    raw = bytearray((tmp_path / name).read_bytes())
+    if "cut" in kind:
+        del raw[raw.index(tree["last"].numpy().tobytes()) + 40 :]
+    else:
+        raw[raw.index(tree["last"].numpy().tobytes()) + 7] ^= 1
+    (tmp_path / name).write_bytes(raw)
+    told = "or save the tensors that are whole: ckptconv recover IN OUT"
+    assert told in run("convert", name, "out.pt", cwd=tmp_path).err
+    assert told in run("doctor", "--values", name, cwd=tmp_path).out
+
+
 def test_what_recover_is_not_for_is_an_error_of_one_line(tmp_path):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "folder").mkdir()

@@ -324,6 +324,17 @@ def test_it_is_an_edit_for_every_reader(base):
         assert all(torch.equal(loaded[key], value) for key, value in expected.items())
 
 
+def test_an_adapter_that_says_no_scale_is_told_of(base):
+    folder, _ = base
+    given = factors(*CONVENTIONS["kohya"])
+    for alpha, told in (({}, True), ({f"{CONVENTIONS['kohya'][0]}.alpha": torch.ones(())}, False)):
+        of_file(folder, given | alpha)
+        done = run("merge-lora", "base.safetensors", "adapter.safetensors", "out.pt", "--force",
+                   cwd=folder)  # fmt: skip
+        assert done.exit == 0
+        assert ("says no scale for 1 module (no alpha, no config); 1 is taken" in done.err) is told
+
+
 def test_the_command_lists_what_was_merged(base):
     folder, _ = base
     of_peft(folder, factors(PEFT + Q) | factors(f"{PEFT}lm_head", sizes=(9, 8)))
@@ -331,6 +342,7 @@ def test_the_command_lists_what_was_merged(base):
     assert done.exit == 0
     assert "1 tensor merged, rank 4, scale 2: model.layers.*.q_proj.weight" in done.err
     assert "1 tensor merged, rank 4, scale 2: lm_head.weight" in done.err
+    assert "says no scale" not in done.err
     done = run("merge-lora", "base.safetensors", "out.safetensors", cwd=folder)
     assert done.exit == 2 and "there is no adapter" in done.err
 

@@ -319,8 +319,7 @@ def _optimizer(
         return [], weights, more
     if made is None:
         return [], weights, "; no optimizer's states are saved with them"
-    told = "the fp32 weights and the optimizer's states are"
-    return [("optimizer", made)], told, "; --only module takes the weights alone"
+    return [("optimizer", made)], "the fp32 weights and the optimizer's states are", ""
 
 
 def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) -> list[Checkpoint]:

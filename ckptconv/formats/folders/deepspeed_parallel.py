@@ -121,7 +121,7 @@ def of_all_stages(optimizers: Sequence[Node], stages: int) -> tuple[list[tuple[N
         [("state", Dict(states)), ("param_groups", [Dict(list(g.items())) for g in groups])]
     )
     told = f"the fp32 weights and the optimizer's states of {stages} stages are joined"
-    return [("optimizer", made)], f"{told}; --only module takes the weights alone"
+    return [("optimizer", made)], told
 
 
 def _add_group(groups: list[dict[str, Node]], group: dict[str, Node]) -> None:

@@ -176,9 +176,15 @@ def _named(
         hint = _choice((*inside.folders, *inside.files))
         raise MalformedCheckpoint(what, path=folder, where=named_by, hint=hint)
     others = [other for other in inside.folders if other != name]
-    notes = [f"of its {'files' if name in inside.files else 'steps'}, {printable(name)} is read"]
-    if others:
-        notes.append(f"the folder holds other steps too; {_choice(others)}")
+    if name in inside.files:
+        notes = [f"of its files, {printable(name)} is read"]
+    elif others:
+        notes = [
+            f"of its steps, {printable(name)} is read",
+            f"the folder holds other steps too; {_choice(others)}",
+        ]
+    else:
+        notes = [f"its step {printable(name)} is read"]
     return Chosen(folder.child(name), tuple(notes))
 
 

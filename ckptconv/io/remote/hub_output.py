@@ -128,6 +128,11 @@ class HubOutput(Staged):
 
         return CommitOperationAdd(self._beside(name).key, self._folder() / name)
 
+    def _what(self) -> str:
+        """What a commit is of: the file, or the folder of a set, by its path in the repository."""
+        is_set = self._files is not None and self._files.index is not None
+        return (self._place.parent.key if is_set else "") or self._place.key
+
     def _where(self) -> dict[str, Any]:
         kind = self._repository.kind.removesuffix("s")
         revision = self._repository.revision
@@ -147,7 +152,7 @@ class HubOutput(Staged):
             done: CommitInfo = self._hub.create_commit(
                 **self._where(),
                 operations=[*added, *map(CommitOperationDelete, sorted(gone))],
-                commit_message=f"Upload {self.path.name} with ckptconv",
+                commit_message=f"Upload {self._what()} with ckptconv",
                 parent_commit=store.commit(),
             )
             _refuse_unlike(replace(self._repository, revision=done.oid), added, self.path)

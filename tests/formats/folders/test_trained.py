@@ -121,6 +121,13 @@ def test_without_the_option_they_are_told_of_where_the_output_could_hold_them(fo
     done = run("convert", folder, "out.safetensors", cwd=tmp_path)
     assert done.exit == 0 and "not taken" not in done.err
     assert load_portable(folder).keys() == Net().state_dict().keys()
+    for source in (folder, folder / "model.safetensors"):
+        error = assert_one_error(
+            run("convert", source, "o.pt", "--only", "optimizer", cwd=tmp_path)
+        )
+        assert "; --with-training takes what training left beside the weights" in error
+    error = assert_one_error(run("convert", folder, "o.pt", "--only", "optimiser", cwd=tmp_path))
+    assert "--with-training" not in error
 
 
 @pytest.mark.parametrize("more", [["--max-shard-size", "1GB", "--to", "torch"], []])

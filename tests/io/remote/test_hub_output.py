@@ -96,6 +96,21 @@ def test_a_folder_of_a_model_is_one_commit(hub, tmp_path):
     assert all(np.array_equal(found[key], WEIGHTS[key]) for key in WEIGHTS)
 
 
+def test_a_delta_is_one_commit_named_after_its_folder(hub, tmp_path):
+    new = {**WEIGHTS, "layer.bias": np.full(3, 2, "<f2")}
+    (tmp_path / "new.safetensors").write_bytes(save(new))
+    source(tmp_path)
+    done = run("delta", "in.safetensors", "new.safetensors", "hf://org/name/all/weight_v000001",
+               cwd=tmp_path, env=environment(hub, tmp_path))  # fmt: skip
+    assert done.exit == 0, done.err
+    assert hub.summaries == ["Upload all/weight_v000001 with ckptconv"]
+    done = run("apply", "in.safetensors", "hf://org/name/all/weight_v000001", "out.safetensors",
+               cwd=tmp_path, env=environment(hub, tmp_path))  # fmt: skip
+    assert done.exit == 0, done.err
+    found = load((tmp_path / "out.safetensors").read_bytes())
+    assert all(np.array_equal(found[key], new[key]) for key in new)
+
+
 def test_shards_and_index_are_one_commit_and_replace_an_earlier_set(hub, tmp_path):
     tensors = {f"layer.{number}.weight": np.full(1000, number, "<f4") for number in range(9)}
     convert_checkpoint(
