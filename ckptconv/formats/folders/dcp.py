@@ -23,6 +23,7 @@ from ckptconv.formats.folders.dcp_flavours import flavour_of
 from ckptconv.formats.folders.dcp_items import Coming, ForetoldItems, Items, inside
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, with_key
 from ckptconv.formats.folders.dcp_runs import Item, TensorEntry
+from ckptconv.formats.folders.ranks import Copies
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import (
@@ -106,6 +107,7 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         items.expect(())
         if len(metadata.items) <= _MANY:
             _refuse_shared_bytes(folder, metadata)
+        _refuse_copies(folder, items)
         nbytes += sum(source.size for source in items.files.values())
         notes: tuple[str, ...] = ()
         if fragments:
@@ -157,6 +159,16 @@ def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
                 whose = "another item of it" if key == other else f"'{printable(key)}'"
                 what = f"lies at byte {at} of '{printable(inside(folder, path).name)}'"
                 raise MalformedCheckpoint(f"{what}, and so does {whose}", where=other)
+
+
+def _refuse_copies(folder: Location, items: Items) -> None:
+    """Raise `MalformedCheckpoint` where a data file is a copy of another one. One tensor alone may
+    have equal halves (a mask), so that files of one chunk tell nothing.
+    """
+    copies = Copies()
+    for name, chunks in items.chunks.items():
+        if len(chunks) > 1:
+            copies.refuse(inside(folder, name).path, chunks)
 
 
 # ----------------------------------------------------------------------------------------- the tree

@@ -49,7 +49,8 @@ _AHEAD_FAR = 32 << 20  # bytes of the ends of items that are fetched together ov
 class Items:
     """The files of one folder, and the items that were opened in them.
 
-    `files` are the data files by name, `sources` what was opened besides them and has to be closed.
+    `files` are the data files by name, `sources` what was opened besides them and has to be closed;
+    `chunks` are the opened chunks of each file, each with the key of its tensor.
     """
 
     reads_chunks = True
@@ -58,6 +59,7 @@ class Items:
     def __init__(self, folder: Location) -> None:
         self.files: dict[str, Source] = {}
         self.sources: list[Source] = []
+        self.chunks: dict[str, list[tuple[str, TensorRef]]] = {}
         self._folder = folder
         self._pool = FilePool()
         self._read: dict[str, _ReadAhead] = {}
@@ -120,6 +122,7 @@ class Items:
         if ref.shape != chunk.shape:
             what = f"has the shape {list(ref.shape)} instead of {list(chunk.shape)}"
             raise MalformedCheckpoint(f"its chunk at {list(chunk.start)} {what}")
+        self.chunks.setdefault(item.relative_path, []).append((chunk.key, ref))
         return ref
 
     def _file(self, name: str) -> _ReadAhead:

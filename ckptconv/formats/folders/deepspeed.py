@@ -13,7 +13,7 @@ earlier ones do not.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -42,6 +42,7 @@ from ckptconv.formats.folders.deepspeed_parallel import (
     require_whole_layers,
 )
 from ckptconv.formats.folders.deepspeed_universal import Universal, read_universal, zero_folder
+from ckptconv.formats.folders.ranks import Copies
 from ckptconv.formats.folders.zero import (
     FlatGroup,
     RankStates,
@@ -62,6 +63,7 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
+from ckptconv.tree.walk import tensors_of
 
 CONTAINER = Container(
     "DeepSpeed",
@@ -125,8 +127,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     """The checkpoint that the files of a step are, its path still that of one of them."""
     if not files.optim:
         return _without_partitions(files, open_file)
-    ranks, opened = _read_ranks(files.optim.values(), open_file)
-    require_ranks(files.optim, ranks[0].ranks, "optimizer")
+    ranks, opened = _read_ranks(files.optim, open_file, Copies())
     stage = ranks[0].stage
     models = _open_models(files, stage, ranks[0].ranks, open_file)
     states = [_model_states(model) for model in models]
@@ -178,11 +179,11 @@ def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     parameters: list[tuple[str, TensorRef]] = []
     made: list[Node] = []
     rest: Mapping[str, Node] = {}
+    copies = Copies()
     for stage, of_stage in zip(states, files.ranks_of_stages, strict=True):
         if not of_stage or stage.get("param_shapes") is None:
             continue
-        ranks, more = _read_ranks(of_stage.values(), open_file)
-        require_ranks(of_stage, ranks[0].ranks, "optimizer")
+        ranks, more = _read_ranks(of_stage, open_file, copies)
         if len(set(ranks[0].counts)) > 1:
             raise spread_over_ranks("optimizer_state_dict.partition_count")
         opened += more
@@ -212,8 +213,7 @@ def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         told = f"the weights of {len(experts)} experts are joined with the others"
         told += "; the optimizer's states are left out: each rank numbers its own"
         return whole_of([model, *experts], container, root, model.path, (told,))
-    ranks, opened = _read_ranks(files.optim.values(), open_file)
-    require_ranks(files.optim, ranks[0].ranks, "optimizer")
+    ranks, opened = _read_ranks(files.optim, open_file, Copies())
     shapes = read_shapes(states["param_shapes"], "param_shapes")
     groups = list(expert_groups(ranks, flat_groups(ranks, shapes), states))
     weights = Weights([{**states, "module": module}], ranks[0].stage)
@@ -338,19 +338,30 @@ def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) 
     if stage != 3 or not mapping_pairs(states.get("frozen_param_shapes")):
         return [model]
     require_ranks(files.model, ranks, "model")
-    return [model, *(open_file(file) for rank, file in files.model.items() if rank)]
+    models = [model, *(open_file(file) for rank, file in files.model.items() if rank)]
+    copies = Copies()
+    for each in models:
+        fragments = entries(entries(each.root).get("frozen_param_fragments"))
+        copies.refuse(each.path, tensors_of(Dict([*fragments.items()])))
+    return models
 
 
 def _read_ranks(
-    files: Iterable[Location], open_file: OpenFile
+    files: Mapping[int, Location], open_file: OpenFile, copies: Copies
 ) -> tuple[list[RankStates], list[Checkpoint]]:
-    """What each file of optimizer states says, and the files, opened, without their trees."""
+    """What each file of optimizer states says, and the files, opened, without their trees.
+
+    Raises `MalformedCheckpoint` unless there is one of each rank.
+    """
     ranks, opened = [], []
-    for file in files:
+    for file in files.values():
         checkpoint = open_file(file)
         with errors_at(path=file):
             ranks.append(read_rank(checkpoint.root))
         opened.append(replace(checkpoint, root=None))
+    require_ranks(files, ranks[0].ranks, "optimizer")
+    for rank, checkpoint in zip(ranks, opened, strict=True):
+        copies.refuse(checkpoint.path, tensors_of(Dict([*rank.rest.items()])))
     return ranks, opened
 
 

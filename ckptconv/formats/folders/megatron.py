@@ -113,7 +113,7 @@ def _joined(path: Location, ranks: Mapping[str, Checkpoint]) -> Checkpoint:
     names = [[_name(at, stage, pipeline) for at in range(tensor)] for stage in range(pipeline)]
     _refuse_other_ranks([name for stage in names for name in stage], ranks, path)
     _refuse_other_runs(ranks)
-    model = joined_model([[ranks[name].root for name in stage] for stage in names], args)
+    model = joined_model([[ranks[name] for name in stage] for stage in names], args)
     pairs = [pair for pair in mapping_pairs(first.root) or () if pair[0] in _KEPT]
     root = ordered_dict([("model", ordered_dict(list(model.tensors.items()))), *pairs])
     container = replace(

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from ckptconv.formats.folders.ranks import are_equal
+from ckptconv.formats.folders.ranks import Copies, are_equal
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import (
     IncompleteCheckpoint,
@@ -25,6 +26,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import TensorRef, box_of
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import tensor_of
 
 Tensors = Mapping[str, TensorRef]
@@ -63,15 +65,19 @@ class Model(NamedTuple):
     notes: Sequence[str]
 
 
-def joined_model(ranks: Sequence[Sequence[Node]], args: Arguments) -> Model:
-    """The model of all ranks, which are given as trees, those of one stage together.
+def joined_model(ranks: Sequence[Sequence[Checkpoint]], args: Arguments) -> Model:
+    """The model of all ranks, those of one stage together.
 
     Raises `UnsupportedCheckpoint` for a tensor of which it is not known how it is cut,
     `MalformedCheckpoint` where ranks contradict each other, `IncompleteCheckpoint` where layers
     lack.
     """
     extra: list[str] = []
-    chunks = [[list(_chunks(root, extra)) for root in stage] for stage in ranks]
+    chunks = [[list(_chunks(rank.root, extra)) for rank in stage] for stage in ranks]
+    copies = Copies()
+    for rank, models in zip(chain(*ranks), chain(*chunks), strict=True):
+        parts = (pair for each in models for pair in each.items() if not _WHOLE(pair[0]))
+        copies.refuse(rank.path, parts)
     counts = {len(models) for stage in chunks for models in stage}
     if len(counts) > 1 or not counts.isdisjoint({0}):
         raise MalformedCheckpoint("its ranks hold different numbers of models, or none")

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 
 from ckptconv.formats.folders.alone import SPLIT
+from ckptconv.formats.folders.ranks import Copies
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import IncompleteCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.support.progress import Meter
@@ -32,18 +34,19 @@ _EMBEDDING, _NORM = "tok_embeddings.weight", "norm.weight"
 _QUERIES = re.compile(r"layers\.\d+\.attention\.wq\.weight").fullmatch
 
 
-def joined_slices(parts: Sequence[tuple[str, Mapping[str, Node]]]) -> dict[str, Node]:
-    """The tensors of all parts, each given with its name and its tensors by key, in the order of
+def joined_slices(parts: Sequence[tuple[PurePath, Mapping[str, Node]]]) -> dict[str, Node]:
+    """The tensors of all parts, each given with its path and its tensors by key, in the order of
     their numbers.
 
     Raises `UnsupportedCheckpoint` for a key that a Llama does not have, or that is not in all of
-    them, and `IncompleteCheckpoint` where parts lack.
+    them, `IncompleteCheckpoint` where parts lack, and `MalformedCheckpoint` where one is the copy
+    of another.
     """
-    name, first = parts[0]
+    path, first = parts[0]
     made: dict[str, Node] = {}
     for other, held in parts[1:]:
         if odd := first.keys() ^ held.keys():
-            what = f"is in one of {printable(name)} and {printable(other)} only"
+            what = f"is in one of {printable(path.name)} and {printable(other.name)} only"
             raise UnsupportedCheckpoint(what, where=min(odd))
     norm = first.get(_NORM)
     width = None if norm is None else tensor_of(norm)
@@ -55,6 +58,10 @@ def joined_slices(parts: Sequence[tuple[str, Mapping[str, Node]]]) -> dict[str, 
         if len(refs) != len(parts):
             raise UnsupportedCheckpoint("is not a tensor in each of the parts", where=key)
         made[key] = _joined(key, refs, width.shape[0])
+    copies = Copies()
+    for path, held in parts:
+        refs = ((key, ref) for key, value in held.items() if (ref := tensor_of(value)) is not None)
+        copies.refuse(path, (pair for pair in refs if not _WHOLE(pair[0])))
     return made
 
 

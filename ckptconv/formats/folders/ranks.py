@@ -8,9 +8,10 @@ whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import PurePath
 
 from ckptconv.formats.folders.alone import is_shard, refuse_flat
 from ckptconv.formats.folders.dtensors import Shard, read_shard
@@ -231,6 +232,58 @@ def are_equal(one: TensorRef, other: TensorRef) -> bool:
         return True
     ours, theirs = iter_chunks(one), iter_chunks(other)
     return all(mine == its for mine, its in zip(ours, theirs, strict=True))
+
+
+class Copies:
+    """Files of ranks, each of which has a part of its own of some tensors: where two have the same
+    of all, one was copied over the other.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[tuple[PurePath, list[TensorRef]]]] = {}
+
+    def refuse(self, path: PurePath, parts: Iterable[tuple[str, TensorRef]]) -> None:
+        """Raise `MalformedCheckpoint` where a file met before has the same `parts`, which go by
+        name. What is one number all through (zeros, ones) tells nothing: ranks may both have it.
+        """
+        named = [(name, ref) for name, ref in parts if ref.numel > 1]
+        refs = [ref for _, ref in named]
+        mark = len(named), *((name, _mark(ref)) for name, ref in named[:_MARKED])
+        alike = self._known.setdefault(mark, [])
+        if alike and not any(map(_varies, refs)):
+            return
+        for other, theirs in alike:
+            pairs = zip(refs, theirs, strict=True)
+            if all(_mark(one) == _mark(its) and are_equal(one, its) for one, its in pairs):
+                what = f"has the same of each tensor as {printable(other)}"
+                hint = "one was copied over the other: fetch both again"
+                raise MalformedCheckpoint(what, path=path, hint=hint)
+        alike.append((path, refs))
+
+
+_MARKED = 64  # tensors that nearly always tell two files apart: no time goes into more of them
+
+
+def _mark(ref: TensorRef) -> object:
+    """What is equal for equal tensors that lie alike in their files, and differs for nearly all
+    others; where a file has no checksums, its first bytes.
+    """
+    known = _checksum(ref)
+    first = b"" if known is not None else bytes(next(iter_chunks(ref))[:_FIRST])
+    return ref.dtype, ref.shape, known, first
+
+
+_FIRST = 1 << 12
+
+
+def _varies(ref: TensorRef) -> bool:
+    """Whether a tensor has two different values."""
+    first = b""
+    for chunk in iter_chunks(ref):
+        first = first or bytes(chunk[: ref.dtype.itemsize])
+        if chunk != first * (len(chunk) // len(first)):
+            return True
+    return False
 
 
 def _checksum(ref: TensorRef) -> object:

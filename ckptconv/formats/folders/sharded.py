@@ -401,7 +401,7 @@ def _joined_slices(parts: Sequence[Checkpoint]) -> Checkpoint:
     from ckptconv.formats.folders.meta_slices import joined_slices  # seldom needed
 
     ordered = sorted(parts, key=lambda part: part.path.name)
-    named = [(part.path.name, dict(state_dict_pairs(part))) for part in ordered]
+    named = [(part.path, dict(state_dict_pairs(part))) for part in ordered]
     whole = joined(ordered[0].path, list(joined_slices(named).items()), ordered)
     name = f"{ordered[0].container.name}, {len(ordered)} slices"
     # a tensor is made of several of the files' own, so `--verify` cannot count them a second way

@@ -1,0 +1,99 @@
+"""A file that was copied over that of another rank: one rank's part would be there twice, so it is
+refused, and both files are named.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptconv import load_portable, open_checkpoint
+from ckptconv.support.errors import MalformedCheckpoint
+from helpers import zero
+from helpers.paths import DATA
+
+PARTITION = "bf16_zero_pp_rank_{}_mp_rank_{}_optim_states.pt"
+COPIES = {
+    "ZeRO 1": ("deepspeed/stage1", "zero_pp_rank_{}_mp_rank_{}_optim_states.pt", "1 00", "2 00"),
+    "ZeRO 2": ("deepspeed/stage2", PARTITION, "0 00", "1 00"),
+    "ZeRO 3": ("deepspeed/stage3", PARTITION, "1 00", "0 00"),
+    "frozen parameters of ZeRO 3": (
+        "deepspeed/stage3_frozen",
+        "zero_pp_rank_{}_mp_rank_{}_model_states.pt",
+        "0 00",
+        "2 00",
+    ),
+    "stages of a pipeline": ("deepspeed_parallel/pipeline", PARTITION, "0 00", "0 01"),
+    "ranks of experts": ("deepspeed_parallel/experts", PARTITION, "1 00", "3 00"),
+    "Megatron's ranks": ("megatron_ranks", "mp_rank_{}_{}/model_optim_rng.pt", "00 000", "01 000"),
+    "Megatron's stages": ("megatron_ranks", "mp_rank_{}_{}/model_optim_rng.pt", "00 000", "00 001"),
+}
+
+
+def refused(folder: Path, source: Path, target: Path) -> None:
+    shutil.copy(source, target)
+    files = sorted((source, target))
+    with pytest.raises(MalformedCheckpoint, match="has the same of each tensor as") as error:
+        load_portable(folder)
+    assert all(str(file) in str(error.value) for file in files)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_rank_that_was_copied_over_another_is_refused(kind, tmp_path):
+    name, pattern, *ranks = COPIES[kind]
+    folder = shutil.copytree(DATA / name, tmp_path / "made")
+    step = max((item for item in folder.glob("global_step*")), default=folder)
+    source, target = (step / pattern.format(*rank.split()) for rank in ranks)
+    assert source.is_file() and target.is_file()
+    refused(folder, source, target)
+
+
+def test_a_file_of_dcp_that_was_copied_over_another_is_refused(produced, tmp_path):
+    folder = tmp_path / "made"
+    shutil.copytree(produced / "accelerate_fsdp/pytorch_model_fsdp_0", folder)
+    (folder / "__1_0.distcp").unlink()  # it may not be written to
+    refused(folder, folder / "__0_0.distcp", folder / "__1_0.distcp")
+
+
+def test_a_slice_of_a_llama_that_was_copied_over_another_is_refused(tmp_path):
+    names = ["layers.0.attention.wq.weight", "output.weight"]
+    for rank in range(2):
+        part = {name: torch.randn(8, 16) for name in names} | {"norm.weight": torch.ones(16)}
+        torch.save(part, tmp_path / f"consolidated.{rank:02}.pth")
+    assert load_portable(tmp_path)["output.weight"].shape == (16, 16)
+    refused(tmp_path, tmp_path / "consolidated.00.pth", tmp_path / "consolidated.01.pth")
+
+
+def test_a_copy_without_checksums_is_told_by_its_values(tmp_path):
+    folder = zero.write(tmp_path / "zero", 2, 2, [{"a": torch.rand(64), "b": torch.rand(6, 6)}])
+    files = sorted((folder / zero.TAG).glob("*optim_states.pt"))
+    for file in files:
+        torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)
+    load_portable(folder)
+    refused(folder, *files)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_may_both_have_the_same_number_all_through(stage, tmp_path):
+    group = {"a": torch.full((40,), 0.5), "b": torch.full((4, 6), 0.5)}
+    folder = zero.write(tmp_path / "zero", stage, 4, [group])
+    found = load_portable(folder)
+    assert all(torch.equal(found[name], value) for name, value in group.items())
+
+
+def test_tied_weights_in_files_of_their_own_are_no_copies(tmp_path):
+    """`single_file_per_rank=False` puts each tensor into a file."""
+    from torch.distributed import checkpoint as dcp
+
+    shared = torch.randn(6, 4)
+    state = {"embed.weight": shared, "head.weight": shared.clone()}
+    writer = dcp.FileSystemWriter(tmp_path / "dcp", single_file_per_rank=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert len([*(tmp_path / "dcp").glob("*.distcp")]) == 2
+    with open_checkpoint(tmp_path / "dcp") as checkpoint:
+        assert len([*checkpoint.tensors()]) == 2
+    assert torch.equal(load_portable(tmp_path / "dcp")["head.weight"], shared)
