@@ -28,7 +28,7 @@ from ckptconv.support.errors import OutputRefused
 from ckptconv.support.limits import held
 from ckptconv.support.progress import Meter
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.values.named import components_in
+from ckptconv.values.named import components_in, told_apart
 
 
 def watched(stream: OutputStream, layout: Layout) -> RunDigests:
@@ -75,7 +75,7 @@ class Proof:
             return None if at is None else digests.runs.get((at.offset, at.nbytes))
 
         with held(self._plan.made_of.limits), open_certain(place) as written:
-            components = components_in(written.root)
+            components = told_apart(components_in(written.root))
             self._tensors += tensor_digests(components, known, partial(Meter, "read", tell=None))
 
     def add_folder(self, folder: Location) -> None:

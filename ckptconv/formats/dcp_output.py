@@ -20,6 +20,10 @@ from ckptconv.objects.plain import plain_form
 from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.support.errors import OutputRefused, RefusedObject, printable
 from ckptconv.tensors.compaction import CastRule
+from ckptconv.tree.optimizer_order import refuse_shares
+from ckptconv.tree.optimizer_parts import parts_of
+from ckptconv.tree.optimizer_states import optimizer_states
+from ckptconv.tree.state_dicts import find_state_dicts
 from ckptconv.tree.walk import place_text, walk
 
 
@@ -44,6 +48,14 @@ class DcpFolder(TargetFormat):
         if not is_dict and not (type(root) is Call and type(plain_form(root)) is Dict):
             what = "is not a dict, and a DCP folder holds only dicts"
             raise RefusedObject(what, where=only, hint="--only PATH takes one part")
+        models = find_state_dicts(root)
+        for state in optimizer_states(root, {}, models):
+            try:
+                parts = parts_of(state, state.node)
+            except RefusedObject:  # of a form that nobody asked to change
+                continue
+            if not parts.is_numbered:
+                refuse_shares(parts, models, state.path, None)
 
     def part_notes(self, root: Node) -> Iterator[str]:
         """Tell of keys that DCP keeps as text: an optimizer's state has numbers

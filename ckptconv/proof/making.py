@@ -32,12 +32,13 @@ from ckptconv.support.choices import (
     refuse_no_text,
     spelling_checked,
 )
+from ckptconv.support.errors import errors_at
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.refs import Storage, TensorRef, origins
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import find
-from ckptconv.values.named import Component, components_in
+from ckptconv.values.named import Component, components_in, told_apart
 
 
 @spelling_checked
@@ -107,9 +108,13 @@ def _manifest(
 
 
 def components_of(checkpoint: Checkpoint, only: str | None) -> list[Component]:
-    """The tensors of a checkpoint, or of a part of it under their names in there."""
+    """The tensors of a checkpoint, or of a part of it under their names in there; `KeyConflict`
+    where two have one name.
+    """
     root = checkpoint.root
-    return components_in(root if only is None else find(root, only, checkpoint.path))
+    found = components_in(root if only is None else find(root, only, checkpoint.path))
+    with errors_at(path=checkpoint.path):
+        return told_apart(found)
 
 
 @dataclass(slots=True)

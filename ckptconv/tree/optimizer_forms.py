@@ -89,18 +89,18 @@ class FormOptimizer:
     ) -> tuple[Dict, list[str]]:
         where = printable(state.path) or "the optimizer state"
         count = count_text(len(parts.parameters), "parameter")
+        notes = []
+        if parts.is_numbered and self.form != "numbers":
+            names, source = self._names(parts, state, checkpoint, models)
+            parts = parts.called(names)
+            notes = [f"{where}: {count} have names now, by {printable(source)}"]
+        if not parts.is_numbered:
+            refuse_shares(parts, models, state.path, self.order)
         if self.form == "numbers":
             told = "" if parts.is_numbered else f"{where}: {count} have numbers now"
             by = self.order and f", in the order of {printable(self.order.source)}"
             notes = [f"{told}{by or ', in the order of its groups'}"] if told else []
             return numbered(self._in_order(parts, state, models)), notes
-        notes = []
-        if parts.is_numbered:
-            names, source = self._names(parts, state, checkpoint, models)
-            parts = parts.called(names)
-            if len(models) == 1:
-                refuse_shares(parts, models[0], state.path)
-            notes = [f"{where}: {count} have names now, by {printable(source)}"]
         return (named if self.form == "names" else flattened)(parts), notes
 
     def _names(

@@ -17,8 +17,9 @@ from ckptconv.support.text import count_text
 from ckptconv.tensors.refs import Shape, view_identity
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.optimizer_parts import OptimizerParts
-from ckptconv.tree.optimizer_states import BUFFERS, bare_name, shape_of_state
+from ckptconv.tree.optimizer_states import BUFFERS, SHAPED, bare_name, shape_of_state
 from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import tensor_of
 
 _MOST_WAYS = 1000
 """Ways of giving out names so far beyond which nothing is certain any more."""
@@ -107,18 +108,35 @@ def names_of_numbers(parts: OptimizerParts, order: ParameterOrder, path: str) ->
     return _Naming(groups, order, path).names()
 
 
-def refuse_shares(parts: OptimizerParts, found: StateDict, path: str) -> None:
-    """Refuse states that are flat where the weights of their names are not: such as each rank of
-    FSDP1 has of its own share (`use_orig_params`), where its optimizer is saved as it is.
+def refuse_shares(
+    parts: OptimizerParts, models: Sequence[StateDict], path: str, order: ParameterOrder | None
+) -> None:
+    """Refuse states that are named, and do not have the shape of the weight of that name in any of
+    the `models` or in the `order`: such as each rank of FSDP has of its own share, where its
+    optimizer is saved as it is. What optimizers of low rank keep (GaLore) has other shapes.
     """
-    shapes = {bare_name(key): ref.shape for key, ref in found.tensors()}
+    if any(_OF_LOW_RANK in group.settings for group in parts.groups):
+        return
+    shapes: dict[str, set[Shape | None]] = {}
+    told = [(key, ref.shape) for found in models for key, ref in found.tensors()]
+    for key, shape in (*told, *(order.parameters if order is not None else ())):
+        shapes.setdefault(bare_name(key), set()).add(shape)
     for name, state in parts.states.items():
-        there = shape_of_state(Dict([*state.items()]))
-        wanted = shapes.get(bare_name(str(name)))
-        if there != wanted and there is not None and wanted is not None and len(there) == 1:
-            what = f"has {there[0]} elements of {printable(str(name))}, which is {list(wanted)}"
-            hint = "save what FSDP.optim_state_dict gives: this may be the share of one rank"
-            raise RefusedObject(what, where=path or None, hint=hint)
+        known = shapes.get(bare_name(str(name)), {None})
+        for key, value in state.items():
+            ref = tensor_of(value) if key in SHAPED else None
+            if ref is not None and None not in known and ref.shape not in known:
+                wanted = " or ".join(sorted(str(list(shape or ())) for shape in known))
+                what = f"has {key} of shape {list(ref.shape)} for {printable(str(name))}"
+                raise RefusedObject(f"{what}, which is {wanted}", where=path or None, hint=_WHOLE)
+
+
+_OF_LOW_RANK = "update_proj_gap"
+"""A setting of the groups whose moments are projected (GaLore, APOLLO and their kin)."""
+_WHOLE = (
+    "this may be the share of one rank: save what FSDP.optim_state_dict or torch's "
+    "get_optimizer_state_dict gives"
+)
 
 
 def _numbers(groups: Sequence[Sequence[tuple[Node, Shape | None]]]) -> list[Node]:

@@ -30,7 +30,7 @@ from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import PLAIN, Place, labels_of, place_text, tensor_of, walk
 
 _IN_SHAPE = "exp_avg exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum prev ax"
-_SHAPED = frozenset(_IN_SHAPE.split())
+SHAPED = frozenset(_IN_SHAPE.split())
 """What torch's optimizers keep in the shape of the parameter (torch/optim/*.py)."""
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """How the keys of buffers end that torch itself makes; nobody calls a parameter so."""
@@ -188,7 +188,7 @@ def _listed(node: Node) -> list[Node]:
 def shape_of_state(state: Node) -> Shape | None:
     """The shape of the parameter that a state belongs to, where it tells."""
     pairs = [pair for pair in mapping_pairs(state) or () if type(pair[0]) is str]
-    refs = [tensor_of(value) for key, value in pairs if key in _SHAPED]
+    refs = [tensor_of(value) for key, value in pairs if key in SHAPED]
     shapes = {ref.shape for ref in refs if ref is not None}
     return shapes.pop() if len(shapes) == 1 else None
 

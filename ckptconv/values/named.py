@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
-from ckptconv.support.errors import OptionRefused, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import KeyConflict, OptionRefused, UnsupportedCheckpoint, printable
 from ckptconv.support.text import quoted
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.gguf_blocks import DECODERS
 from ckptconv.tensors.packing import BITS, float4_numbers
-from ckptconv.tensors.refs import Shape, TensorObject, TensorRef
+from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
 from ckptconv.tensors.schemes.base import Facts
 from ckptconv.tensors.schemes.gguf import unblocked
 from ckptconv.tensors.stream import read_box
@@ -138,6 +138,19 @@ def components_in(root: Node) -> list[Component]:
     for name, value in unread:
         found += (Component(f"{name}.{path}", ref) for path, ref in tensors_of(value))
     return found
+
+
+def told_apart(components: list[Component]) -> list[Component]:
+    """The same. Raises `KeyConflict` where two tensors have one name, as ``{"a.b": x, "a": {"b":
+    y}}`` gives them: whoever goes by names would not see that they were exchanged.
+    """
+    known: dict[str, TensorRef] = {}
+    for name, ref, _ in components:
+        first = known.setdefault(name, ref)
+        if first is not ref and view_identity(first) != view_identity(ref):
+            what = "two tensors have this name, by which they are not told apart"
+            raise KeyConflict(what, where=name, hint="--only PATH takes one part")
+    return components
 
 
 T = TypeVar("T")

@@ -196,8 +196,10 @@ def test_what_a_universal_checkpoint_cannot_be_is_refused(tmp_path):
     assert "--drop" in told
     told = refused(tmp_path, tree, exclude=["0.bias"])
     assert "0.bias: is in the optimizer's state, and not among the weights" in told
-    tree["optimizer"]["state"]["0.bias"]["exp_avg"] = torch.zeros(5)
+    tree["optimizer"]["state"]["0.bias"]["row"] = torch.zeros(5)
     assert "is not of the shape of its parameter" in refused(tmp_path, tree)
+    tree["optimizer"]["state"]["0.bias"]["exp_avg"] = torch.zeros(5)
+    assert "has exp_avg of shape [5] for 0.bias, which is [6]" in refused(tmp_path, tree)
     assert "by names, not flat" in refused(tmp_path, small(), optimizer="flat")
 
 

@@ -13,7 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptconv import CheckpointError, convert_checkpoint, manifest_checkpoint
+from ckptconv import (
+    CheckpointError,
+    convert_checkpoint,
+    manifest_checkpoint,
+    verify_checkpoint,
+)
 from helpers.paths import NUMBERS
 from helpers.program import SAMPLES, run
 
@@ -111,6 +116,24 @@ def test_tied_and_nested_names_are_all_told(tmp_path):
     found = told(tmp_path / "m.pt")
     assert found["a"] == found["b.c"] == sha256(values_of(weight))
     assert found["b.list.0"] == sha256(values_of(torch.ones(1)))
+
+
+def test_two_tensors_of_one_name_are_refused_for_an_exchange_would_not_be_seen(tmp_path):
+    one, other, path = torch.rand(3), torch.rand(3), tmp_path / "m.pt"
+    torch.save({"a.b": one, "a": {"b": one}}, path)
+    made = manifest_checkpoint(path, tmp_path / "m.sha256")
+    assert [each.name for each in made.tensors] == ["a.b", "a.b"]
+    torch.save({"a.b": one, "a": {"b": other}}, path)
+    for call in (
+        lambda: manifest_checkpoint(path),
+        lambda: verify_checkpoint(path, tmp_path / "m.sha256"),
+        lambda: convert_checkpoint(path, tmp_path / "o.pt", manifest=tmp_path / "o.sha256"),
+    ):
+        with pytest.raises(CheckpointError, match=r"a\.b: two tensors have this name"):
+            call()
+    assert {item.name for item in tmp_path.iterdir()} == {"m.pt", "m.sha256"}
+    (only,) = manifest_checkpoint(path, only="a").tensors
+    assert only.name == "b"
 
 
 def test_the_parts_of_quantised_and_sparse_tensors_are_told_with_what_they_are_read_with(tmp_path):

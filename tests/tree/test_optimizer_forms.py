@@ -358,13 +358,51 @@ def test_a_flat_state_alone_is_an_optimizers(tmp_path):
     convert_checkpoint(tmp_path / "part.pt", tmp_path / "part.safetensors")
 
 
-def test_the_share_of_a_rank_is_not_the_state_of_a_parameter(tmp_path):
-    model, optimizer = alike(["0.weight", "1.weight", "2.weight"])
-    state = optimizer.state_dict()
+def as_share(state: dict[str, Any]) -> dict[str, Any]:
+    """What a rank of two keeps for its half of the elements, where it does not say so."""
     for each in state["state"].values():
         each["exp_avg"], each["exp_avg_sq"] = torch.rand(8), torch.rand(8)
-    with pytest.raises(CheckpointError, match=r"has 8 elements of 0\.weight, which is \[4, 4\]"):
-        converted(tmp_path, {"model": model.state_dict(), "optimizer": state}, optimizer="names")
+    return state
+
+
+SHARE = r"has exp_avg of shape \[8\] for 0\.weight, which is \[4, 4\]; this may be the share of one"
+
+
+@pytest.mark.parametrize(
+    "options", [{"optimizer": "numbers"}, {"optimizer": "flat"}, {"to": "dcp"}]
+)
+def test_the_share_of_a_rank_is_not_the_state_of_a_parameter(options, tmp_path):
+    model, optimizer = alike(["0.weight", "1.weight", "2.weight"])
+    named = as_share(get_optimizer_state_dict(model, optimizer))
+    torch.save({"model": model.state_dict(), "optimizer": named}, tmp_path / "in.pt")
+    with pytest.raises(CheckpointError, match=SHARE):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", **options)
+    assert not (tmp_path / "out.pt").exists()
+    numbers = as_share(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=SHARE):
+        converted(tmp_path, {"model": model.state_dict(), "optimizer": numbers}, optimizer="names")
+
+
+def test_the_share_of_a_rank_without_weights_is_told_by_those_of_the_order(tmp_path):
+    model, optimizer = alike(["0.weight", "1.weight", "2.weight"])
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    named = as_share(get_optimizer_state_dict(model, optimizer))
+    with pytest.raises(CheckpointError, match=SHARE):
+        converted(tmp_path, named, optimizer="numbers", order_from=tmp_path / "model.pt")
+
+
+def test_moments_of_low_rank_have_shapes_of_their_own(tmp_path):
+    """As GaLore's optimizers keep them, with the settings of their groups."""
+    model, optimizer = alike(["0.weight", "1.weight"])
+    state = get_optimizer_state_dict(model, optimizer)
+    for each in state["state"].values():
+        each["exp_avg"], each["exp_avg_sq"] = torch.rand(2, 4), torch.rand(2, 4)
+    tree = {"model": model.state_dict(), "optimizer": state}
+    with pytest.raises(CheckpointError, match=r"exp_avg of shape \[2, 4\] for 0\.weight"):
+        converted(tmp_path, tree, optimizer="numbers")
+    state["param_groups"][0] |= {"rank": 2, "update_proj_gap": 200, "scale": 0.25}
+    made = converted(tmp_path, tree, optimizer="numbers")["optimizer"]
+    assert torch.equal(made["state"][1]["exp_avg"], state["state"]["1.weight"]["exp_avg"])
 
 
 def test_a_state_of_no_group_gets_no_number(tmp_path):

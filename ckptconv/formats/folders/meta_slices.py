@@ -60,8 +60,8 @@ def joined_slices(parts: Sequence[tuple[PurePath, Mapping[str, Node]]]) -> dict[
         made[key] = _joined(key, refs, width.shape[0])
     copies = Copies()
     for path, held in parts:
-        refs = ((key, ref) for key, value in held.items() if (ref := tensor_of(value)) is not None)
-        copies.refuse(path, (pair for pair in refs if not _WHOLE(pair[0])))
+        cut = ((key, tensor_of(value)) for key, value in held.items() if not _WHOLE(key))
+        copies.refuse(path, ((key, ref) for key, ref in cut if ref is not None))
     return made
 
 
