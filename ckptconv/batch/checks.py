@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePath
 
 from ckptconv.batch.identity import places_of, read_beside, real_names
@@ -18,6 +18,7 @@ from ckptconv.formats.target_format import FOR_FOLDERS, target_named
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import BatchRefused, CheckpointError
+from ckptconv.support.records import dataclass
 
 _AT_ONCE = 16
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from ckptconv.io.remote.hosts import hosts_given
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_other, spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
+from ckptconv.support.records import dataclass
 
 OnError = Literal["continue", "stop"]
 What = Literal["started", "again"]

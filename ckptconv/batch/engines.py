@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckptconv.io.hidden_folders import KeptFolder
+from ckptconv.support.records import dataclass
 
 
 class Work(Protocol):

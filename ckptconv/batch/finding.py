@@ -6,7 +6,7 @@ import posixpath
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath, PurePosixPath
 
@@ -27,6 +27,7 @@ from ckptconv.support.errors import (
     UnsupportedCheckpoint,
     printable,
 )
+from ckptconv.support.records import dataclass
 
 HEAD = 512  # bytes by which a file is judged
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from ckptconv.batch.receipts import Receipt, receipt_of
 from ckptconv.io.appended import AppendedLines, lines_of
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.records import dataclass
 
 VERSION = 1
 _BEGINNING = f'{{"batch": {VERSION},'.encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
 from ckptconv.io.appended import lines_of
 from ckptconv.support.errors import BatchRefused, CheckpointError, MissingFile, printable
-from ckptconv.support.records import given_fields
+from ckptconv.support.records import dataclass, given_fields
 
 _OWN = ("source", "output", "tag", "force", "verify", "no_fsync")
 _OPTIONS = tuple(item.name for item in fields(Options))

@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -25,6 +24,7 @@ from ckptconv.io.hidden_folders import KeptFolder
 from ckptconv.support import platforms
 from ckptconv.support.blas import tame_blas
 from ckptconv.support.errors import OptionRefused
+from ckptconv.support.records import dataclass
 from ckptconv.support.signals import stop_in_good_order
 
 _GRACE = 10.0

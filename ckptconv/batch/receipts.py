@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from math import isfinite
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ckptconv.support.errors import (
     printable,
     worded,
 )
-from ckptconv.support.records import given_fields
+from ckptconv.support.records import dataclass, given_fields
 from ckptconv.support.report import short_repr
 from ckptconv.support.text import size_text
 

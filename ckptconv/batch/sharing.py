@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptconv.batch.drive import FIRST, LONGEST
 from ckptconv.batch.engines import Engine
@@ -18,6 +18,7 @@ from ckptconv.support.errors import (
     RemoteFailure,
     is_out_of_memory,
 )
+from ckptconv.support.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckptconv.batch.ledger import read_ledger
 from ckptconv.batch.receipts import Receipt
 from ckptconv.support.errors import printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import LISTED, Fields, Row
 from ckptconv.support.text import count_text, seconds_text, size_text
 

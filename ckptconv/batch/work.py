@@ -8,7 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import PurePath
 
 from ckptconv.batch.identity import fingerprint, names_of, places_of, stamp_of, stamps
@@ -30,6 +30,7 @@ from ckptconv.support.errors import (
     is_on_command_line,
     on_command_line,
 )
+from ckptconv.support.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 import click
@@ -22,6 +22,7 @@ import click
 from ckptconv.cli.terminal import colors, traffic_told
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import OnProgress, Phase, Progress
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import seconds_text, size_text
 
 if TYPE_CHECKING:

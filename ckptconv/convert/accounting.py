@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats import torch_output
@@ -37,6 +37,7 @@ from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
 from ckptconv.tree.old_tensors import complete_tensors
 

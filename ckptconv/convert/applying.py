@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
@@ -38,6 +38,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.progress import OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text
 from ckptconv.tensors.digests import digest
 from ckptconv.tensors.patched import Change, patched

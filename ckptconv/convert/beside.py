@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptconv.io.location import Location
 from ckptconv.io.source import Fingerprint, MemorySource, Source
+from ckptconv.support.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import attrgetter
 
 from ckptconv.formats.target_format import Tree
 from ckptconv.pickles.nodes import Call, mapping_pairs
 from ckptconv.support.errors import KeyConflict, OptionRefused, printable
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tensors.refs import TensorRef, view_identity

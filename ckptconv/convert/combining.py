@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from ckptconv.support.errors import (
     warn,
 )
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, some_text
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.comparison import compare_bytes

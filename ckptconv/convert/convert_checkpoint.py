@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import ParamSpec
 
 from ckptconv.convert.execute import ConversionResult
@@ -15,6 +15,7 @@ from ckptconv.formats.registry import Named
 from ckptconv.io.places import Output
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.progress import OnProgress
+from ckptconv.support.records import dataclass
 
 P = ParamSpec("P")
 

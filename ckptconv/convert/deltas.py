@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ from ckptconv.support.errors import (
     RefusedObject,
 )
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.ahead import read_soon

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import short_repr
 from ckptconv.support.signals import held_back
 from ckptconv.support.text import as_argument, count_text, quoted, size_text

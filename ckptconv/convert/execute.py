@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused, OutputRefused
 from ckptconv.support.progress import Counting, Meter, OnProgress, Phase, Phases
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, size_text, some_text
 from ckptconv.tensors.casting import overflow_text

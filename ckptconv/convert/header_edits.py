@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptconv.formats.safetensors import RESERVED, aliases_in
@@ -11,6 +10,7 @@ from ckptconv.keys.key_map import KEEP, KeyRules, map_keys, refuse_idle
 from ckptconv.keys.naming_metadata import followed
 from ckptconv.objects.encodings import ENCODINGS
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import some_text
 from ckptconv.tree.reshaping import flat_parts, makes_tensors
 

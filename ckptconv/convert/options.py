@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
@@ -34,7 +34,7 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import OptionRefused, printable
-from ckptconv.support.records import given_fields
+from ckptconv.support.records import dataclass, given_fields
 from ckptconv.support.report import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tree.edits import Edit
@@ -53,7 +53,7 @@ class Request:
 
     to: Target | None = None
     keys: KeyRules = STRIP
-    tags: TagMap = TagMap("cpu")  # noqa: RUF009 (frozen)
+    tags: TagMap = TagMap("cpu")
     dtype: DType | None = None
     only: str | None = None
     tied: Tied = "alias"

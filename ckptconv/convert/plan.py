@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -24,6 +24,7 @@ from ckptconv.objects.composites import Check
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import Limits, in_force
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.compaction import CastRule
@@ -131,7 +132,7 @@ class ConversionPlan:
     mapping: PlannedFile | None = None
     manifest: PurePath | None = None
     is_sharded: bool = False
-    beside: Beside = Beside()  # noqa: RUF009 (frozen)
+    beside: Beside = Beside()
     reads: PlannedFrom | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any
@@ -15,6 +15,7 @@ from ckptconv.objects.threats import DO_NOT_LOAD
 from ckptconv.pickles.nodes import Call
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import STANDARD_INPUT, as_argument, count_text
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget

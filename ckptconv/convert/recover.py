@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.planner import plan_conversion
@@ -17,6 +15,7 @@ from ckptconv.pickles.nodes import Node
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.errors import MalformedCheckpoint, OutputRefused, printable
 from ckptconv.support.progress import OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Row, listed, note_rows, short_repr
 from ckptconv.support.text import count_text
 from ckptconv.tree.lost import without_lost

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from ckptconv.io.places import place_of
 from ckptconv.io.source import Reopening, Source
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import Limits, held, in_force
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import size_text
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Literal
 
 from ckptconv.convert.beside import Companion
@@ -22,6 +21,7 @@ from ckptconv.io.stream import OutputStream, Sink
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import held
 from ckptconv.support.progress import Phases
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
 
 Kind = Literal["whole", "part", "other", "nothing"]

@@ -4,17 +4,16 @@ A new option is one field here, what it means in `Options`, and its use: `conver
 commands and the lines of manifests have it then.
 """
 
-# ruff: noqa: RUF009 (`_word` makes a field)
-
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 from ckptconv.formats.target_format import Target
 from ckptconv.support.choices import UNKNOWN, DeviceName, DTypeName, Pairs, Words
+from ckptconv.support.records import dataclass
 
 if TYPE_CHECKING:
     from ckptconv.keys.key_map import Keys

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.target_format import Layout, WriteItem
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.io.stream import OutputStream
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums, refuse_crc
 from ckptconv.tensors.compute_ahead import (

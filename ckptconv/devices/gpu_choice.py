@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from ckptconv.devices.host import visible_indices
 from ckptconv.devices.nvidia_smi import Gpu, ask_gpus
 from ckptconv.support.errors import DeviceUnavailable, printable
+from ckptconv.support.records import dataclass
 
 Shell = Literal["sh", "fish", "powershell", "cmd"]
 

@@ -10,11 +10,12 @@ import functools
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.devices.nvidia_smi import Gpu, ask_gpus
 from ckptconv.support.errors import DeviceUnavailable, MissingDependency, printable
+from ckptconv.support.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

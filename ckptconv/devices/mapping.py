@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.support.errors import DeviceUnavailable
+from ckptconv.support.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ckptconv.support.records import dataclass
 
 if TYPE_CHECKING:
     import subprocess

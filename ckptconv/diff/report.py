@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ckptconv.support.errors import printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows, short_repr
 from ckptconv.support.table import Table
 from ckptconv.support.text import count_text, number_text, size_text

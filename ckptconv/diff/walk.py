@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptconv.diff.report import Changed, Reshaped
 from ckptconv.objects.encodings import flat
@@ -23,6 +23,7 @@ from ckptconv.pickles.nodes import (
 )
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import in_force
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storage
 from ckptconv.tensors.schemes.base import Facts

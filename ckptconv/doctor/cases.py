@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property, partial
 from pathlib import PurePath
 
@@ -23,6 +23,7 @@ from ckptconv.keys.fitting import fit_keys
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_text
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.progress import OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, shapes_of

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import (
     LISTED,
     Fields,

@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -32,6 +31,7 @@ from ckptconv.io.location import Location, read_small
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.errors import printable as shown
 from ckptconv.support.json_text import read_object
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.digests import ALGORITHMS, DIGITS, Algorithm
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.patched import ENCODINGS, Encoding

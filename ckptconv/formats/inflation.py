@@ -12,11 +12,12 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from ckptconv.io.files import noting_files
 from ckptconv.io.source import Source
+from ckptconv.support.records import dataclass
 from ckptconv.support.settings import set_within
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from ckptconv.support.choices import (
 )
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened, printable
 from ckptconv.support.gc_pause import collector_paused
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import DANGER
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited, refuse_no_edits

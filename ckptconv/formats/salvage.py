@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 from ckptconv.formats import safetensors, torch_legacy, torch_zip
@@ -49,6 +49,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.limits import in_force, refuse_beyond
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import check_storage
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage

@@ -8,11 +8,11 @@ and its name in `Target`. Whatever else depends on the format asks it here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ckptconv.formats.containers import named as defined
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import UINT8, DType
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptconv.formats.zip_records import (
     ArchiveStorages,
@@ -28,6 +28,7 @@ from ckptconv.objects.pickled_modules import Parts, state_dict_of
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import MalformedCheckpoint, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few_in_short
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, Stray

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
 from ckptconv.support.limits import held, merged
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS
 from ckptconv.tensors.refs import Storage, TensorRef, origins, view_identity
 from ckptconv.tree.checkpoint import Checkpoint

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from ckptconv.inspect.refusals import Refusal
 from ckptconv.support.errors import printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text, some_text
 from ckptconv.tree.containers import UNKNOWN, Container

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptconv.formats.registry import Named, open_certain, open_to_look
 from ckptconv.io.guarded import check_places
 from ckptconv.support.errors import printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Row
 from ckptconv.support.table import Table, wrapped
 from ckptconv.support.text import count_text, natural_key, size_text

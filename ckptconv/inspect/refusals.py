@@ -9,10 +9,10 @@ provoked with torch 2.13 and safetensors 0.8.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ckptconv.pickles.nodes import Call, Dict, Node, children
 from ckptconv.support.errors import LimitExceeded, RefusedObject, printable
+from ckptconv.support.records import dataclass
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.settling import refuse_keys

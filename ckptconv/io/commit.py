@@ -11,10 +11,10 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptconv.support.errors import OutputRefused, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.signals import held_back
 
 FAILED = "cannot be written: "

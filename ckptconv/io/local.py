@@ -6,13 +6,14 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
 from ckptconv.io.journals import refuse_torn
 from ckptconv.io.location import Kind, Location
 from ckptconv.io.source import Fingerprint, Source
+from ckptconv.support.records import dataclass
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG}
 """What the system says of a name that nothing has, or can have."""

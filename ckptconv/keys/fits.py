@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
 from typing import Any
 
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, html_table, short_repr
 
 Shape = tuple[int, ...] | None

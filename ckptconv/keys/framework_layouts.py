@@ -10,7 +10,7 @@ beside the checkpoint or stand behind the name of the preset.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckptconv.keys.gguf_layouts import (
@@ -47,6 +47,7 @@ from ckptconv.keys.megatron_layouts import (
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few, some_text
 
 

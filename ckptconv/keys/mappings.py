@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.records import dataclass
 
 MOVES = {
     "stack": 2,

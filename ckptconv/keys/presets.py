@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptconv.keys.rules import DropSegment, Rule, Select, Step, StripPrefix
 from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.records import dataclass
 
 PRESETS: Mapping[str, tuple[Rule, ...]] = {
     "ddp": (StripPrefix("module."),),

@@ -24,7 +24,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, NoReturn
 
@@ -37,6 +36,7 @@ from ckptconv.keys.tensor_rules import tensor_rule
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, spelling_checked
 from ckptconv.support.errors import CheckpointError, KeyConflict, MissingDependency, printable
 from ckptconv.support.json_text import read_object, refuse_crowded
+from ckptconv.support.records import dataclass
 
 _MAPPING = "mapping"
 _VERSION = 1

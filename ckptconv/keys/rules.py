@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 from ckptconv.support import platforms
 from ckptconv.support.errors import KeyConflict, LimitExceeded, printable
 from ckptconv.support.limits import in_force
+from ckptconv.support.records import dataclass
 
 Step = Callable[[str], str | None]
 """A key before one rule → after it; None where the rule leaves it out."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptconv.keys.config_numbers import Number, number_in
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.support.errors import KeyConflict, KeyMismatch, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few
 
 LIST = ""

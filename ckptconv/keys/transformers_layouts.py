@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +28,7 @@ from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.name_lists import data_beside
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few
 
 Direction = Literal["v5", "original"]

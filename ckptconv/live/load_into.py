@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ from ckptconv.live.load import load_portable
 from ckptconv.support.choices import refuse_no_flag, spelling_checked
 from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject, printable, warn
 from ckptconv.support.progress import OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.scaled_weights import find_scaled

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from ckptconv.pickles.nodes import Node
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import OptionRefused, RefusedObject, errors_at
 from ckptconv.support.limits import held
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import short_repr
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ckptconv.convert.prescriptions import Fix, command, workable
@@ -18,6 +17,7 @@ from ckptconv.scan.files import scan_checkpoint
 from ckptconv.scan.report import scan_headline, scan_lines
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.progress import OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import Row
 from ckptconv.tensors.deviation import Deviation
 from ckptconv.tensors.refs import Shape, TensorRef, view_identity

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from ckptconv.diff.checkpoints import compare
@@ -27,6 +26,7 @@ from ckptconv.support.choices import (
 from ckptconv.support.errors import printable
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tree.edits import Edit

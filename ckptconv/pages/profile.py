@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from statistics import median
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
 from ckptconv.pages.html import filled
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, number_text
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d{1,6}(?=\.|$)")

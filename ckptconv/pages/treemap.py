@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from html import escape
 
 from ckptconv.pages.facts import PageTensor
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import size_text
 
 Box = tuple[float, float, float, float]

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import codecs
 import struct
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from ckptconv.pickles.opcodes import FIXED, LINES, SIZED, STOP
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.records import dataclass
 
 _UINT32 = struct.Struct("<I").unpack_from
 

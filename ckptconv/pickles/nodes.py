@@ -9,10 +9,12 @@ imports, calls or hashes what a file names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, TypeAlias
+
+from ckptconv.support.records import dataclass
 
 Node: TypeAlias = Any
 """A value of the tree: plain Python, one of the nodes below, or what a reducer made of a call."""

@@ -4,10 +4,11 @@ the functions in checkpoints whose arguments matter for that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ckptconv.pickles.nodes import Global
+from ckptconv.support.records import dataclass
 
 if TYPE_CHECKING:
     from ckptconv.pickles.byte_window import Held

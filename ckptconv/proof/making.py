@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePath
 
 from ckptconv.formats.registry import open_certain
@@ -34,6 +34,7 @@ from ckptconv.support.choices import (
 )
 from ckptconv.support.errors import errors_at
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.refs import Storage, TensorRef, origins
 from ckptconv.tree.checkpoint import Checkpoint

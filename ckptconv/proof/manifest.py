@@ -17,12 +17,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
 from ckptconv.support.errors import MalformedCheckpoint, malformed
 from ckptconv.support.json_text import value_at
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import short_repr
 from ckptconv.support.text import count_text
 

@@ -7,7 +7,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -32,6 +31,7 @@ from ckptconv.support.errors import (
     UnsupportedCheckpoint,
 )
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import short_repr
 from ckptconv.support.text import count_text
 from ckptconv.tensors.fold import fold

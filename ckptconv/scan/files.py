@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.formats.containers import named, open_file, scanned_first
@@ -24,6 +23,7 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, Unsupp
 from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import Limits, in_force, limits
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text
 

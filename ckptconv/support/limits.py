@@ -11,11 +11,12 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from math import isfinite
 from typing import Any
 
 from ckptconv.support.errors import LimitExceeded, OptionRefused, UnknownOption
+from ckptconv.support.records import dataclass
 from ckptconv.support.settings import set_within
 
 

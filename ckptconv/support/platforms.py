@@ -30,7 +30,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -569,13 +568,15 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-@dataclass(frozen=True, slots=True)
 class PassedOn:
     """An open file for a process that `multiprocessing` starts, which gets a descriptor, or None on
     Windows. It is duplicated when it is pickled: no server has to hand it over.
     """
 
-    fd: int
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
 
     def __reduce__(self) -> tuple[Callable[..., int | None], tuple[Any, ...]]:
         from multiprocessing import reduction

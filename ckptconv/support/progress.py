@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from ckptconv.support.records import dataclass
 
 Phase = Literal["open", "read", "measure", "write", "verify", "sync", "deliver"]
 

@@ -7,13 +7,13 @@ colours. Text from files is escaped in rows and tables; a document has it as it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any, Literal
 
 from ckptconv.support.errors import CheckpointError, KeyMismatch, printable
+from ckptconv.support.records import dataclass
 
 # -------------------------------------------------------------------------------- rows, a terminal
 

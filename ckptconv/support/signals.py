@@ -10,9 +10,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ckptconv.support.platforms import STOPPING, signal_main_thread
+from ckptconv.support.records import dataclass
 
 
 class _Interrupt(KeyboardInterrupt):

@@ -5,8 +5,8 @@ are broken into lines.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import Level, Row, html_table
 
 GAP = 2  # columns between two cells

@@ -29,11 +29,11 @@ these cases too, on every machine and at every offset.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptconv.support.errors import CheckpointError
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import BY_NAME, DType
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Fingerprint, Source, WrappedSource
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.support.progress import Meter
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.element_pairs import Run, Tolerance, aligned, words_of
 from ckptconv.tensors.norms import Norms
 from ckptconv.tensors.refs import TensorRef

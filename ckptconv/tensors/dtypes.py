@@ -8,10 +8,10 @@ Knows names and sizes only; nothing here touches bytes. Sources:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.support.records import dataclass
 
 Kind = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.support.choices import refuse_no_flag
 from ckptconv.support.errors import OptionRefused
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import TensorRef

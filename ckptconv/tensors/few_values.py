@@ -6,8 +6,9 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from ckptconv.support.records import dataclass
 
 MOST = 64
 """The most values that are taken one by one."""

@@ -5,12 +5,12 @@ opened again that they lie in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ckptconv.io.source import MemorySource, Reopening, Source
 from ckptconv.support.errors import CheckpointError
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, ComputedSource
 from ckptconv.tensors.dtypes import DType

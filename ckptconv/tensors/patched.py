@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckptconv.io.source import CHUNK, Fingerprint, RangeSource
 from ckptconv.io.zstd import Inflating
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.digests import Algorithm, digest
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef, whole_view
 from ckptconv.tensors.stream import iter_chunks

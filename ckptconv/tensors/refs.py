@@ -9,7 +9,6 @@ afterwards.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ckptconv.io.source import Source
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from ckptconv.support.limits import in_force
-from ckptconv.support.records import made
+from ckptconv.support.records import dataclass, made
 from ckptconv.support.report import short_repr
 from ckptconv.tensors.dtypes import UINT8, DType
 

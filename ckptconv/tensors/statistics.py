@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.few_values import FewValues
 
 if TYPE_CHECKING:

@@ -7,12 +7,13 @@ Decided by content and by the labels of parts; docs/state-dicts.md states the ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptconv.objects.plain import is_array, plain_form, tensor_form
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import MAPPINGS, Call, Dict, Node, attributes, children, mapping_pairs
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.labels import (
     USUAL,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from ckptconv.pickles.nodes import Node
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.support.limits import Limits, held, in_force, merged
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.refs import TensorRef

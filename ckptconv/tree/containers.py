@@ -8,7 +8,9 @@ looked at here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from ckptconv.support.records import dataclass
 
 TORCH_LOAD = "torch.load"
 SAFETENSORS_LIBRARY = "safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from os.path import commonprefix
 
@@ -20,6 +20,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.scaled_weights import may_hold_codes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ckptconv.pickles.substitution import containers, substituted, with_pairs
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, look_hint, size_text
 from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.checkpoint import Checkpoint

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ckptconv.keys.key_map import KeyMap
 from ckptconv.objects.plain import tensor_form
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import KeyMismatch, printable
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import view_identity
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of

@@ -5,7 +5,6 @@ refused under their key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckptconv.objects.composites import Check, is_composite, parts_check
 from ckptconv.objects.encodings import PARAMETERS, Recipe, flat, holds_tensors, written_form
@@ -13,6 +12,7 @@ from ckptconv.objects.plain import spoken_name
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import KeyConflict, RefusedObject, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few_in_short
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorObject, TensorRef, lacking

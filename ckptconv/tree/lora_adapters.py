@@ -12,10 +12,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.plain_numbers import number_of

@@ -6,12 +6,13 @@ lycoris-lora 4.1 (functional).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from math import prod
 from typing import Any
 
 from ckptconv.support.errors import KeyMismatch, MalformedCheckpoint, RefusedObject
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed, elementwise
 from ckptconv.tensors.dtypes import BY_NAME, DType

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptconv.keys.key_map import STRIP, map_keys
@@ -21,6 +21,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, starred
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import may_hold_codes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, get_args
 
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.pickles.substitution import containers, substituted
 from ckptconv.support.choices import refuse_other
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, look_hint
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.optimizer_order import (

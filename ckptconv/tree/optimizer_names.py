@@ -9,11 +9,11 @@ of ``state``, the lists ``params`` and ``param_names`` of groups, and flattened 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.pickles.substitution import with_pairs
 from ckptconv.support.errors import KeyConflict
+from ckptconv.support.records import dataclass
 from ckptconv.tree.optimizer_states import (
     Fate,
     OptimizerState,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import RefusedObject, printable
+from ckptconv.support.records import dataclass
 from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.optimizer_states import (
     OptimizerState,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.naming_metadata import followed
 from ckptconv.pickles.nodes import Node
 from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.support.records import dataclass
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.optimizer_names import follow_names
 from ckptconv.tree.renaming import rename_state_dicts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from ckptconv.keys.key_map import (
@@ -19,6 +19,7 @@ from ckptconv.keys.mappings import MappedKeys
 from ckptconv.keys.wrappers import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import homes
 from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of

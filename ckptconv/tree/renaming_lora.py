@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.pickles.nodes import Dict, Node
@@ -23,6 +23,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint

@@ -5,7 +5,7 @@ refused with their place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Literal
 
@@ -18,6 +18,7 @@ from ckptconv.objects.training import functions_of, is_class, is_config
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, attributes, mapping_pairs
 from ckptconv.support.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.support.limits import in_force
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.walk import Place, chain_of, place_text, walk, where_text
 

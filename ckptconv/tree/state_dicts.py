@@ -7,7 +7,7 @@ error lists the choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import PurePath
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from ckptconv.objects.encodings import holds_tensors
 from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.support.limits import in_force
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few, look_hint, part_text, quoted
 from ckptconv.tensors.refs import TensorRef

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from math import prod
@@ -14,6 +13,7 @@ from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.errors import KeyConflict, OptionRefused, UnsupportedCheckpoint, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import quoted
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.gguf_blocks import DECODERS

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
 from math import prod
@@ -24,6 +23,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few, look_hint, quoted
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from ckptconv.support.errors import OptionRefused, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Level, Row, html_table, short_repr
 from ckptconv.support.table import Table, wrapped
 from ckptconv.support.text import count_text, natural_key, number_text, some_text

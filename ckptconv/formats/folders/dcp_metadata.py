@@ -11,7 +11,6 @@ torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.0 to 2.13.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ckptconv.formats.folders.dcp_runs import LARGEST, Indexed, Item, TensorEntry, runs
 from ckptconv.io.source import Source
@@ -26,6 +25,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.limits import in_force, refuse_beyond
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape, refuse_dimensions
 

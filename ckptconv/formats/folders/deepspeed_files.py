@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptconv.formats.folders.alone import (
     EXPERTS,
@@ -15,6 +15,7 @@ from ckptconv.formats.folders.alone import (
 )
 from ckptconv.io.location import Location
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.records import dataclass
 
 FETCH = "fetch the whole folder again"
 UNIVERSAL = "deepspeed's ds_to_universal makes a universal checkpoint of it, which is read"

@@ -10,7 +10,7 @@ Source: deepspeed/checkpoint/ds_to_universal.py (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from ckptconv.formats.folders.zero import WHOLE, Shapes, entries
@@ -24,6 +24,7 @@ from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, errors_at
 from ckptconv.support.limits import refuse_beyond
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import Shape, TensorRef, contiguous_stride
 from ckptconv.tensors.stream import verbatim_range
 from ckptconv.tree.checkpoint import Checkpoint

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.support.records import dataclass
 from ckptconv.tree.optimizer_states import read_number
 from ckptconv.tree.walk import is_tensor, label_text
 

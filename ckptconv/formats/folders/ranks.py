@@ -9,7 +9,7 @@ whole tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -24,6 +24,7 @@ from ckptconv.support.errors import (
     errors_at,
     printable,
 )
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few, first_few_in_short
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef

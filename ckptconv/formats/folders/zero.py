@@ -11,7 +11,7 @@ deepspeed/runtime/zero (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from math import prod
 
@@ -19,6 +19,7 @@ from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.limits import refuse_beyond
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.flat_runs import Flat, Run, shaped
 from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions
 from ckptconv.tree.walk import tensor_of

@@ -11,7 +11,6 @@ stages 1 and 2 has the whole of each parameter that has an element in the partit
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
@@ -19,6 +18,7 @@ from ckptconv.formats.folders.zero import WHOLE, FlatGroup, RankStates, entries
 from ckptconv.objects.plain import plain_form
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.flat_runs import Flat, shaped
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import verbatim_range

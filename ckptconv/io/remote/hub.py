@@ -14,7 +14,6 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urljoin
@@ -27,6 +26,7 @@ from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
 from ckptconv.io.remote.web import WebStore
 from ckptconv.support.addresses import shown
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.support.records import dataclass
 
 if TYPE_CHECKING:
     from ckptconv.io.remote.wire import Answer, Wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePath
 
 from ckptconv.io.files import FilePool
@@ -15,6 +15,7 @@ from ckptconv.io.remote.store import Store, split
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.addresses import UrlPath, shown
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened
+from ckptconv.support.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 
 from ckptconv.io.remote.patience import fetched
 from ckptconv.io.source import Source
+from ckptconv.support.records import dataclass
 
 BLOCK = 8 << 20
 """The most that one request fetches ahead, in bytes."""

@@ -12,7 +12,6 @@ import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
 from typing import TypeVar
@@ -33,6 +32,7 @@ from ckptconv.support.errors import (
     not_opened,
 )
 from ckptconv.support.limits import in_force
+from ckptconv.support.records import dataclass
 
 T = TypeVar("T")
 

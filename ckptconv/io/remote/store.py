@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.stream import Sink
+from ckptconv.support.records import dataclass
 
 Failing = Literal["missing", "denied", "changed", "exists", "passing", "final"]
 """How a request failed: there is no such object, this user may not, the object is not the one that

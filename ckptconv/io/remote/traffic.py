@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from operator import attrgetter, sub
 
+from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, size_text
 
 

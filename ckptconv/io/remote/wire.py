@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -32,6 +32,7 @@ from ckptconv.io.remote.store import StoreError
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.limits import in_force
+from ckptconv.support.records import dataclass
 
 CONNECT = 10.0
 """Seconds in which a host has to take a connection."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from struct import unpack
 from typing import Any, NamedTuple, NoReturn
 
 from ckptconv.support.errors import MalformedCheckpoint, RefusedObject
+from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed
 from ckptconv.tensors.decoding import Decoding, decode_needs
