@@ -7,6 +7,7 @@ looks at their objects without ckptconv.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -105,12 +106,18 @@ def running(command: list[str], folder: Path, answers: Callable[[], bool]) -> It
 
 def s3_client(server: Server) -> Any:
     """The client by which tests look at a server of S3 without ckptconv."""
+    return _s3_client_of(server.endpoint)
+
+
+@functools.cache
+def _s3_client_of(endpoint: str) -> Any:
+    """Made once: it takes a fifth of a second of the processor, and a test needs it many times."""
     from botocore.config import Config
     from botocore.session import Session
 
     return Session().create_client(
         "s3",
-        endpoint_url=server.endpoint,
+        endpoint_url=endpoint,
         aws_access_key_id=KEY,
         aws_secret_access_key=SECRET,
         region_name="us-east-1",

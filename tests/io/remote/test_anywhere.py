@@ -18,7 +18,7 @@ from safetensors.numpy import load, save_file
 from ckptconv import load_portable
 from helpers.certificates import certificate
 from helpers.paths import SAMPLES
-from helpers.program import Finished, run_process
+from helpers.program import Finished, run, run_process
 from helpers.raw_objects import get_object, object_keys, open_uploads, put_object
 from helpers.servers import SECRET, Server
 from helpers.servers import servers as servers
@@ -48,10 +48,10 @@ def put(server: Server, home: str, *paths: Path) -> None:
 
 
 def ckptconv(server: Server, cwd: Path, *arguments: object, **changes: str) -> Finished:
-    return run_process(*arguments, cwd=cwd, env={**server.environment, **changes})
+    return run(*arguments, cwd=cwd, env={**server.environment, **changes})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
     """A checkpoint of torch, of 60 MB, with tensors of several sizes."""
     torch.manual_seed(7)
@@ -68,7 +68,7 @@ def test_from_s3_to_s3(most, options, server, home, url, large, tmp_path):
     put(server, home, large)
     target = f"{url}/out/model.safetensors"
     command = ("convert", f"{url}/large.pt", target, "--max-shard-size", most, "--json", *options)
-    done = ckptconv(server, tmp_path, *command)
+    done = run_process(*command, cwd=tmp_path, env=server.environment)
     assert done.exit == 0, done.err
     names = [key for key in object_keys(server, f"{home}/out/") if key.endswith(".safetensors")]
     assert len(names) == (1 if most == "1GB" else 3)

@@ -23,7 +23,7 @@ import pytest
 from safetensors.numpy import load, save_file
 
 from helpers.paths import SAMPLES
-from helpers.program import Finished, environment, run_process
+from helpers.program import Finished, environment, run
 from helpers.raw_objects import get_object, object_keys, put_object
 from helpers.servers import Server, azure_request
 from helpers.servers import servers as servers
@@ -56,7 +56,7 @@ def large(tmp_path) -> Path:
 
 
 def ckptconv(cwd: Path, env: Mapping[str, str], *arguments: object) -> Finished:
-    done = run_process(*arguments, cwd=cwd, env=env)
+    done = run(*arguments, cwd=cwd, env=env)
     for name, value in env.items():
         if name.endswith(("KEY", "TOKEN", "STRING")):
             assert value not in f"{done.out}{done.err}"

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load, save_file
 
 from helpers.paths import SAMPLES
-from helpers.program import environment, run_process
+from helpers.program import environment, run
 from helpers.raw_objects import get_object, object_keys, open_uploads, put_object
 from helpers.servers import SECRET, Server
 from helpers.servers import servers as servers
@@ -42,7 +42,7 @@ def large(tmp_path) -> Path:
 
 
 def ckptconv(server: Server, cwd: Path, *arguments: object, **changes: str):
-    return run_process(*arguments, cwd=cwd, env={**server.environment, **changes})
+    return run(*arguments, cwd=cwd, env={**server.environment, **changes})
 
 
 def left(server: Server, home: str) -> list[str]:
@@ -255,7 +255,7 @@ def test_a_server_that_is_down_is_given_up_soon(tmp_path):
         ("inspect", "s3://bucket/a.pt"),
         ("convert", SAMPLES / "tied.pt", "s3://bucket/a.safetensors"),
     ):
-        done = run_process(*arguments, cwd=tmp_path, env=env)
+        done = run(*arguments, cwd=tmp_path, env=env)
         assert done.exit == 1 and done.seconds < 20
         assert "S3 does not answer" in done.err
         assert "check the address and the network" in done.err
