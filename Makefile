@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 DEMO := demo-out
 
 FAMILIES := .venv-families
+TYPES := types-linux types-darwin types-win32
 
-.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora bench-delta bench-resume fuzz samples clean
+.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint style $(TYPES) bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora bench-delta bench-resume fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -76,10 +77,16 @@ families: $(FAMILIES)/ready
 	    tests/keys/test_fitting.py tests/formats/folders/test_sharded.py tests/scan/test_files.py tests/scan/test_peers.py
 	-PYTHONPATH=tests $(FAMILIES)/bin/python tests/helpers/peer_files.py table $(PEERS)/files
 
-lint: $(VENV)/ready
+lint: style $(TYPES)
+
+style: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	for system in linux darwin win32; do $(BIN)/mypy --platform $$system || exit 1; done
+
+# What the types are on each system. Each has a cache of its own, so they may run side by side
+# (make -j2 lint), and what one has found is not thrown away by the next.
+$(TYPES): types-%: $(VENV)/ready
+	$(BIN)/mypy --platform $* --cache-dir .mypy_cache/$*
 
 # Pastes every block of the README into a shell, in a fresh clone; it installs ckptconv there.
 readme: $(VENV)/ready
