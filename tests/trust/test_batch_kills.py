@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.examples import examples
 from helpers.program import environment
 
 pytestmark = [
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="children are found by /proc"),
 ]
 
-KILLS = int(os.environ.get("CKPTCONV_KILLS", "40"))
+KILLS = int(os.environ.get("CKPTCONV_KILLS", examples(40)))
 JOBS = 24
 
 

@@ -27,6 +27,7 @@ from ckptconv import (
 )
 from ckptconv.support.errors import RefusedObject
 from helpers import oracle, trees
+from helpers.examples import examples
 from helpers.program import SAMPLES, run
 
 KEEP = {"keys": KeyRules(wrappers="keep"), "fsync": False}
@@ -301,14 +302,14 @@ def test_any_state_dict_goes_round(drawn):
 
 
 @pytest.mark.trust
-@settings(QUICK, max_examples=1000)
+@settings(QUICK, max_examples=examples(1000))
 @given(trees.state_dicts(HELD, plain=True))
 def test_any_of_a_thousand_state_dicts_goes_round(drawn):
     any_state_dict(drawn)
 
 
 @pytest.mark.trust
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=examples(200))
 @given(trees.state_dicts(HELD, plain=True))
 def test_any_part_of_a_training_checkpoint_goes_round(drawn):
     any_state_dict(drawn, "model")

@@ -19,7 +19,7 @@ import torch
 
 from ckptconv import load_portable
 from ckptconv.support.errors import AmbiguousStateDict
-from helpers.examples import some
+from helpers.examples import examples, some
 from layouts import rule
 from layouts.checks import decision, differences, same, save
 from layouts.compose import Layout, draw
@@ -434,8 +434,11 @@ def test_layouts_are_decided_by_the_rule(seeds, tmp_path, figure):
     _expect_right(seeds, tmp_path, figure)
 
 
+LONG = _chunks(QUICK, MANY)
+
+
 @pytest.mark.trust
-@pytest.mark.parametrize("seeds", _chunks(QUICK, MANY), ids=str)
+@pytest.mark.parametrize("seeds", some(examples(len(LONG)), LONG), ids=str)
 def test_thousands_of_layouts_are_decided_by_the_rule(seeds, tmp_path, figure):
     _expect_right(seeds, tmp_path, figure)
 
