@@ -1,72 +1,113 @@
 """The layouts of programs other than transformers, as tensor rules: to that of Hugging Face and
 back.
 
-A layout is a table. Its rows say which tensor is which, in the names of the program and in those
-that the model has on the Hub, and what is done to it on the way to the Hub. The way back is the
-same table, read from the right. Where the numbers of heads are needed, they come from the config
-beside the checkpoint or stand behind the name of the preset.
+A layout is a table, in the text beside this module. Its rows say which tensor is which, in the
+names of the program and in those that the model has on the Hub, and what is done to it on the way
+to the Hub. The way back is the same table, read from the right. Where the numbers of heads are
+needed, they come from the config beside the checkpoint or stand behind the name of the preset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptconv.keys.gguf_layouts import (
-    GEMMA_FACTS,
-    NO_WAY_BACK,
-    gguf_gemma,
-    gguf_gemma2,
-    gguf_gemma3,
-    gguf_llama,
-    gguf_qwen2,
-)
-from ckptconv.keys.layout_rows import (
-    ENDS_OF_HUB,
-    HUB,
-    HUB_ATTENTION,
-    HUB_MLP,
-    QKV,
-    Heads,
-    Row,
-    fused_by_group,
-    fused_one_after_another,
-    fused_qkv,
-    roped,
-    same,
-    stacked,
-)
-from ckptconv.keys.megatron_layouts import (
-    PLAIN_SWIGLU,
-    megatron_llama,
-    megatron_mixtral,
-    megatron_qkv,
-    megatron_qwen3_moe,
-)
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.name_lists import lines_beside
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few, some_text
 
+Operations = tuple[Operation, ...]
 
-@dataclass(frozen=True, slots=True)
+
+class Heads(NamedTuple):
+    """How many heads there are of queries, and of keys and values."""
+
+    queries: int
+    keys: int
+
+
+class Row(NamedTuple):
+    """Which tensors are which: `theirs`, and those of the Hub; none of these: dropped there, and
+    not made on the way back. `operation` is what is done on the way; `older` are further names
+    that `theirs` had.
+    """
+
+    theirs: str
+    hub: tuple[str, ...]
+    operation: str
+    older: tuple[str, ...]
+
+
+@dataclass(slots=True)
 class Layout:
     """A table of rows, and the `source` of its facts.
 
-    `rows` makes it for numbers of heads, which it does not look at unless it `needs_heads`.
     `is_whole`: all keys of a checkpoint are in it; another one is an error. `one_way` says why
     there is no way back, if there is none. `only` has what the config of the model may say, where
     it says anything: of another model some keys are the same, and the values laid out otherwise.
     """
 
-    source: str
-    rows: Callable[[Heads], Iterable[Row]]
+    source: str = ""
+    rows: list[Row] = field(default_factory=list)
     needs_heads: bool = False
     is_whole: bool = True
     one_way: str = ""
-    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    only: dict[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def take(self, line: str, parts: Mapping[str, Layout]) -> None:
+        """Take in a line of the table; `parts` are the layouts before it."""
+        word, _, told = line.partition(": ")
+        match word.split():
+            case ["source"]:
+                self.source = told
+            case ["heads"]:
+                self.needs_heads = True
+            case ["keys"]:
+                self.is_whole = False
+            case ["one", "way"]:
+                self.one_way = told
+            case ["only", key]:
+                self.only[key] = tuple(_FLAGS.get(value, value) for value in told.split())
+            case ["rows"]:
+                for part in map(parts.__getitem__, told.split()):
+                    self.source = self.source or part.source
+                    self.one_way = self.one_way or part.one_way
+                    self.rows += part.rows
+                    self.only |= part.only
+            case _:
+                self.rows.append(_row(line))
+
+
+_FLAGS = {"true": True, "false": False}
+
+
+def _row(line: str) -> Row:
+    text, _, older = line.partition(" was ")
+    names, _, operation = text.partition(" @")
+    theirs, *hub = names.split()
+    return Row(theirs, tuple(hub), operation.strip(), tuple(older.split()))
+
+
+def _layouts() -> Iterator[tuple[str, Layout]]:
+    """The layouts of the table; those in parentheses are only parts of others."""
+    parts: dict[str, Layout] = {}
+    for line in lines_beside(__file__):
+        if line[0] in "[(":
+            layout = parts[line[1:-1]] = Layout()
+            if line[0] == "[":
+                yield line[1:-1], layout
+        else:
+            layout.take(line, parts)
+
+
+LAYOUTS: Mapping[str, Layout] = dict(_layouts())
+"""The layouts by the names of their presets, which go to the Hub; ``to-NAME`` goes back, but of
+those that are `one_way`.
+"""
 
 
 def refuse_other_model(words: str, name: str, config: Mapping[str, Any]) -> None:
@@ -90,8 +131,8 @@ def _presets_for(key: str, told: object) -> list[str]:
 def layout_rules(name: str, heads: Heads | None, *, back: bool) -> tuple[Rule, ...]:
     """The rules of the layout `name`, to the Hub or `back`."""
     layout = LAYOUTS[name]
-    rows = list(layout.rows(heads or Heads(1, 1)))
-    rules = [rule for row in rows for rule in (_rules_back(row) if back else _rules_there(row))]
+    making = _rules_back if back else _rules_there
+    rules = [rule for row in layout.rows for rule in making(row, heads or Heads(1, 1))]
     if back and layout.is_whole:
         rules.append(TensorRule.of(_ROPE_FREQS, (), ["drop"], optional=True))
     if not layout.is_whole:
@@ -99,18 +140,18 @@ def layout_rules(name: str, heads: Heads | None, *, back: bool) -> tuple[Rule, .
     return (InLayout(name, tuple(rules), is_back=back), *rules)
 
 
-def _rules_there(row: Row) -> Iterator[TensorRule]:
+def _rules_there(row: Row, heads: Heads) -> Iterator[TensorRule]:
     if not row.hub:
         yield TensorRule.of(row.theirs, (), ["drop"], optional=True)
-        return
-    yield TensorRule(row.theirs, row.hub, row.there, optional=True)
-    for name in row.older:
-        yield TensorRule((name,), row.hub, row.there, optional=True)
+    for theirs, hub, there, _ in _settled(row, heads):
+        yield TensorRule((theirs,), hub, there, optional=True)
+        for name in row.older:
+            yield TensorRule((name,), hub, there, optional=True)
 
 
-def _rules_back(row: Row) -> Iterator[TensorRule]:
-    if row.hub:
-        yield TensorRule(row.hub, row.theirs, row.back, optional=True)
+def _rules_back(row: Row, heads: Heads) -> Iterator[TensorRule]:
+    for theirs, hub, _, back in _settled(row, heads):
+        yield TensorRule(hub, (theirs,), back, optional=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +164,8 @@ class InLayout(Rule):
 
     @property
     def words(self) -> str:
-        return f"--preset {'to-' * self.is_back}{self.layout}"
+        way = "to-" if self.is_back else ""
+        return f"--preset {way}{self.layout}"
 
     def step(self, keys: Sequence[str]) -> Step:
         sources = [source for rule in self.rules for source in rule.sources]
@@ -155,295 +197,79 @@ class InLayout(Rule):
 
 _ROPE_FREQS = "model.layers.{n}.self_attn.rotary_emb.inv_freq"
 
-# ------------------------------------------------------------------------------------------- Meta
+
+# ------------------------------------------------------------------------------------- operations
+
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 
-def _meta_like(
-    heads: Heads, attention: str, names: tuple[str, str, str], older: str | None = None
-) -> Iterator[Row]:
-    """A llama in Meta's names; `attention` is what stands before ``wq``, `names` are those of the
-    embedding, of the last norm and of the head.
-    """
-    yield from same(*zip(names, ENDS_OF_HUB, strict=True))
-    for ours, hub, count in (("wq", "q_proj", heads.queries), ("wk", "k_proj", heads.keys)):
-        others = () if older is None else (f"{older}{ours}.weight",)
-        yield roped(f"{attention}{ours}.weight", f"{HUB_ATTENTION}{hub}.weight", count, *others)
-    others = () if older is None else (f"{older}wv.weight",)
-    yield Row((f"{attention}wv.weight",), (f"{HUB_ATTENTION}v_proj.weight",), older=others)
-    yield from same(
-        ("layers.{n}.attention.wo.weight", f"{HUB_ATTENTION}o_proj.weight"),
-        *_FEED_FORWARD,
-    )
+def _settled(
+    row: Row, heads: Heads
+) -> Iterator[tuple[str, tuple[str, ...], Operations, Operations]]:
+    """The names of a row there and on the Hub, and the operations on the way there and back."""
+    if not row.hub:
+        return
+    if row.operation not in _FUSED:
+        yield row.theirs, row.hub, *_operations(row.operation, heads)
+        return
+    operations = _FUSED[row.operation](heads)
+    for kind in ("weight", "bias"):
+        hub = tuple(f"{row.hub[0]}{name}.{kind}" for name in _QKV)
+        yield f"{row.theirs}.{kind}", hub, *operations
 
 
-_FEED_FORWARD = (
-    ("layers.{n}.feed_forward.w1.weight", f"{HUB_MLP}gate_proj.weight"),
-    ("layers.{n}.feed_forward.w2.weight", f"{HUB_MLP}down_proj.weight"),
-    ("layers.{n}.feed_forward.w3.weight", f"{HUB_MLP}up_proj.weight"),
-    ("layers.{n}.attention_norm.weight", f"{HUB}input_layernorm.weight"),
-    ("layers.{n}.ffn_norm.weight", f"{HUB}post_attention_layernorm.weight"),
-)
+def _operations(name: str, heads: Heads) -> tuple[Operations, Operations]:
+    if name.startswith("rope"):
+        count = heads.queries if name == "rope-queries" else heads.keys
+        return (Operation.of("rope", count),), (Operation.of("unrope", count),)
+    return _PLAIN[name]
 
 
-def _meta_llama(heads: Heads) -> Iterator[Row]:
-    names = ("tok_embeddings.weight", "norm.weight", "output.weight")
-    yield from _meta_like(heads, "layers.{n}.attention.", names)
-    yield Row(("rope.freqs",), ())
-
-
-# -------------------------------------------------------------------------------------- torchtitan
-
-_TITAN_ATTENTION = "layers.{n}.attention.qkv_linear."
-_TITAN_NAMES = ("tok_embeddings.weight", "norm.weight", "lm_head.weight")
-
-
-def _torchtitan_llama3(heads: Heads) -> Iterator[Row]:
-    rows = _meta_like(heads, _TITAN_ATTENTION, _TITAN_NAMES, "layers.{n}.attention.")
-    for row in rows:
-        yield row._replace(older=("output.weight",)) if row.hub == ("lm_head.weight",) else row
-
-
-def _torchtitan_experts() -> Iterator[Row]:
-    for ours, hub in (("w1_EFD", "gate_proj"), ("w2_EDF", "down_proj"), ("w3_EFD", "up_proj")):
-        yield stacked(
-            f"layers.{{n}}.moe.routed_experts.inner_experts.{ours}",
-            f"{HUB_MLP}experts.{{e}}.{hub}.weight",
-            f"layers.{{n}}.moe.experts.{ours[:2]}",
-        )
-    yield from same(("layers.{n}.moe.router.gate.weight", f"{HUB_MLP}gate.weight"))
-
-
-def _torchtitan_qwen3(_: Heads) -> Iterator[Row]:
-    yield from same(*zip(_TITAN_NAMES, ENDS_OF_HUB, strict=True))
-    for ours, hub in (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj")):
-        yield Row(
-            (f"{_TITAN_ATTENTION}{ours}.weight",),
-            (f"{HUB_ATTENTION}{hub}.weight",),
-            older=(f"layers.{{n}}.attention.{ours}.weight",),
-        )
-    yield from same(
-        ("layers.{n}.attention.wo.weight", f"{HUB_ATTENTION}o_proj.weight"),
-        ("layers.{n}.attention.q_norm.weight", f"{HUB_ATTENTION}q_norm.weight"),
-        ("layers.{n}.attention.k_norm.weight", f"{HUB_ATTENTION}k_norm.weight"),
-        *_FEED_FORWARD,
-    )
-    yield from _torchtitan_experts()
-
-
-def _torchtitan_deepseek(_: Heads) -> Iterator[Row]:
-    yield from same(*zip(_TITAN_NAMES, ENDS_OF_HUB, strict=True))
-    for ours, hub in (
-        ("wq", "q_proj"),
-        ("wq_a", "q_a_proj"),
-        ("q_norm", "q_a_layernorm"),
-        ("wq_b", "q_b_proj"),
-        ("wkv_a", "kv_a_proj_with_mqa"),
-        ("kv_norm", "kv_a_layernorm"),
-        ("wkv_b", "kv_b_proj"),
-        ("wo", "o_proj"),
-    ):
-        yield from same((f"layers.{{n}}.attention.{ours}.weight", f"{HUB_ATTENTION}{hub}.weight"))
-    for ours, hub in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
-        yield from same(
-            (
-                f"layers.{{n}}.moe.shared_experts.{ours}.weight",
-                f"{HUB_MLP}shared_experts.{hub}.weight",
-            )
-        )
-    yield Row(
-        ("layers.{n}.moe.expert_bias_E",),
-        (f"{HUB_MLP}gate.e_score_correction_bias",),
-        older=("layers.{n}.moe.expert_bias",),
-    )
-    yield from same(*_FEED_FORWARD)
-    yield from _torchtitan_experts()
-
-
-# --------------------------------------------------------------------------------------- torchtune
-
-
-def _torchtune_ends() -> Iterator[Row]:
-    names = ("tok_embeddings.weight", "norm.scale", "output.weight")
-    yield from same(*zip(names, ENDS_OF_HUB, strict=True))
-    yield from same(
-        ("layers.{n}.attn.output_proj.weight", f"{HUB_ATTENTION}o_proj.weight"),
-        ("layers.{n}.mlp.w1.weight", f"{HUB_MLP}gate_proj.weight"),
-        ("layers.{n}.mlp.w2.weight", f"{HUB_MLP}down_proj.weight"),
-        ("layers.{n}.mlp.w3.weight", f"{HUB_MLP}up_proj.weight"),
-        ("layers.{n}.sa_norm.scale", f"{HUB}input_layernorm.weight"),
-        ("layers.{n}.mlp_norm.scale", f"{HUB}post_attention_layernorm.weight"),
-    )
-
-
-def _torchtune_llama(heads: Heads) -> Iterator[Row]:
-    yield from _torchtune_ends()
-    for name, count in (("q_proj", heads.queries), ("k_proj", heads.keys)):
-        yield roped(f"layers.{{n}}.attn.{name}.weight", f"{HUB_ATTENTION}{name}.weight", count)
-    yield from same(("layers.{n}.attn.v_proj.weight", f"{HUB_ATTENTION}v_proj.weight"))
-
-
-def _torchtune_qwen(_: Heads) -> Iterator[Row]:
-    yield from _torchtune_ends()
-    for name in QKV:
-        for kind in ("weight", "bias"):
-            yield from same((f"layers.{{n}}.attn.{name}.{kind}", f"{HUB_ATTENTION}{name}.{kind}"))
-    for name in ("q_norm", "k_norm"):
-        yield from same((f"layers.{{n}}.attn.{name}.scale", f"{HUB_ATTENTION}{name}.weight"))
-
-
-# ------------------------------------------------------------------------------------------ litgpt
-
-
-def _litgpt(heads: Heads) -> Iterator[Row]:
-    names = ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight")
-    yield from same(*zip(names, ENDS_OF_HUB, strict=True))
-    fused = "transformer.h.{n}.attn.qkv"
-    yield from fused_qkv(fused_one_after_another, fused, HUB_ATTENTION, heads)
-    yield from same(
-        ("transformer.h.{n}.attn.proj.weight", f"{HUB_ATTENTION}o_proj.weight"),
-        ("transformer.h.{n}.attn.norm_q.weight", f"{HUB_ATTENTION}q_norm.weight"),
-        ("transformer.h.{n}.attn.norm_k.weight", f"{HUB_ATTENTION}k_norm.weight"),
-        ("transformer.h.{n}.norm_1.weight", f"{HUB}input_layernorm.weight"),
-        ("transformer.h.{n}.norm_2.weight", f"{HUB}post_attention_layernorm.weight"),
-    )
-
-
-def _litgpt_llama(heads: Heads) -> Iterator[Row]:
-    yield from _litgpt(heads)
-    for ours, hub in _LITGPT_MLP:
-        yield from same((f"transformer.h.{{n}}.mlp.{ours}.weight", f"{HUB_MLP}{hub}.weight"))
-
-
-_LITGPT_MLP = (("fc_1", "gate_proj"), ("fc_2", "up_proj"), ("proj", "down_proj"))
-
-
-def _litgpt_qwen3_moe(heads: Heads) -> Iterator[Row]:
-    yield from _litgpt(heads)
-    for ours, hub in _LITGPT_MLP:
-        name = f"{HUB_MLP}experts.{{e}}.{hub}.weight"
-        yield from same((f"transformer.h.{{n}}.mlp.experts.{{e}}.{ours}.weight", name))
-    yield from same(("transformer.h.{n}.mlp.gate.weight", f"{HUB_MLP}gate.weight"))
-
-
-def _litgpt_mixtral(heads: Heads) -> Iterator[Row]:
-    yield from _litgpt(heads)
-    for ours, hub in (("fc_1", "w1"), ("fc_2", "w3"), ("proj", "w2")):
-        name = f"{HUB}block_sparse_moe.experts.{{e}}.{hub}.weight"
-        yield from same((f"transformer.h.{{n}}.mlp.experts.{{e}}.{ours}.weight", name))
-    gate = f"{HUB}block_sparse_moe.gate.weight"
-    yield from same(("transformer.h.{n}.mlp.gate.weight", gate))
-
-
-# ----------------------------------------------------------------------- parts of a layer, and MLX
-
-
-def _gpt_neox(heads: Heads) -> Iterator[Row]:
-    one_each = Heads(heads.queries, heads.queries)
-    yield from fused_qkv(fused_by_group, "**.query_key_value", "**.", one_each)
-
-
-def _phi3(heads: Heads) -> Iterator[Row]:
-    yield from fused_qkv(fused_one_after_another, "**.qkv_proj", "**.", heads)
-    yield Row(
-        ("**.gate_up_proj.weight",),
-        ("**.gate_proj.weight", "**.up_proj.weight"),
-        (Operation.of("split", 0),),
-        (Operation.of("concat", 0),),
-    )
-
-
-def _mlx_moe(_: Heads) -> Iterator[Row]:
-    for name, of_mixtral in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
-        yield stacked(f"**.mlp.switch_mlp.{name}.weight", f"**.mlp.experts.{{e}}.{name}.weight")
-        yield stacked(
-            f"**.block_sparse_moe.switch_mlp.{name}.weight",
-            f"**.block_sparse_moe.experts.{{e}}.{of_mixtral}.weight",
-        )
-
-
-# ------------------------------------------------------------------------------------- all layouts
-
-LAYOUTS: Mapping[str, Layout] = {
-    "meta-llama": Layout(
-        "transformers models/llama/convert_llama_weights_to_hf.py (Apache-2.0)", _meta_llama, True
+_PLAIN: Mapping[str, tuple[Operations, Operations]] = {
+    "": ((), ()),
+    "experts": (
+        (Operation.of("unstack", 0, over="e"),),
+        (Operation.of("stack", 0, over="e"),),
     ),
-    "torchtitan-llama3": Layout(
-        "torchtitan b5bcd76 models/llama3/state_dict_adapter.py (BSD-3)", _torchtitan_llama3, True
-    ),
-    "torchtitan-qwen3": Layout(
-        "torchtitan b5bcd76 models/qwen3/state_dict_adapter.py (BSD-3)",
-        _torchtitan_qwen3,
-        only={"model_type": ("qwen3", "qwen3_moe")},
-    ),
-    "torchtitan-deepseek-v3": Layout(
-        "torchtitan b5bcd76 models/deepseek_v3/state_dict_adapter.py (BSD-3)", _torchtitan_deepseek
-    ),
-    "torchtune-llama": Layout(
-        "torchtune bd2a0fc models/convert_weights.py (BSD-3)", _torchtune_llama, True
-    ),
-    "torchtune-qwen": Layout(
-        "torchtune bd2a0fc models/qwen2, models/qwen3 _convert_weights.py (BSD-3)",
-        _torchtune_qwen,
-        only={"model_type": ("qwen2", "qwen3")},
-    ),
-    "litgpt-llama": Layout(
-        "litgpt 2685705 scripts/convert_hf_checkpoint.py (Apache-2.0)", _litgpt_llama, True
-    ),
-    "litgpt-mixtral": Layout(
-        "litgpt 2685705 scripts/convert_hf_checkpoint.py (Apache-2.0)", _litgpt_mixtral, True
-    ),
-    "litgpt-qwen3-moe": Layout(
-        "litgpt 2685705 scripts/convert_hf_checkpoint.py (Apache-2.0)", _litgpt_qwen3_moe, True
-    ),
-    "gpt-neox": Layout(
-        "transformers models/gpt_neox/modeling_gpt_neox.py (Apache-2.0)", _gpt_neox, True, False
-    ),
-    "megatron-qkv": Layout(
-        "Megatron-Bridge 067f987 merge_qkv_weights (Apache-2.0)", megatron_qkv, True, False
-    ),
-    "megatron-llama": Layout(
-        "Megatron-Bridge models/llama/llama_bridge.py (Apache-2.0)",
-        megatron_llama,
-        True,
-        only=PLAIN_SWIGLU,
-    ),
-    "megatron-mixtral": Layout(
-        "Megatron-LM d98e8a64 tools/checkpoint/loader_mixtral_hf.py (BSD-3)",
-        megatron_mixtral,
-        True,
-        only=PLAIN_SWIGLU,
-    ),
-    "megatron-qwen3-moe": Layout(
-        "Megatron-Bridge models/qwen/qwen3_moe_bridge.py (Apache-2.0)",
-        megatron_qwen3_moe,
-        True,
-        only=PLAIN_SWIGLU,
-    ),
-    "phi3": Layout("transformers models/phi3/modeling_phi3.py (Apache-2.0)", _phi3, True, False),
-    "mlx-moe": Layout(
-        "mlx-lm d78bf58 models/mixtral.py, models/qwen3_moe.py (MIT)", _mlx_moe, False, False
-    ),
-    "gguf-llama": Layout(
-        "transformers modeling_gguf_pytorch_utils.py (Apache-2.0), gguf-py 0.19 (MIT)",
-        gguf_llama,
-        True,
-        only={"general.architecture": ("llama",), "model_type": ("llama", "mistral")},
-    ),
-    "gguf-qwen2": Layout(
-        "gguf-py 0.19 tensor_mapping.py (MIT)",
-        gguf_qwen2,
-        only={"general.architecture": ("qwen2",), "model_type": ("qwen2",)},
-    ),
-    "gguf-gemma": Layout(
-        GEMMA_FACTS, gguf_gemma, one_way=NO_WAY_BACK, only={"general.architecture": ("gemma",)}
-    ),
-    "gguf-gemma2": Layout(
-        GEMMA_FACTS, gguf_gemma2, one_way=NO_WAY_BACK, only={"general.architecture": ("gemma2",)}
-    ),
-    "gguf-gemma3": Layout(
-        GEMMA_FACTS, gguf_gemma3, one_way=NO_WAY_BACK, only={"general.architecture": ("gemma3",)}
-    ),
+    "halves": ((Operation.of("split", 0),), (Operation.of("concat", 0),)),
+    "less-1": ((Operation.of("add", -1),), ()),
 }
-"""The layouts by the names of their presets, which go to the Hub; ``to-NAME`` goes back, but of
-those that are `one_way`.
-"""
+
+
+def _one_after_another(heads: Heads) -> tuple[Operations, Operations]:
+    """Rows of all heads of q, of k, of v."""
+    counts = [heads.queries, heads.keys, heads.keys]
+    there = (
+        Operation.of("unflatten", 0, sizes=[sum(counts), -1]),
+        Operation.of("split", 0, sizes=counts),
+        Operation.of("flatten", dims=[0, 1]),
+    )
+    return there, (Operation.of("concat", 0),)
+
+
+def _by_group(heads: Heads) -> tuple[Operations, Operations]:
+    """For each head of k and v the rows of its heads of q, then its own of k, of v."""
+    each, rest = divmod(heads.queries, heads.keys)
+    if rest:
+        what = f"{heads.queries} heads cannot be in {heads.keys} groups"
+        raise KeyConflict(what, hint="write HEADS,GROUPS")
+    there = (
+        Operation.of("unflatten", 0, sizes=[heads.keys, each + 2, -1]),
+        Operation.of("split", 1, sizes=[each, 1, 1]),
+        Operation.of("flatten", dims=[0, 2]),
+    )
+    back = (
+        Operation.of("unflatten", 0, sizes=[heads.keys, each, -1], on=[0]),
+        Operation.of("unflatten", 0, sizes=[heads.keys, 1, -1], on=[1, 2]),
+        Operation.of("concat", 1),
+        Operation.of("flatten", dims=[0, 2]),
+    )
+    return there, back
+
+
+_FUSED: Mapping[str, Callable[[Heads], tuple[Operations, Operations]]] = {
+    "qkv": _one_after_another,
+    "qkv-by-group": _by_group,
+    "qkv-by-head": lambda heads: _by_group(Heads(heads.queries, heads.queries)),
+}
+"""What is done to q, k and v in one, by how their rows lie."""

@@ -146,7 +146,7 @@ class Preset(Rule):
 
     def _heads(self, argument: str, config: Mapping[str, Any]) -> Any:
         """The numbers of heads, which stand in the name or in the config of the model."""
-        from ckptconv.keys.layout_rows import Heads
+        from ckptconv.keys.framework_layouts import Heads
 
         head = self.name.partition(":")[0]
         asked = f"write it as --preset {head}:HEADS,KV_HEADS"

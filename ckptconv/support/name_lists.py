@@ -1,5 +1,5 @@
-"""Data that lie beside a module: lists of names (what is plain, dangerous, or computes) as a text,
-rules as JSON.
+"""Data that lie beside a module: lists of names (what is plain, dangerous, or computes) and tables
+of layouts as a text, rules as JSON.
 
 They are long, sorted out by somebody else (Python, torch, numpy), and read as they stand.
 """
@@ -18,6 +18,12 @@ def data_beside(module_file: str, name: str) -> dict[str, Any]:
     return found
 
 
+def lines_beside(module_file: str) -> list[str]:
+    """The lines of the text that has the name of a module, but empty ones and remarks."""
+    lines = Path(module_file).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def names_beside(module_file: str) -> dict[str, list[str]]:
     """The sections of the text that has the name of a module, each with its names in order.
 
@@ -27,14 +33,14 @@ def names_beside(module_file: str) -> dict[str, list[str]]:
     sections: dict[str, list[str]] = {}
     names: list[str] = []
     prefix = ""
-    for line in Path(module_file).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+    for line in lines_beside(module_file):
         if line.startswith("["):
             names = sections[line.strip("[]")] = []
             prefix = ""
-        elif not line.startswith("#"):
-            for word in line.split():
-                if word.endswith(":"):
-                    prefix = word.replace(":", ".")
-                else:
-                    names.append(prefix + word)
+            continue
+        for word in line.split():
+            if word.endswith(":"):
+                prefix = word.replace(":", ".")
+            else:
+                names.append(prefix + word)
     return sections
