@@ -99,10 +99,10 @@ if TYPE_CHECKING:
     from ckptconv.tree.optimizer_forms import FormOptimizer as FormOptimizer
     from ckptconv.tree.rename_keys import RenameKeys as RenameKeys
     from ckptconv.tree.state_dicts import StateDict as StateDict
+    from ckptconv.values.collect import CheckpointStatistics as CheckpointStatistics
+    from ckptconv.values.collect import TensorStatistics as TensorStatistics
     from ckptconv.values.collect import stats as stats
     from ckptconv.values.collect import stats_checkpoint as stats_checkpoint
-    from ckptconv.values.report import CheckpointStatistics as CheckpointStatistics
-    from ckptconv.values.report import TensorStatistics as TensorStatistics
 
 __version__ = "0.1.0"
 
@@ -111,7 +111,7 @@ _HOMES = {
     "BatchRefused": "support.errors",
     "Checkpoint": "tree.checkpoint",
     "CheckpointError": "support.errors",
-    "CheckpointStatistics": "values.report",
+    "CheckpointStatistics": "values.collect",
     "CheckpointWarning": "support.errors",
     "ConversionPlan": "convert.plan",
     "ConversionResult": "convert.execute",
@@ -158,7 +158,7 @@ _HOMES = {
     "Statistics": "tensors.statistics",
     "TensorFacts": "inspect.inspection",
     "TensorRef": "tensors.refs",
-    "TensorStatistics": "values.report",
+    "TensorStatistics": "values.collect",
     "Tolerance": "tensors.element_pairs",
     "UnknownOption": "support.errors",
     "UnreadableFile": "support.errors",

@@ -21,13 +21,14 @@ from ckptconv.cli.completion import (
 )
 from ckptconv.cli.options import (
     DEQUANTIZE,
+    FILE,
     JSON,
     LIMIT,
+    NEW_FILE,
     TAG,
     choice_options,
     key_options,
 )
-from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.cli.progress_display import COMPARING, READING, SCANNING, progress_shown
 from ckptconv.support.errors import CheckpointError, printable
 from ckptconv.support.report import LISTED, Row, error_document, note_rows
@@ -304,7 +305,7 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     Every global that a pickle names is plain, unknown or dangerous. Archives, and pickles inside
     pickles, are searched too. Nothing is executed.
     """
-    from ckptconv.scan import report
+    from ckptconv.scan import files as report
     from ckptconv.scan.files import scan_checkpoint
 
     scans: list[Scan | CheckpointError] = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptconv.cli.commands import GIVEN
-from ckptconv.cli.paths import TO_STDOUT
+from ckptconv.cli.options import TO_STDOUT
 from ckptconv.convert.words import RULES, OptionWords
 from ckptconv.formats.target_format import target_named
 from ckptconv.io.location import Location

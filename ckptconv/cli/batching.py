@@ -15,13 +15,14 @@ from ckptconv.cli import terminal
 from ckptconv.cli.asked import engine_of_words, options_of
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.options import (
+    FILE,
+    NEW_FILE,
     conversion_options,
     engine_options,
     fitting_options,
     key_options,
     run_options,
 )
-from ckptconv.cli.paths import FILE, NEW_FILE
 from ckptconv.io.places import local_path, place_of
 from ckptconv.support.errors import (
     BatchRefused,
@@ -274,7 +275,8 @@ def _tell_passed(passed: list[Passed], *, silent: bool) -> None:
         return
     terminal.print_headline(f"{count_text(len(passed), 'file')} passed over", err=True)
     shown = [Row(printable(item.path), item.reason) for item in passed[:_PASSED_SHOWN]]
-    if (more := len(passed) - _PASSED_SHOWN) > 0:
+    more = len(passed) - _PASSED_SHOWN
+    if more > 0:
         shown.append(Row("…", f"and {more:,} more; --dry-run --json lists all"))
     terminal.print_lines(shown, err=True)
 

@@ -10,8 +10,7 @@ import click
 
 from ckptconv.cli import terminal
 from ckptconv.cli.commands import command, option
-from ckptconv.cli.options import JSON, LIMIT
-from ckptconv.cli.paths import FILE
+from ckptconv.cli.options import FILE, JSON, LIMIT
 from ckptconv.io.places import place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
@@ -71,8 +70,7 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
 def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]:
     """The store, and what is unfinished in it."""
     from ckptconv.io.remote.patience import asked
-    from ckptconv.io.remote.place import RemotePlace
-    from ckptconv.io.remote.site import told
+    from ckptconv.io.remote.place import RemotePlace, told
     from ckptconv.io.remote.store import StoreError
 
     place = place_of(url)
@@ -104,7 +102,7 @@ def _begun(item: Unfinished) -> datetime:
 
 def _abort(store: Store, found: list[Unfinished]) -> None:
     from ckptconv.io.remote.patience import asked
-    from ckptconv.io.remote.site import told
+    from ckptconv.io.remote.place import told
     from ckptconv.io.remote.store import StoreError
 
     failed: list[CheckpointError] = []

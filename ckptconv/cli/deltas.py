@@ -13,8 +13,7 @@ from ckptconv.cli.asked import refuse_missing
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts, offer_steps
 from ckptconv.cli.converting import make_output, refused_by
-from ckptconv.cli.options import JSON, LIMIT, TAG, applying_options, run_options
-from ckptconv.cli.paths import FILE, OUTPUT
+from ckptconv.cli.options import FILE, JSON, LIMIT, OUTPUT, TAG, applying_options, run_options
 from ckptconv.cli.progress_display import DIFFING, progress_shown
 
 if TYPE_CHECKING:

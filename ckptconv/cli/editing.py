@@ -11,8 +11,7 @@ from ckptconv.cli import terminal
 from ckptconv.cli.asked import key_rules
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_devices
-from ckptconv.cli.options import JSON, LIMIT, key_options
-from ckptconv.cli.paths import FILE, NEW_FILE
+from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, key_options
 from ckptconv.cli.progress_display import COPYING, progress_shown
 
 

@@ -45,7 +45,8 @@ def devices(export: bool, as_json: bool, **given: Any) -> None:
     if export:
         _export_gpus(as_json, **given)
         return
-    if unused := [name for name, value in given.items() if value is not None]:
+    unused = [name for name, value in given.items() if value is not None]
+    if unused:
         raise click.UsageError(f"--{unused[0].replace('_', '-')} needs --export")
     from ckptconv.devices import report
     from ckptconv.devices.host import best_device, survey_host

@@ -10,8 +10,7 @@ import click
 
 from ckptconv.cli import terminal
 from ckptconv.cli.commands import command, option
-from ckptconv.cli.options import JSON, LIMIT, TAG
-from ckptconv.cli.paths import FILE
+from ckptconv.cli.options import FILE, JSON, LIMIT, TAG
 
 
 @command(

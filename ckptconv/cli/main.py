@@ -259,7 +259,8 @@ def _stop_for(error: BaseException) -> None:
 
 
 def _stop_if_missed(what: str = _TOO_LATE) -> None:
-    if (code := missed_stop()) is not None:
+    code = missed_stop()
+    if code is not None:
         terminal.stop("Interrupted", what, code)
 
 

@@ -120,7 +120,8 @@ class _State:
             f"{100 * last.done // max(1, last.total)} %",
             f"{size_text(last.done)} of {size_text(last.total)}",
         ]
-        if (traffic := traffic_told()) is not None:
+        traffic = traffic_told()
+        if traffic is not None:
             told.append(f"network: {traffic}")
         if seconds >= _SURE_AFTER and last.done:
             rate = last.done / seconds
@@ -274,7 +275,8 @@ class _BatchDrawn(Display):
                 Text(_fitting(printable(name), f"  {seconds_text(now - since)}", width))
                 for name, since in listed
             ]
-            if (more := min(len(self.running), self.workers) - len(listed)) > 0:
+            more = min(len(self.running), self.workers) - len(listed)
+            if more > 0:
                 lines.append(Text(f"  and {more} more"))
             lines.append(Text(self.total(), style="bold"))
             self.live.update(Group(*lines), refresh=True)

@@ -13,8 +13,7 @@ import click
 from ckptconv.cli import terminal
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import JSON, LIMIT, TAG, recovery_options
-from ckptconv.cli.paths import FILE, NEW_FILE
+from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, recovery_options
 from ckptconv.cli.progress_display import COPYING, READING, progress_shown
 
 _ONLY = option(

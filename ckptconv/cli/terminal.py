@@ -93,13 +93,15 @@ _BEFORE: list[Traffic] = []
 def begin_traffic() -> None:
     """A command begins: what went over the network before is not its own."""
     _BEFORE.clear()
-    if (counted := sys.modules.get("ckptconv.io.remote.traffic")) is not None:
+    counted = sys.modules.get("ckptconv.io.remote.traffic")
+    if counted is not None:
         _BEFORE.append(counted.traffic())
 
 
 def tell_traffic() -> None:
     """A line on stderr about what went over the network, at the end of a command."""
-    if (told := traffic_told()) is not None:
+    told = traffic_told()
+    if told is not None:
         with suppress(OSError):
             click.echo(f"network: {told}", err=True)
 
@@ -185,7 +187,8 @@ def print_json(document: dict[str, Any]) -> None:
     from ckptconv.support.json_text import json_pieces
 
     _PRINTED.append(True)
-    if (told := traffic_told()) is not None:
+    told = traffic_told()
+    if told is not None:
         document = {**document, "network": asdict(told)}
     for piece in json_pieces(document):
         click.echo(piece, nl=False)

@@ -11,8 +11,7 @@ from ckptconv.cli import terminal
 from ckptconv.cli.asked import to_look_through
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import DEQUANTIZE, JSON, LIMIT, TAG
-from ckptconv.cli.paths import FILE, NEW_FILE
+from ckptconv.cli.options import DEQUANTIZE, FILE, JSON, LIMIT, NEW_FILE, TAG
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text
@@ -77,8 +76,7 @@ def stats(
     decoded; complex ones count by their magnitude. Quantiles are exact for types of at most 16
     bits, otherwise off by at most 0.4 %.
     """
-    from ckptconv.values import report
-    from ckptconv.values.collect import stats_checkpoint as collected
+    from ckptconv.values import collect as report
 
     if histogram and given["include"]:
         raise click.UsageError(
@@ -87,7 +85,7 @@ def stats(
     given["include"] = histogram or given["include"]
     given["edits"] = to_look_through(given.pop("dequantize"))
     with terminal.errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
-        found = collected(source, **given, on_progress=on_progress)
+        found = report.stats_checkpoint(source, **given, on_progress=on_progress)
     shown = report.in_order(found, sort, top)
     width = terminal.width()
     if as_json:
@@ -143,7 +141,8 @@ def show(
     read; its checksum is checked if all of it is shown. Quantized values are decoded.
     """
     from ckptconv.formats.registry import open_checkpoint
-    from ckptconv.values import picking, report
+    from ckptconv.values import collect as report
+    from ckptconv.values import picking
     from ckptconv.values.named import named_values
 
     edits = to_look_through(dequantize)

@@ -17,13 +17,7 @@ from dataclasses import field
 
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats import torch_output
-from ckptconv.formats.containers import (
-    is_safetensors,
-    is_tar,
-    is_torch_legacy,
-    is_zip,
-    open_source,
-)
+from ckptconv.formats.containers import is_safetensors, is_tar, is_torch_legacy, is_zip, open_source
 from ckptconv.formats.zip_archive import read_directory
 from ckptconv.formats.zip_records import read_limited, root_folder
 from ckptconv.io.guarded import unguarded
@@ -32,9 +26,8 @@ from ckptconv.io.source import MemorySource, Source
 from ckptconv.objects.known_names import COPIES
 from ckptconv.objects.torch_read import Window
 from ckptconv.pickles.census import Census, held_stream, take_census
-from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, PersistentId
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, PersistentId, calls_of
 from ckptconv.pickles.opcodes import read_pickles
-from ckptconv.pickles.substitution import calls_of
 from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
 from ckptconv.support.records import dataclass
@@ -51,9 +44,7 @@ file that it is in.
 
 @dataclass(slots=True)
 class NamedStorages:
-    """What files name: storages, by path and name with how many there are of it (a bare pickle has
-    several), and tensors.
-    """
+    """What files name: storages, by path and name with how many of it there are, and tensors."""
 
     storages: Counter[tuple[str, str]] = field(default_factory=Counter)
     tensors: int = 0
@@ -68,10 +59,8 @@ class Found:
 
 
 def refuse_unaccounted(plan: ConversionPlan) -> int | None:
-    """How many storages the source names; None where they are not counted.
-
-    Raises `VerificationFailed` for one that is neither in the output of `plan` nor listed as left
-    out.
+    """How many storages the source names; None where they are not counted. Raises
+    `VerificationFailed` for one that is neither in the output of `plan` nor listed as left out.
     """
     reads = plan.made_of
     with held(reads.limits):
@@ -88,7 +77,8 @@ def refuse_unaccounted(plan: ConversionPlan) -> int | None:
 def _refuse_unread(plan: ConversionPlan, named: NamedStorages, tree: Found) -> None:
     """Refuse what the files name and the tree does not hold."""
     read = Counter(key[:2] for key in tree.storages)
-    if missing := [name[1] for name, count in named.storages.items() if read[name] < count]:
+    missing = [name[1] for name, count in named.storages.items() if read[name] < count]
+    if missing:
         raise _failure(
             plan, missing, "is named by the pickle, but is not in the tree that was read from it"
         )
@@ -122,7 +112,8 @@ def refuse_unwritten(file: PlannedFile, written: Location) -> None:
         for item in file.layout.items
         if item.name.startswith("data/") and item.nbytes
     }
-    if missing := sorted(records - {name for _, name in named.storages}):
+    missing = sorted(records - {name for _, name in named.storages})
+    if missing:
         raise VerificationFailed(
             "was written, but the pickle does not name it", path=file.path, where=missing[0]
         )
@@ -207,7 +198,8 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
     for source in before.sources[1:]:  # records that were inflated once more
         source.close()
     kept = {key[:3] for key in tree.storages | allowed.storages}
-    if lost := {key[:3] for key in whole.storages} - kept:
+    lost = {key[:3] for key in whole.storages} - kept
+    if lost:
         raise _failure(
             plan,
             sorted(name for _, name, _ in lost),

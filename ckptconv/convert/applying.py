@@ -20,8 +20,7 @@ from ckptconv.io.files import one_run
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import Output, Place, place_of
 from ckptconv.io.zstd import require_zstd
-from ckptconv.pickles.nodes import Node
-from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.pickles.nodes import Node, containers, substituted
 from ckptconv.support.choices import (
     refuse_no_callback,
     refuse_no_flag,

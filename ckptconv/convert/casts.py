@@ -38,9 +38,8 @@ class Casts:
         return bool(self.kept or self.named)
 
     def asked(self, key: str) -> DType | None:
-        """What the tensor under this key is to be (None: what it is).
-
-        Raises `KeyConflict` where two globs ask for different types.
+        """What the tensor under this key is to be (None: what it is). Raises `KeyConflict` where
+        two globs ask for different types.
         """
         found: dict[str, DType | None] = {
             f"--cast {glob}={dtype.name}": dtype
@@ -77,7 +76,8 @@ class Casts:
         """
         groups: dict[DType, set[str]] = {}
         for key, later in new.items():
-            if (asked := self.asked(later)) is not None:
+            asked = self.asked(later)
+            if asked is not None:
                 groups.setdefault(asked, set()).add(key)
         for dtype, keys in groups.items():
             refuse_cast(tensors, keys, dtype, path)

@@ -164,7 +164,8 @@ def _request(
     refuse_no_text(only=only)
     refuse_no_flag(**flags)
     refuse_no_callback(on_progress)
-    if taken := next((name for name in _RULES if name in options), None):
+    taken = next((name for name in _RULES if name in options), None)
+    if taken:
         raise OptionRefused(
             f"{taken} is not an option here", hint="change the keys before, or of the output"
         )
@@ -190,7 +191,8 @@ def merged_plan(
     sources = _several(sources)
     prefix = {_spelled(name): text for name, text in prefix.items()}
     names = [_spelled(source) for source in sources]
-    if unknown := [name for name in prefix if name not in names]:
+    unknown = [name for name in prefix if name not in names]
+    if unknown:
         raise OptionRefused(
             f"--prefix names {printable(unknown[0])}, which is not one of the sources",
             hint=f"they are: {first_few(names, 5)}",
@@ -249,7 +251,8 @@ def _metadata(
         keys = zip(part.renamed.old, part.renamed.new, strict=True)
         names = {old: None if new is None else prefix + new for old, new in keys}
         needed = naming_entries(followed(checkpoint.metadata, names))
-        if both := found.keys() & needed.keys():
+        both = found.keys() & needed.keys()
+        if both:
             raise KeyConflict(
                 "is metadata by which codes are read, in two of the sources",
                 path=part.path,

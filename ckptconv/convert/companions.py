@@ -22,11 +22,7 @@ from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.io.stream import OutputStream
-from ckptconv.support.errors import (
-    CheckpointError,
-    MalformedCheckpoint,
-    VerificationFailed,
-)
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, VerificationFailed
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.dtypes import DType
@@ -87,9 +83,7 @@ def is_companion(name: str) -> bool:
 
 def companions(home: Location, read: Sequence[PurePath]) -> Beside:
     """The files of the folder `home` that belong to a model, by name; `read` are those of the
-    checkpoint itself.
-
-    Raises `LimitExceeded` for a file that is larger than such a file is.
+    checkpoint itself. Raises `LimitExceeded` for a file that is larger than such a file is.
     """
     own = {place_of(path).absolute.path for path in read}
     texts_too = _holds_model(home)
@@ -236,7 +230,6 @@ def home_of(path: PurePath, read: Sequence[PurePath]) -> Location:
 
 def name_notes(read: PurePath, output: PurePath) -> Iterator[str]:
     """Tell of weights whose name a program looks for, and that the output gives another name.
-
     `read` is the file that they were in.
     """
     for name, reader in (("adapter_model", "peft"), ("diffusion_pytorch_model", "diffusers")):

@@ -46,7 +46,8 @@ def matched(
     if beside:
         notes.append(f"values that are not tensors are not compared: {first_few(beside, 3)}")
     pairs = [Pair(key, ref, _fitting(key, ref, found, new)) for key, ref in old.items()]
-    if extra := [key for key in found if key not in old]:
+    extra = [key for key in found if key not in old]
+    if extra:
         what = "is in NEW, but not in BASE, and a delta adds no tensors"
         raise KeyMismatch(what, path=new.path, where=extra[0], hint="publish NEW as a whole")
     return list(_each_once(pairs, base)), tuple(notes)

@@ -166,9 +166,7 @@ def hand_over_plan(
 
 
 def _run_checks(plan: ConversionPlan) -> None:
-    """Read the indices of tensors made of parts: what points nowhere is never written, whatever the
-    format.
-    """
+    """Read the indices of tensors made of parts: what points nowhere is in no format written."""
     try:
         for check in plan.made_of.checks:
             check()
@@ -283,9 +281,7 @@ def _make_files(
     share_out: ShareOut | None,
     proof: Proof | None,
 ) -> tuple[Tally, int]:
-    """Draft all files of an output, each whole and checked; returns how many tensors were
-    verified.
-    """
+    """Draft all files of an output, each whole and checked; how many tensors were verified."""
     written, compared = (
         Meter("write", plan.nbytes, phases.tell),
         Meter("verify", plan.nbytes, phases.tell),
@@ -304,7 +300,8 @@ def _make_files(
         verified += _make_side_by_side(files, make, replace(lane, told=_telling(written)))
     else:
         verified += sum(make(file, replace(lane, told=_telling(written))) for file in files)
-    if (file := plan.index) is not None:
+    file = plan.index
+    if file is not None:
         lane = replace(lane, told=_telling(written))
         draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
         _make_file(file, draft, lane, fsync=fsync)
@@ -392,7 +389,8 @@ def _make_shard(
     if not verify and isinstance(plan.output, UrlPath):
         return 0
     made = draft.place
-    if (path := made.local()) is not None:
+    path = made.local()
+    if path is not None:
         plan.target.check_written(path, file.path, len(file.layout.items))
     if not verify:
         return 0
@@ -425,9 +423,7 @@ def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> b
 def _make_side_by_side(
     files: Sequence[PlannedFile], make: Callable[[PlannedFile, _Lane], int], lane: _Lane
 ) -> int:
-    """Draft files at the same time; `lane` notes and tells what it would if they were drafted in
-    turn.
-    """
+    """Draft files at the same time; `lane` notes and tells as if they were drafted in turn."""
     lanes = min(lane.threads, len(files))
     places = [0] * len(files)
 
@@ -515,10 +511,7 @@ def _shard_names(plan: ConversionPlan) -> ShardNames:
 def _mapping_made(
     plan: ConversionPlan, *, force: bool, fsync: bool
 ) -> Iterator[Callable[[], None]]:
-    """The mapping, if one was asked for, made before the block.
-
-    What is yielded puts it in place, when the output is.
-    """
+    """The mapping, if asked for, made before the block; what is yielded puts it in place."""
     if plan.mapping is None:
         yield lambda: None
         return

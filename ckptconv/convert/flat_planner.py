@@ -37,12 +37,7 @@ from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef, expanded, homes, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import choose_state_dict
-from ckptconv.tree.flattening import (
-    Flattened,
-    encoding_notes,
-    flatten,
-    refuse_split,
-)
+from ckptconv.tree.flattening import Flattened, encoding_notes, flatten, refuse_split
 from ckptconv.tree.renaming import (
     excluded,
     map_state_dict,
@@ -60,9 +55,7 @@ from ckptconv.tree.stray_tensors import settle_strays
 def plan_flat(
     checkpoint: Checkpoint, output: PurePath, to: TargetFormat, options: Request, *, in_folder: bool
 ) -> ConversionPlan:
-    """An output that holds just the tensors of one state dict: safetensors, or shards of either
-    format.
-    """
+    """An output that holds just the tensors of a state dict: safetensors, or any shards."""
     part = find(checkpoint.root, options.only, checkpoint.path)
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     warn(found.notes)
@@ -207,9 +200,7 @@ def _refuse_scaled(applied: Applied, options: Request) -> None:
 def _strings(
     checkpoint: Checkpoint, to: TargetFormat, options: Request, flattened: Flattened
 ) -> dict[str, str]:
-    """The metadata of the output but for aliases: the format's own, those that were given, and
-    recipes of encoded values.
-    """
+    """The metadata of the output but for aliases: the format's own, given ones, and recipes."""
     refuse_unheld(to, options)
     if not to.holds_metadata:
         refuse_without(checkpoint.metadata, f"a {to.name} output")
@@ -272,10 +263,7 @@ def _split(
 
 
 def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, Any]:
-    """What the source's index says beside the total size.
-
-    Not the number of parameters, unless they are all there.
-    """
+    """What the source's index says beside sizes; the number of parameters if all are there."""
     return {
         name: value
         for name, value in checkpoint.index_metadata.items()
@@ -284,17 +272,12 @@ def _index_metadata(checkpoint: Checkpoint, *, is_whole: bool) -> Mapping[str, A
 
 
 def _same_storage(ref: TensorRef) -> Hashable:
-    """What tensors have in common that share their bytes.
-
-    Of one put together from pieces, only itself has them.
-    """
+    """What tensors have in common that share bytes; one of several pieces has only itself."""
     return id(ref.storage) if ref.is_view else id(ref)
 
 
 def _cast_named(flattened: Flattened, options: Request) -> CastRule:
-    """Only the tensors that stand under their own keys are cast: scales and the values of sparse
-    tensors are not weights.
-    """
+    """Only tensors under their own keys are cast: scales and sparse values are not weights."""
     casts = options.casts
     if not casts.has_globs and (options.dtype is None or not flattened.recipes):
         return casts.everywhere
@@ -319,9 +302,7 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
 
 
 def _other_parts(found: StateDict, options: Request, to: TargetFormat) -> Iterator[Skipped]:
-    """The parts of what was to be converted that are not the state dict: what stands beside it, and
-    beside what it is in.
-    """
+    """The parts of what was to be converted beside the state dict, and beside what it is in."""
     base = f"{options.only.removesuffix('.')}." if options.only and options.only != "." else ""
     for path, value, is_item in found.beside():
         what = (

@@ -37,7 +37,8 @@ def read_metadata(
             raise OptionRefused(f"--metadata {printable(name)} is given twice")
         given[name] = value
     found |= given
-    if ours := next((name for name in found if name in _OURS and name not in may_set), None):
+    ours = next((name for name in found if name in _OURS and name not in may_set), None)
+    if ours:
         raise OptionRefused(f"the metadata entry {ours} is ckptconv's own, and cannot be set")
     for name, value in found.items():
         try:

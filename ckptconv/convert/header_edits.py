@@ -73,7 +73,8 @@ def changed_header(header: Mapping[str, Any], asked: HeaderEdit) -> ChangedHeade
     wanted = {names[alias]: names[kept] for alias, kept in aliases.items()}
     after = _with_strings(renamed, asked, wanted)
     new_tensors = {names[name]: header[name] for name in tensors}
-    if (found := aliases_in(after, new_tensors)) != wanted:
+    found = aliases_in(after, new_tensors)
+    if found != wanted:
         odd = next(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
         raise KeyConflict(
             f"the metadata entry {printable(odd)} = {printable(after.get(odd, ''))} would read "

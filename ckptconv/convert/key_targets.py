@@ -37,10 +37,7 @@ _PART = "write the part that you mean to a file of its own first: ckptconv conve
 def key_target(
     like: str | os.PathLike[str] | None, model: str | None, *, drop_unexpected: bool = False
 ) -> KeyTarget | None:
-    """What the user named with `like` or `model` (see `named_models`), of which there may be one.
-
-    None for neither.
-    """
+    """What the user named with `like` or `model` (see `named_models`), one of them; or None."""
     if like is not None and model is not None:
         raise CheckpointError(
             "like and model are both given, but the keys can fit only one",
@@ -84,7 +81,8 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
             error.what, path=error.path, where=error.where, hint=_PART
         ) from None
     except UnsupportedCheckpoint:
-        if (keys := _listed_keys(file)) is None:
+        keys = _listed_keys(file)
+        if keys is None:
             raise
         return _distinct(keys, file), ()
     _distinct(found.keys, file)
@@ -115,7 +113,8 @@ def parameter_order(
                 raise CheckpointError(what, path=file, hint=_ORDERED)
             return order_of(checkpoint.state_dict(), str(path))
     except UnsupportedCheckpoint:
-        if (keys := _listed_keys(file)) is None:
+        keys = _listed_keys(file)
+        if keys is None:
             raise
     return ParameterOrder(str(path), [Parameter(key) for key in _distinct(keys, file)])
 
@@ -147,10 +146,7 @@ def _of_pipeline(folder: Location) -> Shapes:
 
 
 def _has_shards(index: Location) -> bool:
-    """Whether any file that an index names is there.
-
-    If so it is opened as a whole, and a missing one is an error.
-    """
+    """Whether a file that an index names is there: then a missing one is an error."""
     names = {name for name in _weight_map(index).values() if isinstance(name, str)}
     return any(name and index.beside(name).is_file() for name in names)
 

@@ -16,9 +16,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 Say: TypeAlias = "Callable[[Callable[[], object]], None]"
-"""Has a call made by the thread that waits for all works; raises `Unwanted` in a work that is not
-wanted any more.
-"""
+"""Has a call made by the thread that waits for all works; raises `Unwanted` where it may stop."""
 Work: TypeAlias = Callable[[Say], T]
 
 

@@ -32,9 +32,7 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
 
 
 def model_parameters(name: str) -> list[tuple[str, Shape | None]]:
-    """The names and shapes in ``model.parameters()`` of the model that `name` builds, in order; a
-    tied one is there once.
-    """
+    """The names and shapes in ``model.parameters()`` of what `name` builds; a tied one once."""
     return [(key, live_shape(value)) for key, value in _built(name).named_parameters()]
 
 
@@ -64,10 +62,7 @@ def _built(name: str) -> Any:
 
 
 def live_shapes(model: Any) -> Shapes:
-    """The keys and shapes in the state dict of a module.
-
-    None for what has no shape: extra state, lazy parameters.
-    """
+    """The keys and shapes in the state dict of a module; None: extra state, lazy parameters."""
     return {key: live_shape(value) for key, value in model.state_dict().items()}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.hf_names import index_path
 from ckptconv.keys.key_map import KEEP, STRIP, KeyRules
-from ckptconv.keys.wrappers import UNMISTAKABLE
+from ckptconv.keys.rules import UNMISTAKABLE
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force
@@ -95,7 +95,8 @@ def _in_short(told: Sequence[str | Sequence[str]]) -> Iterator[str]:
     """What is to be told of each optimizer state, of many of them in one line."""
     for texts in told[:_MOST]:
         yield from [texts] if isinstance(texts, str) else texts
-    if more := told[_MOST:]:
+    more = told[_MOST:]
+    if more:
         yield f"the same is true of {count_text(len(more), 'more optimizer state')}"
 
 
@@ -163,7 +164,8 @@ def prefix_notes(
     if rules not in (STRIP, KEEP) or fit_to:
         return
     for item in found:
-        if prefix := offered_prefix(checkpoint.root, item.keys):
+        prefix = offered_prefix(checkpoint.root, item.keys)
+        if prefix:
             where = f" of {printable(item.path)}" if item.path else ""
             yield (
                 f"all keys{where} start with {printable(prefix)}; --strip-prefix "
@@ -173,7 +175,8 @@ def prefix_notes(
 
 def parted_notes(before: Sequence[RenamedKeys], after: Sequence[RenamedKeys]) -> Iterator[str]:
     """Tell of tensors that share no bytes in the output, because their casts differ."""
-    if parted := sum(item.shared for item in before) - sum(item.shared for item in after):
+    parted = sum(item.shared for item in before) - sum(item.shared for item in after)
+    if parted:
         verb = "shares" if parted == 1 else "share"
         yield (
             f"{count_text(parted, 'key')} no longer {verb} the storage of another, which has "

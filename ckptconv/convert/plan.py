@@ -11,13 +11,7 @@ from typing import Any
 from ckptconv.convert.beside import Beside
 from ckptconv.devices.mapping import TagMap
 from ckptconv.formats.hf_names import earlier_files
-from ckptconv.formats.target_format import (
-    Layout,
-    NamedTensor,
-    Target,
-    TargetFormat,
-    target_named,
-)
+from ckptconv.formats.target_format import Layout, NamedTensor, Target, TargetFormat, target_named
 from ckptconv.io.places import resolved
 from ckptconv.io.source import Source
 from ckptconv.objects.composites import Check
@@ -46,7 +40,6 @@ class FilePart:
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedFile:
     """One file of an output: its path, its bytes, its tensors by the paths that they will have.
-
     `part` is what it is laid out of, where that is named tensors.
     """
 
@@ -211,9 +204,7 @@ class ConversionPlan:
     def __reduce__(
         self,
     ) -> tuple[Callable[[dict[str, Any]], ConversionPlan], tuple[dict[str, Any]]]:
-        """A plan in a pickle tells all that it told; it cannot be executed, for its files are open
-        here only.
-        """
+        """A plan in a pickle tells all, but cannot be executed: its files are open here only."""
         facts = {item.name: getattr(self, item.name) for item in fields(self)}
         facts["reads"] = None
         facts["state_dicts"] = tuple(replace(item, mapped=None) for item in self.state_dicts)

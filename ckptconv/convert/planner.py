@@ -45,8 +45,8 @@ from ckptconv.support.errors import (
     OutputRefused,
     RefusedObject,
 )
-from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import held, in_force
+from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef

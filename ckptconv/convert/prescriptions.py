@@ -108,10 +108,7 @@ def workable(
 def _dropping(
     fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None, refused: RefusedObject
 ) -> Prescription | CheckpointError:
-    """The fix that drops what was refused.
-
-    The refusal in other words where it would take the tensors along.
-    """
+    """The fix that drops what was refused; where that takes tensors along, the refusal."""
     found = workable(replace(fix, unknown="drop"), checkpoint, target)
     if not isinstance(found, AmbiguousStateDict):
         return found
@@ -127,9 +124,7 @@ _ELSEWHERE = (
 
 
 def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]:
-    """What was dropped, in words, and how many tensors that held: objects, and what modules hold
-    beside their state dicts.
-    """
+    """What was dropped, in words, and how many tensors: objects, and what is beside state dicts."""
     unsaved = {id(stray.node) for stray in checkpoint.module_strays if stray.is_refused}
     found = []
     for item in plan.skipped:
@@ -152,9 +147,8 @@ def command(fix: Fix, paths: Sequence[PurePath], output: PurePath | None = None)
 
 
 def output_beside(path: PurePath, suffix: str, taken: Collection[PurePath] = ()) -> Path:
-    """A free name beside `path`, not `taken`: ``model-portable.pt``, ``model-portable-2.pt``, …
-
-    For a checkpoint that is elsewhere it is one of the working folder.
+    """A free name beside `path`, not `taken`: ``model-portable.pt``, ``model-portable-2.pt``, … For
+    a checkpoint that is elsewhere it is one of the working folder.
     """
     given = Path(path.name) if isinstance(path, UrlPath) else Path(path)
     given = Path("model") if str(path) == STANDARD_INPUT else given

@@ -20,8 +20,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
 from ckptconv.io.places import place_of
 from ckptconv.io.stream import OutputStream
-from ckptconv.proof.digesting import lying, tensor_digests
-from ckptconv.proof.files import files_in
+from ckptconv.proof.digesting import files_in, lying, tensor_digests
 from ckptconv.proof.making import manifest_of_place, write_text
 from ckptconv.proof.manifest import FileDigest, TensorDigest, manifest_of
 from ckptconv.support.errors import OutputRefused
@@ -40,10 +39,7 @@ def watched(stream: OutputStream, layout: Layout) -> RunDigests:
 
 
 class Proof:
-    """What is known of the files of an output, until its manifest is written.
-
-    Several threads may add what they have made.
-    """
+    """What is known of the files of an output, until its manifest is written, by any thread."""
 
     def __init__(self, plan: ConversionPlan, destination: Destination) -> None:
         self._plan, self._destination = plan, destination

@@ -163,9 +163,7 @@ def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
 
 
 def _place_text(path: str) -> str:
-    """The place of a state dict; of one within a module that is kept whole, the module: how it is
-    pickled is left out.
-    """
+    """The place of a state dict; of one in a module kept whole, that of the module."""
     if _STATE not in path.split("."):
         return printable(path)
     names = [
@@ -217,7 +215,6 @@ _ROWS = 40
 
 def keys_table(plan: ConversionPlan) -> Iterator[str]:
     """The keys that change, old → new, one line each (40 at most), and how many do not change.
-
     Nothing of a state dict whose keys all stay as they are: its row says so.
     """
     for item in plan.state_dicts:
@@ -275,10 +272,7 @@ def _output_text(plan: ConversionPlan, size: str) -> str:
 
 
 def _time_text(result: ConversionResult) -> str:
-    """How long it took, and what of it was spent on other things than writing.
-
-    A rate where there was much to write.
-    """
+    """How long it took, and what went to other things than writing; a rate where it was much."""
     times = {
         phase: seconds for phase, seconds in result.phases.items() if seconds >= _WORTH_TELLING
     }
@@ -308,7 +302,8 @@ def result_lines(result: ConversionResult) -> Iterator[Row]:
         yield Row("warning", f"{printable(path)}: {what}", "warning")
     if result.verified is not None:
         read = f"{count_text(result.verified, 'tensor')} read back"
-        if copied := result.plan.beside.copied:
+        copied = result.plan.beside.copied
+        if copied:
             files = count_text(len(copied), "file")
             read = f"{count_text(result.verified, 'tensor')} and {files} read back"
         yield Row("verified", f"{read}, {_equal_text(result.plan)}; {_named_text(result)}")

@@ -46,9 +46,8 @@ class MadeShare:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A file of an output: made at `path`, of `nbytes` bytes, known to the user as `shown`.
-
-    It holds the tensors `packed`, under `keys`, cast to `dtypes`.
+    """A file of an output: made at `path`, of `nbytes` bytes, known to the user as `shown`. It
+    holds the tensors `packed`, under `keys`, cast to `dtypes`.
     """
 
     number: int

@@ -104,9 +104,7 @@ def _refuse_no_folder(named: Location, to: Target | None) -> None:
 
 
 _ADAPTER_FILES = {"lora-peft": "adapter_model", "lora-diffusers": "pytorch_lora_weights"}
-"""The stems of files of adapters in a folder: `SAFETENSORS_WEIGHTS_NAME` of peft, and
-`LORA_WEIGHT_NAME_SAFE` of diffusers.
-"""
+"""The stems of files of adapters: `SAFETENSORS_WEIGHTS_NAME` of peft, that of diffusers."""
 
 
 def _adapter_stem(named: Location, options: Request) -> str | None:
@@ -145,7 +143,8 @@ def _target_format(output: PurePath, to: Target | None) -> TargetFormat:
         asked = target_named(to)
         _refuse_misnamed(output, asked)
         return asked
-    if (found := target_of_suffix(output.suffix)) is not None:
+    found = target_of_suffix(output.suffix)
+    if found is not None:
         return found
     first, second, *others = (item.name for item in TARGETS)
     hint = f"add --to {first} or --to {second} (or {', '.join(others)})"
@@ -175,9 +174,8 @@ def keeps_modules(to: TargetFormat, options: Request) -> bool:
 
 
 def check_place(output: Output, request: Request, *, force: bool) -> None:
-    """Raise `OutputRefused` where the one file or folder of an output may not be made.
-
-    Shards are looked at when it is known which there will be.
+    """Raise `OutputRefused` where the one file or folder of an output may not be made. Shards are
+    looked at when it is known which there will be.
     """
     place = place_of(output)
     if isinstance(place, OpenFile):

@@ -37,7 +37,8 @@ def refuse_unread(plan: ConversionPlan) -> None:
     """Raise `VerificationFailed` where whoever opens the folder of an output reads other files."""
     with held(plan.made_of.limits), open_certain(plan.folder) as opened:
         read = {source.path.name for source in opened.sources}
-    if other := read - {file.path.name for file in plan.files}:
+    other = read - {file.path.name for file in plan.files}
+    if other:
         what = f"is in place, but who opens its folder reads {', '.join(sorted(other)[:3])}"
         raise VerificationFailed(what, path=plan.folder, hint="remove those, or name a new folder")
 
@@ -46,7 +47,8 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, mete
     """Compare every tensor of a written file with its source; returns how many there are."""
     count = 0
     target = plan.target
-    if (raw := ready_bytes(file.layout)) is not None:
+    raw = ready_bytes(file.layout)
+    if raw is not None:
         _refuse_other_bytes(file, raw, written)
         return 0
     if target.is_counted:
@@ -77,12 +79,11 @@ def _refuse_other_bytes(file: PlannedFile, raw: bytes, written: Location) -> Non
 def _refuse_other_element(
     ref: TensorRef, dtype: DType, written: TensorRef, most: int, file: PlannedFile, path: str
 ) -> None:
-    """Hold values that were computed or cast against a plain statement of how, which shares no code
-    with what made them.
-    """
+    """Hold computed or cast values against a plain statement of how, which shares no code."""
     if not is_made(ref, dtype):
         return
-    if (place := other_element(ref, dtype, written, most)) is not None:
+    place = other_element(ref, dtype, written, most)
+    if place is not None:
         what = f"the element {list(place)} is not what the source gives, worked out once more"
         raise VerificationFailed(what, path=file.path, where=path)
 

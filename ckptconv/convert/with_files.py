@@ -99,7 +99,8 @@ def _files_left(plan: ConversionPlan) -> Iterator[str]:
     """Tell of the files of a model beside the source, which were not asked for."""
     from ckptconv.convert.companions import companion_places, home_of
 
-    if not (read := [source.path for source in plan.inputs]):
+    read = [source.path for source in plan.inputs]
+    if not read:
         return
     home = home_of(plan.source, read)
     made = plan.made_of.checkpoint.made_beside

@@ -54,9 +54,7 @@ _Rule: TypeAlias = "str | os.PathLike[str] | tuple[str, str] | Mapping[str, Any]
 
 
 class TensorWords(TypedDict, total=False):
-    """Those of `OptionWords` that say which tensors of a checkpoint are wanted, under which names
-    and in which type.
-    """
+    """Those of `OptionWords` that say which tensors are wanted, their names and their type."""
 
     rules: str | os.PathLike[str] | Sequence[_Rule]
     reverse: bool

@@ -14,13 +14,7 @@ from ckptconv.io.stream import OutputStream
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums, refuse_crc
-from ckptconv.tensors.compute_ahead import (
-    THREADS,
-    Cut,
-    ToCompute,
-    compute_ahead,
-    may_be_threaded,
-)
+from ckptconv.tensors.compute_ahead import THREADS, Cut, ToCompute, compute_ahead, may_be_threaded
 from ckptconv.tensors.computed import ReadRun, iter_cast_chunks, read_cast, step_in
 from ckptconv.tensors.fold import OddBools, fold
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
@@ -50,9 +44,8 @@ def write_layout(
     checksums: Checksums,
     threads: int = THREADS,
 ) -> None:
-    """Write all bytes of a file; `tally` and `checksums` note what is found on the way.
-
-    Where there is much to cast or to compute, it is done by so many threads.
+    """Write all bytes of a file; `tally` and `checksums` note what is found on the way. Where there
+    is much to cast or to compute, it is done by so many threads.
     """
     crcs: list[int] = []
     between = b""
@@ -64,7 +57,8 @@ def write_layout(
     ):
         for index, item in enumerate(layout.items):
             write(between + item.lead)
-            if (cuts := cuts_of(index)) is not None:
+            cuts = cuts_of(index)
+            if cuts is not None:
                 crc = _write_cuts(item, cuts, checksums, tally)
             else:
                 crc = _write_values(item, stream, checksums, tally)
@@ -78,9 +72,7 @@ def write_layout(
 def _computed_ahead(
     items: Sequence[WriteItem], stream: OutputStream, threads: int
 ) -> Iterator[Callable[[int], Iterator[Cut] | None]]:
-    """What gives the cuts of an item that threads compute and write, to be asked for each in turn;
-    None for the others.
-    """
+    """What gives the cuts of an item that threads compute, each in turn; None for the others."""
     wanted = dict(_for_threads(items)) if threads > 1 and stream.is_for_threads() else {}
     if sum(items[index].nbytes for index in wanted) < _WORTH_THREADS:
         yield lambda _: None
@@ -124,7 +116,8 @@ def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, t
         return crc32(values)
     if item.dtype.kind == "bool":
         return _write_bools(values, stream, checksums, tally)
-    if (whole := _whole(item, values)) is not None:
+    whole = _whole(item, values)
+    if whole is not None:
         return _copy_whole(whole, stream)
     runs = verbatim_runs(values)
     if runs is None:
@@ -251,10 +244,7 @@ def _write_cuts(item: WriteItem, cuts: Iterator[Cut], checksums: Checksums, tall
 def by_tensor(
     plan: ConversionPlan, written: Sequence[TensorRef], count: Callable[[TensorRef], int]
 ) -> dict[str, int]:
-    """Counts by the path of each tensor over the storages of `written`.
-
-    Tensors may share one, and not all are touched.
-    """
+    """Counts by the path of each tensor over storages `written`, which tensors may share."""
     touched = {id(piece.storage) for ref in written for piece in ref.pieces}
     found = {}
     for path, ref in plan.made_of.tensors() if touched else ():

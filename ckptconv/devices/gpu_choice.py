@@ -23,10 +23,7 @@ SECONDS = 15.0
 """Without its persistence daemon nvidia-smi wakes every GPU first: seconds on a host of eight."""
 
 ORDER = "PCI_BUS_ID"
-"""The CUDA_DEVICE_ORDER under which CUDA numbers GPUs as nvidia-smi does.
-
-CUDA's own default is FASTEST_FIRST.
-"""
+"""The order in which CUDA numbers GPUs as nvidia-smi does; its own is FASTEST_FIRST."""
 
 _SETTERS: dict[Shell, Callable[[str, str], str]] = {
     "sh": lambda name, value: f"export {name}={value}",
@@ -40,10 +37,7 @@ _SAFE = re.compile(r"[0-9]+|GPU-[0-9A-Fa-f]+(?:-[0-9A-Fa-f]+)+").fullmatch
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """`gpus`, best first (none where none is visible).
-
-    `visible` names them for CUDA_VISIBLE_DEVICES; `notes` say why.
-    """
+    """`gpus`, best first (none: none is visible), as `visible` names them; `notes` say why."""
 
     gpus: tuple[Gpu, ...]
     visible: str

@@ -105,9 +105,7 @@ def visible_indices(env: str | None, gpus: Iterable[Gpu]) -> list[int]:
 
 
 def _visibility_notes(visible: str | None, gpus: Sequence[Gpu], shown: int) -> list[str]:
-    """What may surprise in CUDA_VISIBLE_DEVICES (`shown` of `gpus` are visible) and in the order of
-    the GPUs.
-    """
+    """What may surprise in CUDA_VISIBLE_DEVICES (`shown` of `gpus`) and in the order of GPUs."""
     notes = []
     entries = (visible or "").split(",")
     if gpus and visible and shown < len(entries):
@@ -179,11 +177,11 @@ def _import_torch(notes: list[str]) -> Any:
 
 def require_torch(purpose: str) -> Any:
     """torch; `MissingDependency` with the command that installs it where it cannot be imported.
-
     `purpose` is what needs it: "making live tensors".
     """
     notes: list[str] = []
-    if (torch := _import_torch(notes)) is not None:
+    torch = _import_torch(notes)
+    if torch is not None:
         return torch
     if notes:
         hint = "reinstall it: pip install --force-reinstall torch"

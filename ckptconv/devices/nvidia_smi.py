@@ -127,8 +127,12 @@ def _gpu(line: str, partitioned: frozenset[int]) -> Gpu | None:
     index, uuid, *name, total, free = (field.strip() for field in line.split(","))
     if not (index.isascii() and index.isdecimal()):
         return None
-    sizes = [int(found[1]) << 20 if (found := _SIZE(size)) else None for size in (total, free)]
     odd = [size for size in (total, free) if not _SIZE(size) and size not in _UNTOLD]
-    trouble, number = odd[0] if odd else None, int(index)
-    told = sizes[0], sizes[1], trouble, number in partitioned
+    number, trouble = int(index), next(iter(odd), None)
+    told = _bytes(total), _bytes(free), trouble, number in partitioned
     return Gpu(None, number, ",".join(name), uuid, *told)
+
+
+def _bytes(size: str) -> int | None:
+    found = _SIZE(size)
+    return None if found is None else int(found[1]) << 20

@@ -39,7 +39,8 @@ def check_tag(tag: str) -> str:
     here, or one loaded in this process). Raises `DeviceUnavailable` for anything else, also for
     ``meta``.
     """
-    if found := canonical_tag(tag):
+    found = canonical_tag(tag)
+    if found:
         return found
     meant = canonical_tag(tag.strip().lower())
     why = ": a meta tensor has no values" if tag.partition(":")[0] == "meta" else ""

@@ -37,8 +37,8 @@ from ckptconv.support.errors import (
     OptionRefused,
     warn,
 )
-from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.comparison import Pair, compare_bytes, damaged_storages
@@ -217,9 +217,7 @@ def _is_open(checkpoint: Checkpoint) -> bool:
 def _compared_beside(
     first: Checkpoint, ours: StateDict, second: Checkpoint, theirs: StateDict
 ) -> tuple[list[Both], list[str]]:
-    """The tensors beside the state dicts that stand at one path in both checkpoints, and what is to
-    be said of the others.
-    """
+    """The tensors beside the state dicts at one path in both, and what is said of the others."""
     walked = Differences()
     rest: list[Both] = []
     apart: list[str] = []

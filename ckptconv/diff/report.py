@@ -169,7 +169,8 @@ def difference_rows(found: Difference) -> Iterator[Row]:
         yield from listed("dtype", _pairs(found.dtypes, is_counted=False))
     yield from listed("device", _pairs(found.locations, is_counted=found.strict_device))
     measured = (item.deviation for item in found.values if not _is_by_nonfinite(item.deviation))
-    if apart := sum(deviation.nonfinite for deviation in measured):
+    apart = sum(deviation.nonfinite for deviation in measured)
+    if apart:
         text = f"rel L2 and cosine leave out NaN and infinity ({count_text(apart, 'value')})"
         yield Row("note", text)
     yield from note_rows(found.notes)

@@ -83,7 +83,6 @@ def walk_together(
     first: Node, second: Node, differences: Differences
 ) -> Iterator[tuple[str, Node, Node]]:
     """The leaves that stand at one path in both trees; `differences` gets what stands in one only.
-
     A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
     """
     work = [("", first, second)]
@@ -138,10 +137,7 @@ def _joined(path: str, label: str) -> str:
 
 
 def _forms(ours: Node, theirs: Node) -> tuple[Node, Node]:
-    """Both nodes in the form in which they are compared.
-
-    A number of numpy is a tensor beside a tensor.
-    """
+    """Both nodes in the form to compare; a number of numpy is a tensor beside a tensor."""
     ours, theirs = (_tensor_of(ours) or ours), (_tensor_of(theirs) or theirs)
     if type(ours) is TensorRef and type(theirs) is Call:
         theirs = tensor_form(theirs) or theirs
@@ -169,12 +165,15 @@ def _form(node: Node) -> Node:
     """A call as the plain value that it stands for, or as the tensors that it is made of."""
     if type(node) is not Call:
         return node
-    if (pairs := mapping_pairs(node)) is not None:
+    pairs = mapping_pairs(node)
+    if pairs is not None:
         others = [(name, value) for name, value in attributes(node) if name != "_metadata"]
         return Dict([*pairs, *([("<attributes>", Dict(others))] if others else [])])
-    if (plain := plain_form(node)) is not node:
+    plain = plain_form(node)
+    if plain is not node:
         return plain
-    if (made := flat("", node)) is not None:
+    made = flat("", node)
+    if made is not None:
         recipes = json.dumps(made.recipes, sort_keys=True)
         return Dict(
             [*((name.lstrip("."), ref) for name, ref in made.tensors), ("encoding", recipes)]

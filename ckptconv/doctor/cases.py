@@ -46,7 +46,6 @@ class Symptom:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The options of `diagnose`; `target` is what `like` or `model` name, which is built once.
-
     Raises `CheckpointError` for options that are none.
     """
 
@@ -176,9 +175,7 @@ def some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFit:
-    """The state dict that fits best, how, and the error of `load_state_dict(strict=True)` (None: it
-    loads as it is).
-    """
+    """The state dict that fits best, how, and what `load_state_dict` says (None: it loads)."""
 
     found: StateDict
     fit: Fit
@@ -192,10 +189,7 @@ class ModelFit:
 
 
 def best_fit(state_dicts: Sequence[StateDict], target: KeyTarget) -> ModelFit | None:
-    """The state dict that loads as it is, else that can be made to fit, else that comes nearest.
-
-    None where there is none.
-    """
+    """The state dict that loads as it is, else can be made to fit, else comes nearest, if any."""
     fits = [_fit(found, target) for found in state_dicts]
     return max(
         fits,

@@ -31,9 +31,9 @@ from ckptconv.support.errors import (
     or_recover,
     printable,
 )
-from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.report import danger_in
+from ckptconv.support.settings import collector_paused
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.nonfinite import nonfinite_counters
 from ckptconv.tree.labels import may_be_infinite
@@ -79,9 +79,7 @@ def diagnose_all(
     paths: Sequence[str | os.PathLike[str]], **options: Any
 ) -> list[Diagnosis | CheckpointError]:
     """As `diagnose`, for several checkpoints, or the files of all ranks of one: what is said of
-    each, or why nothing can be.
-
-    Raises `CheckpointError` when there is no such model or device tag.
+    each, or why nothing can be. Raises `CheckpointError` when there is no such model or device tag.
     """
     refuse_no_paths("paths", paths)
     asked = Asked(**options)
@@ -128,9 +126,7 @@ def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
 
 def _findings(case: Case, symptoms: Sequence[Symptom]) -> tuple[Finding, ...]:
     """The findings with their commands: one conversion fixes all that must be fixed, so it is the
-    command of each.
-
-    Each other command writes to a name of its own, so that all of them can be run.
+    command of each. Each other command writes to a name of its own, so that all of them can be run.
     """
     fix = case.must
     for one in symptoms:
@@ -160,9 +156,7 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, PurePath]
 
 
 def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
-    """Read every byte: damage is an error, NaN a warning, infinity too unless it is meant, as in a
-    mask.
-    """
+    """Read all: damage is an error, NaN a warning, infinity too unless meant, as in a mask."""
     refs = dict(case.checkpoint.tensors())
     try:
         counters = fold_all(
@@ -253,7 +247,8 @@ def _effect(error: CheckpointError, place: Location) -> str:
         return words.quoted(words.HEADER, by="load_file")
     if head.startswith(b"PK\3\4") and error.code == "cut-off":
         return words.quoted(words.CUT_OFF)
-    if (said := words.on_start(head)) is not None:
+    said = words.on_start(head)
+    if said is not None:
         return words.quoted(said)
     is_npz = f"{error.where or place}".endswith((".npy", ".npz"))
     if isinstance(error, MalformedCheckpoint):

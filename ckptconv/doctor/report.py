@@ -121,9 +121,7 @@ def diagnoses_headline(
 
 
 def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> int:
-    """0 where all load, 1 where one does not (`strict`: or has a warning), 2 where that cannot be
-    said of one.
-    """
+    """0: all load; 1: one does not (`strict`: or has a warning); 2: of one it cannot be said."""
     known = [item for item in found if isinstance(item, Diagnosis)]
     if len(known) < len(found):
         return 2
@@ -131,10 +129,8 @@ def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> 
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
-    """What the findings say, as rows; the first label of each is its severity, and
-    no command stands twice in a row.
-
-    Of many of one kind the rest is counted (`--json` lists all).
+    """What the findings say, as rows; the first label of each is its severity, and no command
+    stands twice in a row. Of many of one kind the rest is counted (`--json` lists all).
     """
     last: str | None = None
     counts: Counter[str] = Counter()

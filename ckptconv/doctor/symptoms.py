@@ -17,7 +17,7 @@ from ckptconv.doctor.runtimes import runtimes_for
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_certain
 from ckptconv.inspect.facts import is_bloated, newer_protocol, training_states
-from ckptconv.inspect.refusals import TORCH_SUFFIXES
+from ckptconv.inspect.inspection import TORCH_SUFFIXES
 from ckptconv.keys.fits import Fit
 from ckptconv.keys.presets import told_preset
 from ckptconv.objects.known_names import VALUELESS
@@ -126,9 +126,7 @@ def _tags(case: Case) -> Iterator[Symptom]:
 
 
 def _is_served(tag: str, case: Case) -> bool:
-    """Whether torch.load would restore a storage to its tag here; as torch, without torch a
-    CPU-only one.
-    """
+    """Whether torch.load would restore a tag here; without torch, as a CPU-only one would."""
     kind, _, index = tag.partition(":")
     if case.host.torch is None:
         return False
@@ -157,7 +155,8 @@ def _modules(case: Case) -> Iterator[Symptom]:
 
 def _dangers(case: Case) -> Iterator[Symptom]:
     """Names that run code where they are loaded without weights_only=True."""
-    if danger := danger_in(case.checkpoint.notes):
+    danger = danger_in(case.checkpoint.notes)
+    if danger:
         effect = "code that its author chose runs when it is loaded with weights_only=False"
         yield error("dangerous", danger, effect, Fix())
 
@@ -240,9 +239,7 @@ def _remedy(fit: Fit, name: str) -> str:
 
 
 def _wrappers(case: Case) -> Iterator[Symptom]:
-    """Keys with the wrapper of DataParallel, DDP, compile, FSDP or checkpointing, where no model
-    says what is wanted.
-    """
+    """Keys with a wrapper (DDP, compile, FSDP, ...), where no model says what is wanted."""
     if case.asked.target is not None:
         return
     for found in case.state_dicts:
@@ -251,7 +248,8 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             cause = "holds a model and its average, as ema_pytorch saves them"
             effect = words.quoted(words.NO_KEYS, by="load_state_dict of the model")
             yield info("prefixed-keys", cause, effect, Fix(preset=preset), chosen=True)
-        if wrappers := case.facts.state_dicts.get(found.path):
+        wrappers = case.facts.state_dicts.get(found.path)
+        if wrappers:
             wrapper = printable(".".join(wrappers)) + "."
             unexpected = words.on_unexpected(found.telling_keys[0])
             effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict of a bare model")
@@ -328,7 +326,8 @@ def _shares(case: Case) -> Iterator[Symptom]:
 def _no_weights(case: Case) -> Iterator[Symptom]:
     """A file of an optimizer, or a tensor, saved by itself, or one without tensors."""
     nothing = "there is nothing in it that a model could load"
-    if (whose := case.facts.training_state) is not None:
+    whose = case.facts.training_state
+    if whose is not None:
         advice = "the weights are in another file; load this one into the optimizer"
         yield info("no-weights", f"holds only {whose} state: no weights", nothing, advice=advice)
     elif case.facts.root.sort == "tensor":

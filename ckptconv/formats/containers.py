@@ -184,9 +184,7 @@ def open_source(source: Source) -> Checkpoint:
 
 
 def open_file(place: Location, pool: FilePool | None = None) -> Checkpoint:
-    """Open a checkpoint of one file, which may be one of a pool; its sources are closed when that
-    fails.
-    """
+    """Open a checkpoint of one file, or of one of a pool; its sources are closed if that fails."""
     source = place.open(pool)
     try:
         return open_source(source)
@@ -199,9 +197,7 @@ def open_file(place: Location, pool: FilePool | None = None) -> Checkpoint:
 def all_open(
     around: Location, places: Sequence[Location], pool: FilePool | None
 ) -> Iterator[list[Checkpoint]]:
-    """Checkpoints of one file each, asked for at once from `around`; they stay open, but where the
-    block fails.
-    """
+    """Checkpoints of one file each, asked for at once; they stay open, unless the block fails."""
     around.foresee(places, first_reads)
     with contextlib.ExitStack() as opened:
         yield [opened.enter_context(open_file(place, pool)) for place in places]
@@ -284,9 +280,7 @@ STRANGERS: tuple[Stranger, ...] = (
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
 _TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch
-"""The names of the files that hold a TensorFlow checkpoint's values, one behind another and without
-any mark.
-"""
+"""The names of the files of a TensorFlow checkpoint's values, one behind another, unmarked."""
 
 # tensorflow/core/lib/io/format.h: kTableMagicNumber
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")

@@ -116,7 +116,8 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
         raise
     except (Exception, CheckpointException) as error:  # which is not an Exception
         cause = _cause(error)
-        if (stop := _stop(cause)) is not None:
+        stop = _stop(cause)
+        if stop is not None:
             raise stop from None
         if isinstance(cause, OSError):
             raise cause from error

@@ -92,7 +92,8 @@ def open_gguf(source: Source) -> Checkpoint:
     notes = [f"version {version} of GGUF, big-endian"] if header.is_big else []
     if long:
         notes.append(f"long arrays of its metadata are not read: {some_text(long)}")
-    if tensors and (behind := source.size - end) >= alignment:
+    behind = source.size - end
+    if tensors and behind >= alignment:
         notes.append(f"the last {behind:,} bytes of the file are those of no tensor")
     kept = {name: text for name, text in metadata.items() if name not in _NOT_CARRIED}
     return Checkpoint(
@@ -210,7 +211,8 @@ def _value(header: _Header, kind: int, name: str) -> str:
     """The next value, which is not an array, as a text."""
     if kind == _TEXT:
         return header.text().decode("utf-8", "backslashreplace")
-    if (code := _VALUES.get(kind)) is None:
+    code = _VALUES.get(kind)
+    if code is None:
         raise malformed(f"has a value of the unknown type {kind}", header.source.path, name)
     value = header.number(code)
     if code == "f":
@@ -316,9 +318,7 @@ def _checked(
 
 
 def _refuse_gaps(source: Source, tensors: Mapping[str, _Tensor], start: int, alignment: int) -> int:
-    """Raise `MalformedCheckpoint` where tensors overlap, or more than padding lies between two;
-    else the byte behind the last.
-    """
+    """The byte behind the last tensor; `MalformedCheckpoint` for overlaps and large gaps."""
     end = 0
     for name, one in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if one.offset % alignment:
@@ -370,7 +370,8 @@ def _place(metadata: Mapping[str, str], path: object) -> _Place | None:
 
 def _part(metadata: Mapping[str, str], path: object) -> Part | None:
     """What a file is, if it is one of a set, whatever its name."""
-    if (place := _place(metadata, path)) is None:
+    place = _place(metadata, path)
+    if place is None:
         return None
     what = f"is file {place.number + 1} of a set of {place.files}, by its metadata"
     mark = f"{place.number + 1:05}-of-{place.files:05}"

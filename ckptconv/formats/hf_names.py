@@ -43,9 +43,7 @@ def parse_size(text: str) -> int:
 
 
 def shard_limit(given: int | str | None) -> int | None:
-    """The bytes that one file may hold, as the option `max_shard_size` says it; `OptionRefused`
-    when that is not a size.
-    """
+    """The bytes that a file may hold, by `max_shard_size`; `OptionRefused`: that is no size."""
     if type(given) is str:
         with contextlib.suppress(CheckpointError):
             return parse_size(given)
@@ -178,10 +176,7 @@ _INDEX_WORDS = re.compile(r"(?P<suffix>\.[^.]+)\.index(?P<variant>\.[^.]+)?\.jso
 def index_text(
     weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The index for tensors of `nbytes` bytes in all, with other `metadata`.
-
-    `CheckpointError` where that is not JSON.
-    """
+    """The index for `nbytes` of tensors, with other `metadata`; `CheckpointError` for no JSON."""
     document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": {}}
     try:
         around = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)

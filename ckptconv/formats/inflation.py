@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Opening:
-    """A checkpoint that is being opened: the size of its files, each counted once, and what was
-    claimed so far.
-    """
+    """What is being opened: the size of its files, each counted once, and what was claimed."""
 
     size: int = 0
     claimed: Counter[Kind] = field(default_factory=Counter)
@@ -37,7 +35,8 @@ class _Opening:
 
     def note(self, found: os.stat_result) -> None:
         """Count a file that is opened."""
-        if (identity := (found.st_dev, found.st_ino)) not in self.files:
+        identity = (found.st_dev, found.st_ino)
+        if identity not in self.files:
             self.files.add(identity)
             self.size += found.st_size
 
@@ -72,10 +71,7 @@ def claim_records(source: Source, records: Iterable[Record]) -> None:
 
 
 def claim_pickle(source: Source, size: int) -> None:
-    """Count a deflated pickle or text that is read into memory.
-
-    `LimitExceeded` when it and those before are too much.
-    """
+    """Count a deflated text or pickle that is read; `LimitExceeded` if all so far are too much."""
     _claim(source, size, "pickles and texts", "pickle")
 
 

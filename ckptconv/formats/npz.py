@@ -179,10 +179,7 @@ def _read_header(source: Source, record: Record, head: bytes) -> tuple[bytes, He
 
 
 def _plain(record: Record, head: bytes, nbytes: int) -> bytes:
-    """The first bytes of a member that is stored as `head` and more.
-
-    Of a deflated one, at most so many are inflated.
-    """
+    """The first bytes of a member, stored as `head` and more; of a deflated one, a few at most."""
     if not record.deflated:
         return head
     try:
@@ -210,7 +207,8 @@ def parse_header(text: str) -> Header:
     >>> parse_header("{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }")
     Header(descr='<f4', is_fortran=False, shape=(3,))
     """
-    if (whole := _HEADER(text)) is None:
+    whole = _HEADER(text)
+    if whole is None:
         raise MalformedCheckpoint("its header is not a dict", hint=_DAMAGED)
     entries = whole["entries"]
     found: dict[str, re.Match[str]] = {}
@@ -348,7 +346,6 @@ def _refuse_array(key: str, dtype: DType, shape: Shape) -> None:
 
 def _why_no_name(key: str, other: str, keys: Set[str]) -> str | None:
     """Why a key, one of `keys`, cannot be one of the archive's; `other` is the same in lower case.
-
     `NpzFile[key]` first looks for a member of that very name, and takes array a for a.npy.
     """
     if other != key:

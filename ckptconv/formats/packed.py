@@ -22,9 +22,8 @@ from ckptconv.tree.checkpoint import Checkpoint
 
 
 def open_packed(source: Source) -> Checkpoint:
-    """Unpack a file and open what is in it; `LimitExceeded` where it unpacks to too much.
-
-    What was inflated already is not unpacked again, for the ratios of bombs multiply.
+    """Unpack a file and open what is in it; `LimitExceeded` where it unpacks to too much. What was
+    inflated already is not unpacked again, for the ratios of bombs multiply.
     """
     if source.comes_from(0)[0].is_inflated:
         hint = "unpack it first"

@@ -30,9 +30,7 @@ CONTAINER = Container(
 
 def open_raw_pickle(source: Source) -> Checkpoint:
     """Open a bare pickle; its tensors lie within it, so all of it is read, at most the limit
-    `pickle_bytes`.
-
-    Raises `UnsupportedCheckpoint` when it holds no tensors or arrays.
+    `pickle_bytes`. Raises `UnsupportedCheckpoint` when it holds no tensors or arrays.
     """
     size, path = source.size, source.path
     refuse_beyond("pickle_bytes", size, f"is a pickle of {size} bytes", path=path)

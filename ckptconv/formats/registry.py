@@ -25,8 +25,7 @@ from ckptconv.io.places import place_of, places_of
 from ckptconv.io.source import Source
 from ckptconv.objects.threats import danger_note
 from ckptconv.pickles.making import names_noted
-from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, mapping_pairs
-from ckptconv.pickles.substitution import calls_of
+from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, calls_of, mapping_pairs
 from ckptconv.support.choices import (
     refuse_no_flag,
     refuse_no_paths,
@@ -34,9 +33,9 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened, printable
-from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import DANGER
+from ckptconv.support.settings import collector_paused
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited, refuse_no_edits
 
@@ -116,9 +115,7 @@ def open_checkpoint(
     whole_modules: bool = False,
     edits: Sequence[Edit] = (),
 ) -> Checkpoint:
-    """The checkpoint at `source`, its index read; see `live.opened.open_checkpoint`, whose result
-    is a mapping too.
-    """
+    """The checkpoint at `source`, its index read; that of `live.opened` is a mapping too."""
     return _asked(source, tag, whole_modules=whole_modules, edits=edits).opened_quickly()
 
 
@@ -210,9 +207,8 @@ class _Asked:
         return self.opened()
 
     def opened(self) -> Checkpoint:
-        """The checkpoint that it is.
-
-        Raises `NotForetold` when it was opened by its index alone and something is wrong.
+        """The checkpoint that it is. Raises `NotForetold` when it was opened by its index alone and
+        something is wrong.
         """
         paths = self.paths
         opened: list[Checkpoint] = []
@@ -235,7 +231,8 @@ class _Asked:
             if isinstance(error, CheckpointError):
                 if opened and opened[0].reread is not None:
                     raise NotForetold from error
-                if danger := danger_note(named):
+                danger = danger_note(named)
+                if danger:
                     hints = (danger.removeprefix(DANGER), error.hint)
                     error.hint, error.code = "; ".join(filter(None, hints)), "dangerous"
                 raise error.at(path=at) from error.__cause__
@@ -310,7 +307,8 @@ class _Asked:
             return replace(self, tag=None, is_by_index=False)._open_gathering(kind, folder)
         what = f"is the folder of one step or model, not of '{printable(self.tag)}'"
         hint = "leave --tag out, or name the folder above"
-        if known := ", ".join(kind.tags_of(folder)):
+        known = ", ".join(kind.tags_of(folder))
+        if known:
             what = f"holds no '{printable(self.tag)}'"
             hint = f"choose one with --tag: {printable(known, 500)}"
         raise UnsupportedCheckpoint(what, path=folder, hint=hint)
@@ -346,7 +344,8 @@ def _finished(
     if len(opened) > 1 or has_shards(calls):
         checkpoint = _in_folders("sharded.join_files")(opened)
         calls = list(calls_of(checkpoint.root))
-    if danger := danger_note(named, calls):
+    danger = danger_note(named, calls)
+    if danger:
         checkpoint = replace(checkpoint, notes=(danger, *checkpoint.notes))
     # what a file without pickles has: nothing in it is a module, or a tensor of before torch 0.4
     if all(call.func is ORDERED_DICT and call.state is ABSENT for call in calls):
@@ -400,10 +399,7 @@ def _gathering(path: Location, *, is_folder: bool) -> Gathering | None:
 
 
 def is_gathering(path: Location) -> bool:
-    """Whether a place is a folder that is a checkpoint of many files.
-
-    One that is closed to us is not what is meant.
-    """
+    """Whether a place is a folder that is a checkpoint of many files, and open to us."""
     try:
         return path.is_folder() and gathering(path) is not None
     except (OSError, CheckpointError):
@@ -445,9 +441,7 @@ _FOREIGN_FOLDERS = (
 
 
 def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
-    """Raise `UnsupportedCheckpoint` for a folder of another program, or one that lacks what says
-    what is in it.
-    """
+    """Raise `UnsupportedCheckpoint` for a folder of another program, or one without its index."""
     names = folder.names()
     for pattern, what in _FOREIGN_FOLDERS:
         if fnmatch.filter(names, pattern):

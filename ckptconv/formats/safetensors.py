@@ -118,10 +118,12 @@ def _read_plain(source: Source, raw: bytes, start: int) -> _Read | None:
         forms: dict[tuple[str, str], tuple[DType, tuple[int, ...], int]] = {}
         count, behind = 0, ","
         while behind == ",":
-            if (entry := _PLAIN_ENTRY(text, at)) is None:
+            entry = _PLAIN_ENTRY(text, at)
+            if entry is None:
                 return None
             key, code, sizes, first, stop, behind = entry.groups()
-            if (form := forms.get((code, sizes))) is None:
+            form = forms.get((code, sizes))
+            if form is None:
                 shape = list(map(int, sizes.split(","))) if sizes else []
                 form = forms[code, sizes] = _form(source, key, BY_SAFETENSORS[code], shape)
             dtype, dims, nbytes = form
@@ -458,9 +460,7 @@ def entries_seen(
     written: Path, name: PurePath
 ) -> tuple[dict[str, str] | None, dict[str, tuple[str, tuple[int, ...]]]]:
     """What the safetensors library sees in a file that will be `name`: its metadata, and the dtype
-    and the shape of each tensor.
-
-    Raises `VerificationFailed` when it does not open it.
+    and the shape of each tensor. Raises `VerificationFailed` when it does not open it.
     """
     with _opened(written, name) as opened:
         slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118

@@ -42,12 +42,7 @@ from ckptconv.io.source import Source, WrappedSource
 from ckptconv.objects.torch_read import named_storages, read_torch_pickle
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import (
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-    errors_at,
-    printable,
-)
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, printable
 from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import check_storage
@@ -69,9 +64,8 @@ class Salvaged:
 
 
 def salvage(place: Location) -> Salvaged:
-    """Open a checkpoint of one file, damaged or not; the caller closes it.
-
-    Raises the error that opening it raises where nothing of it can be saved, with the reason.
+    """Open a checkpoint of one file, damaged or not; the caller closes it. Raises the error that
+    opening it raises where nothing of it can be saved, with the reason.
     """
     if place.is_folder():
         hint = "name one of its files"
@@ -189,9 +183,7 @@ class _Payload(NamedTuple):
 
 
 class _ZipStorages:
-    """The storages that a pickle names; of those that are not among the `records` the bytes are
-    lost.
-    """
+    """The storages that a pickle names; of those not among the `records` the bytes are lost."""
 
     def __init__(self, source: Source, records: Mapping[str, _Payload], root: str) -> None:
         self._source, self._records, self._root = source, records, root
@@ -215,9 +207,7 @@ def _byte_order(source: Source, record: _Payload | None) -> bytes:
 
 
 def _records(source: Source) -> tuple[dict[str, _Payload], set[str]]:
-    """The records of an archive that are whole, by name: by its directory, or without it; and the
-    names of all that were met.
-    """
+    """The whole records of an archive, by name, with or without its directory; all names met."""
     try:
         _, told = open_archive(source)
         met = {record.name: _by_directory(source, record) for record in told.values()}
@@ -268,9 +258,7 @@ class _Header(NamedTuple):
 
 
 def _walked(source: Source) -> Iterator[tuple[str, _Payload | None]]:
-    """The records of an archive without a directory, one behind the other; None for those that are
-    not whole.
-    """
+    """The records of an archive without a directory, in their order; None for what is not whole."""
     at, sizes = 0, dict[str, int]()
     met: set[str] = set()
     while (header := _header(source, at)) is not None:
@@ -335,9 +323,7 @@ def _wide_sizes(extra: bytes) -> tuple[int, ...] | None:
 def _payload(
     source: Source, header: _Header, sizes: Mapping[str, int]
 ) -> tuple[int | None, _Payload | None]:
-    """Where the record behind this one begins (None: that cannot be told), and the payload, where
-    it is whole.
-    """
+    """Where the record behind this one begins (None: nobody knows), and the payload, if whole."""
     nbytes: int | None = header.nbytes
     if header.has_descriptor and not nbytes:
         nbytes = sizes.get(header.name)
@@ -347,7 +333,8 @@ def _payload(
         return None, None
     end, crc = header.offset + nbytes, header.crc32
     if header.has_descriptor:
-        if (described := _descriptor(source, header, nbytes)) is None:
+        described = _descriptor(source, header, nbytes)
+        if described is None:
             return None, None
         end, crc = described
     is_right = not header.is_deflated and _crc_of(source, header.offset, nbytes) == crc

@@ -34,9 +34,7 @@ Retag = Callable[[str], str]
 
 class WriteItem(NamedTuple):
     """One payload: after the bytes `lead`, at byte `offset` of the output, `nbytes` bytes of
-    `values`.
-
-    `values` are ready bytes, or a tensor whose values in C order are cast to `dtype`.
+    `values`. `values` are ready bytes, or a tensor whose values in C order are cast to `dtype`.
     """
 
     name: str
@@ -77,9 +75,7 @@ def ready_bytes(layout: Layout) -> bytes | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """A tree to write: `root` seen through `overlay`, and all the tensors and bare storages that
-    are in it.
-    """
+    """A tree to write: `root` seen through `overlay`, all tensors and bare storages in it."""
 
     root: Node
     overlay: Overlay
@@ -165,27 +161,18 @@ class TargetFormat:
     def lay_out_files(
         self, tree: Tree, cast: CastRule, retag: Retag
     ) -> Iterator[tuple[str, Tree | None, Layout]]:
-        """The files of an output that `is_folder`, by their paths in it: what each holds of a tree,
-        and its bytes.
-        """
+        """The files of an output that `is_folder`, by their paths: what each holds, its bytes."""
         raise NotImplementedError
 
     def make_folder(self, plain: Path, folder: Path, name: PurePath) -> None:
-        """Make an output that `is_made_by_torch` of the torch file `plain`; it will be known as
-        `name`.
-        """
+        """Make an output that `is_made_by_torch` of the torch file `plain`, to be called `name`."""
         raise NotImplementedError
 
     def load_checker(self, nbytes: int) -> None:
-        """Import what `check_written` needs for an output of so many bytes, which is to fail before
-        a file is begun.
-        """
+        """Import what `check_written` needs for so many bytes: to fail before a file is begun."""
 
     def check_written(self, written: Path, name: PurePath, count: int) -> None:
-        """Have the format's own library look at a file of `count` tensors that will be `name`.
-
-        Raises `VerificationFailed`.
-        """
+        """Have the format's own library look at a file of `count` tensors, which will be `name`."""
 
 
 # -------------------------------------------------------------------------------------- the table

@@ -71,9 +71,7 @@ _Named = dict[str, tuple[int, "DType | None"]]
 
 
 class _Storages:
-    """The storages of one file, by key: `named` is what the tree says of them, `keys` their order,
-    `start` their first byte.
-    """
+    """The storages of a file: `named` by the tree, in the order of `keys`, from byte `start` on."""
 
     def __init__(self, source: Source, named: _Named, keys: list[str], start: int) -> None:
         self._source = source
@@ -93,7 +91,8 @@ class _Storages:
                 what = f"its {nbytes} bytes at {at - nbytes} {beyond}"
                 hint = or_recover("the file is cut off; fetch it again", source.path)
                 raise MalformedCheckpoint(what, where=storage_name(key), hint=hint)
-        if missing := [key for key in named if key not in self._offsets]:
+        missing = [key for key in named if key not in self._offsets]
+        if missing:
             what = "the pickle names a storage that the file does not hold"
             raise MalformedCheckpoint(what, where=storage_name(missing[0]))
         self._refuse_rest(at)

@@ -39,9 +39,11 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Retag) -> Layout:
         new, dtype, offset, stride, resolved = placements[id(node)]
         _, _, storage_dtype, location, nbytes = new
         count = len(ordered)
-        if (number := numbers.setdefault(id(new), count)) == count:
+        number = numbers.setdefault(id(new), count)
+        if number == count:
             ordered.append(new)
-        if (tag := tags.get(location)) is None:
+        tag = tags.get(location)
+        if tag is None:
             tag = tags[location] = retag(location)
         return str(number), made(
             StoredAs, (tag, storage_dtype, nbytes, dtype, offset, stride, resolved)
@@ -62,9 +64,7 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Retag) -> Layout:
 
 
 def _serialization_id(pickle: bytes) -> bytes:
-    """Forty digits that are the same for the same tree, as torch's are (a name for logs, not a
-    checksum).
-    """
+    """Forty digits, the same for the same tree, as torch's are (for logs; not a checksum)."""
     return b"%030d%010d" % (len(pickle), crc32(pickle))
 
 

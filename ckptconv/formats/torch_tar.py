@@ -92,7 +92,10 @@ def members_of(source: Source) -> dict[str, Source]:
     found: dict[str, Source] = {}
     extended: dict[str, str] = {}
     at, small = 0, in_force().small_record_bytes
-    while at + _BLOCK <= source.size and any(block := source.read(at, _BLOCK)):
+    while at + _BLOCK <= source.size:
+        block = source.read(at, _BLOCK)
+        if not any(block):
+            break
         name, kind, size = _header(source, block, at)
         start = at + _BLOCK
         if kind == b"x" and size <= small:
@@ -291,8 +294,10 @@ class _Ids:
         if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Global:
             return pid[0]
         key = _key(pid)
-        if (tensor := self._tensors.get(key)) is not None:
+        tensor = self._tensors.get(key)
+        if tensor is not None:
             return tensor
-        if (storage := self._storages.get(key)) is None:
+        storage = self._storages.get(key)
+        if storage is None:
             raise MalformedCheckpoint("names a tensor that does not exist", where=str(key))
         return storage if storage != window(storage.storage) else storage.storage

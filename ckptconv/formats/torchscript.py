@@ -84,9 +84,7 @@ def _notes(root: Call, code: _Code) -> Iterator[str]:
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
-    """The objects that keep tensors in a way of their own, packed weights above all: the state dict
-    has only scales of them.
-    """
+    """The objects that keep tensors by themselves, as packed weights: state dicts lack them."""
     for place, node in walk(root) if code.opaque else ():
         if type(node) is Call and node.name in code.opaque and holds_tensors(node):
             path = place_text(place).replace("<state>.", "")
@@ -99,10 +97,7 @@ def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What the text of a class tells: whether it is a module, and which attributes are saved.
-
-    `buffers` None: not told.
-    """
+    """What a class's text tells: whether it is a module, which attributes are saved."""
 
     is_module: bool
     parameters: frozenset[str]
@@ -153,10 +148,7 @@ def _unquoted(quoted: str) -> str:
 
 
 _NATIVE = "__torch__.torch.classes."
-"""Where the classes that are written in C++ stand.
-
-They have no text, and pickle what they like (packed weights).
-"""
+"""Where classes in C++ stand, which have no text and pickle what they like (packed weights)."""
 
 
 _SPARSE = "torch._utils._rebuild_sparse_tensor"

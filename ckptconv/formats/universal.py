@@ -26,8 +26,15 @@ from typing import NamedTuple
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree, one_item
 from ckptconv.formats.torch_output import TORCH
 from ckptconv.io.location import is_plain_name
-from ckptconv.pickles.nodes import Call, Dict, Global, Node, mapping_pairs, ordered_dict
-from ckptconv.pickles.substitution import seen_through
+from ckptconv.pickles.nodes import (
+    Call,
+    Dict,
+    Global,
+    Node,
+    mapping_pairs,
+    ordered_dict,
+    seen_through,
+)
 from ckptconv.support.errors import KeyConflict, RefusedObject
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.compaction import CastRule
@@ -97,12 +104,14 @@ class UniversalFolder(TargetFormat):
         there.
         """
         model = _model(root)
-        if made := _without_master(model):
+        made = _without_master(model)
+        if made:
             yield (
                 f"fp32.pt of {some_text(made)} is made of the weight, which is not float32: "
                 "the optimizer has no master weights"
             )
-        if left := _left(model):
+        left = _left(model)
+        if left:
             verb = "has" if len(left) == 1 else "have"
             yield (
                 f"{some_text(left)} {verb} no state of the optimizer (buffers, frozen parameters): "

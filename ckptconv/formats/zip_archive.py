@@ -38,9 +38,7 @@ from ckptconv.support.records import made
 
 
 class Record(NamedTuple):
-    """One record: `offset` of its payload, `size` when inflated, `stored` bytes in the file, its
-    `crc32` (None: absent).
-    """
+    """A record: `offset` and `size` of its payload, `stored` bytes in the file, `crc32` or None."""
 
     name: str
     header: int
@@ -84,10 +82,7 @@ def read_directory(source: Source) -> dict[str, Record]:
 
 
 def record_source(source: Source, record: Record, spool: Spool) -> tuple[Source, int]:
-    """Where the plain bytes of `record` can be read: a source and the offset in it.
-
-    Deflated ones pass through `spool`.
-    """
+    """Where the plain bytes of `record` are: a source and an offset; deflated ones in `spool`."""
     if not record.deflated:
         return source, record.offset
     return InflatedSource(
@@ -132,9 +127,7 @@ def _placed(source: Source, entries: list[Entry], start: int) -> list[Record]:
 
 
 class _LocalHeaders:
-    """The local headers of the records of one archive, which must agree with its directory (at byte
-    `start`).
-    """
+    """The local headers of the records of an archive, which must agree with its directory."""
 
     def __init__(self, source: Source, records: Sequence[Record], start: int) -> None:
         self._source = source
@@ -142,10 +135,7 @@ class _LocalHeaders:
         self._start = start
 
     def check(self, first: int, stop: int) -> dict[int, int]:
-        """Check the headers of some records.
-
-        Gives the places of the payloads that are not where they are expected.
-        """
+        """Check the headers of some records; gives the places of payloads that are elsewhere."""
         records = self._records[first:stop]
         names = [record.name.encode() for record in records]
         ranges = [
@@ -213,9 +203,8 @@ def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) 
 
 
 def _refuse_twins(source: Source, names: list[str]) -> None:
-    """Refuse a name that occurs twice; of two that differ in case, torch finds the first alone.
-
-    In an archive of arrays, which only numpy reads, they are two names.
+    """Refuse a name that occurs twice; of two that differ in case, torch finds the first alone. In
+    an archive of arrays, which only numpy reads, they are two names.
     """
     if len(set(names)) != len(names):
         raise malformed(source, "has two records of the same name")

@@ -44,9 +44,7 @@ _ORDINARY = re.compile(rb"\w[\w.-]*/(?:data/)?\w+").fullmatch
 
 @functools.lru_cache(maxsize=4096)
 def local_header(filled: bool, name_length: int, extra_length: int) -> bytes:
-    """A local header but for its name and extra field, as torch writes it: a torch file has few
-    different ones.
-    """
+    """A local header but for its name and extra field; a torch file has few different ones."""
     return LOCAL.pack(b"PK\3\4", 0, local_flags(filled), *[0] * 6, name_length, extra_length)
 
 
@@ -61,9 +59,7 @@ def malformed(source: Source, what: str, where: object = "zip directory") -> Mal
 
 
 def find_directory(source: Source) -> tuple[int, int, int, bytes]:
-    """Offset, number of records, size and bytes of the central directory, which must end where the
-    end records begin.
-    """
+    """Offset, count, size and bytes of the directory, which ends where the end records begin."""
     tail_at, tail = _tail(source)
     at = tail_at + _end_record(source, tail)
     _, disk, start_disk, here, count, size, start, _ = END.unpack_from(tail, at - tail_at)
@@ -214,9 +210,7 @@ def _name(source: Source, raw: bytes) -> str:
 def _zip64_sizes(
     source: Source, name: str, extra: bytes, stored: int, size: int, header: int
 ) -> tuple[int, int, int]:
-    """The 64-bit numbers: in the extra field 1, in the order size, stored, header, only those that
-    overflowed.
-    """
+    """The 64-bit numbers in extra field 1: size, stored, header, those that overflowed."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)

@@ -152,7 +152,6 @@ def open_members(
     checked: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint of all members of an archive that are one; `none` is raised where none is.
-
     `checked` are those that the archive has checksums for.
     """
     _refuse_dcp(inners, source)
@@ -209,9 +208,11 @@ def _notes(
     # A deflated member is checked while it is inflated; a zip archive inside has checksums of its
     # own.
     bare = [name for name, member in found.items() if not member.container.has_checksums]
-    if bare := [name for name in bare if name not in checked]:
+    bare = [name for name in bare if name not in checked]
+    if bare:
         told = "without checksums inside, so damage cannot be detected"
         yield f"{printable(', '.join(bare))}: {told}"
-    if left := [name for name in names if name not in found]:
+    left = [name for name in names if name not in found]
+    if left:
         told = f"{count_text(len(left), 'member')} left out as no checkpoint"
         yield f"{told}: {printable(', '.join(left))}"

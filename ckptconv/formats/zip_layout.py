@@ -48,9 +48,7 @@ class NewRecord(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """The place of a record: its local header stands at byte `header`, its payload has `size`
-    bytes.
-    """
+    """The place of a record: its local header is at byte `header`, its payload has `size` bytes."""
 
     name: bytes
     header: int
@@ -97,17 +95,15 @@ def _placed(name: bytes, header: int, size: int) -> tuple[_Slot, bytes, int, int
     padding = -unpadded % ALIGNMENT
     lead = local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
     offset = unpadded + padding
-    trail = (DESCRIPTOR64 if wide else DESCRIPTOR).size if size else 0
-    return slot, lead, offset, offset + size + trail
+    trail = DESCRIPTOR64.size if wide else DESCRIPTOR.size
+    return slot, lead, offset, offset + size + (trail if size else 0)
 
 
 _PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
 
 
 def _wide(slot: _Slot) -> bytes:
-    """The zip64 extra field, empty while both fit 32 bits; torch's writer repeats the offset in
-    local headers.
-    """
+    """The zip64 extra field, empty while both fit 32 bits; torch repeats it in local headers."""
     _, header, size = slot
     if size < MAX32 and header < MAX32:
         return b""

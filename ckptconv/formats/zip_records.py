@@ -28,9 +28,7 @@ Records: TypeAlias = Mapping[str, Record]
 
 
 def root_folder(records: Records, name: str) -> str | None:
-    """The folder that holds the record `name`, with its slash; None where there is none, or
-    several.
-    """
+    """The folder that holds the record `name`, with its slash; None if there is not just one."""
     found = root_folders(records, name)
     return found[0] if len(found) == 1 else None
 
@@ -57,9 +55,7 @@ def checksum_notes(records: Records) -> Iterator[str]:
 
 
 def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> tuple[Node, bytes]:
-    """The tree in the pickle `record` of an archive, its tensors over `storages`, and that pickle;
-    reads no payload.
-    """
+    """The tree in the pickle `record`, its tensors over `storages`, and that pickle; no payload."""
     with errors_at(path=source.path, where="data.pkl"):
         pickle = read_limited(source, record)
         return read_torch_pickle(pickle, storages), pickle
@@ -68,9 +64,7 @@ def read_tree(source: Source, record: Record, storages: ArchiveStorages) -> tupl
 def read_limited(
     source: Source, record: Record, limit: Literal["pickle_bytes", "text_bytes"] = "pickle_bytes"
 ) -> bytes:
-    """A whole pickle or text: of at most as many bytes as the limit of that name allows, and no
-    bomb when it is deflated.
-    """
+    """A whole pickle or text, within the limit of that name, and no bomb when deflated."""
     name, stored, size = record.name, record.stored, record.size
     if record.deflated:
         what = f"claims to inflate {stored} bytes to {size}"
@@ -80,9 +74,8 @@ def read_limited(
 
 
 class ArchiveStorages:
-    """Finds the storages of one archive by key, each checked against its record.
-
-    `used` are the records found so far; `inflated` the sources to close besides the archive itself.
+    """Finds the storages of one archive by key, each checked against its record. `used` are the
+    records found so far; `inflated` the sources to close besides the archive itself.
     """
 
     def __init__(self, source: Source, records: Mapping[str, Record], root: str) -> None:

@@ -21,13 +21,14 @@ from ckptconv.inspect.inspection import (
     TensorFacts,
     TensorList,
     Weights,
+    files_of,
+    refusals,
 )
 from ckptconv.inspect.parts import PartTree, held_in, part_of_tree, tensor_facts
-from ckptconv.inspect.refusals import files_of, refusals
 from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location
 from ckptconv.io.places import places_of
-from ckptconv.keys.wrappers import find_wrappers
+from ckptconv.keys.rules import find_wrappers
 from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused
@@ -96,51 +97,53 @@ def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
     refs, bare = held_in(checkpoint.root, overlay)
     root = part_of_tree("", checkpoint.root, PartTree(state_dicts, overlay, not refs), depth, set())
     named = (ref for item in state_dicts.values() for _, ref in item.tensors())
-    files = files_of(checkpoint)
-    decoded, problem = _quantized(checkpoint, state_dicts.values())
+    dead = checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
         nbytes=checkpoint.nbytes,
-        contents=_contents(
-            [*refs, *_other_names(named)],
-            bare,
-            checkpoint.facts.dead if checkpoint.facts.dead > _MUCH else 0,
-        ),
-        weights=Weights(
-            state_dicts={
-                item.path: find_wrappers(item.telling_keys) for item in state_dicts.values()
-            },
-            producer=producer_of(checkpoint.root),
-            offered={
-                item.path: prefix
-                for item in state_dicts.values()
-                if (prefix := offered_prefix(checkpoint.root, item.keys))
-            },
-            modules=checkpoint.modules,
-            training_state=only_training_state(checkpoint.root),
-            keys={
-                item.path: sum(id(value) not in refused for value in item.values)
-                for item in state_dicts.values()
-            },
-            parameters={
-                item.path: _parameters(item, decoded.get(item.path, ()))
-                for item in state_dicts.values()
-            },
-            quantized=tuple(_schemes(chain.from_iterable(decoded.values()), problem)),
-        ),
-        hindrances=Hindrances(
-            odd_objects=odd,
-            strays=tuple(name for file in files for name in file.facts.strays),
-            protocol=newer_protocol(checkpoint),
-            untyped=tuple(dict.fromkeys(name for file in files for name in _untyped(file))),
-            refused=tuple(refusals(checkpoint)),
-        ),
+        contents=_contents([*refs, *_other_names(named)], bare, dead),
+        weights=_weights(checkpoint, state_dicts.values(), refused),
+        hindrances=_hindrances(checkpoint, odd),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
         root=root,
         opening=checkpoint.container,
         tensor_list=TensorList(lambda: _tensor_list(checkpoint, overlay, {*state_dicts})),
+    )
+
+
+def _weights(
+    checkpoint: Checkpoint, state_dicts: Collection[StateDict], refused: Collection[int]
+) -> Weights:
+    """Whose weights they are, under which keys; the values in `refused` do not count."""
+    decoded, problem = _quantized(checkpoint, state_dicts)
+    offered = {item.path: offered_prefix(checkpoint.root, item.keys) for item in state_dicts}
+    return Weights(
+        state_dicts={item.path: find_wrappers(item.telling_keys) for item in state_dicts},
+        producer=producer_of(checkpoint.root),
+        offered={path: prefix for path, prefix in offered.items() if prefix},
+        modules=checkpoint.modules,
+        training_state=only_training_state(checkpoint.root),
+        keys={
+            item.path: sum(id(value) not in refused for value in item.values)
+            for item in state_dicts
+        },
+        parameters={
+            item.path: _parameters(item, decoded.get(item.path, ())) for item in state_dicts
+        },
+        quantized=tuple(_schemes(chain.from_iterable(decoded.values()), problem)),
+    )
+
+
+def _hindrances(checkpoint: Checkpoint, odd: tuple[OddObject, ...]) -> Hindrances:
+    files = files_of(checkpoint)
+    return Hindrances(
+        odd_objects=odd,
+        strays=tuple(name for file in files for name in file.facts.strays),
+        protocol=newer_protocol(checkpoint),
+        untyped=tuple(dict.fromkeys(name for file in files for name in _untyped(file))),
+        refused=tuple(refusals(checkpoint)),
     )
 
 
@@ -159,9 +162,7 @@ def _quantized(
     checkpoint: Checkpoint, found: Iterable[StateDict]
 ) -> tuple[dict[str, list[Decoded]], str]:
     """The quantised weights by the paths of their state dicts, or why it cannot be told how they
-    are quantised.
-
-    Over a network it is not looked at: each small tensor costs a request.
+    are quantised. Over a network it is not looked at: each small tensor costs a request.
     """
     is_plain = all(_is_plain(value) for item in found for value in item.values)
     if is_plain or checkpoint.is_far:
@@ -232,9 +233,8 @@ def _other_names(named: Iterable[TensorRef]) -> Iterator[TensorRef]:
 
 
 def _contents(refs: Sequence[TensorRef], bare: Sequence[Storage], dead: int) -> Contents:
-    """What tensors hold together with bare storages, which are used whole.
-
-    One that no tensor has counts as a tensor, if its type is known.
+    """What tensors hold together with bare storages, which are used whole. One that no tensor has
+    counts as a tensor, if its type is known.
     """
     storages = {id(piece.storage): piece.storage for ref in refs for piece in ref.pieces}
     packed = [
@@ -263,7 +263,8 @@ def _tensor_list(
     """The facts about all tensors; `state_dicts` are the numbers of the nodes with their keys."""
     made = []
     for place, node in walk(checkpoint.root, overlay, depth=merged(checkpoint.limits).depth):
-        if (ref := tensor_of(node)) is not None:
+        ref = tensor_of(node)
+        if ref is not None:
             key = (
                 label_text(place[1]) if place is not None and id(place[2]) in state_dicts else None
             )
@@ -350,7 +351,8 @@ def _odd_objects(root: Node, overlay: dict[int, Node]) -> Iterator[OddObject]:
     """The objects that are refused; the overlay gets the plain forms that a conversion uses."""
     configs: set[int] = set()
     for place, node in walk(root, overlay):
-        if (name := refused_name(node)) is not None:
+        name = refused_name(node)
+        if name is not None:
             overlay[id(node)] = plain = plain_form_at(node, place)
             if not is_part_of_config(name, place, plain, configs) or plain is node:
                 yield OddObject(place_text(place), name, plain is not node)
@@ -361,9 +363,7 @@ def _odd_objects(root: Node, overlay: dict[int, Node]) -> Iterator[OddObject]:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """A checkpoint that was looked at: the facts, and what conversion makes it portable (None: it
-    is, or nobody asked).
-    """
+    """A checkpoint: its facts, what makes it portable (None: it is, or nobody asked)."""
 
     paths: tuple[Location, ...]
     found: Inspection
@@ -381,9 +381,8 @@ class Unread:
 def survey(
     paths: Sequence[str | os.PathLike[str]], depth: int, tag: str | None, *, in_table: bool = False
 ) -> Iterator[Surveyed | Unread]:
-    """Look at the checkpoints that paths name; the files of all ranks of one are one.
-
-    For a fix a whole conversion is planned, so of several in a table none is looked for.
+    """Look at the checkpoints that paths name; the files of all ranks of one are one. For a fix a
+    whole conversion is planned, so of several in a table none is looked for.
     """
     groups = checkpoints_of(paths)
     for group in groups:

@@ -16,9 +16,7 @@ from ckptconv.tensors.refs import DerivedSource, Shape, TensorRef, is_contiguous
 from ckptconv.values.named import NamedValue, named_values
 
 Sort = Literal["name", "order", "size"]
-"""How a listing is sorted: by name, numbers as numbers; as the checkpoint has it; the largest
-first.
-"""
+"""How a listing is sorted: by name, numbers as numbers; in the order of the file; largest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptconv.inspect.inspection import Part, TensorFacts
-from ckptconv.keys.wrappers import find_wrappers
+from ckptconv.keys.rules import find_wrappers
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
 from ckptconv.support.text import natural_key
 from ckptconv.tensors.refs import Storage, TensorRef
@@ -31,7 +31,6 @@ def _tensor_part(name: str, ref: TensorRef) -> Part:
 
 class PartTree(NamedTuple):
     """What the parts of a tree are shown with: its state dicts by node, the plain forms of objects.
-
     With `is_bare`, there are no tensors in it: then dicts of plain values are shown too.
     """
 
@@ -65,7 +64,8 @@ def part_of_tree(name: str, node: Node, tree: PartTree, depth: int, shown: set[i
     if item is not None and item.own is None:
         return _state_dict_part(name, item, tree, depth)
     node = tree.overlay.get(id(node), node)
-    if (ref := tensor_of(node)) is not None:
+    ref = tensor_of(node)
+    if ref is not None:
         return _tensor_part(name, ref)
     refs = _held(node, tree.overlay)
     pairs = mapping_pairs(node)
@@ -106,7 +106,8 @@ def _state_dict_part(name: str, item: StateDict, tree: PartTree, depth: int) -> 
 
 
 def _held(node: Node, overlay: Mapping[int, Node]) -> _Held:
-    if (ref := tensor_of(node)) is not None:
+    ref = tensor_of(node)
+    if ref is not None:
         return (ref,)
     if type(node) in PLAIN:
         return ()
@@ -150,7 +151,8 @@ def _module(head: str, group: Sequence[_Entry], depth: int) -> Part:
     refs = _all_held(group)
     if len(group) == 1 and not group[0][0]:
         [(_, node, _)] = group
-        if (ref := tensor_of(node)) is not None:
+        ref = tensor_of(node)
+        if ref is not None:
             return _tensor_part(head, ref)
         words, sort = _described(node)
         return Part(head, _library_name(node) or words, len(refs), _nbytes(refs), (), None, *sort)
@@ -177,14 +179,14 @@ _Sort = tuple[str, int | None, str | int | float | bool | None]
 
 
 def _described(node: Node) -> tuple[str, _Sort]:
-    """What a node is in words; its sort in one, how many items it has, its value if it is plain or
-    a name.
-    """
+    """What a node is in words; its sort in one, its number of items, its plain value or name."""
     kind = type(node)
     name = kind.__name__
-    if (ref := tensor_of(node)) is not None:
+    ref = tensor_of(node)
+    if ref is not None:
         return f"{ref.dtype.name} {list(ref.shown_shape)} on {ref.location}", ("tensor", None, None)
-    if (pairs := mapping_pairs(node)) is not None:
+    pairs = mapping_pairs(node)
+    if pairs is not None:
         if {"state", "param_groups"} <= {key for key, _ in pairs if type(key) is str}:
             return "optimizer", ("optimizer", len(pairs), None)
         return f"dict of {len(pairs)}", ("dict", len(pairs), None)

@@ -86,7 +86,8 @@ def _key_lines(found: Inspection) -> Iterator[Row]:
         if wrappers:
             text = f"carry the wrapper '{printable('.'.join(wrappers))}.'"
         yield Row("keys", f"those of {part_text(path)} {text}" if path else text)
-        if prefix := found.offered.get(path):
+        prefix = found.offered.get(path)
+        if prefix:
             removed = f"--strip-prefix {quoted(prefix)} removes it"
             yield Row("prefix", f"all of them start with {printable(prefix)}; {removed}")
     if len(found.state_dicts) > LISTED:
@@ -167,9 +168,7 @@ _Fix: TypeAlias = "Prescription | CheckpointError | None"
 
 
 def verdict(found: Inspection, fix: _Fix = None) -> tuple[bool, str]:
-    """Whether the checkpoint's own library opens it on any host, and a bare model takes its keys,
-    in one line.
-    """
+    """Whether its own library opens it on any host, and a bare model takes its keys, in a line."""
     said, command = verdict_and_command(found, fix)
     return found.portable, f"{said}. Fix: {command}" if command else said
 

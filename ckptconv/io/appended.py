@@ -67,9 +67,8 @@ class AppendedLines:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file, without their ends; the last one may be cut off.
-
-    Nothing where there is no file; `UnsupportedCheckpoint` where it cannot be read.
+    """The lines of a file, without their ends; the last one may be cut off. Nothing where there is
+    no file; `UnsupportedCheckpoint` where it cannot be read.
     """
     with contextlib.suppress(FileNotFoundError):
         try:

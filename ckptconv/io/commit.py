@@ -101,9 +101,7 @@ class Names(ABC):
 
     @abstractmethod
     def told(self) -> AbstractContextManager[object]:
-        """Within the block, what fails is an `OutputRefused` of the output, which begins with
-        `FAILED`.
-        """
+        """Within the block, what fails is an `OutputRefused`, which begins with `FAILED`."""
 
 
 def put_set(at: Names, files: ShardNames, *, force: bool) -> None:

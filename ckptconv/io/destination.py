@@ -26,9 +26,8 @@ from ckptconv.support.signals import held_back
 
 
 class Draft(AbstractContextManager["Draft"]):
-    """One file of an output, which nobody finds before its destination is committed.
-
-    It is written to within a ``with`` block; a block that is left without `commit` discards it.
+    """One file of an output, which nobody finds before its destination is committed. It is written
+    to within a ``with`` block; a block that is left without `commit` discards it.
     """
 
     stream: OutputStream
@@ -53,9 +52,7 @@ class Draft(AbstractContextManager["Draft"]):
         return None
 
     def take_back(self, nbytes: int) -> None:
-        """Commit what another process made, of so many bytes; `OutputRefused` where it is not
-        there.
-        """
+        """Commit what another process made, so many bytes; `OutputRefused` if it is not there."""
         raise NotImplementedError
 
 
@@ -121,9 +118,7 @@ def _is_in_folder(path: Path) -> bool:
 
 
 def _refuse_reserved(path: Path) -> None:
-    """On Windows, ``nul.pt`` is a device, ``a.pt:b`` a stream of another file, and ``a.pt.``
-    another file.
-    """
+    """On Windows, ``nul.pt`` is a device, ``a.pt:b`` a stream, and ``a.pt.`` another file."""
     if platforms.ON_WINDOWS and path.name and not platforms.is_plain_path(path.name):
         raise OutputRefused(
             "is not a plain file name on Windows", path=path, hint="choose another name"
@@ -157,9 +152,7 @@ def refuse_missing_folder(path: Path, folder: Path) -> None:
 
 
 def refuse_dangling(path: Path) -> None:
-    """Refuse a path that is, or goes through, a symbolic link to a folder that is not there: mkdir
-    does not help.
-    """
+    """Refuse a path through a symbolic link to a folder that is not there: mkdir does not help."""
     for link in (path, *path.parents):
         if not link.is_symlink():
             continue
@@ -240,9 +233,7 @@ _INDEXES = (".metadata", "latest_universal")
 
 
 def check_space(place: Path, size: int, path: PurePath) -> None:
-    """Refuse the output `path` of `size` bytes that the file system of `place` has no room for, as
-    far as that tells.
-    """
+    """Refuse an output of `size` bytes where the file system of `place` says it has no room."""
     free = platforms.free_bytes(place.parent)
     if free is not None and size > free:
         what = f"needs {size} bytes but the disk has {free} left"

@@ -110,9 +110,7 @@ def digested(
 
 
 def refuse_other(source: Source, sha256: str) -> None:
-    """Raise `MalformedCheckpoint` where all bytes of a source have another SHA-256 than its server
-    says.
-    """
+    """Raise `MalformedCheckpoint` where a source has another SHA-256 than its server says."""
     stated = source.stated_sha256()
     if stated is not None and stated != sha256:
         raise MalformedCheckpoint(
@@ -147,9 +145,8 @@ class Passed:
 
 
 class DigestingSink(Sink):
-    """Another sink, whose bytes are hashed while it takes them.
-
-    They are hashed in their order, so no part of them may be written before another.
+    """Another sink, whose bytes are hashed while it takes them. They are hashed in their order, so
+    no part of them may be written before another.
     """
 
     def __init__(self, inner: Sink, passing: RunDigests) -> None:

@@ -32,10 +32,7 @@ _WINDOW = 1 << 16
 
 
 class FileSource(Source):
-    """A regular file, opened for positioned reads only.
-
-    It is never mapped, so a file that shrinks is an error.
-    """
+    """A regular file, for positioned reads; never mapped, so one that shrinks is an error."""
 
     path: Path
 
@@ -45,16 +42,15 @@ class FileSource(Source):
         found = os.fstat(self._fd)
         self.size = found.st_size
         self._stamp = stamp(found)
-        if (note := _NOTING.get()) is not None:
+        note = _NOTING.get()
+        if note is not None:
             note(found)
         note_input((found.st_dev, found.st_ino), self.path)
         # the last bytes fetched for a small read, and their place: small records lie side by side
         self._window = b"", 0
 
     def __reduce__(self) -> NoReturn:
-        """What is open here is not open in another process, and the number of its descriptor is
-        another file's there.
-        """
+        """What is open here is not so in another process, whose descriptor is another file's."""
         raise TypeError(
             "an open file cannot be pickled or copied; open it by its path where it is needed"
         )
@@ -76,7 +72,8 @@ class FileSource(Source):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)
-        if (known := self._in_window(offset, nbytes)) is not None:
+        known = self._in_window(offset, nbytes)
+        if known is not None:
             return known
         if nbytes <= SMALL:
             fd = self._descriptor()
@@ -163,9 +160,7 @@ class FileSource(Source):
         return platforms.next_data(self._descriptor(), offset, self.size)
 
     def mappable_path(self) -> str | None:
-        """A path that leads to this very file even if its name is given to another meanwhile, where
-        the system has one.
-        """
+        """A path to this very file whoever gets its name meanwhile, where the system has one."""
         return platforms.path_of_open(self._fd) or str(self.path)
 
     def check_mapped(self) -> None:
@@ -218,7 +213,8 @@ of stores by their addresses.
 
 def note_input(named: tuple[int, int] | str, path: PurePath) -> None:
     """The run has opened a file, or an object, to read."""
-    if (inputs := _INPUTS.get()) is not None:
+    inputs = _INPUTS.get()
+    if inputs is not None:
         inputs.setdefault(named, path)
 
 
@@ -282,10 +278,7 @@ def _open_regular(path: Path) -> int:
 
 
 def let_go(sources: Iterable[Source], replaced: Iterable[Path]) -> None:
-    """Close the files that lie at or in one of the paths that are to be `replaced`.
-
-    They cannot be read any more.
-    """
+    """Close the files at or in the paths that are to be `replaced`, which cannot be read then."""
     targets = [os.path.realpath(path) for path in replaced]
     for source in sources:
         source.let_go(targets)
@@ -326,9 +319,7 @@ class FilePool:
         self._most = kept_open(in_force().open_files)
 
     def hold(self, source: PooledSource) -> None:
-        """Note that `source` is open and in use; close the one that was not used for longest where
-        there are too many.
-        """
+        """Note that `source` is open and in use; of too many, close the one unused for longest."""
         self._open.pop(source, None)
         self._open[source] = None
         if len(self._open) > self._most:

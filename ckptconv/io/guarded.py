@@ -61,11 +61,9 @@ class GuardedSource(WrappedSource):
         return self.inner.is_for_threads()
 
     def mappable_path(self) -> str | None:
-        """None too where a payload is not where it is expected.
-
-        Who maps bytes reads them unseen, so all are checked.
-        """
-        if (path := self.inner.mappable_path()) is None:
+        """None if a payload is elsewhere: who maps bytes reads them unseen, so all are checked."""
+        path = self.inner.mappable_path()
+        if path is None:
             return None
         self.check_all()
         return path if self._is_settled else None
@@ -136,9 +134,8 @@ def check_places(sources: Iterable[Source]) -> None:
 
 
 def read_leads(source: Source, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
-    """Bytes that hold all of `ranges` (place and size, ascending), each with its own place.
-
-    What lies close together is read together: leads before small payloads cost no read each.
+    """Bytes that hold all of `ranges` (place and size, ascending), each with its own place. What
+    lies close together is read together: leads before small payloads cost no read each.
     """
     merged = [(first, last - first) for first, last, _ in merged_runs(ranges)]
     source.foresee(merged)

@@ -154,10 +154,7 @@ def remove_hidden(folder: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder of this user alone, as much of it as can be.
-
-    One descriptor is enough, `shutil.rmtree` takes several.
-    """
+    """Remove a folder of ours, as far as can be, with one descriptor, unlike `shutil.rmtree`."""
     _empty(folder)
     folder.rmdir()
 
@@ -173,10 +170,7 @@ def _empty(folder: Path) -> None:
 
 
 def remove_leftovers(target: Path, kind: str = TEMPORARY, *, own: bool = False) -> None:
-    """Remove the hidden folders of `target` that no living process holds.
-
-    With `own` only those that this user made.
-    """
+    """Remove the hidden folders of `target` that nobody holds; with `own`, those of this user."""
     is_ours = re.compile(rf"\.{re.escape(visible_prefix(target))}\.[0-9a-f]{{8}}\.{kind}").fullmatch
     with contextlib.suppress(OSError):  # a folder that may not be listed, or is not there
         # many outputs may lie in one folder: most names are told by their ends

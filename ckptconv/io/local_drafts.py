@@ -19,9 +19,7 @@ from ckptconv.support.signals import held_back
 
 
 class LocalDraft(Draft):
-    """A file `made` in a hidden folder, which is to become `path`; `when_whole` is called before it
-    counts as whole.
-    """
+    """A file `made` in a hidden folder, to become `path`; `when_whole` is called before that."""
 
     def __init__(
         self,

@@ -127,9 +127,7 @@ class Location(ABC):
     def foresee(  # noqa: B027 (nothing is promised)
         self, places: Iterable[Location], needs: Needs | None = None
     ) -> None:
-        """Files of the same kind as this one are going to be opened one after the other: what can
-        be asked for at once, is.
-        """
+        """Files like this one will be opened in turn: what can be asked for at once, is."""
 
     def alias_of(self) -> str | None:
         """The name in the same folder to which this is a link; None for anything else."""
@@ -178,10 +176,7 @@ class Alone(Location):
 
 
 def within(location: Location, home: Location) -> Location:
-    """`location`, a file of a checkpoint of many files.
-
-    `MalformedCheckpoint` when a link leads from it out of `home`.
-    """
+    """`location`, a file of a checkpoint; `MalformedCheckpoint` if a link leads out of `home`."""
     if not location.stays_within(home):
         hint = "name the folder that it leads to, or copy the file"
         raise MalformedCheckpoint(
@@ -213,10 +208,8 @@ _LONGEST = 255  # bytes, as in the names of most file systems
 
 
 def read_small(location: Location, limit: str) -> bytes:
-    """All of a file that is read as a whole.
-
-    `limit` is the name of the limit of its size, and `LimitExceeded` is raised when it is
-    larger.
+    """All of a file that is read as a whole. `limit` is the name of the limit of its size, and
+    `LimitExceeded` is raised when it is larger.
     """
     with closing(location.open()) as source:
         refuse_beyond(limit, source.size, f"has {source.size} bytes", path=location.path)

@@ -52,9 +52,7 @@ class FileOutput(Staged):
 
 
 class OpenOutput(Staged):
-    """A file that the caller has opened: its bytes are made in a temporary file, and written to it
-    when they are whole.
-    """
+    """A file that the caller has opened: its bytes are written to it when all are made."""
 
     def __init__(self, place: OpenFile, **how: Any) -> None:
         super().__init__(Path(place.path), **how)
@@ -72,9 +70,7 @@ class OpenOutput(Staged):
 
 
 class SetOutput(Staged):
-    """Shards and their index, or the one file that they all fit in; a new folder, if one is asked
-    for that is not there.
-    """
+    """Shards and their index, or the one file that they fit in; in a new folder if asked for."""
 
     path: Path
 
@@ -171,7 +167,8 @@ def folder_nbytes(folder: Path) -> int:
 
 def clear_leftovers(place: Location) -> None:
     """Remove what a killed process left of the output at `place`, whose files have their names."""
-    if (path := place.local()) is None:
+    path = place.local()
+    if path is None:
         return
     for target in {path, followed(path), followed(path.parent)}:
         remove_leftovers(target)
@@ -186,7 +183,8 @@ def clear_kept(places: Iterable[Location]) -> None:
 
 def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:
     """Raise `OutputRefused` where an output, a file or a folder, may not be made at `place`."""
-    if (path := place.local()) is not None:
+    path = place.local()
+    if path is not None:
         (check_folder if is_folder else check_output)(path, force=force)
         return
     if isinstance(place, OpenFile):

@@ -20,9 +20,8 @@ Place = str | os.PathLike[str]
 
 
 def place_of(named: Place | Readable | Writable | Location) -> Location:
-    """The place that the user named, or the file that the user has opened.
-
-    `UnsupportedCheckpoint` for an address of a kind that is not read.
+    """The place that the user named, or the file that the user has opened. `UnsupportedCheckpoint`
+    for an address of a kind that is not read.
     """
     if not isinstance(named, (str, Path)) and isinstance(named, Location):
         return named
@@ -32,7 +31,8 @@ def place_of(named: Place | Readable | Writable | Location) -> Location:
         if not is_open_file(named):
             raise OptionRefused(f"{named!r:.100} is not a path", hint="name a file or a folder")
         return OpenFile(named)
-    if (address := address_in(named)) is None:
+    address = address_in(named)
+    if address is None:
         path = named if isinstance(named, Path) else Path(named)
         return LocalPlace(path, os.fspath(named).endswith(_SLASHES))
     scheme = address.partition("://")[0]
@@ -79,6 +79,7 @@ def local_path(place: Location, what: str) -> Path:
     """The path of a place of this host; for another, `UnsupportedCheckpoint` says that `what` (a
     sentence without its subject) needs one.
     """
-    if (path := place.local()) is not None:
+    path = place.local()
+    if path is not None:
         return path
     raise UnsupportedCheckpoint(what, path=place.path, hint="copy it to this machine first")

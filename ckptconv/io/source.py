@@ -65,9 +65,7 @@ Fingerprint = tuple[Hashable, ...]
 
 
 class Reopening(NamedTuple):
-    """What another process needs to open a source again: the name of its place, and what tells its
-    bytes from others.
-    """
+    """What another process needs to open a source: the name of its place, what marks its bytes."""
 
     name: str
     fingerprint: Fingerprint
@@ -122,9 +120,7 @@ class Source(ABC):
         return [self.read(offset, nbytes) for offset, nbytes in ranges]
 
     def foresee(self, ranges: Sequence[Range]) -> None:  # noqa: B027 (nothing is promised)
-        """These few bytes each will be read one after the other: sources over a network ask for all
-        of them now.
-        """
+        """These few bytes each will be read in turn: far sources ask for all of them now."""
 
     def begin_many(self, ranges: Sequence[Range]) -> Callable[[], list[bytes]]:
         """What `read_many` gives, when the function that comes back is called: sources over a
@@ -188,23 +184,16 @@ class Source(ABC):
         return None
 
     def stated_sha256(self) -> str | None:
-        """The SHA-256 of all its bytes, in hexadecimal digits, that its server says; None where
-        nobody says one.
-        """
+        """The SHA-256 of all its bytes, in hexadecimal, as its server says it; or None."""
         return None
 
     # ----------------------------------------------------------------------- what became of it
 
     def check_unchanged(self) -> None:  # noqa: B027 (nothing is promised)
-        """Raise `MalformedCheckpoint` when somebody wrote to it since it was opened: old and new
-        were read mixed.
-        """
+        """Raise `MalformedCheckpoint` if it was written to since: old and new would be mixed."""
 
     def let_go(self, replaced: Sequence[str]) -> None:  # noqa: B027
-        """Close it if it lies at or in one of the real paths that are to be `replaced`.
-
-        It cannot be read any more.
-        """
+        """Close it if it lies at or in a real path to be `replaced`, for it cannot be read then."""
 
     # -------------------------------------------------------------------------------- shortcuts
 
@@ -216,17 +205,15 @@ class Source(ABC):
         """Raise `MalformedCheckpoint` when `mappable_path` may have led to other bytes by now."""
 
     def data_from(self, offset: int) -> int:
-        """The first byte from `offset` on that is not known to lie in a hole of a sparse file.
-
-        The size where there is none. Holes are zeros, which nobody has to read.
+        """The first byte from `offset` on that is not known to lie in a hole of a sparse file. The
+        size where there is none. Holes are zeros, which nobody has to read.
         """
         return offset
 
 
 class WrappedSource(Source):
-    """Another source, of which a subclass changes something.
-
-    Several runs are read one by one, each by the `read` and `read_into` of the subclass.
+    """Another source, of which a subclass changes something. Several runs are read one by one, each
+    by the `read` and `read_into` of the subclass.
     """
 
     def __init__(self, inner: Source) -> None:
@@ -277,10 +264,7 @@ class WrappedSource(Source):
 
 
 class RangeSource(Source):
-    """The `size` bytes of another source from `start` on: a file within a file.
-
-    Closing it leaves the other open.
-    """
+    """The `size` bytes of another source from `start` on; closing it leaves the other open."""
 
     def __init__(self, parent: Source, start: int, size: int) -> None:
         if start < 0 or size < 0 or start + size > parent.size:

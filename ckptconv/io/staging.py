@@ -27,10 +27,8 @@ _PATIENCE = 60.0  # seconds for which another process may put its shards in plac
 def put_file(
     made: Path, path: Path, *, force: bool, fsync: bool, target: Path | None = None
 ) -> None:
-    """Give the file `made` the name `path`.
-
-    The one that had it, replaced with `force` only, gives its permissions on. `target` is the file
-    that is meant, where that is known (`followed`).
+    """Give the file `made` the name `path`. The one that had it, replaced with `force` only, gives
+    its permissions on. `target` is the file that is meant, where that is known (`followed`).
     """
     target = target or followed(path)
     with output_errors(path), held_back():
@@ -77,10 +75,8 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
 
 
 class NamesBeside(Names):
-    """The names beside `path`; the files for them were made in the hidden folder `made`.
-
-    A link that has the name of a shard is replaced; `path` itself, where there is no index, is
-    followed.
+    """The names beside `path`; the files for them were made in the hidden folder `made`. A link
+    that has the name of a shard is replaced; `path` itself, where there is no index, is followed.
     """
 
     path: Path
@@ -173,10 +169,7 @@ class NamesBeside(Names):
 
 @contextlib.contextmanager
 def folder_held(path: Path) -> Iterator[None]:
-    """The folder of `path` locked against others who put shards in place there.
-
-    Names of two sets must not be mixed.
-    """
+    """The folder of `path`, locked against others who put shards there: sets must not be mixed."""
     lock = platforms.folder_lock(path.parent, follow=True)
     try:
         if not platforms.taken_within(partial(lock.take, wait=False), _PATIENCE):
@@ -192,10 +185,7 @@ def folder_held(path: Path) -> Iterator[None]:
 
 
 def _name(made: Path, target: Path) -> None:
-    """Give a free name: a hard link fails when it is taken.
-
-    On file systems without links there is only a look before.
-    """
+    """Give a free name by a hard link, which fails if it is taken; without links, after a look."""
     try:
         platforms.link(made, target)
     except FileExistsError:
@@ -225,9 +215,7 @@ def _replace(made: Path, target: Path) -> None:
 
 
 def _take_over(made: Path, before: os.stat_result) -> None:
-    """The permissions of the file to be replaced, without set-user-ID and the like; its owners
-    where this process may.
-    """
+    """The permissions of the file to be replaced, no set-user-ID; its owners where we may."""
     now = made.stat()
     if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
         platforms.give_owner(made, before.st_uid, before.st_gid)
@@ -287,10 +275,7 @@ def _rename_folder(made: Path, target: Path) -> bool:
 
 
 def _swap(made: Path, target: Path) -> Path | None:
-    """Two folders change their names in one step.
-
-    Where that is not known, the old one stands aside, where is returned.
-    """
+    """Two folders change names in a step; else the old one stands aside, where is returned."""
     if platforms.exchange(made, target):
         return None
     aside = hidden_name(target, OLD)

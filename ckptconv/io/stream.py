@@ -139,9 +139,7 @@ class OutputStream:
             view = view[room:]
 
     def copy(self, source: Source, offset: int, nbytes: int) -> int:
-        """Append `nbytes` of `source` from `offset` on, read straight into the buffers; returns
-        their CRC-32.
-        """
+        """Append `nbytes` of `source` from `offset` on, read into the buffers; their CRC-32."""
         crc = 0
         while nbytes:
             room = min(len(self._buffer) - self._filled, nbytes)
@@ -186,9 +184,7 @@ class OutputStream:
         self._buffer, self._free = memoryview(b""), SimpleQueue()
 
     def settle(self, *, fsync: bool) -> None:
-        """Finish, cut off what was reserved and not used, and close the file: it can be put in
-        place, not written to.
-        """
+        """Finish, cut off what was reserved for nothing, close: it is to be put in place."""
         if self._buffer:
             self.finish()
         self._sink.end(self.position, fsync=fsync)

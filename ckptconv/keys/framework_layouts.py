@@ -105,9 +105,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
 
 
 LAYOUTS: Mapping[str, Layout] = dict(_layouts())
-"""The layouts by the names of their presets, which go to the Hub; ``to-NAME`` goes back, but of
-those that are `one_way`.
-"""
+"""The layouts by the names of their presets; ``to-NAME`` goes back, but for `one_way`."""
 
 
 def refuse_other_model(words: str, name: str, config: Mapping[str, Any]) -> None:

@@ -10,8 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from ckptconv.keys.mappings import Mapped
-from ckptconv.keys.module_paths import Followed, PathStep, path_step, path_step_by_name, reordered
+from ckptconv.keys.mappings import (
+    Followed,
+    Mapped,
+    PathStep,
+    path_step,
+    path_step_by_name,
+    reordered,
+)
 from ckptconv.keys.presets import Preset
 from ckptconv.keys.rules import (
     AddPrefix,
@@ -23,9 +29,9 @@ from ckptconv.keys.rules import (
     Select,
     Step,
     StripPrefix,
+    wrapper_steps,
 )
 from ckptconv.keys.tensor_rules import tensor_rule
-from ckptconv.keys.wrappers import wrapper_steps
 from ckptconv.support.choices import (
     WRAPPERS,
     refuse_no_keys,
@@ -185,9 +191,7 @@ RULE_WORDS = tuple(_MAKERS)
 
 
 Keys: TypeAlias = "Literal['strip', 'keep'] | KeyRules | Callable[[str], str | None]"
-"""What is done with keys: a word, rules, or a function that gives each key its new name, or None to
-leave it out.
-"""
+"""What is done with keys: a word, rules, or a function that gives the new name, or None."""
 
 
 def rules_of(keys: Keys) -> KeyRules:
@@ -282,7 +286,8 @@ def map_keys(
         filled = [(_of_twin(step, key), _of_twin(step, twin)) for key, twin in filled]
         if isinstance(rule, Mapped):
             filled += rule.filled({*after})
-            if order := rule.module_order():
+            order = rule.module_order()
+            if order:
                 orders[len(path_steps)] = order
         path_steps.append(path_step(rule, step, patience, Followed(new, after)))
         new = after
@@ -293,7 +298,8 @@ def map_keys(
 
 def _of_twin(step: Step, key: str) -> str:
     """What a step makes of a key that has the tensor of another, or of that one: it stays."""
-    if (after := step(key)) is None:
+    after = step(key)
+    if after is None:
         what = f"the mapping gives the tensor of '{printable(key)}' two names, which stay together"
         raise KeyConflict(what, where=key, hint="leave it out in a second step")
     return after
@@ -307,7 +313,8 @@ def unchanged(keys: Sequence[str]) -> KeyMap:
 def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
     first = maps[0].idle if maps else ()
-    if idle := [words for words in first if all(words in item.idle for item in maps)]:
+    idle = [words for words in first if all(words in item.idle for item in maps)]
+    if idle:
         raise KeyConflict(f"{idle[0]} matches no key", hint=hint_of_starts(maps, rules))
 
 

@@ -35,19 +35,17 @@ def naming_entries(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_without(metadata: Mapping[str, str], output: str) -> None:
-    """Raise `RefusedObject` where an `output` without metadata would hold codes that nobody reads
-    without these.
-    """
-    if names := list(naming_entries(metadata)):
+    """Raise `RefusedObject` for an `output` of codes without the metadata to read them by."""
+    names = list(naming_entries(metadata))
+    if names:
         what = f"is metadata by which codes are read, and {output} has no place for it"
         hint = "write safetensors (--to safetensors), which keeps it"
         raise RefusedObject(what, where=names[0], hint=hint)
 
 
 def followed(metadata: Mapping[str, str], names: NewNames) -> dict[str, str]:
-    """The metadata as they speak of the tensors under their new names.
-
-    Raises `RefusedObject` where the new names are not of the form by which the codes are found.
+    """The metadata as they speak of the tensors under their new names. Raises `RefusedObject` where
+    the new names are not of the form by which the codes are found.
     """
     if all(old == new for old, new in names.items()):
         return dict(metadata)
@@ -61,7 +59,8 @@ def followed(metadata: Mapping[str, str], names: NewNames) -> dict[str, str]:
             after[new] = value
     if torchao:
         after[TORCHAO] = json.dumps([name for name in torchao.values() if name is not None])
-    if layers := _layers(metadata):
+    layers = _layers(metadata)
+    if layers:
         moved = ((_new_layer(layer, names), entry) for layer, entry in layers.items())
         whole = json.loads(metadata[COMFYUI])
         whole["layers"] = {layer: entry for layer, entry in moved if layer is not None}
@@ -102,7 +101,8 @@ def _new_name(name: str, entry: Mapping[str, Any], names: NewNames) -> str | Non
     new = _new_prefix(name, prefix, [f"{prefix}{part}" for part in parts], names)
     if new is None:
         return None
-    if (form := re.fullmatch(r"(.+)\._([^.]+)_", new, re.DOTALL)) is None:
+    form = re.fullmatch(r"(.+)\._([^.]+)_", new, re.DOTALL)
+    if form is None:
         raise _refusal(name, [f"{new}{part}" for part in parts])
     return f"{form[1]}.{form[2]}"
 

@@ -49,9 +49,7 @@ def told_preset(keys: Sequence[str]) -> str | None:
 
 
 ADAPTERS = ("lora-peft", "lora-kohya", "lora-diffusers", "lora-comfyui")
-"""The conventions of LoRA adapters: these presets are edits, which know the base of the adapter
-(`tree.renaming_lora`).
-"""
+"""The conventions of LoRA adapters: edits, which know their base (`tree.renaming_lora`)."""
 
 _TO_TRANSFORMERS = ("transformers-v5", "transformers-original")
 _BACK = "to-"

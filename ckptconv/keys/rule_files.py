@@ -83,7 +83,8 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
         raise KeyConflict(what, path=path, hint=f"its name must end in {', '.join(_ENTRIES)}")
     if kind == ".json":
         refuse_crowded(raw, path, None)
-        if (mapping := _mapping(text, path)) is not None:
+        mapping = _mapping(text, path)
+        if mapping is not None:
             return [Mapped(tuple(item.reversed() for item in mapping) if reverse else mapping)]
     if reverse:
         what = "holds rules, but only a mapping can be undone"
@@ -241,9 +242,7 @@ _MOST_DOTS = 100
 
 
 def _refuse_dots(text: str, path: PurePath) -> None:
-    """Refuse a dotted name of very many parts: tomllib's time grows with their square, and no rule
-    has such a name.
-    """
+    """Refuse a name of very many parts: tomllib's time is their square, and no rule has one."""
     for number, line in enumerate(text.splitlines(), 1):
         most = max(name.count(".") for name in _NAME_ENDS(line))
         if most > _MOST_DOTS:
@@ -274,10 +273,7 @@ def _yaml_entries(text: str, path: PurePath) -> _Entries:
 
 @dataclass(frozen=True, slots=True)
 class _NoText:
-    """A number, date or the like in YAML.
-
-    No rule has one, so it is never made (a long number takes for ever).
-    """
+    """A number, date or the like in YAML, which no rule has: a long one takes for ever to make."""
 
     text: str
 
@@ -286,10 +282,7 @@ class _NoText:
 
 
 def _plain(node: Any, path: PurePath, seen: set[int]) -> Any:
-    """A composed YAML node as lists, dicts and texts.
-
-    Aliases, by which a few lines make billions of values, are refused.
-    """
+    """A YAML node as lists, dicts and texts; no aliases: a few lines make billions of values."""
     if node is None:
         return None
     line, kind = node.start_mark.line + 1, node.tag.removeprefix(_YAML_TAG)

@@ -2,14 +2,15 @@
 all.
 
 A rule is decided on all keys of one state dict together, then applied key by key. The ordered list
-of rules, and what must hold after it, are the part of `key_map`.
+of rules, and what must hold after it, are the part of `key_map`. The wrappers that torch puts
+around keys are taken off by steps of their own.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
@@ -51,9 +52,7 @@ class Rule:
         return self
 
     def step(self, keys: Sequence[str]) -> Step:
-        """What the rule does to each of `keys`, all the keys of a state dict that are left when its
-        turn comes.
-        """
+        """What the rule does to each of `keys`: those of a state dict, left when its turn comes."""
         raise NotImplementedError
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
@@ -113,9 +112,7 @@ class AddPrefix(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Rename(Rule):
-    """Gives the key `old` the name `new`; where no key has that name, replaces the literal prefix
-    `old` of keys.
-    """
+    """Gives the key `old` the name `new`; where there is no such key, replaces the prefix `old`."""
 
     option, between = "rename", "="
     old: str
@@ -179,9 +176,7 @@ class Regex(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Select(Rule):
-    """Leaves out the keys that match none of the globs `include` (if there are any), or one of the
-    globs `exclude`.
-    """
+    """Leaves out keys that match none of the globs `include` (if any), or one of `exclude`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -307,3 +302,98 @@ class Patience:
         advice = "make it simpler: avoid nested repetitions"
         what = f"{self._words} takes more than {self._most} s"
         raise LimitExceeded(what, limit="regex_seconds", allowed=self._most, advice=advice)
+
+
+# -------------------------------------------------------------------------------- wrappers of torch
+
+
+MODULE = "module"
+UNMISTAKABLE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Wrapper segments that torch writes and no user does: compile, FSDP, activation checkpointing."""
+
+
+def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
+    """The wrappers that `strip` would remove, outermost first.
+
+    ``module`` counts once for each level at which it is the first segment of every key; the
+    unmistakable ones count wherever they stand.
+
+    >>> find_wrappers(["module._orig_mod.fc.weight", "module._orig_mod.fc.bias"])
+    ('module', '_orig_mod')
+    >>> find_wrappers(["module.weight", "weight"])
+    ()
+    """
+    keys = list(keys)
+    text = "\n".join(keys)
+    known = [name for name in UNMISTAKABLE if name in text]
+    inside = [
+        name for name in known if any(name in key and name in key.split(".")[:-1] for key in keys)
+    ]
+    bare = [drop_unmistakable(key) for key in keys] if inside else keys
+    depth = _depth(bare[0]) if bare else 0
+    if depth and not all_start(bare, LEAD * depth):
+        depth = min(map(_depth, bare))
+    return (*[MODULE] * depth, *inside)
+
+
+LEAD = MODULE + "."
+
+
+def _depth(key: str) -> int:
+    """How often a key starts with ``module.`` before something else, its last segment at least."""
+    at = _end_of_lead(key, len(key))
+    return at // len(LEAD) - (at == len(key))
+
+
+def _end_of_lead(key: str, most: int) -> int:
+    """Where the leading ``module.`` of a key end, `most` of them counted."""
+    at = 0
+    while most and key.startswith(LEAD, at):
+        at, most = at + len(LEAD), most - 1
+    return at
+
+
+def bare_key(key: str) -> str:
+    """A key without the ``module.`` that it starts with."""
+    if key.startswith(LEAD) and not key.startswith(LEAD, len(LEAD)):
+        return key[len(LEAD) :]
+    return key[_end_of_lead(key, len(key)) :]
+
+
+def all_start(keys: Sequence[str], prefix: str) -> bool:
+    """Whether all keys start with `prefix` and go on behind it; not where there are none."""
+    if not keys:
+        return False
+    # in order, what starts alike stands together
+    first, last = min(keys), max(keys)
+    return first.startswith(prefix) and last.startswith(prefix) and first != prefix
+
+
+def drop_unmistakable(key: str) -> str:
+    """A key without the segments of torch.compile, FSDP and activation checkpointing."""
+    for name in UNMISTAKABLE:  # a plain loop: nearly no key has one
+        if name in key:
+            return without_segments(key, UNMISTAKABLE)
+    return key
+
+
+def stripping(times: int) -> Step:
+    """Takes ``module.`` off the start of a key, so many times at most."""
+    lead = LEAD * times
+    return lambda key: key[len(lead) :] if key.startswith(lead) else key[_end_of_lead(key, times) :]
+
+
+def wrapper_steps(
+    word: str, telling: Sequence[str], beside: Collection[str]
+) -> tuple[tuple[str, ...], list[Step]]:
+    """The wrappers in the keys `telling`, and the steps that `word` asks for; see `KeyRules`."""
+    found = find_wrappers(telling)
+    if word == "strip":
+        depth = found.count(MODULE)
+        steps: list[Step] = [drop_unmistakable] if found else []
+        return found, [*steps, stripping(depth)] if depth else steps
+    if word == "module":
+        return found, [bare_key]
+    if word == "add-module" and not all_start(telling, LEAD):
+        return found, [lambda key: key if key in beside else LEAD + key]
+    return found, []

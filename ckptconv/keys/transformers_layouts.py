@@ -132,7 +132,8 @@ def _of_type(model_type: str, config: Mapping[str, Any], preset: str) -> list[Sc
         what = f"the layout of '{model_type}' depends on the class of the model: {named}"
         hint = f"write it: --preset {preset}:{alike[0]}, or as architectures in config.json"
         raise KeyConflict(what, hint=hint)
-    if not alike and (inner := sorted(_inner_entries(config))):
+    inner = sorted(_inner_entries(config))
+    if inner and not alike:
         what = f"which parts of '{model_type}' have the layout of '{inner[0]}' is not known"
         raise KeyConflict(what, hint="write key rules: ckptconv help layouts")
     return own
@@ -141,9 +142,8 @@ def _of_type(model_type: str, config: Mapping[str, Any], preset: str) -> list[Sc
 def _inner_entries(config: Mapping[str, Any]) -> Iterator[str]:
     for value in config.values():
         if isinstance(value, Mapping):
-            if (inner := value.get("model_type")) and (
-                _has_entry(inner) or inner in _release()["bases"]
-            ):
+            inner = value.get("model_type")
+            if inner and (_has_entry(inner) or inner in _release()["bases"]):
                 yield inner
             yield from _inner_entries(value)
 
@@ -302,7 +302,8 @@ def _renaming(transform: Transform, keys: Sequence[str]) -> Callable[[str], str]
         return None
 
     def renamed(key: str) -> str:
-        if (both := found_in(key)) is None:
+        both = found_in(key)
+        if both is None:
             return key
         start, found = both
         at = _source(found)
@@ -332,9 +333,7 @@ def _source(found: re.Match[str]) -> int:
 
 
 class Asked(NamedTuple):
-    """A conversion, which way it goes, and where its numbers stand: the config of what it is for,
-    and that of the whole model.
-    """
+    """A conversion, its way, and the configs with its numbers: its own, and of the whole model."""
 
     transform: Transform
     is_back: bool
@@ -425,7 +424,8 @@ def _split(asked: Asked, given: Mapping[str, Any]) -> Operation:
     if count is not None:
         parts = number_in(count, asked.whole.get("text_config", asked.whole))
     sizes = None
-    if texts := _SIZES.get((asked.transform.entry, asked.cut)):
+    texts = _SIZES.get((asked.transform.entry, asked.cut))
+    if texts:
         sizes = [number_in(text, asked.own) for text in texts]
     over = _over(asked.transform.targets)
     return Operation.of("split", given["dim"], parts=parts, sizes=sizes, over=over)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -36,8 +37,8 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import CheckpointError, RefusedObject, printable, too_deep, warn
-from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.settings import collector_paused
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.computed import is_once_rounded
@@ -157,11 +158,7 @@ def load_portable(
                 root, overlay, settled, cast = _selected(checkpoint, only, whole, request, unknown)
                 meter = Meter("read", _bytes_to_read(settled, mmap, verify), on_progress)
                 storages = Storages(Restorer(map_location), mmap, verify, meter)
-                wanted = [*_first_used(settled)]
-                large = [item for item in wanted if isinstance(item, Storage)]
-                kept = {id(item) for item in large if item.nbytes >= CHUNK}
-                small = [item for item in wanted if id(item) not in kept]
-                with storages.begun(large), read_soon(small):
+                with _read_before(storages, settled):
                     loaded = _Live(storages, cast).tree(root, overlay)
                 meter.finish()
                 refuse_changed(checkpoint.sources)
@@ -170,12 +167,22 @@ def load_portable(
             raise checkpoint.blamed(error) from error.__cause__
 
 
+@contextmanager
+def _read_before(storages: Storages, settled: Settled) -> Iterator[None]:
+    """Within the block, what tensors are made of is on its way: large storages where they will be,
+    the others as few requests.
+    """
+    wanted = [*_first_used(settled)]
+    large = [item for item in wanted if isinstance(item, Storage)]
+    kept = {id(item) for item in large if item.nbytes >= CHUNK}
+    with storages.begun(large), read_soon([item for item in wanted if id(item) not in kept]):
+        yield
+
+
 def _selected(
     checkpoint: Checkpoint, only: str | None, whole: bool, request: Request, unknown: Unknown
 ) -> tuple[Node, dict[int, Node], Settled, CastRule]:
-    """The node to bring to life, the overlay (renamed keys, plain objects), its tensors, and the
-    types that they get.
-    """
+    """The node to bring to life, the overlay (keys, plain objects), the tensors, their types."""
     rules = with_config(request.keys, checkpoint)
     overlay: dict[int, Node] = {}
     if whole:
@@ -424,9 +431,7 @@ class _Live:
         return tensor.requires_grad_() if ref.requires_grad and not detached else tensor
 
     def _cast_storage(self, storage: Any, dtype: Any, target: Any) -> tuple[Any, Any]:
-        """A storage whose values of `dtype` became those of `target`, once: what was shared stays
-        shared.
-        """
+        """A storage whose values of `dtype` became `target`, once: what was shared stays so."""
         known = (storage._cdata, str(dtype), str(target))
         if known not in self._casts:
             values = self._torch.empty(0, dtype=dtype, device=storage.device)

@@ -43,9 +43,7 @@ class ShapeMismatch:
 
 
 class LoadCast(NamedTuple):
-    """A key whose values became those of the model's dtype; `overflowed` of them, finite before,
-    are beyond its range.
-    """
+    """A key whose values took the model's dtype; `overflowed` finite ones are beyond its range."""
 
     key: str
     checkpoint: torch.dtype
@@ -126,32 +124,47 @@ def load_into(
         source, only=only, tag=tag, unknown=unknown, edits=edits, on_progress=on_progress
     )
     path = places_of(source)[0].path
-    unsaved = _unsaved_buffers(model, target)
-    for key, value in [*state_dict.items()]:
-        if key not in target and (_is_beside(key, value) or _is_same(value, unsaved.get(key))):
-            del state_dict[key]
+    _leave_out_beside(state_dict, model, target)
     own = {key: live_shape(value) for key, value in state_dict.items()}
     fit = fit_keys(own, target, live_ties(model))
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
-    missing, unexpected = _unmet(model, usable, target, fit)
+    casts = () if assign else tuple(_casts(model, usable, path))
+    result = _result(fit, casts, *_unmet(model, usable, target, fit))
+    if strict and not result.fits:
+        raise _mismatch(result, fit, path, model)
+    cast = {item.key for item in casts}
+    if cast:
+        _refuse_codes(source, only, tag, {old for old, new in fit.renames.items() if new in cast})
+    warn(_overflow_text(item) for item in casts if item.overflowed)
+    model.load_state_dict(usable, strict=False, assign=assign)
+    return result
+
+
+def _result(
+    fit: Fit, casts: tuple[LoadCast, ...], missing: tuple[str, ...], unexpected: tuple[str, ...]
+) -> LoadResult:
     mismatched = tuple(
         ShapeMismatch(item.key, item.target or (), item.source or ()) for item in fit.mismatched
     )
-    casts = () if assign else tuple(_casts(model, usable, path))
-    result = LoadResult(missing, unexpected, mismatched, fit.assigned, casts)
-    if strict and not result.fits:
-        raise _mismatch(result, fit, path, model)
-    if cast := {item.key for item in casts}:
-        _refuse_codes(source, only, tag, {old for old, new in fit.renames.items() if new in cast})
-    warn(
-        f"{printable(item.key)}: {count_text(item.overflowed, 'value')} of {item.checkpoint} are "
-        f"beyond the range of the model's {item.model}"
-        for item in casts
-        if item.overflowed
+    return LoadResult(missing, unexpected, mismatched, fit.assigned, casts)
+
+
+def _overflow_text(cast: LoadCast) -> str:
+    return (
+        f"{printable(cast.key)}: {count_text(cast.overflowed, 'value')} of {cast.checkpoint} are "
+        f"beyond the range of the model's {cast.model}"
     )
-    model.load_state_dict(usable, strict=False, assign=assign)
-    return result
+
+
+def _leave_out_beside(state_dict: dict[str, Any], model: torch.nn.Module, target: Shapes) -> None:
+    """Take out what the model does not know and need not: numbers and texts of the training, and
+    buffers that are the model's own.
+    """
+    unsaved = _unsaved_buffers(model, target)
+    for key, value in [*state_dict.items()]:
+        if key not in target and (_is_beside(key, value) or _is_same(value, unsaved.get(key))):
+            del state_dict[key]
 
 
 def _unsaved_buffers(model: torch.nn.Module, target: Shapes) -> dict[str, torch.Tensor]:
@@ -241,9 +254,7 @@ def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedD
 def _unmet(
     model: torch.nn.Module, usable: Mapping[str, Any], target: Shapes, fit: Fit
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The missing and the unexpected keys, as the model's own modules see them: some fill in or
-    rename old ones.
-    """
+    """The missing and unexpected keys as the model's modules see them: some fill in or rename."""
     missing, unexpected = fit.missing, fit.unexpected
     if not missing and not unexpected:
         return missing, unexpected

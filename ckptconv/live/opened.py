@@ -26,10 +26,9 @@ from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Shape
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit
-from ckptconv.values.collect import statistics_of
+from ckptconv.values.collect import TensorStatistics, statistics_of
 from ckptconv.values.named import NamedValue, named_values
 from ckptconv.values.picking import Box, picked, values_of, whole_box
-from ckptconv.values.report import TensorStatistics
 
 if TYPE_CHECKING:
     import numpy as np

@@ -230,7 +230,8 @@ class _Symbolic:
         return Call(Global(make.__module__, make.__name__), args)
 
     def _storage(self, live: torch.UntypedStorage, dtype: DType) -> Storage:
-        if (known := self._storages.get(live._cdata)) is None:
+        known = self._storages.get(live._cdata)
+        if known is None:
             self._alive.append(live)
             typed, device = dtype if dtype.storage_class else None, str(live.device)
             source = _TensorSource(live)

@@ -87,7 +87,8 @@ class Storages:
 
     def of(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
         word = dtype.word if storage.big_endian else 1
-        if (made := self._storages.get((id(storage), word))) is None:
+        made = self._storages.get((id(storage), word))
+        if made is None:
             made = self._restore(self._on_cpu(storage, dtype, word), storage.location)
             self._storages[id(storage), word] = made
         return made
@@ -116,9 +117,7 @@ class Storages:
 
     @contextmanager
     def begun(self, storages: Iterable[Storage]) -> Iterator[None]:
-        """Within the block, large storages that come over a network are on their way to where they
-        will be.
-        """
+        """Within the block, large storages of a network are on their way to where they will be."""
         for storage in storages:
             is_large = storage.nbytes >= CHUNK and is_read_once(storage)
             if is_large and storage.source.fetched_from(0) is not None:
@@ -151,7 +150,6 @@ class Storages:
 
     def check_read(self, storage: Storage) -> None:
         """Hold a storage that is read, or the one that it is part of, against its checksum, once.
-
         What is mapped is not, but to verify it: nothing is read for it.
         """
         whole = storage.part_of or storage

@@ -44,10 +44,7 @@ def is_composite(node: Call) -> bool:
 
 
 def parts_check(node: Call, where: str) -> Check:
-    """What is left to check of a composite when its parts fit each other.
-
-    `MalformedCheckpoint`, naming `where`, if not.
-    """
+    """What is left to check of a composite whose parts fit; else `MalformedCheckpoint`."""
     name, args = _rebuilt(node)
     try:
         check = _CHECKS[name](args)
@@ -207,9 +204,7 @@ def _compressed(
 
 
 def _check_compressed(compressed: TensorRef, plain: TensorRef, outer: int, inner: int) -> None:
-    """Each run of compressed indices must rise from 0 to the number of plain ones, each of which
-    must be below `inner`.
-    """
+    """Each run must rise from 0 to the number of plain indices, which must be below `inner`."""
     import numpy as np
 
     last = 0
@@ -250,7 +245,8 @@ def _quantized(args: tuple[Node, ...]) -> Check:
     if type(dtype) is not DType or dtype.name not in _RANGES:
         what = "a quantized tensor is rebuilt from a storage that does not hold quantized numbers"
         raise _wrong(what)
-    if (packed := _IN_A_BYTE.get(dtype.name)) is None:
+    packed = _IN_A_BYTE.get(dtype.name)
+    if packed is None:
         tensor_of_storage(storage, offset, shape, stride, dtype=dtype)
     else:
         _require(type(storage) is Storage, "a quantized tensor is rebuilt from a part of a storage")

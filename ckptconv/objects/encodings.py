@@ -41,10 +41,7 @@ Components = tuple[tuple[str, TensorRef], ...]
 
 
 class FlatValue(NamedTuple):
-    """A value as named tensors, with the recipes that put it together again.
-
-    `was` names what was rewritten as a tensor.
-    """
+    """A value as named tensors, recipes to put it together; `was`: what became a tensor."""
 
     tensors: Components
     recipes: dict[str, Recipe]
@@ -92,10 +89,7 @@ def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
 
 
 def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
-    """The safetensors dtype and shape under which a complex tensor of an encoding is written.
-
-    None for other tensors.
-    """
+    """The safetensors dtype and shape of a complex tensor of an encoding; None for others."""
     real = _REALS.get(ref.dtype.name)
     return None if real is None else (BY_NAME[real].safetensors or "", (*ref.shape, 2))
 
@@ -105,9 +99,8 @@ _HOLDERS = frozenset((*LEAVES, Call, Dict, list, tuple, PersistentId))
 
 
 def holds_tensors(value: Node) -> bool:
-    """Whether a tensor, a storage or an array of numbers is somewhere in a value.
-
-    A tensor itself holds what its state does.
+    """Whether a tensor, a storage or an array of numbers is somewhere in a value. A tensor itself
+    holds what its state does.
     """
     seen: set[int] = set()
     work = [value.state if type(value) is TensorObject else value]
@@ -163,7 +156,8 @@ def _quantized(args: tuple[Node, ...]) -> _Encoded:
             tuple([Global(), *_]) as params,
             *_,
         ):
-            if integer := _INTEGERS.get(dtype.name):
+            integer = _INTEGERS.get(dtype.name)
+            if integer:
                 integers = view_of(storage, BY_NAME[integer], offset, shape, stride)
                 return _by_scheme(integers, dtype, params)
     return None

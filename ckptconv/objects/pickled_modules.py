@@ -4,19 +4,151 @@ pickled module is saved.
 Which attributes are parameters, buffers and children differs between pickled modules, whose state
 is read here, and TorchScript, which tells them by `Parts`. Source of the names: `torch.nn.Module`
 (torch/nn/modules/module.py).
+
+A quantized layer of bitsandbytes keeps its scales in attributes of its weight, and writes them into
+the state dict itself: of 8 bits ``SCB`` and ``weight_format``; of 4 bits ``weight.absmax``,
+``weight.quant_map``, their nested twins, and the rest as JSON text in a uint8 tensor. Source:
+`_save_to_state_dict` in bitsandbytes/nn/modules.py and `QuantState.as_dict` in
+bitsandbytes/functional.py, 0.41 to 0.50.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.objects.bitsandbytes import Saved, fields, saved_beside
+from ckptconv.io.source import MemorySource
 from ckptconv.objects.encodings import PARAMETERS, holds_tensors
-from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Node, mapping_pairs
+from ckptconv.objects.torch_read import plain_sizes
+from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import Limits, in_force
-from ckptconv.tensors.refs import TensorObject, TensorRef
+from ckptconv.tensors.checksums import check_storage
+from ckptconv.tensors.dtypes import BY_NAME, UINT8
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, view_of
+from ckptconv.tensors.stream import iter_chunks
+
+_MODULES = "bitsandbytes.nn.modules."
+_FOUR_BITS = tuple(f"{_MODULES}{name}" for name in ("Linear4bit", "LinearFP4", "LinearNF4"))
+_EIGHT_BITS = f"{_MODULES}Linear8bitLt"
+_NOWHERE = Path("the quantization state of a layer")
+
+
+class Saved(NamedTuple):
+    """What a layer saves beside its parameters; `used` are tensors that stand in it as numbers."""
+
+    tensors: list[tuple[str, Node]]
+    used: tuple[TensorRef, ...] = ()
+
+
+def saved_beside(
+    layer: str, state: Mapping[str, Node], parameters: Mapping[str, Node]
+) -> Saved | None:
+    """What a layer of this class saves beside its parameters; None where that is not known."""
+    weight = parameters.get("weight")
+    held = fields(weight.state) if type(weight) is TensorObject else {}
+    if layer == _EIGHT_BITS:
+        return _eight_bits(held, fields(state.get("state")))
+    if layer in _FOUR_BITS:
+        return _four_bits(held.get("quant_state"))
+    return None
+
+
+def fields(state: Node) -> dict[str, Node]:
+    """The attributes in the state of an object, or of the call that makes one, if there are any."""
+    if type(state) is Call:
+        state = state.state
+    if type(state) is tuple and state:
+        state = state[0]
+    pairs = state.pairs if type(state) is Dict else ()
+    return {name: value for name, value in pairs if type(name) is str}
+
+
+def _eight_bits(weight: Mapping[str, Node], state: Mapping[str, Node]) -> Saved | None:
+    scales = weight.get("SCB") if weight.get("SCB") is not None else state.get("SCB")
+    is_plain = state.get("has_fp16_weights")
+    if type(is_plain) is not bool or type(scales) not in (TensorRef, type(None)):
+        return None
+    if is_plain or scales is None:
+        return Saved([])
+    return Saved([("SCB", scales), ("weight_format", _bytes_tensor(b"\0", ()))])
+
+
+def _four_bits(node: Node) -> Saved | None:
+    if node is None:
+        return Saved([])
+    found = fields(node)
+    shape = plain_sizes(found.get("shape"))
+    kind, inner = found.get("quant_type"), fields(found.get("state2"))
+    tensors = [("absmax", found.get("absmax")), ("quant_map", found.get("code"))]
+    plain = {
+        "quant_type": kind,
+        "blocksize": found.get("blocksize"),
+        "dtype": _dtype(found),
+        "shape": None if shape is None else list(shape),
+    }
+    used: tuple[TensorRef, ...] = ()
+    if found.get("nested") is True:
+        offset, code = found.get("offset"), inner.get("code")
+        tensors.append(("nested_absmax", inner.get("absmax")))
+        tensors.append(("nested_quant_map", _cloned(code)))
+        plain |= {"nested_blocksize": inner.get("blocksize"), "nested_dtype": _dtype(inner)}
+        plain["nested_offset"] = _number(offset)
+        used = tuple(ref for ref in (offset, code) if type(ref) is TensorRef)
+    is_packed_for_cpu = found.get("packing_format_for_cpu", False) is not False
+    if kind not in ("fp4", "nf4") or is_packed_for_cpu:
+        return None
+    kinds = {type(value) for value in plain.values()}
+    if {type(ref) for _, ref in tensors} != {TensorRef} or not kinds <= _JSON:
+        return None
+    packed = json.dumps(plain).encode()
+    tensors.append((f"quant_state.bitsandbytes__{kind}", _bytes_tensor(packed, (len(packed),))))
+    return Saved([(f"weight.{name}", ref) for name, ref in tensors], used)
+
+
+_JSON = {str, int, float, list}
+_SMALL = 1 << 12  # bytes of a storage that holds one number
+
+
+def _dtype(found: Mapping[str, Node]) -> str | None:
+    match found.get("dtype"):
+        case Global(module="torch", name=name) if name in BY_NAME:
+            return name
+    return None
+
+
+def _number(ref: Node) -> float | None:
+    """The one value of a float32 tensor; its storage is checked, for no output will hold it."""
+    if type(ref) is not TensorRef or ref.dtype.name != "float32" or ref.numel != 1:
+        return None
+    storages = [piece.storage for piece in ref.pieces]
+    if any(storage.nbytes > _SMALL for storage in storages):
+        return None
+    for storage in storages:
+        check_storage(storage)
+    number: float = struct.unpack("<f", b"".join(map(bytes, iter_chunks(ref))))[0]
+    return number
+
+
+def _cloned(ref: Node) -> Node:
+    """A tensor that shares no memory, as the layer saves the map that all layers have in common."""
+    if type(ref) is not TensorRef:
+        return ref
+    pieces = tuple(piece._replace(storage=piece.storage._replace()) for piece in ref.pieces)
+    return ref._replace(pieces=pieces)
+
+
+def _bytes_tensor(values: bytes, shape: tuple[int, ...]) -> TensorRef:
+    source = MemorySource(values, _NOWHERE)
+    storage = Storage(source, 0, len(values), "cpu", "a quantization state", UINT8)
+    return view_of(storage, UINT8, 0, shape, (1,) * len(shape))
+
+
+# ------------------------------------------------------------------------------------------ modules
+
 
 NamedNodes = list[tuple[str, Node]]
 
@@ -42,7 +174,8 @@ def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
     most = in_force()
     while work:
         prefix, current, depth = work.pop()
-        if (parts := known.get(id(current))) is None:
+        parts = known.get(id(current))
+        if parts is None:
             parts = known[id(current)] = parts_of(current)
         count += 1
         written += len(prefix) * (len(parts.tensors) + len(parts.children))
@@ -63,10 +196,7 @@ def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceede
 
 
 def detached(value: Node) -> Node:
-    """The tensor of a state dict for a parameter or buffer: no gradient, no Parameter around it.
-
-    Other objects stay.
-    """
+    """What a state dict has for a parameter or buffer: no gradient, no Parameter; others stay."""
     if type(value) is TensorObject and value.cls is None:
         value = value.tensor
     if type(value) is TensorRef and value.requires_grad:
@@ -84,9 +214,8 @@ _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 
 
 def is_module(node: Node) -> bool:
-    """Whether a node is a module: an object of any class with parameters, buffers and children.
-
-    One whose parts are not plain dicts is an object like any other.
+    """Whether a node is a module: an object of any class with parameters, buffers and children. One
+    whose parts are not plain dicts is an object like any other.
     """
     if type(node) is not Call or type(node.state) is not Dict:
         return False
@@ -110,9 +239,7 @@ def saved_tensors(module: Call) -> NamedNodes:
 
 
 def own_tensors(module: Call) -> Iterator[tuple[str, str, Node, bool]]:
-    """The parameters and buffers of a module: their kind, name and value, and whether they are in
-    its state dict.
-    """
+    """The parameters and buffers of a module: kind, name, value, if they are in its state dict."""
     state = fields(module)
     skipped = _names_in(state.get(_NOT_SAVED))
     for kind in _PARTS[:2]:
@@ -145,9 +272,7 @@ def saving_hooks(module: Call) -> Iterator[Node]:
 
 
 def saved_by_class(module: Call) -> Saved | None:
-    """What the class of a module is known to save beside parameters and buffers; None where nothing
-    is known.
-    """
+    """What a module's class is known to save beside parameters and buffers; None: not known."""
     own = own_tensors(module)
     parameters = {name: value for kind, name, value, _ in own if kind == "_parameters"}
     return saved_beside(module.name, fields(module), parameters) if parameters else None

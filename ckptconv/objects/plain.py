@@ -38,9 +38,7 @@ def plain_form(call: Call) -> Node:
 
 
 def _is_all_read(call: Call, reads: str) -> bool:
-    """Whether nothing was given to the call, appended, set or made its state that its form does not
-    look at.
-    """
+    """Whether the form looks at all that was given to the call, appended, set or made its state."""
     has_args = bool(call.args)
     if call.name == _RECONSTRUCTOR:  # of the class, its base and what the base is made of
         is_bare = _names(call.args[1:2]) == ["builtins.object"] and call.args[2:] == (None,)
@@ -121,9 +119,7 @@ def _plain_dict(call: Call, _: Node) -> Node:
 
 
 def _deque(call: Call, _: Node) -> Node:
-    """A deque: what it was made of and what was appended, of which it keeps the last, where it has
-    a greatest length.
-    """
+    """A deque: what it was made of and what was appended, the last of it if it has a length."""
     given, most = (*call.args, None, None)[:2] if call.args else ((), None)
     if type(given) not in (list, tuple) or len(call.args) > 2:
         return call
@@ -185,9 +181,7 @@ def tensor_form(node: Node) -> TensorRef | None:
 
 
 def spoken_name(node: Node, name: str) -> str:
-    """How messages call an object whose class or function is `name`: an array by its dtype, not by
-    how it is pickled.
-    """
+    """How messages call an object of a class or function: an array by its dtype."""
     if type(node) is Call and name == _SCALAR and node.args:
         element = _element(node.args[0])
         return _MOMENTS.get(element[0], name) if element else name
@@ -205,9 +199,7 @@ def is_array(node: Node) -> bool:
 
 
 def _number(call: Call, _: Node) -> Node:
-    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number; float32, complex64 and
-    shorter widen exactly.
-    """
+    """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number, widened exactly."""
     element = _element(call.args[0]) if len(call.args) == 2 else None
     raw = _raw_bytes(call.args[1]) if element else None
     code = _NUMBERS.get(element[0]) if element else None
@@ -256,9 +248,7 @@ def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef 
 
 
 def _element(dtype: Node) -> tuple[str, bool] | None:
-    """numpy's code for the type of an element, and whether it is big-endian; None for structures
-    and the like.
-    """
+    """numpy's code for an element's type, whether it is big-endian; None for structures."""
     match dtype:
         case Call(name="numpy.dtype", args=(str() as code, *_), state=state):
             return code, type(state) is tuple and state[1:2] == (">",)
@@ -266,9 +256,7 @@ def _element(dtype: Node) -> tuple[str, bool] | None:
 
 
 def _copied(call: Call, _: Node) -> Node:
-    """A tensor of a device that pickles as a copy: `_rebuild_device_tensor_from_…(values, dtype,
-    device, requires_grad)`.
-    """
+    """A tensor that pickles as a copy, `_rebuild_…(values, dtype, device, requires_grad)`."""
     match call.args:
         case (values, Global(name=name), (str() as device) | Call(args=(str() as device, *_)), _):
             dtype = BY_NAME.get(name)

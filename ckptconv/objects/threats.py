@@ -112,17 +112,13 @@ DO_NOT_LOAD = "do not load it, for its code is dangerous: ckptconv scan says mor
 
 
 def gives_what_was_there(module: str, name: str) -> bool:
-    """Whether a call of this plain global may give an object that was there before, whose change is
-    felt elsewhere.
-    """
+    """Whether a call of this plain global may give an object of old, whose change is felt."""
     paths = {f"{one}.{other}" for one, other in [(module, name), *_renamed(module, name)]}
     return bool(paths & PLAIN) and not paths & MAKERS
 
 
 def _renamed(module: str, name: str) -> set[tuple[str, str]]:
-    """What a name of python 2 is in python 3, the module without the underscore of its C form, and
-    where it moved.
-    """
+    """A name of python 2 in python 3, without the underscore of its C form, where it moved."""
     found = set()
     if (module, name) in _compat_pickle.NAME_MAPPING:
         found.add(_compat_pickle.NAME_MAPPING[module, name])
@@ -146,11 +142,13 @@ def _judge(module: str, name: str) -> Verdict:
         return judge_script_class(path)
     if not all(part.isidentifier() for part in module.split(".")):
         return Verdict("unknown", "no module has such a name")
-    if reached := _reached(module, name, top in ALWAYS_THERE):
+    reached = _reached(module, name, top in ALWAYS_THERE)
+    if reached:
         return Verdict("dangerous", f"reaches the module {reached} through another one")
     if any(part.startswith("__") and part.endswith("__") for part in name.split(".")):
         return Verdict("dangerous", _BY_NAME.get(path, "reaches the internals of an object"))
-    if reason := _reason(path):
+    reason = _reason(path)
+    if reason:
         return Verdict("dangerous", reason)
     if top in ALWAYS_THERE:
         return _NEITHER
@@ -161,7 +159,8 @@ def _judge(module: str, name: str) -> Verdict:
 def _reached(module: str, name: str, is_always_there: bool) -> str | None:
     """The module that a name reaches by way of another one."""
     *ways, last = name.split(".")
-    if deep := [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]:
+    deep = [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]
+    if deep:
         return deep[0]
     through = set() if is_always_there else _IMPORTED.intersection(ways)
     return next((part for part in (*ways, last) if part in _REACHED or part in through), None)

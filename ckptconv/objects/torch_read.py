@@ -22,9 +22,7 @@ from ckptconv.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, requiring_grad, view_of
 
 StorageLookup = Callable[[str, str, int, "DType | None"], Storage]
-"""From key, location tag, size in bytes and element type (None: untyped) to the storage; raises
-when it is not there.
-"""
+"""From key, location tag, size in bytes and type (None: untyped) to the storage, or an error."""
 REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _NOWHERE = Path()
@@ -118,7 +116,8 @@ class StorageIds:
         if key is None or location is None or type(numel) is not int or numel < 0 or numel >> 60:
             what = "its persistent id holds something other than names and sizes"
             raise MalformedCheckpoint(what, where=f"storage {key}")
-        if (known := self._found.get(key)) is not None:
+        known = self._found.get(key)
+        if known is not None:
             if known[1] is cls and known[2] == numel:
                 return known[0]
             return _retyped(known[0], storage_dtype(cls), numel)
@@ -154,9 +153,7 @@ def _retyped(storage: Storage, dtype: DType | None, numel: int) -> Window:
 
 
 def part_of(whole: Window, start: Node, size: Node) -> Window:
-    """The window of `size` elements at `start` of another; `MalformedCheckpoint` where it does not
-    lie inside.
-    """
+    """The window of `size` elements at `start` of another; `MalformedCheckpoint` if outside."""
     are_sizes = all(type(number) is int and number >= 0 for number in (start, size))
     if not are_sizes or start + size > whole.stop - whole.start:
         raise MalformedCheckpoint("a view of it is not inside it", where=whole.storage.name)
@@ -176,9 +173,7 @@ def tensor_of_storage(
     requires_grad: bool = False,
     dtype: DType | None = None,
 ) -> TensorRef:
-    """The tensor over a storage or a window of one; of the type that the storage's class names, or
-    of `dtype`.
-    """
+    """The tensor over a storage or a window; of the type of the storage's class, or `dtype`."""
     if type(node) is Storage:
         return view_of(node, dtype or node.dtype or UINT8, offset, shape, stride, requires_grad)
     if type(node) is not Window:
@@ -203,13 +198,12 @@ def _text(value: Node) -> str | None:
 
 
 def storage_dtype(cls: Node) -> DType | None:
-    """The element type of a storage class, None for the untyped one; `UnsupportedCheckpoint` for an
-    unknown class.
-    """
+    """The type of a storage class, None if untyped; `UnsupportedCheckpoint` for an unknown one."""
     if type(cls) is Global and cls.module.partition(".")[0] == "torch":
         if cls.name == "UntypedStorage":
             return None
-        if (dtype := BY_STORAGE_CLASS.get(cls.name)) is not None:
+        dtype = BY_STORAGE_CLASS.get(cls.name)
+        if dtype is not None:
             return dtype
     raise UnsupportedCheckpoint(f"has the unknown storage class {spoken(cls)}")
 
@@ -292,16 +286,12 @@ REDUCERS: dict[str, Reducer] = {
 
 
 def is_tensor_call(node: Node) -> bool:
-    """Whether a symbolic node rebuilds a tensor of a kind that has no `TensorRef` (sparse,
-    quantized, subclass, ...).
-    """
+    """Whether a node rebuilds a tensor that has no `TensorRef` (sparse, quantized, ...)."""
     return type(node) is Call and "torch" in node.name and "_rebuild" in node.name
 
 
 def plain_sizes(size: Node) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, a tuple or a list; None where it is something else, or holds
-    something else.
-    """
+    """The numbers in a `torch.Size`, a tuple or a list; None where it holds anything else."""
     if type(size) is Call and size.name == "torch.Size" and len(size.args) == 1:
         size = size.args[0]
     if type(size) not in (tuple, list) or any(type(number) is not int for number in size):

@@ -86,7 +86,8 @@ class TorchLeaves:
     def _tensor(self, ref: TensorRef, requires_grad: bool, writer: PickleWriter) -> bytes:
         key, stored = self._stored_as(ref)
         same = (stored, ref.shape, requires_grad, ref.conj, ref.neg)
-        if (around := self._around.get(same)) is not None:
+        around = self._around.get(same)
+        if around is not None:
             return around[0] + _key(key) + around[1]
         before = writer.count
         head = self._head(stored, True, writer)
@@ -131,7 +132,8 @@ class TorchLeaves:
         args += [ref.requires_grad, hooks]
         if stored.storage_dtype is None:
             args.append(Global("torch", stored.dtype.name))
-        if bits := stored.bits(ref):
+        bits = stored.bits(ref)
+        if bits:
             args.append(Dict([(bit, True) for bit in bits]))
         rebuild = Global(UTILS, _REBUILD[stored.storage_dtype is None])
         return Call(REBUILD_FROM_TYPE, (rebuild, node.cls, tuple(args), node.state))

@@ -122,7 +122,8 @@ def _partial(call: Call, state: Node) -> Node:
         return call
     words = [function.path]
     for name, value in given:
-        if (text := _written(value)) is None:
+        text = _written(value)
+        if text is None:
             return call
         words.append(f"{name}={text}" if name else text)
     return f"functools.partial({', '.join(words)})"

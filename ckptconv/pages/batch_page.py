@@ -16,9 +16,8 @@ from ckptconv.support.text import seconds_text, size_text
 
 
 def write_batch_page(totals: Totals, path: str | os.PathLike[str], *, force: bool) -> int:
-    """Write the page about a batch to `path`; returns its size in bytes.
-
-    Raises `OutputRefused` where it cannot be written, or is there and `force` is not set.
+    """Write the page about a batch to `path`; returns its size in bytes. Raises `OutputRefused`
+    where it cannot be written, or is there and `force` is not set.
     """
     place = place_of(path)
     check_place_free(place, is_folder=False, force=force)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptconv.pages.facts import STATES, FileFacts, PageFacts, PageTensor, Pair
 from ckptconv.support.errors import printable
 from ckptconv.tensors.statistics import Statistics
-from ckptconv.values.report import QUANTILES
+from ckptconv.values.collect import QUANTILES
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,8 +13,7 @@ from ckptconv.inspect.inspection import Inspection
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import places_of
 from ckptconv.objects.threats import Level
-from ckptconv.scan.files import scan_checkpoint
-from ckptconv.scan.report import scan_headline, scan_lines
+from ckptconv.scan.files import scan_checkpoint, scan_headline, scan_lines
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
@@ -188,9 +187,7 @@ def _states(found: Difference) -> tuple[Mapping[str, str], Mapping[str, Deviatio
 
 
 def free_name(path: PurePath, suffix: str) -> PurePath:
-    """The output in the command that fixes `path`: the same for the same file, whatever lies beside
-    it.
-    """
+    """The output in the command that fixes `path`: the same for one file, whatever is beside it."""
     stem = path.name.removesuffix(".index.json")
     return path.parent / f"{Path(stem).stem or 'model'}-portable{suffix}"
 

@@ -98,7 +98,8 @@ def profile_section(facts: PageFacts) -> str:
         return ""
     drawn = [_figure(name, [side.get(name) for side in named]) for name in names[:_SERIES]]
     more = ""
-    if hidden := "".join(drawn[_SHOWN:]):
+    hidden = "".join(drawn[_SHOWN:])
+    if hidden:
         smaller = count_text(len(drawn) - _SHOWN, "smaller one")
         more = f'<details class="more"><summary>{smaller}</summary>\n<div class="profiles">\n'
         more += f"{hidden}</div></details>\n"
@@ -119,7 +120,8 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
             lines += _line(f"line-std{kind}", [(at.depth, at.std) for at in one.points], frame)
             lines += _line(f"line-max{kind}", [(at.depth, at.abs_max) for at in one.points], frame)
     shown = escape(shown_name(name))
-    if (each := max(one.each for one in there)) > 1:
+    each = max(one.each for one in there)
+    if each > 1:
         shown += f"</bdi> (middle std, largest abs-max of {each:,})<bdi>"
     if not lines:
         lines = f'<text class="axis" x="{_WIDTH / 2:g}" y="36" text-anchor="middle">all zero</text>'

@@ -101,9 +101,7 @@ def squarified(weights: Sequence[float], box: Box) -> list[Box]:
 
 
 def _strip(weights: Sequence[float], at: int, short: float, scale: float) -> tuple[int, float]:
-    """The end of the strip that begins with a weight, as long as its boxes get squarer, and its
-    weight in all.
-    """
+    """The end of the strip that begins with a weight, while its boxes get squarer; its weight."""
     taken, end, worst = 0.0, at, float("inf")
     while end < len(weights):
         thick = (taken + weights[end]) * scale / short
@@ -131,7 +129,8 @@ def _filled(node: Node, box: Box, depth: int, sizes: Sequence[int]) -> Iterator[
     weighed: list[tuple[str, Node | None, int]] = [
         (label, part, part.nbytes) for label, part in parts[:shown]
     ]
-    if rest := [part for _, part in parts[shown:]]:
+    rest = [part for _, part in parts[shown:]]
+    if rest:
         weighed.append((f"{len(rest):,} more", None, sum(part.nbytes for part in rest)))
     weighed.sort(key=lambda item: -item[2])
     boxes = squarified([nbytes for _, _, nbytes in weighed], box)

@@ -50,9 +50,8 @@ _LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around 
 
 
 class ByteWindow:
-    """The bytes of `source` from `start` on, taken as the arguments of opcodes.
-
-    What unpicklers understand in different ways is an `alarm`, which a subclass takes.
+    """The bytes of `source` from `start` on, taken as the arguments of opcodes. What unpicklers
+    understand in different ways is an `alarm`, which a subclass takes.
     """
 
     def __init__(self, source: Source, start: int) -> None:
@@ -103,20 +102,15 @@ class ByteWindow:
         return self._window[start : start + count]
 
     def _refuse_crossing(self, start: int) -> None:
-        """Alarm about an argument that leaves its FRAME.
-
-        Some unpicklers go on behind the argument, others behind the FRAME (cpython gh-154848).
+        """Alarm about an argument that leaves its FRAME. Some unpicklers go on behind the argument,
+        others behind the FRAME (cpython gh-154848).
         """
         if start < self._frame_end < self._at:
             self.alarm(f"an argument crosses the end of its frame, {ELSEWHERE}")
             self._frame_end = 0
 
     def frame(self) -> None:
-        """A frame.
-
-        One that is longer than the source does not count for an unpickler that goes on
-        nevertheless.
-        """
+        """A frame; one longer than the source does not count for who goes on nevertheless."""
         end = self.number(8) + self._at
         if self._at < self._frame_end:
             self.alarm(f"a frame begins within another, {ELSEWHERE}")
@@ -143,7 +137,8 @@ class ByteWindow:
         begun = at
         while at < self._source.size:
             part = self._source.read(at, min(CHUNK, self._source.size - at))
-            if (index := part.find(b"\n")) >= 0:
+            index = part.find(b"\n")
+            if index >= 0:
                 return at + index
             at += len(part)
         self._searched = at - begun

@@ -22,9 +22,7 @@ _UINT32 = struct.Struct("<I").unpack_from
 
 
 class Span(NamedTuple):
-    """Bytes of a stream that hold another one: from `start` to `stop`; `is_text` where they are the
-    text of latin-1 bytes.
-    """
+    """Bytes `start` to `stop` that hold a stream; `is_text`: as the text of latin-1 bytes."""
 
     start: int
     stop: int
@@ -47,9 +45,7 @@ class Census:
 
 
 def take_census(stream: bytes) -> Census:
-    """Count what the pickle at the beginning of `stream` names; `MalformedCheckpoint` where it
-    cannot be followed.
-    """
+    """Count what a pickle names; `MalformedCheckpoint` where it cannot be followed."""
     counter = _Counter(stream)
     try:
         counter.run()
@@ -75,9 +71,7 @@ class _Name(str):
 
 
 class _Memo(dict[int, Any]):
-    """What was put and may lead to a name, by index; the others are only counted, for MEMOIZE puts
-    at the count.
-    """
+    """What was put and may lead to a name, by index; others are counted, as MEMOIZE needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,9 +162,7 @@ class _Counter:
                 self._act(op, *self._argument(op, at + 1))
 
     def _argument(self, op: int, start: int) -> tuple[int, int]:
-        """Where the argument of an opcode lies, which tells its end itself; behind it is the next
-        opcode.
-        """
+        """Where the argument of an opcode that tells its end lies; behind it is the next one."""
         data = self._data
         if op in SIZED:
             size, start = start, start + SIZED[op]
@@ -294,9 +286,7 @@ _EFFECTS = {
     **dict.fromkeys(b"eu\x901", (-1, False)),  # APPENDS, SETITEMS, ADDITEMS, POP_MARK
     **dict.fromkeys(b"ld\x91", (-1, True)),  # LIST, DICT, FROZENSET
 }
-"""Opcodes that lead to no name: how many values they take (-1: those above the mark), and whether
-they make one.
-"""
+"""Opcodes that lead to no name: how many values they take (-1: above the mark) and make."""
 
 
 def _text(raw: bytes) -> str | None:

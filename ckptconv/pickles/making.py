@@ -42,9 +42,7 @@ _Reading: TypeAlias = Callable[[Node, Global], _Pairs | None]
 
 _OTHERS = "builtins.set builtins.list builtins.bytearray collections.deque"
 _IGNORE_NEW_ARGUMENTS = MAPPINGS.union(_OTHERS.split())
-"""Classes whose `__new__` does nothing with its arguments: `__init__` does, which NEWOBJ does not
-call.
-"""
+"""Classes whose `__new__` ignores its arguments: `__init__` takes them, uncalled by NEWOBJ."""
 
 _NO_LISTS = MAPPINGS | {"builtins.set", "builtins.frozenset"}
 """Classes that have neither `append` nor `extend`."""
@@ -69,7 +67,8 @@ def names_noted() -> Iterator[set[tuple[str, str]]]:
 
 
 def _note_called_result() -> None:
-    if (noted := _NAMED.get()) is not None:
+    noted = _NAMED.get()
+    if noted is not None:
         noted.add(CALLED_RESULT)
 
 
@@ -106,9 +105,11 @@ class NodeMaker:
         known = self._globals.get((module, name))
         if known is None:
             known = self._globals[module, name] = Global(module, name)
-            if (noted := _NAMED.get()) is not None:
+            noted = _NAMED.get()
+            if noted is not None:
                 noted.add((module, name))
-            if reducer := self._reducers.get(known.path):
+            reducer = self._reducers.get(known.path)
+            if reducer:
                 self._known[known] = reducer
         return known
 
@@ -191,9 +192,7 @@ BYTES_REDUCERS: dict[str, Reducer] = {
 
 
 class MappingCalls:
-    """The calls of one stream that make dicts; what they copy counts against the limit `nodes`,
-    eight for an item.
-    """
+    """The calls of a stream that make dicts; what they copy counts as `nodes`, eight an item."""
 
     def __init__(self) -> None:
         self._copied = 0
@@ -237,9 +236,7 @@ class MappingCalls:
 
 
 def _merged(pairs: _Pairs) -> _Pairs:
-    """Items as a dict has them when they are set one after the other: the place of the first, the
-    value of the last.
-    """
+    """Items as a dict has them, set one by one: the place of the first, the value of the last."""
     return list(dict(pairs).items()) if all(_is_plain(key) for key, _ in pairs) else pairs
 
 
@@ -252,7 +249,8 @@ def _size(given: Node) -> int:
 
 def _items(given: Node, cls: Global) -> _Pairs | None:
     """The items of a mapping, or the pairs in a sequence; None where that cannot be told."""
-    if (pairs := _pairs_of(given)) is not None:
+    pairs = _pairs_of(given)
+    if pairs is not None:
         return pairs
     if type(given) in (list, tuple):
         found = [_pair(element, cls) for element in given]
@@ -288,7 +286,8 @@ def _counts(given: Node, cls: Global) -> _Pairs | None:
     """The items of a mapping, or how often each element of a sequence stands in it."""
     if given is None:
         return []
-    if (pairs := _pairs_of(given)) is not None:
+    pairs = _pairs_of(given)
+    if pairs is not None:
         return pairs
     if type(given) in (list, tuple, str):
         elements: Sequence[Node] = given

@@ -113,7 +113,8 @@ class Memo(dict[bytes, Node]):
         self[len(self).to_bytes(4, "little")] = value
 
     def __missing__(self, key: bytes) -> Node:
-        if (index := int.from_bytes(key, "little")) < self.base + len(self.memoized):
+        index = int.from_bytes(key, "little")
+        if index < self.base + len(self.memoized):
             return self._memoized(index, key)
         for start in self.runs[self._indexed :]:
             self._run_of.update((put, start) for put in self._puts(start))
@@ -216,10 +217,8 @@ _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 
 class RunReader:
-    """Does at once what the opcodes of the runs of one stream do one by one.
-
-    `memo` gets what they put, `runs` the places of the runs, whose own values the memo makes when
-    one is fetched.
+    """Does at once what the opcodes of the runs of one stream do one by one. `memo` gets what they
+    put, `runs` the places of the runs, whose own values the memo makes when one is fetched.
     """
 
     def __init__(
@@ -238,18 +237,15 @@ class RunReader:
         self._hookless: dict[int, Call] = {}
 
     def tensor(self, run: re.Match[bytes], func: Node) -> Node | None:
-        """The tensor that `func` makes of the opcodes of `run`; None if they are not as they
-        look.
-        """
+        """The tensor that `func` makes of the opcodes of `run`; None: they are not as they look."""
         leaf = self._leaf(run.group(1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16), func)
         if leaf is not None:
             self._runs.append(run.start())
         return leaf
 
     def entries(self, stream: bytes, pos: int, end: int, stack: list[Node]) -> int:
-        """Push the keys and tensors of the entries that stand at `pos`; the place behind them.
-
-        A tensor stands on the stack already. It stops before what is not as it looks, and at `end`.
+        """Push the keys and tensors of the entries that stand at `pos`; the place behind them. A
+        tensor stands on the stack already. It stops before what is not as it looks, and at `end`.
         """
         memo, runs = self._memo, self._runs
         while (run := _ENTRY_RUN(stream, pos, end)) is not None:

@@ -138,10 +138,8 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
 
 
 def _step(seen: bytes, at: int) -> tuple[int, bool]:
-    """From the opcode at `at` to the byte behind its pickle's end, and True.
-
-    False where `seen` ends before: then to the opcode that is cut off in it, or to the one behind
-    what is in it.
+    """From the opcode at `at` to the byte behind its pickle's end, and True. False where `seen`
+    ends before: then to the opcode that is cut off in it, or to the one behind what is in it.
     """
     while at < len(seen):
         run = _RUN(seen, at)
@@ -152,7 +150,8 @@ def _step(seen: bytes, at: int) -> tuple[int, bool]:
         opcode = seen[at]
         if opcode == STOP:
             return at + 1, True
-        if width := SIZED.get(opcode):
+        width = SIZED.get(opcode)
+        if width:
             argument = at + 1 + width
             if argument > len(seen):
                 break

@@ -18,8 +18,8 @@ from ckptconv.pickles.memo import MEMO_KEYS, TENSOR_RUN, FetchedUnmade, Memo, Ru
 from ckptconv.pickles.nodes import BYTEARRAY, SET, Call, Dict, Global, Node, PersistentId
 from ckptconv.pickles.opcodes import LINES, SIZED
 from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
-from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import Limits, in_force
+from ckptconv.support.settings import collector_paused
 
 _INT32 = struct.Struct("<i").unpack_from
 _UINT32 = struct.Struct("<I").unpack_from

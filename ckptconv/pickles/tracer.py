@@ -33,8 +33,8 @@ from ckptconv.pickles.traces import (
     Use,
     rebuilds,
 )
-from ckptconv.support.gc_pause import collector_paused
 from ckptconv.support.limits import in_force
+from ckptconv.support.settings import collector_paused
 
 
 @collector_paused()
@@ -54,11 +54,8 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
 
 
 def held_bytes(source: Source, held: Held) -> bytes:
-    """What a held text means as bytes: its latin-1 form.
-
-    Python 2 and the protocols up to 2 write bytes so.
-
-    Raises `ValueError` where it has none.
+    """What a held text means as bytes: its latin-1 form. Python 2 and the protocols up to 2 write
+    bytes so. Raises `ValueError` where it has none.
     """
     raw = source.read(held.offset, held.nbytes)
     return raw if held.form == "bytes" else text_of(raw, held.form).encode("latin-1")
@@ -85,10 +82,8 @@ _MOST_ALARMS = 100  # of one stream; the first one decides
 
 
 class _Tracer(ByteWindow):
-    """The stack and the memo of one stream.
-
-    They hold texts, tuples and globals as they are, `Held` for bytes, `Made` for what calls give,
-    and `_OTHER` or `_STRANGE` for the rest.
+    """The stack and the memo of one stream. They hold texts, tuples and globals as they are, `Held`
+    for bytes, `Made` for what calls give, and `_OTHER` or `_STRANGE` for the rest.
     """
 
     def __init__(self, source: Source, start: int) -> None:
@@ -120,7 +115,8 @@ class _Tracer(ByteWindow):
                     self.alarm(f"ends within its frame, {byte_window.ELSEWHERE}")
                 self.trace.end = self._at
                 return
-            if (step := steps.get(opcode)) is None:
+            step = steps.get(opcode)
+            if step is None:
                 raise Broken(f"holds the unknown opcode 0x{opcode:02x} at byte {self._at - 1}")
             step(self)
             if len(self._stack) + self._under > most or len(self._memo) > most:
@@ -196,10 +192,7 @@ class _Tracer(ByteWindow):
         self._refuse_growing(self._stack[-1])
 
     def passed_on(self, values: list[Any]) -> list[Any]:
-        """Values that go into others.
-
-        What loads streams is called by pickles, and by nothing that they call.
-        """
+        """Values that go into others; what loads streams is called by pickles alone."""
         if self._is_guarded:
             for value in [value for value in values if type(value) is NamedGlobal]:
                 if ".".join(value) in NESTED_LOADERS:
@@ -217,10 +210,7 @@ class _Tracer(ByteWindow):
             self._note_change(target, "items")
 
     def _note_change(self, target: Any, what: str) -> None:
-        """What is changed must have been made by the stream.
-
-        Of what a call gave, the uses ``changed`` tell which.
-        """
+        """What is changed must be the stream's own; of what a call gave, ``changed`` tells it."""
         if type(target) is Made:
             self.use("changed", target.func)
         elif type(target) is NamedGlobal:
@@ -260,7 +250,8 @@ class _Tracer(ByteWindow):
         held, held_name = self.line("utf-8"), self.line("utf-8")
         first = held.offset - self._base
         lines = self._window[first : self._at - self._base] if first >= 0 else b""
-        if (named := self._lines.get(lines)) is None:
+        named = self._lines.get(lines)
+        if named is None:
             named = self.name(self.short(held), self.short(held_name))
             if lines and type(named) is NamedGlobal:
                 self._lines[lines] = named
@@ -293,7 +284,8 @@ class _Tracer(ByteWindow):
         """What a call gives: bytes if it gives them, a global if its name is known, or `Made`."""
         if type(func) is not NamedGlobal:
             return self._called_result(func)
-        if (made := self._made.get(func)) is None:
+        made = self._made.get(func)
+        if made is None:
             path = f"{func.module}.{func.name}"
             if path in WATCHED or func in ATTRIBUTES:
                 return self._watched(func, path, args)
@@ -345,10 +337,7 @@ class _Tracer(ByteWindow):
         return self.name(args[0].module, f"{args[0].name}.{args[1]}")
 
     def encoded(self, text: Any) -> Held | bytes:
-        """The latin-1 form of a text.
-
-        What python 2 wrote is read as latin-1 by some and as UTF-8 by others: both are kept.
-        """
+        """The latin-1 form of a text; python 2's may be UTF-8 too, and both are kept."""
         if type(text) is Held:
             if text.form in _AS_UTF8:
                 self.kept(text._replace(form=_AS_UTF8[text.form]))
@@ -363,7 +352,8 @@ class _Tracer(ByteWindow):
 
     def build(self) -> None:
         self.passed_on([self._stack.pop()])
-        if (target := self._stack[-1]) is not _OTHER:
+        target = self._stack[-1]
+        if target is not _OTHER:
             self._note_change(target, "attributes")
 
     def persistent(self) -> None:
@@ -447,7 +437,8 @@ def _step(opcode: int, act: Callable[..., Any]) -> Callable[[_Tracer], Any]:
     if opcode in SIZED:
         width = SIZED[opcode]
         return lambda tracer: act(tracer, tracer.pass_over(tracer.number(width), form))
-    if width := FIXED[opcode]:
+    width = FIXED[opcode]
+    if width:
         return lambda tracer: act(tracer, tracer.number(width))
     return act
 

@@ -71,10 +71,7 @@ class Trace:
 
 
 def rebuilds(func: Any) -> bool:
-    """Whether a global rebuilds a tensor itself, as those of torch._utils do.
-
-    They are not given anything else to call.
-    """
+    """Whether a global rebuilds a tensor itself, given nothing else to call (torch._utils)."""
     if not isinstance(func, (NamedGlobal, Global)) or f"{func.module}.{func.name}" in CHANGERS:
         return False
     return func.name.rpartition(".")[2].startswith("_rebuild")

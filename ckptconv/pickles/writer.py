@@ -27,9 +27,7 @@ class _Put(NamedTuple):
 
 
 class _Alias(NamedTuple):
-    """A replacement: the node that stands for another, so that both are fetched from the same memo
-    entry.
-    """
+    """A replacement: the node that stands for another, fetched from the same memo entry."""
 
     node: Node
     made: Node
@@ -47,9 +45,7 @@ def write_pickle(root: Node, leaf: Leaf, overlay: Mapping[int, Node] | None = No
 
 
 class PickleWriter:
-    """One stream being written: iterative, so nesting costs no C stack; a node is memoized by
-    identity, text by value.
-    """
+    """One stream, without recursion; a node is memoized by identity, a text by value."""
 
     def __init__(self, leaf: Leaf, overlay: Mapping[int, Node]) -> None:
         self._leaf = leaf
@@ -86,7 +82,8 @@ class PickleWriter:
 
     def text(self, text: str) -> bytes:
         """The opcodes for a text: written once, fetched afterwards."""
-        if (index := self._texts.get(text)) is not None:
+        index = self._texts.get(text)
+        if index is not None:
             return _fetch(index)
         raw = text.encode("utf-8", "surrogatepass")
         index = self._texts[text] = self.count
@@ -97,7 +94,8 @@ class PickleWriter:
     def named(self, module: str, name: str) -> bytes:
         """The opcodes for a global: written once, fetched afterwards."""
         path = f"{module}\n{name}\n"
-        if (index := self._names.get(path)) is not None:
+        index = self._names.get(path)
+        if index is not None:
             return _fetch(index)
         if "\n" in module or "\n" in name or not module:
             raise RefusedObject("the name of a global holds a line break", where=f"{module}.{name}")
@@ -112,7 +110,8 @@ class PickleWriter:
             key = id(node)
         kind = type(node)
         if kind not in _NOT_LEAVES:
-            if (index := self._memo.get(key)) is None:
+            index = self._memo.get(key)
+            if index is None:
                 return self._write_leaf(node)
             self._out += _fetch(index)
         elif (plain := _SCALARS.get(kind)) is not None:

@@ -1,22 +1,28 @@
-"""SHA-256 of the values of tensors: out of one pass over the files that hold them, or tensor by
-tensor.
+"""The digests of tensors, out of one pass over the files that hold them or tensor by tensor, and of
+the files that a checkpoint consists of.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
+from ckptconv.io.digests import digested, refuse_other
+from ckptconv.io.location import Location
+from ckptconv.io.places import place_of
 from ckptconv.io.source import Range, Source
-from ckptconv.proof.manifest import TensorDigest
+from ckptconv.proof.manifest import Algorithm, TensorDigest
 from ckptconv.support.json_text import strict
-from ckptconv.support.progress import Meter
+from ckptconv.support.limits import refuse_beyond
+from ckptconv.support.progress import Counting, Meter
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
 from ckptconv.tensors.stream import verbatim_runs
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.values.named import Component
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -52,9 +58,7 @@ class Lying(NamedTuple):
 
 
 def lying(ref: TensorRef) -> Lying | None:
-    """Where the values of a tensor lie in one run; None where they are gathered, swapped, computed
-    or inflated.
-    """
+    """Where a tensor's values lie in one run; None: gathered, swapped, computed or inflated."""
     runs = verbatim_runs(ref)
     if runs is None or len(runs) != 1:
         return None
@@ -68,9 +72,7 @@ def lying(ref: TensorRef) -> Lying | None:
 
 
 def apart(runs: Iterable[Range]) -> list[Range]:
-    """Runs that do not overlap, in order: of two that do, the one that begins first, or the longer
-    one.
-    """
+    """Runs in order, without overlaps: of two, the one that begins first, or the longer one."""
     found: list[Range] = []
     end = 0
     for offset, nbytes in sorted({*runs}, key=lambda run: (run[0], -run[1])):
@@ -102,9 +104,8 @@ def tensor_digests(
     *,
     is_checked: bool = True,
 ) -> list[TensorDigest]:
-    """The digests of tensors, of which those that are not `known` are read.
-
-    With `is_checked` what is read is held against the checksums that its file declares.
+    """The digests of tensors, of which those that are not `known` are read. With `is_checked` what
+    is read is held against the checksums that its file declares.
     """
     found = [_NOTHING if not each.ref.nbytes else known(each.ref) for each in components]
     left = [each.ref for each, digest in zip(components, found, strict=True) if digest is None]
@@ -126,3 +127,77 @@ def told_of(component: Component, sha256: str) -> TensorDigest:
     # a scale may be NaN, which JSON does not have, and which is not equal to itself
     recipe = None if recipe is None else strict(recipe)
     return TensorDigest(name, ref.dtype.name, ref.shown_shape, sha256, recipe)
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+class Listed(NamedTuple):
+    """The files of a checkpoint by their paths in `home`; `is_folder`: all that lie in it."""
+
+    home: Location
+    files: Mapping[str, Location]
+    is_folder: bool
+
+
+def files_in(home: Location) -> Listed:
+    """All files in a folder. Folders whose names begin with a dot are passed over: what git and
+    caches of downloads put beside a model is not part of it.
+    """
+    files = dict(_within(home, home, "", 0))
+    refuse_beyond("shards", len(files), f"has {len(files)} files", path=home.path)
+    return Listed(home, files, is_folder=True)
+
+
+def _within(
+    folder: Location, home: Location, prefix: str, depth: int
+) -> Iterator[tuple[str, Location]]:
+    for name in folder.names():
+        place = folder.child(name)
+        kind = place.kind()
+        if kind == "file":
+            yield f"{prefix}{name}", place
+        elif kind == "folder" and not name.startswith(".") and place.stays_within(home):
+            refuse_beyond("depth", depth, "nests folders in folders", path=home.path)
+            yield from _within(place, home, f"{prefix}{name}/", depth + 1)
+
+
+def files_of(named: Sequence[Location], checkpoint: Checkpoint, tag: str | None) -> Listed:
+    """The files of an open checkpoint: where its folder was named, or a step of it chosen, all that
+    are in there; else the files that were named, and those that are read.
+    """
+    first = named[0]
+    if first.is_folder():
+        own = place_of(checkpoint.path)
+        if tag is None:
+            return files_in(first)
+        return files_in(own if own.is_folder() else own.parent)
+    home = first.parent
+    base = f"{home.path}/"
+    files = {place.name: place for place in named}
+    known = {str(place.path) for place in named}
+    for source in checkpoint.sources:
+        path = str(source.path)
+        if path not in known and path.startswith(base):
+            files[path[len(base) :]] = place_of(source.path)
+    return Listed(home, files, is_folder=False)
+
+
+def file_digest(place: Location, algorithm: Algorithm, meter: Counting) -> str:
+    """The hexadecimal digest of a file, read once, and held against what its server says."""
+    with closing(place.open()) as source:
+        if algorithm == "sha256":
+            found = digested(source, (), meter).result().whole
+            refuse_other(source, found)
+        else:
+            found = _git_name(source, meter)
+        source.check_unchanged()
+        return found
+
+
+def _git_name(source: Source, meter: Counting) -> str:
+    digest = hashlib.sha1(b"blob %d\0" % source.size, usedforsecurity=False)
+    for view in source.stream([(0, source.size)]):
+        digest.update(view)
+        meter.add(len(view))
+    return digest.hexdigest()

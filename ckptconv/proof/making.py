@@ -18,13 +18,14 @@ from ckptconv.io.outputs import file_output
 from ckptconv.io.places import Named, Place, place_of, places_of
 from ckptconv.io.source import Range, Source
 from ckptconv.proof.digesting import (
+    Listed,
     Lying,
     apart,
+    files_of,
     lying,
     note_checksums,
     tensor_digests,
 )
-from ckptconv.proof.files import Listed, files_of
 from ckptconv.proof.manifest import FileDigest, Manifest, TensorDigest, manifest_of
 from ckptconv.support.choices import (
     refuse_no_flag,
@@ -131,7 +132,8 @@ class _Pass:
 
     def run(self, on_progress: OnProgress | None) -> Manifest:
         for each in {id(one.ref): one.ref for one in self.components}.values():
-            if (at := lying(each)) is not None:
+            at = lying(each)
+            if at is not None:
                 self.lies.setdefault(id(at.source), []).append(at)
         sources = {str(at[0].source.path): at[0].source for at in self.lies.values()}
         sizes = [self._size(name, sources) for name in self.listed.files]
@@ -147,14 +149,16 @@ class _Pass:
 
     def _size(self, name: str, sources: dict[str, Source]) -> int:
         place = self.listed.files[name]
-        if (own := sources.get(str(place.path))) is not None:
+        own = sources.get(str(place.path))
+        if own is not None:
             return own.size
         with closing(place.open()) as source:
             return source.size
 
     def _file(self, name: str, sources: dict[str, Source], meter: Meter) -> FileDigest:
         place = self.listed.files[name]
-        if (own := sources.get(str(place.path))) is not None:
+        own = sources.get(str(place.path))
+        if own is not None:
             return FileDigest(name, self._digest(own, meter))
         with closing(place.open()) as source:
             found = digested(source, (), meter).result().whole

@@ -122,9 +122,7 @@ def tensor_document(tensor: TensorDigest) -> dict[str, Any]:
 
 
 def _file_line(file: FileDigest) -> str:
-    """As sha256sum writes it: a name with a line break or a backslash is escaped, which a backslash
-    before the digest says.
-    """
+    """As sha256sum writes it: a backslash in front says that line breaks are escaped."""
     escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     mark = "\\" if escaped != file.name else ""
     return f"{mark}{file.digest}  {escaped}"
@@ -207,7 +205,8 @@ _ESCAPES = {"\\": "\\", "n": "\n", "r": "\r"}
 def file_in(line: str, path: PurePath, where: str) -> FileDigest:
     """The file that a line of sha256sum tells of, in either of its two forms."""
     line = line.removesuffix("\r")
-    if found := _LINE.fullmatch(line):
+    found = _LINE.fullmatch(line)
+    if found:
         mark, digest, name = found.groups()
     elif found := _BSD_LINE.fullmatch(line):
         mark, name, digest = found.groups()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptconv.keys.wrappers import MODULE
+from ckptconv.keys.rules import MODULE
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.text import quoted
 from ckptconv.tree.checkpoint import Checkpoint
@@ -14,12 +14,11 @@ from ckptconv.tree.state_dicts import find
 def prefix_notes(
     checkpoint: Checkpoint, only: str | None, asked: set[str], there: set[str]
 ) -> Iterator[str]:
-    """Say what helps where all names differ by what stands before them: a part of the checkpoint,
-    or prefixes of its keys.
-    """
+    """What helps where names differ by what is before them: a part, or a prefix of keys."""
     if not asked or not there or not asked.isdisjoint(there):
         return
-    if (prefix := _before(asked, there)) is not None:
+    prefix = _before(asked, there)
+    if prefix is not None:
         part, keys = _parted(checkpoint, only, prefix)
         if not keys:
             yield f"the names of the manifest are those in {part}: add --only {quoted(part)}"

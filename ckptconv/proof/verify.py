@@ -8,13 +8,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.location import Location, require
 from ckptconv.io.places import Named, Place, local_path, place_of, places_of
-from ckptconv.proof.digesting import Sha256, tensor_digests, told_of
-from ckptconv.proof.files import Listed, file_digest, files_in, files_of
+from ckptconv.proof.digesting import (
+    Listed,
+    Sha256,
+    file_digest,
+    files_in,
+    files_of,
+    tensor_digests,
+    told_of,
+)
 from ckptconv.proof.making import components_of
 from ckptconv.proof.manifest import FileDigest, Kind, Manifest, TensorDigest
 from ckptconv.proof.prefixes import prefix_notes
@@ -27,8 +35,10 @@ from ckptconv.support.choices import (
 )
 from ckptconv.support.errors import (
     CheckpointError,
+    MissingDependency,
     OptionRefused,
     UnsupportedCheckpoint,
+    VerificationFailed,
 )
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.records import dataclass
@@ -46,7 +56,6 @@ it is in the manifest and not there, there and not in the manifest, or cannot be
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """A tensor (or a file, with `is_file`) that is not what the manifest says, and how it is not.
-
     `detail` is what the checkpoint has and what the manifest says, where that is short.
     """
 
@@ -289,9 +298,7 @@ _Pairs = list[tuple[FileDigest, "Location | None"]]
 
 
 def _pairs(listed: Listed, wanted: Manifest, place: Location) -> tuple[_Pairs, tuple[str, ...]]:
-    """Each file of the manifest with that which is there. Of a single file that was named, only
-    what is told of it.
-    """
+    """Each file of the manifest with what is there; of one that was named, what is told of it."""
     if listed.is_folder:
         if any(not file.name for file in wanted.files):
             hint = "name the file that it stands for"
@@ -318,7 +325,8 @@ def _pairs(listed: Listed, wanted: Manifest, place: Location) -> tuple[_Pairs, t
 
 def _found(listed: Listed, name: str) -> Location | None:
     """The file of a name in a folder, also where it lies in a folder that is passed over."""
-    if (own := listed.files.get(name)) is not None:
+    own = listed.files.get(name)
+    if own is not None:
         return own
     place = listed.home.child(name)
     return place if place.is_file() else None
@@ -368,15 +376,13 @@ def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
 def _signature(
     source: Named, wanted: Manifest, place: Location, public_key: str | os.PathLike[str] | None
 ) -> Literal["", "good", "unverified"]:
-    """What is known of the signature of a ``model.sig``; its own library says whether it is
-    good.
-    """
+    """What is known of the signature of a ``model.sig``; its library says if it is good."""
     if wanted.kind != "OMS signature":
         return ""
     if public_key is None:
         return "unverified"
     refuse_no_path(public_key=public_key)
-    from ckptconv.proof.signing import verify_signature
+    from ckptconv.proof.verify import verify_signature
 
     told = "is to be on this machine, where model-signing reads it"
     model, signature, key = (
@@ -384,3 +390,23 @@ def _signature(
     )
     verify_signature(model, signature, key)
     return "good"
+
+
+def verify_signature(model: Path, signature: Path, public_key: Path) -> None:
+    """Have model-signing verify that the owner of a key signed a model as it is now. It hashes the
+    files itself. Raises `VerificationFailed` where it says no, and `MissingDependency` without it.
+    """
+    try:
+        from model_signing import verifying
+    except ImportError as error:
+        what = "verifying a signature needs model-signing, which is not installed"
+        hint = "pip install 'ckptconv[signing]'; without --public-key the digests are compared"
+        raise MissingDependency(what, hint=hint) from error
+    config = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
+    try:
+        config.verify(model, signature)
+    except Exception as error:  # it raises errors of many libraries, a ValueError mostly
+        first = str(error).partition("\n")[0] or type(error).__name__
+        what = f"model-signing does not verify it ({first[:300]})"
+        hint = "do not trust the model; or this is not the key that signed it"
+        raise VerificationFailed(what, path=signature, hint=hint) from error

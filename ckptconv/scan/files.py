@@ -1,10 +1,13 @@
-"""Is it safe to load? Judges files and folders by the worst name in them; executes nothing."""
+"""Is it safe to load? Judges files and folders by the worst name in them; executes nothing. What
+came out of a file is escaped where it is shown.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,14 +20,19 @@ from ckptconv.io.places import Place, place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
 from ckptconv.scan.pickles import Room, Sighting, Stream
-from ckptconv.scan.scanner import Scanner
+from ckptconv.scan.scanner import Scanner, is_inert
 from ckptconv.support.choices import refuse_no_source, spelling_checked
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
-from ckptconv.support.gc_pause import collector_paused
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    printable,
+)
 from ckptconv.support.limits import Limits, in_force, limits
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.records import dataclass
-from ckptconv.support.report import html_table, short_repr
+from ckptconv.support.report import LISTED, Fields, Row, html_table, short_repr
+from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import count_text
 
 __all__ = ["Scan", "ScannedFile", "Sighting", "scan_checkpoint"]
@@ -32,10 +40,7 @@ __all__ = ["Scan", "ScannedFile", "Sighting", "scan_checkpoint"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScannedFile:
-    """What was found in one file.
-
-    `kind` says what the file is; `pickles` counts those in it, nested ones included.
-    """
+    """What was found in a file: its `kind`, how many `pickles`, nested ones included."""
 
     path: str
     kind: str
@@ -114,7 +119,8 @@ def scan_checkpoint(source: Place | Readable, *, on_progress: OnProgress | None 
 def _size(place: Location) -> int:
     """The size of a file that will be scanned; 0 for what will not be."""
     try:
-        if (path := place.local()) is None:
+        path = place.local()
+        if path is None:
             with closing(place.open()) as source:
                 return source.size
         found = path.stat()
@@ -156,7 +162,8 @@ class _CountedSource(WrappedSource):
 
 def _listed(home: Location, note: Callable[[OSError], None]) -> Iterator[Location]:
     """The files of a folder and of those in it, and links to further folders."""
-    if (folder := home.local()) is None:
+    folder = home.local()
+    if folder is None:
         yield from _listed_elsewhere(home)
         return
     for base, folders, names in os.walk(folder, onerror=note):
@@ -211,9 +218,7 @@ def _scan_file(place: Location, read: Meter, *, in_folder: bool = False) -> Scan
 
 
 def _malformed(path: Location) -> Iterator[Sighting]:
-    """What makes a conversion refuse a file whose names are plain: it may be read in two ways, and
-    one was scanned.
-    """
+    """Why a conversion refuses a file of plain names: it can be read in two ways, one scanned."""
     most = in_force()
     nodes = min(most.nodes, _OPENED.nodes)
     pickle_bytes = min(most.pickle_bytes, _OPENED.pickle_bytes)
@@ -261,9 +266,7 @@ def _item_findings(place: Location) -> Iterator[Sighting]:
 
 
 def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> Iterator[Sighting]:
-    """What lies in ranges of a file that are not archives of their own, which are looked into with
-    the file.
-    """
+    """What lies in ranges of a file that are no archives; those are looked into with the file."""
     scanner = Scanner(Room(source.size))
     ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
     if sum(length for _, length in ranges) > source.size:
@@ -273,3 +276,56 @@ def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> 
     for offset, length in ranges:
         scanner.scan(Stream(RangeSource(source, offset, length), f"{name}/byte {offset}"))
     yield from (finding for finding in scanner.findings if finding.level != "plain")
+
+
+# ------------------------------------------------------------------------------------ text and JSON
+
+
+def scan_headline(scan: Scan) -> str:
+    """The line that says how safe a path is."""
+    pickles = count_text(sum(file.pickles for file in scan.files), "pickle")
+    if not scan.files:
+        return f"{printable(scan.path)}: a folder without files"
+    said = f"{_SAID[scan.level]} ({count_text(len(scan.files), 'file')}, {pickles})"
+    kind = scan.files[0].kind
+    if len(scan.files) == 1 and not scan.files[0].findings and is_inert(kind):
+        said = f"not a checkpoint ({kind}); nothing in it can run when it is loaded"
+    return f"{printable(scan.path)}: {said}"
+
+
+_SAID = {
+    "plain": "holds only what ordinary checkpoints hold",
+    "unknown": "nothing dangerous was found, but some of it is unknown",
+    "dangerous": "DANGEROUS: do not load",
+}
+
+
+def scans_headline(levels: Sequence[str]) -> str:
+    """How several paths were judged; ``unread`` is what could not be."""
+    counted = Counter(levels)
+    order = ("dangerous", "unknown", "plain", "unread")
+    said = ", ".join(f"{counted[level]} {level}" for level in order if counted[level])
+    return f"{count_text(len(levels), 'path')}: {said}"
+
+
+def scan_lines(scan: Scan) -> Iterator[Row]:
+    """What was found, as rows, file by file; plain names are left out."""
+    for file in scan.files:
+        odd = [finding for finding in file.findings if finding.level != "plain"]
+        yield from (Row(one.level, _finding_text(scan, file, one)) for one in odd[:LISTED])
+        if len(odd) > LISTED:
+            yield Row(odd[LISTED].level, f"{printable(file.path)}: and {len(odd) - LISTED:,} more")
+
+
+def _finding_text(scan: Scan, file: ScannedFile, finding: Sighting) -> str:
+    place = [file.path if len(scan.files) > 1 else "", finding.where, finding.name]
+    return ": ".join([*(printable(part) for part in place if part), printable(finding.reason, 500)])
+
+
+SCAN = Fields(
+    "path level files",
+    files=Fields(
+        "path kind level pickles findings", findings=Fields("level name where byte=at reason")
+    ),
+)
+"""The document of a scan, plain names included."""

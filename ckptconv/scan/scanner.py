@@ -48,9 +48,8 @@ _NUMPY = b"\x93NUMPY"
 
 
 def _is_tar_header(block: bytes) -> bool:
-    """Whether a member of a tar file begins so; `tarfile` knows it by its checksum alone.
-
-    That is the sum of the 512 bytes, those of the checksum itself taken as spaces.
+    """Whether a member of a tar file begins so; `tarfile` knows it by its checksum alone. That is
+    the sum of the 512 bytes, those of the checksum itself taken as spaces.
     """
     field = block[148:156].strip(b" \0")
     if len(block) < _BLOCK or not field.isdigit() or b"8" in field or b"9" in field:
@@ -146,7 +145,8 @@ class ArchiveScanner(PickleScanner):
         try:
             records = read_directory(source)
         except CheckpointError as error:
-            if len(parts := joined_archives(source)) > 1:
+            parts = joined_archives(source)
+            if len(parts) > 1:
                 for start, size in parts:
                     self.scan(stream.part(start, size, stream.named(f"byte {start}")))
                 return f"{len(parts)} zips"
@@ -260,10 +260,7 @@ class ArchiveScanner(PickleScanner):
                 done = max(done, look(stream, at))
 
     def _uncertain(self, stream: Stream, at: int) -> int:
-        """Follow what may be a pickle.
-
-        Gives the byte behind it, or 0 if what lies in it must be looked at too.
-        """
+        """Follow what may be a pickle; the byte behind it, or 0 to look at what is in it too."""
         self._room.followed += _LOOK
         return self._pickle(stream, at, certain=False)
 
@@ -336,7 +333,8 @@ class Scanner(ArchiveScanner):
         packed = (
             one for one in STRANGERS if one.is_packed and head[one.at :].startswith(one.magic)
         )
-        if (stranger := next(packed, None)) is not None:
+        stranger = next(packed, None)
+        if stranger is not None:
             self._odd(stream.where, f"{stranger.what}: what is in it was not looked at")
         elif _is_zlib(head) or _LZMA(head):
             what = "looks compressed by zlib or lzma, as joblib does it"
@@ -344,9 +342,8 @@ class Scanner(ArchiveScanner):
         return _text_kind(head) or "no pickle"
 
     def _json(self, stream: Stream) -> None:
-        """Look into the pickles in a text of stable-baselines3.
-
-        Functions in them are byte code, of which nothing is known.
+        """Look into the pickles in a text of stable-baselines3. Functions in them are byte code, of
+        which nothing is known.
         """
         source, where, limits = stream.source, stream.where, in_force()
         most = limits.text_bytes
@@ -370,10 +367,7 @@ class Scanner(ArchiveScanner):
 
 
 def _as_function(finding: Sighting) -> Sighting:
-    """A name of cloudpickle, if it writes functions with it: unknown.
-
-    What they do stands in their byte code.
-    """
+    """A name by which cloudpickle writes functions: unknown, as what they do is byte code."""
     if not finding.name.startswith("cloudpickle."):
         return finding
     return replace(finding, level="unknown", reason="makes functions from byte code in the pickle")

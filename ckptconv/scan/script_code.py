@@ -23,9 +23,7 @@ Kind: TypeAlias = Literal["text", "bytecode", "model"]
 
 
 class Called(NamedTuple):
-    """Something that code uses and that is not plain: its name in the code, how it is judged, and
-    the byte where first.
-    """
+    """What code uses that is not plain: its name there, how it is judged, the byte where first."""
 
     name: str
     verdict: Verdict
@@ -59,9 +57,7 @@ def script_records(names: Iterable[str]) -> dict[str, Kind]:
 
 def old_code_records(model: bytes, name: str, names: Iterable[str], path: PurePath) -> list[str]:
     """The records of code that the ``model.json`` of before torch 1.4, the record `name`, speaks
-    of.
-
-    Raises `MalformedCheckpoint` where it is none.
+    of. Raises `MalformedCheckpoint` where it is none.
     """
     root = name[: -len("model.json")].lower()
     found: set[str] = set()
@@ -81,9 +77,7 @@ def old_code_records(model: bytes, name: str, names: Iterable[str], path: PurePa
 # ----------------------------------------------------------------------------------------- bytecode
 
 _OPERATOR = re.compile(rb"X(.)\0\0\0(?=[A-Za-z_]\w*::)", re.DOTALL)
-"""A text of a pickle that may be the name of an operator: the opcode BINUNICODE and the length, of
-which one byte is enough.
-"""
+"""A text of a pickle that may name an operator: BINUNICODE, and one byte of its length."""
 
 
 def judged_bytecode(raw: bytes) -> list[Called]:
@@ -97,9 +91,7 @@ _IN_FLATBUFFER = re.compile(
 
 
 def judged_flatbuffer(raw: bytes) -> list[Called]:
-    """The dangerous operators that a flatbuffer names: in its bytecode, or in the texts that torch
-    compiles for a computer.
-    """
+    """The dangerous operators in a flatbuffer: of bytecode, or of texts that torch compiles."""
     found = (
         _called(match[0].decode().replace(" ", "").split("."), match.start())
         if match[0]
@@ -237,7 +229,8 @@ _DANGEROUS = {
 
 def judge_operator(namespace: str, name: str) -> Verdict:
     """How a call of `namespace::name` in the code of a TorchScript archive is judged."""
-    if reason := _DANGEROUS.get(f"{namespace}::{name}"):
+    reason = _DANGEROUS.get(f"{namespace}::{name}")
+    if reason:
         return Verdict("dangerous", reason)
     if namespace in _COMPUTING or (namespace == "aten" and _base(name) in _ATEN):
         return Verdict("plain", "computes")

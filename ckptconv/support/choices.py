@@ -8,11 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
-from ckptconv.support.errors import (
-    OptionRefused,
-    UnknownOption,
-    printable,
-)
+from ckptconv.support.errors import OptionRefused, UnknownOption, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,9 +39,7 @@ def refuse_other(option: str, given: object, choices: Sequence[str], *, further:
 
 
 def refuse_no_keys(given: object) -> None:
-    """Raise `OptionRefused` unless `keys` is one of its words; made rules are for the caller to
-    tell.
-    """
+    """Raise `OptionRefused` unless `keys` is one of its words; a caller tells of made rules."""
     refuse_other("keys", given, KEYS, further=", or give KeyRules or a function")
 
 
@@ -123,9 +117,7 @@ refuse_no_text = _refusing(
 refuse_no_flag = _refusing(
     lambda flag: type(flag) is bool, "is not a choice", "choose True or False"
 )
-"""Raises `OptionRefused` unless each option is True or False: the text "no" counts as true in
-Python.
-"""
+"""Raises `OptionRefused` unless each option is True or False: "no" counts as true in Python."""
 
 refuse_no_texts = _refusing(
     lambda texts: (
@@ -174,9 +166,7 @@ def refuse_no_paths(option: str, given: object) -> None:
 
 
 def refuse_no_source(**given: object) -> None:
-    """Raise `OptionRefused` unless each option names a file or a folder, or is a file that is open
-    for reading.
-    """
+    """Raise `OptionRefused` unless each option is a file, a folder, or an open file."""
     for option, source in given.items():
         if not hasattr(source, "read"):
             refuse_no_path(**{option: source})
@@ -264,7 +254,8 @@ def spelling_checked(function: F, words: Sequence[str] = ()) -> F:
             if once[name] in given:
                 raise UnknownOption(f"{name} is now called {once[name]}, and both are given")
             given[once[name]] = given.pop(name)
-        if unknown := [name for name in given if name not in options]:
+        unknown = [name for name in given if name not in options]
+        if unknown:
             raise unknown_option(unknown[0], options)
         if any(type(item).__name__ == "Options" for item in args[code.co_argcount :]):
             hint = "plan_conversion takes them; here each option has its name: dtype='bf16'"

@@ -155,9 +155,7 @@ class CheckpointError(Exception):
         return f"{type(self).__name__}({str(self)!r})"
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[Any, ...], dict[str, Any]]:
-        """An error is made again of what it says, for not all take the arguments that
-        `BaseException` would give them.
-        """
+        """An error is made again of what it says: not all take the arguments of `BaseException`."""
         builtin = {
             name: value for name in _OF_BUILTINS if (value := getattr(self, name, None)) is not None
         }
@@ -360,9 +358,7 @@ class AmbiguousStateDict(CheckpointError):
 
 
 class MissingTensor(AmbiguousStateDict, KeyError):
-    """No tensor of a checkpoint has this name, or several have; as with `KeyError`, `in` and `get`
-    answer for it.
-    """
+    """No tensor has this name, or several have; `in` and `get` answer, as with `KeyError`."""
 
 
 class KeyMismatch(CheckpointError):
@@ -410,10 +406,7 @@ _FEW = 3  # problems in one line
 
 
 class MissingDependency(CheckpointError, ImportError):
-    """A package that this needs is not installed, or cannot be imported.
-
-    The hint is the command that installs it.
-    """
+    """A package is not installed, or cannot be imported; the hint is how to install it."""
 
 
 class DeviceUnavailable(CheckpointError):

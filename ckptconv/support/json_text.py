@@ -22,7 +22,6 @@ def read_object(
     raw: bytes, path: PurePath, where: str, *, of_python: bool = False
 ) -> dict[str, Any]:
     """The JSON object in `raw`; `MalformedCheckpoint` if it is another value or repeats a name.
-
     `of_python`: it may hold NaN and Infinity, as Python writes them (``config.json`` of Mamba 2).
     """
     refuse_crowded(raw, path, where)
@@ -37,17 +36,13 @@ def read_object(
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a place of a text, and the place behind it; `ValueError` where there is
-    none, or a name is repeated.
-    """
+    """The JSON value at a place, and the place behind; `ValueError` for none, or a double name."""
     decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
     return decoder.raw_decode(text, at)
 
 
 def refuse_crowded(raw: bytes, path: PurePath, where: str | None) -> None:
-    """Raise `MalformedCheckpoint` for a JSON text of little but lists and objects, each 20 times as
-    large in memory.
-    """
+    """Raise `MalformedCheckpoint` for little but lists and objects, each 20 times as large made."""
     count = raw.count(b"[") + raw.count(b"{")
     if count > _FREE and count * _BYTES > len(raw):
         raise malformed(

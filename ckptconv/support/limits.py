@@ -140,9 +140,7 @@ defaults.
 
 
 def refuse_beyond(limit: str, needed: int, what: str, **told: Any) -> None:
-    """Raise `LimitExceeded` where `needed` is beyond the limit of that name; `told` is what else
-    the error says.
-    """
+    """Raise `LimitExceeded` where `needed` is beyond that limit; `told`: what else is said."""
     allowed = getattr(in_force(), limit)
     if needed > allowed:
         raise LimitExceeded(what, limit=limit, allowed=allowed, needed=needed, **told)
@@ -167,9 +165,7 @@ def limits(**changes: float) -> Iterator[Limits]:
 
 
 def merged(opened: Limits) -> Limits:
-    """The limits for something that was opened under `opened`: what is set here, else what was set
-    there.
-    """
+    """The limits for what was opened under `opened`: what is set here, else what was set there."""
     here = in_force()
     if here is opened or opened is DEFAULTS:
         return here

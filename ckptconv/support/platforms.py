@@ -69,7 +69,6 @@ NO_SPACE = tuple(
 
 def open_to_read(path: str | os.PathLike[str]) -> int:
     """A descriptor of what is at `path`, in binary mode and without waiting for a pipe's writer.
-
     `IsADirectoryError` for a folder where folders cannot be opened; elsewhere a descriptor of it.
     """
     try:
@@ -91,10 +90,7 @@ def most_open_files() -> int | None:
 
 
 def create_file(path: Path) -> int:
-    """A descriptor of a new file, in binary mode, to write and read.
-
-    `FileExistsError` where there is one.
-    """
+    """A descriptor of a new file, in binary mode, to write and read; else `FileExistsError`."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | _CLOEXEC, 0o666)
 
 
@@ -187,9 +183,8 @@ def temporary_folder() -> str:
 
 
 def fill_descriptors() -> None:
-    """Take the numbers 0, 1 and 2 where they are free, which an output would get otherwise.
-
-    Nothing can be written to number 1 then.
+    """Take the numbers 0, 1 and 2 where they are free, which an output would get otherwise. Nothing
+    can be written to number 1 then.
     """
     for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
@@ -262,10 +257,7 @@ def next_data(fd: int, offset: int, size: int) -> int:
 
 
 def path_of_open(fd: int) -> str | None:
-    """A path that leads to an open file whatever becomes of its name (Linux).
-
-    None where there is none.
-    """
+    """A path to an open file whatever becomes of its name (Linux); None where there is none."""
     through_fd = f"/proc/self/fd/{fd}"
     return through_fd if Path(through_fd).exists() else None
 
@@ -274,14 +266,12 @@ def path_of_open(fd: int) -> str | None:
 
 
 class FileInUse(PermissionError):
-    """A name that cannot be given, for what has it is open, here or elsewhere, or read-only
-    (Windows)."""
+    """A name that cannot be given: who has it is open somewhere, or read-only (Windows)."""
 
 
 def link(made: Path, target: Path) -> None:
-    """Give a file a second name, in one step.
-
-    `FileExistsError` where the name is taken, another `OSError` where the file system has no links.
+    """Give a file a second name, in one step. `FileExistsError` where the name is taken, another
+    `OSError` where the file system has no links.
     """
     if not hasattr(os, "link"):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -289,10 +279,7 @@ def link(made: Path, target: Path) -> None:
 
 
 def replace(made: Path, target: Path) -> None:
-    """Give the file `made` the name `target` in one step, whoever has it.
-
-    Windows: `FileInUse` while that one is open.
-    """
+    """Give `made` the name `target` in one step, whoever has it; Windows: `FileInUse` if open."""
     _unless_in_use(made.replace, made, target)
 
 
@@ -323,10 +310,7 @@ for a moment."""
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Two names change places in one step, by renameat2(2).
-
-    False where the system or the file system lacks it.
-    """
+    """Two names change places in one step, by renameat2(2); False where that is lacking."""
     call = getattr(_libc(), "renameat2", None)  # glibc 2.28, musl 1.2.4
     at_cwd, swap = -100, 2
     if call is None:
@@ -340,27 +324,22 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def give_owner(path: Path, uid: int, gid: int) -> None:
-    """Give a file to a user and a group, where this process may.
-
-    Windows: files belong to who writes them.
-    """
+    """Give a file to a user and a group, where this process may; on Windows to nobody."""
     if hasattr(os, "chown"):
         with contextlib.suppress(PermissionError):
             os.chown(path, uid, gid)
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder of this user alone.
-
-    Windows: with the rights of the folder around it, for files keep those that they were made with.
+    """Make a folder of this user alone. Windows: with the rights of the folder around it, for files
+    keep those that they were made with.
     """
     path.mkdir(mode=0o777 if ON_WINDOWS else 0o700)
 
 
 def is_own(path: Path) -> bool:
-    """Whether this user made what is at `path`; a link is asked for itself.
-
-    Windows does not tell, but each user has a temporary folder there.
+    """Whether this user made what is at `path`; a link is asked for itself. Windows does not tell,
+    but each user has a temporary folder there.
     """
     return not hasattr(os, "geteuid") or path.lstat().st_uid == _os.geteuid()
 
@@ -404,10 +383,8 @@ _LOCK = ".ckptconv-lock"
 
 
 class FolderLock(NamedTuple):
-    """What a folder is locked by until it is closed, or the process ends.
-
-    That is the folder's own descriptor, or that of a `file` in it; below 0 where there are no
-    locks.
+    """What a folder is locked by until it is closed, or the process ends. That is the folder's own
+    descriptor, or that of a `file` in it; below 0 where there are no locks.
     """
 
     fd: int
@@ -415,17 +392,15 @@ class FolderLock(NamedTuple):
     file: Path | None = None
 
     def take(self, *, wait: bool) -> None:
-        """Take the lock; without `wait`, `BlockingIOError` when another has it.
-
-        Another `OSError` where locks are unknown.
+        """Take the lock; without `wait`, `BlockingIOError` when another has it. Another `OSError`
+        where locks are unknown.
         """
         if self.fd < 0:
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         (_lock_byte if self.file else _flock)(self.fd, wait)
 
     def inside(self) -> Path:
-        """Where files are made: the folder itself, or one in it, which can be renamed while `file`
-        is open."""
+        """Where files are made: the folder, or one in it, to be renamed while `file` is open."""
         if self.file is None:
             return self.folder
         inner = self.folder / "made"
@@ -442,10 +417,7 @@ class FolderLock(NamedTuple):
 
 
 def folder_lock(folder: Path, *, follow: bool = False) -> FolderLock:
-    """What `folder` can be locked by.
-
-    It is not locked yet. A link is followed only with `follow`.
-    """
+    """What `folder` can be locked by, not locked yet; a link is followed only with `follow`."""
     if ON_WINDOWS:
         file = folder / _LOCK
         return FolderLock(os.open(file, os.O_RDWR | os.O_CREAT | _BINARY, 0o666), folder, file)
@@ -520,18 +492,12 @@ def sync(fd: int) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Have the disk confirm the content of a file that is closed.
-
-    Windows syncs only what may be written to.
-    """
+    """Have the disk confirm a file that is closed; Windows syncs what may be written to."""
     _sync_path(path, os.O_RDWR | _BINARY | _CLOEXEC if ON_WINDOWS else _READ)
 
 
 def sync_folder(path: Path) -> None:
-    """Have the disk confirm the names in a folder.
-
-    Windows cannot be asked to; NTFS keeps a journal of names.
-    """
+    """Have the disk confirm the names in a folder; not on Windows, where NTFS has a journal."""
     if not ON_WINDOWS:
         _sync_path(path, _FOLDER)
 
@@ -590,10 +556,7 @@ def _detached(duplicate: Any) -> int | None:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What this user may still write to the file system of `folder`.
-
-    None where it does not tell.
-    """
+    """What this user may still write to the file system of `folder`; None: it does not tell."""
     import shutil
 
     found = shutil.disk_usage(folder)
@@ -624,16 +587,12 @@ STOPPING: tuple[signal.Signals, ...] = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
     if hasattr(signal, name)
 )
-"""The signals by which a program is asked to stop.
-
-SIGBREAK is Windows' Ctrl-Break and a console that is closed.
-"""
+"""The signals that ask a program to stop; SIGBREAK: Ctrl-Break and a closed console, of Windows."""
 
 
 def signal_main_thread(number: int) -> None:
-    """Have the handler of a signal called in the main thread, as soon as may be.
-
-    pthread_kill(2) wakes it from a read or a sleep.
+    """Have the handler of a signal called in the main thread, as soon as may be. pthread_kill(2)
+    wakes it from a read or a sleep.
     """
     ident = threading.main_thread().ident
     if hasattr(signal, "pthread_kill") and ident is not None:
@@ -643,8 +602,7 @@ def signal_main_thread(number: int) -> None:
 
 
 def can_set_alarm() -> bool:
-    """Whether an alarm can be set: in the main thread, where there are alarms and nobody else uses
-    them."""
+    """Whether an alarm can be set: in the main thread, where nobody else uses alarms."""
     main = threading.current_thread() is threading.main_thread()
     return (
         main and hasattr(signal, "SIGALRM") and signal.getsignal(_signal.SIGALRM) == signal.SIG_DFL

@@ -112,9 +112,7 @@ _ERROR = Fields(
 
 
 def error_document(error: CheckpointError, exit_code: int) -> dict[str, Any]:
-    """An error as JSON values, with the exit code of the program; of keys that do not fit, what
-    became of each.
-    """
+    """An error as JSON values, with the program's exit code; of keys that do not fit, each one."""
     document: dict[str, Any] = {"error": {**_ERROR.of(error), "exit_code": exit_code}}
     if isinstance(error, KeyMismatch) and error.fit is not None:
         document["fit"] = error.fit.document()
@@ -160,7 +158,8 @@ def html_table(
     shown = [_html_row(row, "td", cells) for row in islice(remaining, most)]
     if head and shown:
         shown.insert(0, _html_row(head, "th"))
-    if left := more + sum(1 for _ in remaining):
+    left = more + sum(1 for _ in remaining)
+    if left:
         shown.append(_html_row((f"and {left:,} more",), "td", cells))
     return f"<table><caption>{_cell(title)}</caption>{''.join(shown)}</table>"
 

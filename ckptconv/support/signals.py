@@ -25,9 +25,7 @@ class _End(SystemExit):
 
 @dataclass(slots=True)
 class _Asked:
-    """The last signal that asked for a stop, and the exception that is on its way for it, if there
-    still is one.
-    """
+    """The last signal that asked for a stop, and the exception on its way for it, if any."""
 
     number: int = 0
     stopping: Callable[[], object] = lambda: None
@@ -52,9 +50,7 @@ def stop_in_good_order() -> None:
 
 
 def missed_stop() -> int | None:
-    """The exit code of a stop that was asked for, which a program that got to its end never heard
-    of; None without one.
-    """
+    """The exit code of a stop that a program at its end never heard of; None without one."""
     return 128 + _ASKED.number if _ASKED.number else None
 
 
@@ -65,9 +61,7 @@ def _stop(number: int, _: object) -> None:
 
 
 def _watched(number: int) -> BaseException:
-    """Made here, for a variable of the function that raises it would keep it alive, as a part of
-    its own traceback.
-    """
+    """Made here: a variable of who raises it would keep it alive, in its own traceback."""
     stopping = _Interrupt() if number == signal.SIGINT else _End(128 + number)
     _ASKED.number, _ASKED.stopping = number, weakref.ref(stopping)
     return stopping
@@ -86,10 +80,8 @@ def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Signals that would stop the program are delivered when the block has ended.
-
-    Python runs signal handlers in the main thread only, so in any other thread there is nothing to
-    hold back.
+    """Signals that would stop the program are delivered when the block has ended. Python runs
+    signal handlers in the main thread only, so in any other thread there is nothing to hold back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -62,7 +62,8 @@ class Table:
             line = _aligned((name, *row[1:]), shown, widths, lefts)
             yield Row("", shortened(line, width) if has_cuts else line, level)
             yield from below(number)
-        if lacking := [name for at, name in enumerate(self.head) if at not in shown]:
+        lacking = [name for at, name in enumerate(self.head) if at not in shown]
+        if lacking:
             text = f"no room for {', '.join(lacking)}: widen the terminal, or use --json"
             yield from (Row("", line) for line in wrapped(text, width))
 

@@ -72,7 +72,8 @@ def runs_of(value: TensorRef | Storage) -> list[Run]:
     """The bytes that are read for a storage or a tensor, in about the order in which they are."""
     if isinstance(value, Storage):
         return _runs_in(value, 0, value.nbytes)
-    if (runs := verbatim_runs(value)) is not None:
+    runs = verbatim_runs(value)
+    if runs is not None:
         return [run for part in runs for run in _runs_in(*part)]
     return _interleaved([_extent(piece, value.dtype.itemsize) for piece in value.pieces])
 

@@ -83,9 +83,7 @@ class _Narrowing:
     saturates: bool = False
 
     def counted(self, numbers: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
-        """Which of the values at or above the limit count as lost: infinite ones only where they
-        become numbers.
-        """
+        """Which values at or above the limit are lost: infinite ones if they become numbers."""
         import numpy as np
 
         counted: NDArray[np.bool_] = np.isfinite(numbers)
@@ -133,9 +131,7 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
 
 
 def _step(source: DType, target: DType, size: int) -> Callable[[Bits, Bits], int]:
-    """What casts up to `size` elements from its first argument into its second, and counts those
-    that overflow.
-    """
+    """What casts up to `size` elements of its first argument into its second; counts overflows."""
     import numpy as np
 
     if source.name == "bfloat16" and target.name == "float32":
@@ -186,9 +182,7 @@ def _to_bfloat16(items: Bits, codes: Bits) -> int:
 
 
 def _narrow(narrowing: _Narrowing, scratch: Bits, items: Bits, codes: Bits) -> int:
-    """From float32 or float64 to a smaller type; values that need more than rounding are rare and
-    looked for.
-    """
+    """From float32 or float64 to a smaller type; what needs more than rounding is rare."""
     import numpy as np
 
     bits, numbers, scratch = items, items.view(f"<f{items.itemsize}"), scratch[:, : items.size]
@@ -216,9 +210,7 @@ def _special_codes(narrowing: _Narrowing, bits: Bits) -> Bits:
 
 
 def _round_to_exponent(_: _Narrowing, bits: Bits, _scratch: Bits, codes: Bits) -> None:
-    """float8_e8m0fnu: the exponent, one up from half way; a denormal has no leading bit, so its tie
-    goes down.
-    """
+    """float8_e8m0fnu: the exponent, one up from half way; a denormal's tie goes down."""
     import numpy as np
 
     magnitude = bits & _MAGNITUDE
@@ -279,9 +271,7 @@ _NARROWINGS = {
 
 @cache
 def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
-    """One cast of every pattern of a small type: the codes, which patterns overflow, the least
-    magnitude that does.
-    """
+    """A cast of all patterns of a small type: codes, overflowing patterns, the least of those."""
     import numpy as np
 
     numbers = every_value(source)
@@ -297,7 +287,8 @@ def beyond(numbers: NDArray[np.float32], target: DType) -> NDArray[np.bool_]:
     """Which float32 numbers a cast to this type counts as overflowed."""
     import numpy as np
 
-    if (narrowing := _NARROWINGS.get(target.name)) is not None:
+    narrowing = _NARROWINGS.get(target.name)
+    if narrowing is not None:
         return narrowing.counted(numbers) & (np.abs(numbers) >= narrowing.limit)
     if target.itemsize >= 4:
         return np.zeros(numbers.shape, bool)

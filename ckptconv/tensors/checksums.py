@@ -63,9 +63,8 @@ class Checksums:
             self._copied.setdefault(key, (whole, []))[1].extend(runs)
 
     def finish(self, others: Iterable[Storage] = ()) -> None:
-        """Check the storages of which parts were copied; of these, what was not copied is read.
-
-        Of `others`, those that are not checked yet are read.
+        """Check the storages of which parts were copied; of these, what was not copied is read. Of
+        `others`, those that are not checked yet are read.
         """
         for whole, runs in self._copied.values():
             if id(whole) not in self._settled:
@@ -96,9 +95,8 @@ class Checksums:
 
 
 def check_storage(storage: Storage, meter: Counting | None = None) -> None:
-    """Read all of a storage; `MalformedCheckpoint` if it does not have its declared CRC-32.
-
-    `meter` counts the bytes that are read.
+    """Read all of a storage; `MalformedCheckpoint` if it does not have its declared CRC-32. `meter`
+    counts the bytes that are read.
     """
     if storage.crc32 is None:
         return

@@ -32,9 +32,7 @@ _ALIGNMENT = 16  # where gaps are cut out, so that every element type stays alig
 
 
 class NewStorage(NamedTuple):
-    """A storage of the output: `values` in C order, cast to `dtype`; `storage_dtype` names its
-    class (None: untyped).
-    """
+    """A storage of the output: `values` cast to `dtype`, its class by `storage_dtype` or none."""
 
     values: TensorRef
     dtype: DType
@@ -45,9 +43,7 @@ class NewStorage(NamedTuple):
 
 class Placed(NamedTuple):
     """Where a tensor lies in its new storage; `dtype` is the one it is written with, offset and
-    stride count elements.
-
-    `resolved`: its conj and neg bits are already in the values there.
+    stride count elements. `resolved`: its conj and neg bits are already in the values there.
     """
 
     storage: NewStorage
@@ -94,7 +90,8 @@ def count_parted(refs: Iterable[TensorRef], cast: CastRule) -> int:
     """How many more storages the tensors need because a cast parts some that share one."""
     groups: dict[int, list[TensorRef]] = {}
     for ref in refs:
-        if len(pieces := ref.pieces) == 1:
+        pieces = ref.pieces
+        if len(pieces) == 1:
             groups.setdefault(id(pieces[0].storage), []).append(ref)
     return sum(len(_together(group, cast)) - 1 for group in groups.values() if len(group) > 1)
 
@@ -131,7 +128,8 @@ def _gathered(ref: TensorRef, cast: CastRule) -> Placed:
 
 def _whole(storage: Storage, group: list[TensorRef]) -> dict[int, Placed]:
     dtype = storage.dtype or UINT8
-    if other := next((ref for ref in group if ref.dtype is not dtype), None):
+    other = next((ref for ref in group if ref.dtype is not dtype), None)
+    if other:
         raise RefusedObject(
             f"a {dtype.name} storage that the checkpoint holds as a value is also read as "
             f"{other.dtype.name}",
@@ -186,9 +184,7 @@ def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placed]:
 
 
 def _used_runs(group: list[TensorRef], nbytes: int) -> list[tuple[int, int]]:
-    """The byte ranges that the tensors use, merged where they touch; one empty range when they use
-    nothing.
-    """
+    """The byte ranges that the tensors use, merged where they touch; an empty one for none."""
     spans = sorted(
         (start - start % _ALIGNMENT, min(nbytes, stop + -stop % _ALIGNMENT))
         for start, stop in (ref.byte_span() for ref in group if ref.numel)

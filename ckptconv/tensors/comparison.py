@@ -56,9 +56,8 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Compared:
-    """What comparing bytes gave: the pairs that differ, and the checksums of equal spans.
-
-    `unread` are pairs that were compared otherwise, so that nothing is known of their checksums.
+    """What comparing bytes gave: the pairs that differ, and the checksums of equal spans. `unread`
+    are pairs that were compared otherwise, so that nothing is known of their checksums.
     """
 
     differing: set[int] = field(default_factory=set)
@@ -72,9 +71,8 @@ class Compared:
 
 
 def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> Compared:
-    """Which pairs are not the same bit for bit; both of a pair have one dtype and shape.
-
-    `meter` counts the bytes of one of each pair, until a difference is found in it.
+    """Which pairs are not the same bit for bit; both of a pair have one dtype and shape. `meter`
+    counts the bytes of one of each pair, until a difference is found in it.
     """
     compared = Compared()
     threaded: list[Span] = []
@@ -217,7 +215,8 @@ def _compared(spans: Iterable[Span]) -> Compared:
     for span in spans:
         if span.pair in compared.differing:
             continue
-        if (crc := _equal_crc(span, buffers)) is None:
+        crc = _equal_crc(span, buffers)
+        if crc is None:
             compared.differing.add(span.pair)
         elif span.has_crc:
             compared.equal.append((span, crc))

@@ -32,13 +32,7 @@ from ckptconv.tensors.refs import (
     whole_storage,
     whole_view,
 )
-from ckptconv.tensors.stream import (
-    is_run,
-    iter_chunks,
-    read_box,
-    verbatim_range,
-    verbatim_runs,
-)
+from ckptconv.tensors.stream import is_run, iter_chunks, read_box, verbatim_range, verbatim_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,9 +96,7 @@ def elementwise(
     checked: Checksums | None = None,
 ) -> TensorRef:
     """A tensor each of whose elements is made of those at its place in the inputs, which are of one
-    shape.
-
-    Inputs that lie in order are read as runs, whatever their shape.
+    shape. Inputs that lie in order are read as runs, whatever their shape.
     """
     shape = inputs[0].shape
     runs = [_as_run(ref) for ref in inputs]
@@ -117,7 +109,8 @@ def elementwise(
 
 def _as_run(ref: TensorRef) -> TensorRef | None:
     """A tensor whose bytes lie in order, as one with a single dimension."""
-    if (found := verbatim_range(ref)) is None:
+    found = verbatim_range(ref)
+    if found is None:
         return None
     storage, first = found
     return whole_storage(storage, first, first + ref.nbytes, ref.dtype)
@@ -290,9 +283,7 @@ more, a thread takes more memory: some arrays of 2 MB.
 
 
 def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
-    """The boxes that some elements are, in their order, each of about so many; steps end with rows
-    where these are short.
-    """
+    """The boxes that some elements are, in order, of about so many each; ends with short rows."""
     row = shape[-1] if shape else 1
     while first < stop:
         end = min(stop, first + _STEP)
@@ -429,10 +420,7 @@ def read_cast(
 
 
 def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> Iterator[memoryview]:
-    """As `iter_chunks`, in the type `target`.
-
-    The finite values that became infinite or NaN are added to `overflowed[0]`.
-    """
+    """As `iter_chunks`, in type `target`; finite values lost are added to `overflowed[0]`."""
     runs = verbatim_runs(ref)
     is_made = runs is not None and any(is_once_rounded(storage) for storage, _, _ in runs)
     if target is ref.dtype and not is_made:
@@ -488,9 +476,7 @@ def _counted(made: Cast, overflowed: list[int]) -> memoryview:
 
 
 def noting(source: Source, checksums: Checksums | None) -> Source:
-    """`source`; if it is computed, what is read for its bytes is told to `checksums`, and not read
-    for them apart.
-    """
+    """`source`; what is read for a computed one is told to `checksums`, and not read again."""
     if checksums is None or not isinstance(source, ComputedSource):
         return source
     return _Noting(source, checksums)

@@ -147,7 +147,8 @@ def decode_values(
         for role, part, dtype in zip(how.roles, raw, types, strict=True)
     }
     with np.errstate(all="ignore"):
-        if (items := _small_scales(how, box, given, target)) is not None:
+        items = _small_scales(how, box, given, target)
+        if items is not None:
             return _by_small_scales(how, box, given, items, target)
         (*_, row, column), (*_, rows, columns) = box
         scale = _scales(how, given)
@@ -258,9 +259,7 @@ def _small_float(code: int, mantissa: int, bias: int) -> float:
 
 
 def _by_bytes(numbers: Array, bits: int, order: tuple[int, ...]) -> Array:
-    """What all fields of a byte stand for, by its value, as one item: of `numbers` (..., codes),
-    those of each code.
-    """
+    """What the fields of a byte stand for, by its value: of `numbers` (..., codes), of each."""
     import numpy as np
 
     octets = np.arange(256)
@@ -333,9 +332,7 @@ def _zeros(how: Decoding, given: dict[str, Any], row: int, rows: int) -> Array:
 
 
 class _Spread:
-    """Brings what is one for each block to the elements of a box, or to a shape that broadcasts to
-    theirs.
-    """
+    """Brings what is one for each block to the elements of a box, or to what broadcasts to them."""
 
     def __init__(
         self,
@@ -364,9 +361,7 @@ class _Spread:
 
 
 def spread_out(each: Array, axis: int, size: int, first: int, count: int) -> Array:
-    """What is one for each block of `size`, for each of `count` elements from the `first` on; one
-    for all stays one.
-    """
+    """What is one for each block of `size`, for `count` elements from `first` on; one stays one."""
     import numpy as np
 
     if each.shape[axis] == 1 or size == 1:
@@ -526,9 +521,7 @@ _BAND = 1 << 16
 
 
 def _bands(down: Array, columns: int, most: int) -> Iterator[tuple[int, int]]:
-    """The rows that are looked up together, of at most so many rows of blocks; `down` has that of
-    each row.
-    """
+    """The rows looked up together, of at most so many rows of blocks; `down` is of each row."""
     import numpy as np
 
     count = max(1, _BAND // max(1, columns))
@@ -543,9 +536,7 @@ def _bands(down: Array, columns: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def decode_plain(how: Decoding, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
-    """One element, from the numbers that it needs: once more, by the definition of the formats and
-    in nothing but Python.
-    """
+    """One element, from the numbers that it needs: by the definition, in nothing but Python."""
     given = dict(zip(how.roles, numbers, strict=True))
     (*_, row, column), _ = box
     along = column if how.axis == -1 else row

@@ -1,4 +1,6 @@
-"""How the values of two tensors differ, in one pass over both."""
+"""How the values of two tensors differ, in one pass over both; norms are summed in float64 without
+overflow.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,156 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.support.progress import Meter
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.element_pairs import Run, Tolerance, aligned, words_of
-from ckptconv.tensors.norms import Norms
 from ckptconv.tensors.refs import TensorRef
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Norms:
+    """The lengths of both tensors, of their difference, and their inner product, run by run. Each
+    sum is kept beside a power of two, so that no square of a float64 becomes infinite or nothing.
+    """
+
+    def __init__(self) -> None:
+        self.nonfinite = 0
+        self._has_numbers = False
+        self._apart, self._ours, self._theirs, self._inner = _Sum(), _Sum(), _Sum(), _Sum()
+
+    def add(self, run: Run) -> None:
+        import numpy as np
+
+        if run.apart is None and not run.is_same:
+            return
+        self._has_numbers = True
+        with np.errstate(all="ignore"):
+            if not (self._add_same(run.ours) if run.is_same else self._add_plainly(run)):
+                self._add_carefully(run)
+
+    def _add_same(self, numbers: Array) -> bool:
+        """As `_add_plainly`, of a run that both have."""
+        numbers = _reals(numbers)
+        if not _NOTHING < (square := _inner(numbers, numbers)) < math.inf:
+            return False
+        for total in (self._ours, self._theirs, self._inner):
+            total.add(square, 0)
+        return True
+
+    def _add_plainly(self, run: Run) -> bool:
+        """Add sums that need no care; False if a value or a square may not be finite."""
+        assert run.apart is not None
+        ours, theirs, apart = _reals(run.ours), _reals(run.theirs), _reals(run.apart)
+        squares = _inner(ours, ours), _inner(theirs, theirs), _inner(apart, apart)
+        if not all(_NOTHING < square < math.inf for square in squares[:2]):
+            return False
+        if not (_NOTHING < squares[2] < math.inf or not apart.any()):
+            return False
+        for total, square in zip((self._ours, self._theirs, self._apart), squares, strict=True):
+            total.add(square, 0)
+        self._inner.add(_inner(ours, theirs), 0)
+        return True
+
+    def _add_carefully(self, run: Run) -> None:
+        import numpy as np
+
+        if run.is_same:
+            run = Run(run.ours, run.ours, run.differ, np.zeros(len(run.ours)))
+        finite = np.isfinite(run.ours) & np.isfinite(run.theirs)
+        self.nonfinite += int(len(finite) - np.count_nonzero(finite))
+        run = run.only(finite)
+        (ours, first), (theirs, second) = _scaled(_reals(run.ours)), _scaled(_reals(run.theirs))
+        self._ours.add(_inner(ours, ours), 2 * first)
+        self._theirs.add(_inner(theirs, theirs), 2 * second)
+        self._inner.add(_inner(ours, theirs), first + second)
+        apart, third = _scaled_difference(run)
+        self._apart.add(_inner(apart, apart), 2 * third)
+
+    def rel_l2(self) -> float | None:
+        if not self._has_numbers:
+            return None
+        if not self._theirs.value:
+            return math.inf if self._apart.value else 0.0
+        return self._apart.over(self._theirs)
+
+    def cosine(self) -> float | None:
+        if not self._has_numbers or not self._ours.value or not self._theirs.value:
+            return None
+        top, first, second = self._inner, self._ours, self._theirs
+        ratio = top.value / math.sqrt(first.value) / math.sqrt(second.value)
+        ratio = _power(ratio, top.exponent - (first.exponent + second.exponent) / 2)
+        return max(-1.0, min(1.0, ratio))
+
+
+class _Sum:
+    """A sum: a number and the exponent of a power of two (an even one, if its root is taken)."""
+
+    def __init__(self) -> None:
+        self.value, self.exponent = 0.0, 0
+
+    def add(self, value: float, exponent: int) -> None:
+        if not value:
+            return
+        if not self.value:
+            self.value, self.exponent = value, exponent
+            return
+        top = max(self.exponent, exponent)
+        self.value = math.ldexp(self.value, self.exponent - top) + math.ldexp(value, exponent - top)
+        self.exponent = top
+
+    def over(self, other: _Sum) -> float:
+        """The root of this sum divided by that of another."""
+        return _power(
+            math.sqrt(self.value) / math.sqrt(other.value), (self.exponent - other.exponent) / 2
+        )
+
+
+def _power(value: float, exponent: float) -> float:
+    """`value` times a power of two; exponents here are whole."""
+    try:
+        return math.ldexp(value, int(exponent))
+    except OverflowError:
+        return math.inf
+
+
+_NOTHING = 1e-200  # sums of squares below may lack some that became nothing
+
+
+def _reals(values: Array) -> Array:
+    """Values as float64, a complex one as two."""
+    import numpy as np
+
+    return values.astype(
+        np.complex128 if values.dtype.kind == "c" else np.float64, copy=False
+    ).view(np.float64)
+
+
+def _scaled_difference(run: Run) -> tuple[Array, int]:
+    """a - b, scaled; integers subtracted as such; what would become infinite halved before."""
+    import numpy as np
+
+    if run.ours.dtype.kind in "iu":
+        assert run.apart is not None
+        return _scaled(_reals(run.apart))
+    ours, theirs = _reals(run.ours), _reals(run.theirs)
+    if np.isfinite(apart := ours - theirs).all():
+        return _scaled(apart)
+    apart, exponent = _scaled(ours / 2 - theirs / 2)
+    return apart, exponent + 1
+
+
+def _scaled(numbers: Array) -> tuple[Array, int]:
+    """Finite numbers divided by a power of two, so that none is above 1, and its exponent."""
+    import numpy as np
+
+    exponent = math.frexp(float(np.abs(numbers).max(initial=0.0)))[1]
+    return np.ldexp(numbers, -exponent), exponent
+
+
+def _inner(first: Array, second: Array) -> float:
+    # not np.dot: its threads wait for each other where cores are few
+    return float((first * second).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,7 @@ class DType:
 
     @property
     def is_floating(self) -> bool:
-        """Whether `--dtype` may cast it: real floating point, so neither integers, bools, complex
-        nor quantized.
-        """
+        """Whether `--dtype` may cast it: real and floating; no integer, bool or quantized."""
         return self.kind == "float"
 
     @property
@@ -132,9 +130,7 @@ PACKED: tuple[DType, ...] = (
 """Types of safetensors of which torch knows nothing: kept as they are, never as numbers."""
 
 FLOAT4 = DType("float4_e2m1fn", "bits", 1, None, "F4", bits=4)
-"""F4 where the last dimension is odd, so that its elements are not pairs, as torch's
-``float4_e2m1fn_x2`` wants them.
-"""
+"""F4 whose last dimension is odd: no pairs, as torch's ``float4_e2m1fn_x2`` wants them."""
 
 BLOCKS: tuple[DType, ...] = tuple(
     DType(name, "bits", nbytes, elements=elements)

@@ -53,9 +53,7 @@ def words_of(ref: TensorRef) -> Iterator[Array]:
 
 
 def _unpacked(ref: TensorRef) -> Iterator[Array]:
-    """The elements of a packed tensor, each as the bits that are its own in a byte; or its blocks,
-    each as its bytes.
-    """
+    """The elements of a packed tensor, as the bits of a byte each; or its blocks, as bytes."""
     import numpy as np
 
     bits, rest = ref.dtype.bits, b""
@@ -113,9 +111,8 @@ def numbers_of(words: Array, dtype: DType) -> Array | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """A run of both tensors: which elements differ, by how much, and the numbers (or bits).
-
-    Where it `is_same` in both, `ours` are the numbers of both.
+    """A run of both tensors: which elements differ, by how much, and the numbers (or bits). Where
+    it `is_same` in both, `ours` are the numbers of both.
     """
 
     ours: Array

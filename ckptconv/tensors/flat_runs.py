@@ -30,9 +30,7 @@ class Run(NamedTuple):
 
 
 class Flat:
-    """Contiguous tensors of one dtype seen end to end, as `torch.cat` of their flattened values
-    would be.
-    """
+    """Contiguous tensors of one dtype seen end to end, as `torch.cat` of them flattened."""
 
     def __init__(self, parts: Sequence[TensorRef], where: str) -> None:
         """Raises `MalformedCheckpoint`, naming `where`, when a part is not contiguous or of another
@@ -46,9 +44,7 @@ class Flat:
         self.numel = self._ends[-1]
 
     def runs(self, first: int, count: int) -> Iterator[Run]:
-        """The runs of the `count` elements from `first` on, which must be there; of no elements, an
-        empty run.
-        """
+        """The runs of the `count` elements from `first` on, all there; of none, an empty run."""
         index = bisect_right(self._ends, first)
         if not count:
             yield self._runs[0]._replace(numel=0)
@@ -66,7 +62,8 @@ def _whole_run(part: TensorRef, dtype: DType, where: str) -> Run:
         raise MalformedCheckpoint(
             f"its partitions are {dtype.name} and {part.dtype.name}", where=where
         )
-    if (found := verbatim_range(part)) is None:
+    found = verbatim_range(part)
+    if found is None:
         raise MalformedCheckpoint(
             "a partition is not one contiguous little-endian run", where=where
         )
@@ -118,9 +115,7 @@ def _boxes(shape: Shape, counts: tuple[int, ...]) -> list[list[_Box]]:
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:
-    """The runs without empty ones (but for one, if there are no others), those that follow each
-    other in a storage as one.
-    """
+    """The runs, joined where one follows another; an empty one if there are no others."""
     merged: list[Run] = []
     for run in runs:
         last = merged[-1] if merged else None

@@ -48,10 +48,7 @@ class RunningCrc:
 
 
 class OddBools:
-    """How many bytes are neither 0 nor 1, as `count`.
-
-    What such a bool means depends on who reads it.
-    """
+    """How many bytes are neither 0 nor 1, as `count`: what such a bool means, its reader says."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -123,7 +120,8 @@ def fold_all(
     refs = list(refs)
     made: dict[object, tuple[TensorRef, Sequence[F]]] = {}
     for ref in refs:
-        if (view := _view(ref)) not in made:
+        view = _view(ref)
+        if view not in made:
             made[view] = ref, folders_of(ref)
     folded = [(ref, folders) for ref, folders in made.values() if folders]
     wholes = {id(whole): whole for whole in map(_whole, origins(refs))}
@@ -218,9 +216,7 @@ def _folded_apart(
     *,
     is_checked: bool,
 ) -> list[Storage]:
-    """Fold tensors in threads, each with the checksums of its own storages; those of `checked` that
-    are left.
-    """
+    """Fold tensors in threads, each with its storages' checksums; those of `checked` left."""
     from concurrent.futures import ThreadPoolExecutor
 
     shared = _SharedMeter(meter)

@@ -101,9 +101,7 @@ def _looked_up(raw: Bytes, numbers: Sequence[int], run: int) -> Bytes:
 
 
 def _scale(out: Floats, codes: Bytes, scales: Floats, minima: Floats | None = None) -> None:
-    """Fill `out` with codes times scales minus minima, of which there is one for each group of a
-    block.
-    """
+    """Fill `out` with codes times scales minus minima, one of each for a group of a block."""
     import numpy as np
 
     np.copyto(out, codes)
@@ -320,9 +318,7 @@ def _plain_q3_k(block: bytes, index: int) -> float:
 
 
 def _plain_factors(block: bytes, group: int) -> tuple[int, int]:
-    """The factors of the scale and of the minimum of a group of 32, as `get_scale_min_k4` of ggml
-    has them.
-    """
+    """The factors of scale and minimum of a group of 32, as `get_scale_min_k4` of ggml."""
     packed = block[4:16]
     if group < 4:
         return packed[group] & 63, packed[group + 4] & 63

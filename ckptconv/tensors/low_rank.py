@@ -73,9 +73,7 @@ class Product(NamedTuple):
 
 
 class Kron(NamedTuple):
-    """Parameters of ``kron``: the rows and columns of the second input; dimensions behind these are
-    those of the second input.
-    """
+    """Parameters of ``kron``: rows and columns of the second input, whose dimensions are behind."""
 
     rows: int
     columns: int
@@ -230,9 +228,7 @@ def _array(part: memoryview, dtype: DType, wide: DType) -> Array:
 
 
 class _Delta:
-    """A term for a box, or for some rows of it: `exact` values, and quick ones with a bound of what
-    they may be off.
-    """
+    """A term for a box, or some rows: `exact` values, and quick ones with how far they are off."""
 
     def __init__(self, term: Term, factors: Sequence[Array], rounded_as: str) -> None:
         import numpy as np
@@ -349,7 +345,8 @@ def _quick_sum(base: Array, deltas: Sequence[_Delta], target: DType) -> tuple[Ca
 
     low, high = base, base
     for delta in deltas:
-        if (both := delta.bounds()) is None:
+        both = delta.bounds()
+        if both is None:
             return None
         # rounding is monotone: so are sums, step by step; memory that was just used is warm
         low = np.add(low, both[0], out=both[0])

@@ -25,9 +25,8 @@ class NonFinite(NamedTuple):
 
 
 class _Bits(NamedTuple):
-    """Without its sign (`magnitude` masks it), a code above `infinity` is NaN.
-
-    The code `infinity` itself is infinite, or the largest finite value.
+    """Without its sign (`magnitude` masks it), a code above `infinity` is NaN. The code `infinity`
+    itself is infinite, or the largest finite value.
     """
 
     magnitude: int

@@ -101,9 +101,7 @@ def _mean(
     raw: Sequence[memoryview],
     target: DType,
 ) -> Cast:
-    """The weighted mean, in float64 in the order of the inputs, cast to their type at the end as
-    torch's `to` casts.
-    """
+    """The weighted mean, in float64 in order, cast at the end as torch's `to` casts."""
     import numpy as np
 
     real = BY_NAME[_PARTS.get(target.name, target.name)]

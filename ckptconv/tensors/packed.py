@@ -124,7 +124,8 @@ class _Packing:
 
     def storage(self, storage: Storage) -> int:
         """The number of a storage."""
-        if (known := self._numbers.get(id(storage))) is not None:
+        known = self._numbers.get(id(storage))
+        if known is not None:
             return known
         part_of = -1 if storage.part_of is None else self.storage(storage.part_of)
         place, offset = self._place(storage)
@@ -142,9 +143,7 @@ class _Packing:
         )
 
     def _place(self, storage: Storage) -> tuple[int | bytes | _PackedComputed, int]:
-        """The number of a storage's file, and where it lies in it; its bytes; or what they are
-        computed from.
-        """
+        """A storage's file by number, its place in it; its bytes; or what computes it."""
         if not storage.nbytes:
             return b"", 0
         if isinstance(storage.source, ComputedSource):
@@ -168,9 +167,8 @@ class _Packing:
 
 
 def check_same(source: Source, wanted: Reopening) -> Source:
-    """A source that was opened again, if it has the bytes that it had.
-
-    The number of the disk is left out: it is another one on each machine that shares it.
+    """A source that was opened again, if it has the bytes that it had. The number of the disk is
+    left out: it is another one on each machine that shares it.
     """
     found, known = source.fingerprint(), wanted.fingerprint
     if found[1:] != known[1:]:

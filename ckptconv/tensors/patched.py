@@ -122,9 +122,7 @@ class PatchedSource(DerivedSource):
         self._made, self._left = self._checked(), _NOTHING[1]
 
     def _pass_over(self, nbytes: int) -> None:
-        """Make the first bytes, for nobody; none out of the middle are given that were not checked
-        to the last.
-        """
+        """Make the first bytes, for nobody: none are given that were not checked to the last."""
         if nbytes and not self._is_checked:
             for _ in self._made:
                 pass

@@ -17,13 +17,7 @@ from ckptconv.tensors.computed import ComputedSource
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.operations import OPERATIONS, Box, Number
 from ckptconv.tensors.plain_numbers import number_of, rounded, stands_for
-from ckptconv.tensors.refs import (
-    DerivedSource,
-    Shape,
-    TensorRef,
-    box_of,
-    origins,
-)
+from ckptconv.tensors.refs import DerivedSource, Shape, TensorRef, box_of, origins
 from ckptconv.tensors.stream import read_box
 
 _MOST = 64
@@ -115,9 +109,7 @@ def _raw_at(ref: TensorRef, place: Shape) -> bytes:
 
 
 def _number_at(ref: TensorRef, place: Shape, target: DType) -> Number:
-    """The number that one element is, by the plain statements of all operations under it, before it
-    is rounded to `target`.
-    """
+    """The number of an element, by plain statements of all operations, before it is rounded."""
     piece = box_of(ref, place, (1,) * len(place)).pieces[0]
     source = piece.storage.source
     if isinstance(source, ComputedSource):

@@ -57,9 +57,7 @@ class Storage(NamedTuple):
 
 class Piece(NamedTuple):
     """A box of a tensor: its `shape`, its `start` in the tensor, and the strided view of `storage`
-    that holds it.
-
-    `offset` and `stride` count elements.
+    that holds it. `offset` and `stride` count elements.
     """
 
     storage: Storage
@@ -154,9 +152,7 @@ class TensorRef(_Fields):
         return first, first + ((last + 1) * self.dtype.bits >> 3)
 
     def is_dense(self) -> bool:
-        """Of a view: whether its values lie without holes and overlaps, in whatever order of
-        dimensions.
-        """
+        """Of a view: whether its values lie without holes or overlaps, in any order."""
         start, stop = self.byte_span()
         if stop - start != self.nbytes:
             return False
@@ -212,7 +208,7 @@ def homes(refs: Iterable[TensorRef]) -> list[int]:
     """For each tensor, the `id` of what it can share with others: of its storage, or of itself
     where it is put together from pieces. Where all differ, no two tensors share bytes.
     """
-    return [id(pieces[0][0]) if len(pieces := ref.pieces) == 1 else id(ref) for ref in refs]
+    return [id(ref.pieces[0][0]) if len(ref.pieces) == 1 else id(ref) for ref in refs]
 
 
 def view_identity(ref: TensorRef) -> Hashable:
@@ -372,9 +368,7 @@ def box_of(ref: TensorRef, start: Shape, shape: Shape) -> TensorRef:
 
 
 def requiring_grad(ref: TensorRef, requires_grad: bool) -> TensorRef:
-    """`ref` as a tensor that requires grad, or does not; `MalformedCheckpoint` where none of its
-    type can.
-    """
+    """`ref`, requiring grad or not; `MalformedCheckpoint` where none of its type can."""
     if requires_grad:
         _refuse_grad(ref.storage, ref.dtype)
     return ref._replace(requires_grad=requires_grad)
@@ -399,9 +393,7 @@ _ORIGINS = _Origins({count: (0,) * count for count in range(_USUAL_DIMENSIONS + 
 
 
 def _refuse_odd_shape(shape: Shape, where: str) -> None:
-    """Refuse too many dimensions, and sizes whose product would have no end, before they are
-    multiplied.
-    """
+    """Refuse too many dimensions, and sizes of an endless product, before they are multiplied."""
     refuse_dimensions(len(shape), where)
     if any(type(size) is int and size >> 63 for size in shape):
         raise MalformedCheckpoint(
@@ -428,9 +420,7 @@ def expanded(
 
 
 def whole_storage(storage: Storage, start: int, stop: int, dtype: DType = UINT8) -> TensorRef:
-    """Bytes `start` to `stop` of `storage` as a 1-D tensor of `dtype` (`start` and `stop` must be
-    multiples of its size).
-    """
+    """Bytes `start` to `stop` of `storage` as a 1-D tensor of `dtype`, multiples of its size."""
     count = (stop - start) // dtype.itemsize
     return TensorRef(
         dtype, (count,), (1,), (Piece(storage, start // dtype.itemsize, (count,), (1,), (0,)),)

@@ -56,9 +56,7 @@ def beside(ref: TensorRef, codes: Shape, blocks: Sequence[int | None]) -> Beside
 
 
 def are_for_the_same(one: Beside, other: Beside) -> bool:
-    """Whether the values of both are for the same ones of their codes, in blocks of the last two
-    dimensions.
-    """
+    """Whether both are for the same of their codes, in blocks of the last two dimensions."""
     blocks = (step for item in (one, other) for step in item.steps[:-2])
     is_right = all(step in (None, 1) for step in blocks) and one.ref.shape == other.ref.shape
     return is_right and _reach(one) == _reach(other)
@@ -71,7 +69,6 @@ def _reach(item: Beside) -> list[int]:
 
 def moved(move: Move, items: Sequence[Beside]) -> list[Beside]:
     """What stands beside codes after a move of them; `RefusedObject` where no scale would be right.
-
     The move was made with the codes before, so its numbers fit them.
     """
     return list(MOVED[move.name](items, *move.numbers))

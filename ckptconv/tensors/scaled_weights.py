@@ -92,7 +92,8 @@ def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
     for key, ref in tensors.items():
         if _may_be_codes(key, ref.dtype) or scales.has_state(key):
             needed = tuple(dict.fromkeys(scales.of(key, ref.dtype)))
-            if (scale := scales.first(needed, ref.dtype)) is not None:
+            scale = scales.first(needed, ref.dtype)
+            if scale is not None:
                 found.append(ScaledWeight(key, scale, needed))
     return found
 
@@ -153,10 +154,8 @@ class _Scales:
         return any(_QUANT_STATE in each for each in self._named.get(key, {}).get("", ()))
 
     def first(self, keys: tuple[str, ...], dtype: DType) -> str | None:
-        """The first of these that scales codes of this type.
-
-        A scale of float8 beside float8 is none: both are values, of a checkpoint that was cast as a
-        whole.
+        """The first of these that scales codes of this type. A scale of float8 beside float8 is
+        none: both are values, of a checkpoint that was cast as a whole.
         """
         for key in keys:
             name = key.rpartition(".")[2]
@@ -186,9 +185,7 @@ class _Scales:
 
 @lru_cache(maxsize=4096)  # a model of 100,000 tensors has few last names
 def _scaled_by(name: str) -> str | None:
-    """The name of what a tensor of this name is read with; None where it names no scale, nor what
-    stands beside one.
-    """
+    """What a tensor of this name is read with; None: it names no scale, nor what is beside one."""
     words = _words(name)
     rest = [
         word
@@ -260,7 +257,8 @@ def refuse_apart(before: Mapping[str, TensorRef], after: Mapping[str, TensorRef]
     """Raise `RefusedObject` where codes of `before` are in `after` without all that they are read
     with, or under names by which nobody finds it: whoever reads them then takes them for values.
     """
-    if not (found := find_scaled(before)):
+    found = find_scaled(before)
+    if not found:
         return
     written: dict[Hashable, list[str]] = {}
     for key, ref in after.items():
@@ -270,7 +268,8 @@ def refuse_apart(before: Mapping[str, TensorRef], after: Mapping[str, TensorRef]
         for new in written.get(view_identity(before[item.codes]), ()):
             there = {view_identity(after[key]) for key in still.get(new, ())}
             for key in (item.scale, *item.needed):
-                if (view := view_identity(before[key])) not in there:
+                view = view_identity(before[key])
+                if view not in there:
                     raise _apart(item, before[item.codes].dtype, key, new, written.get(view, []))
 
 

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.few_values import FewValues
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
+from array import array
+from bisect import bisect_left
+from itertools import pairwise
 
 QUANTILE_ERROR = 2.0**-8
 """The largest relative error of a quantile of numbers wider than 16 bits."""
@@ -26,7 +28,6 @@ QUANTILE_ERROR = 2.0**-8
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """How often values occur: `counts[i]` times one from `low[i]` to `high[i]`, in rising order.
-
     `low` and `high` are the same where each value is counted by itself (`is_exact`).
     """
 
@@ -53,9 +54,8 @@ class Distribution:
         return [float(value) for value in low / 2 + high / 2]
 
     def histogram(self, bins: int, low: float, high: float) -> list[int]:
-        """How many values lie in each of so many bins of one width, from `low` to `high`.
-
-        What a bucket holds is shared out over the bins that it reaches into.
+        """How many values lie in each of so many bins of one width, from `low` to `high`. What a
+        bucket holds is shared out over the bins that it reaches into.
         """
         import numpy as np
 
@@ -144,3 +144,52 @@ class Statistics:
         if self.distribution is None or self.minimum is None or self.maximum is None:
             return None
         return self.distribution.histogram(bins, float(self.minimum), float(self.maximum))
+
+
+# ------------------------------------------------------------------------------------- a few values
+
+
+FEW = 64
+"""The most values that are taken one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewValues:
+    """Finite values in rising order, each by itself; tells what a `Distribution` tells, exactly."""
+
+    values: array[float]
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    def quantiles(self, fractions: Sequence[float]) -> list[float]:
+        """For each fraction q, the first value that has at least q of all up to its place."""
+        count = len(self.values)
+        ranks = (min(max(math.ceil(q * count), 1), count) for q in fractions)
+        return [self.values[rank - 1] for rank in ranks]
+
+    def histogram(self, bins: int, low: float, high: float) -> list[int]:
+        """How many values lie in each of so many bins of one width, from `low` to `high`."""
+        if not low < high:
+            return [len(self.values), *[0] * (bins - 1)]
+        step = high / bins - low / bins
+        edges = (low + step * at for at in range(1, bins))
+        upto = [0, *(bisect_left(self.values, edge) for edge in edges), len(self.values)]
+        return [after - before for before, after in pairwise(upto)]
+
+
+def mean_and_std(numbers: Sequence[float]) -> tuple[float, float | None] | None:
+    """The mean and the standard deviation of finite numbers in rising order; None where they are so
+    large or so small that their squares are not exact.
+    """
+    largest = max(abs(numbers[0]), abs(numbers[-1]))
+    if largest and not 1e-140 < largest < 1e140:
+        return None
+    count = len(numbers)
+    mean = math.fsum(numbers) / count
+    if count < 2:
+        return mean, None
+    return mean, math.sqrt(
+        math.fsum([(one - mean) * (one - mean) for one in numbers]) / (count - 1)
+    )

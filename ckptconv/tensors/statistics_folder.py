@@ -20,12 +20,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.tensors import few_values
 from ckptconv.tensors.casting import every_value
 from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.few_values import FewValues, mean_and_std
 from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
-from ckptconv.tensors.statistics import Distribution, Statistics
+from ckptconv.tensors.statistics import FEW, Distribution, FewValues, Statistics, mean_and_std
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +64,7 @@ class StatisticsFolder:
             self._counted, decode = _Counted(dtype, numel, bits, numbers), None
         elif decode is not None:
             self._counted = _Folded(BY_NAME["float64"], numel)
-        elif numel <= few_values.MOST and (dtype.kind in ("float", "int") or has_codes(dtype)):
+        elif numel <= FEW and (dtype.kind in ("float", "int") or has_codes(dtype)):
             self._counted = _Listed(dtype, numel)
         elif has_codes(dtype):
             self._counted = _Counted(dtype, numel)
@@ -158,9 +156,7 @@ def _list_of(raw: bytes, dtype: DType) -> list[Any]:
 
 
 class _Counted:
-    """How often each code of a type of 8 or 16 bits occurs; or of `bits`, which stand for
-    `numbers`.
-    """
+    """How often each code of 8 or 16 bits occurs; or of `bits`, which stand for `numbers`."""
 
     def __init__(
         self, dtype: DType, numel: int, bits: int = 8, numbers: Array | None = None

@@ -300,10 +300,8 @@ def metadata_of(node: Node) -> Any:
 
 
 def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
-    """Whether a key of a state dict at `place` must carry the wrappers of its model.
-
-    Numbers of the training, tensors with the label of a training state and values that are not
-    tensors need not.
+    """Whether a key of a state dict at `place` must carry the wrappers of its model. Numbers of the
+    training, tensors with the label of a training state and values that are not tensors need not.
     """
     if not is_of_no_module(key):
         return True

@@ -19,13 +19,7 @@ from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.layouts import Move
 from ckptconv.tensors.refs import Shape, TensorRef, contiguous_stride
 from ckptconv.tensors.scaled_layouts import Beside, are_for_the_same, beside, moved
-from ckptconv.tensors.scaled_weights import (
-    Naming,
-    ScaledWeight,
-    find_scaled,
-    named_beside,
-    naming,
-)
+from ckptconv.tensors.scaled_weights import Naming, ScaledWeight, find_scaled, named_beside, naming
 from ckptconv.tensors.schemes.base import Facts, Group
 from ckptconv.tensors.schemes.scaled import given_block
 from ckptconv.tensors.schemes.table import group_of, names_activations, scheme_of

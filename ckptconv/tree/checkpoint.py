@@ -42,9 +42,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """What a whole module holds at `path` besides the node `state_dict`: `node`. `is_refused`: its
-    class may save it.
-    """
+    """A `node` that a module holds at `path` beside `state_dict`; `is_refused`: may be saved."""
 
     path: str
     reason: str
@@ -193,9 +191,7 @@ class Checkpoint:
             return find_state_dicts(self.root)
 
     def state_dict(self, only: str | None = None) -> StateDict:
-        """The one state dict, or the one at the path `only`; `AmbiguousStateDict` when there is
-        none or a choice.
-        """
+        """The one state dict, or that at `only`; `AmbiguousStateDict` for none or a choice."""
         with held(self.limits):
             return choose_state_dict(self.root, only, self.path)
 

@@ -1,7 +1,13 @@
-"""Which of the state dicts in a checkpoint is taken, where none is named; and what that loses."""
+"""Which of the state dicts in a checkpoint is taken, where none is named; and what that loses.
+
+Of checkpoints that lie as bytes in a tree the tensors are lost, whatever is taken for the model:
+skorch pickles its module into such bytes (`__cuda_dependent_attributes__` in its state), RLlib the
+state of each worker. Source: `NeuralNet.__getstate__` in skorch/net.py.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -9,9 +15,8 @@ from pathlib import PurePath
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs, spoken
 from ckptconv.support.errors import AmbiguousStateDict, printable
 from ckptconv.support.text import count_text, first_few, look_hint, part_text
-from ckptconv.tree.bytes_within import refuse_bytes
 from ckptconv.tree.candidates import Candidate, Holder, Survey, is_random_state, survey
-from ckptconv.tree.labels import names_average
+from ckptconv.tree.labels import names_average, names_training_state
 from ckptconv.tree.producers import Producer, averages_weights, is_bare, producer_in
 from ckptconv.tree.state_dicts import (
     _LISTED,
@@ -27,14 +32,47 @@ from ckptconv.tree.state_dicts import (
     part_at,
     state_dict_at,
 )
-from ckptconv.tree.walk import PLAIN, is_tensor, labels_of, place_text, walk
+from ckptconv.tree.walk import (
+    CONTAINERS,
+    PLAIN,
+    holds_only_tensors,
+    inner,
+    is_tensor,
+    labels_of,
+    place_text,
+    walk,
+)
+
+# an archive; a pickle, also in front of torch's older files; the length of a header of safetensors
+_BEGINS = re.compile(
+    rb'PK\x03\x04(?=.{60})|\x80[\x02-\x05](?=.*(?:torch|numpy))|.{5}\0{3}\{"', re.DOTALL
+).match
+
+
+def refuse_bytes(root: Node, path: PurePath) -> None:
+    """Raise `AmbiguousStateDict` for bytes outside of training states that begin like a checkpoint.
+    The bytes of an array's values are not such, whatever they are.
+    """
+    for place, node in walk(root, leaves=False):
+        of_values = is_tensor(node) or (place is not None and is_tensor(place[2]))
+        if type(node) not in CONTAINERS or of_values or holds_only_tensors(node):
+            continue
+        for label, value in inner(node):
+            is_state = type(label) is str and names_training_state(label)
+            if type(value) is bytes and _BEGINS(value) and not is_state:
+                where = place_text((place, label, node))
+                what = "is a checkpoint in bytes, whose tensors would be left out"
+                raise AmbiguousStateDict(what, path=path, where=where, hint=_HINT)
+
+
+_HINT = (
+    "save the weights by themselves where it was written (skorch: net.save_params(f_params=OUT)); "
+    "the rest has to be named: --only PATH"
+)
 
 
 def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict:
-    """The state dict at the path `only`, or the one that is the model.
-
-    Raises `AmbiguousStateDict` if that is not clear.
-    """
+    """The state dict at `only`, or the model; `AmbiguousStateDict` if that is not clear."""
     part = part_at(root, only, path)
     surveyed = survey(part.node)
     if only is None:

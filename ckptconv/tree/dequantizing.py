@@ -10,8 +10,17 @@ from os.path import commonprefix
 
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.naming_metadata import naming_entries
-from ckptconv.pickles.nodes import Call, Dict, Global, Node, mapping_pairs, spoken
-from ckptconv.pickles.substitution import containers, substituted, with_pairs
+from ckptconv.pickles.nodes import (
+    Call,
+    Dict,
+    Global,
+    Node,
+    containers,
+    mapping_pairs,
+    spoken,
+    substituted,
+    with_pairs,
+)
 from ckptconv.support.choices import refuse_no_flag, refuse_no_text
 from ckptconv.support.errors import (
     CheckpointError,
@@ -24,11 +33,7 @@ from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.scaled_weights import may_hold_codes
-from ckptconv.tensors.schemes.base import (
-    FLOAT8,
-    Facts,
-    Group,
-)
+from ckptconv.tensors.schemes.base import FLOAT8, Facts, Group
 from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
 from ckptconv.tensors.schemes.table import (
     Decoded,
@@ -235,7 +240,6 @@ def _decoded(
 
 def quantized_in(checkpoint: Checkpoint) -> dict[str, list[Decoded]]:
     """The quantised weights of the state dicts of a checkpoint, by their paths, without a change.
-
     Raises what `Dequantize` raises.
     """
     facts = facts_beside(checkpoint)
@@ -348,9 +352,8 @@ def _note_stand_ins(
     stand_ins: dict[int, list[_Renamed]],
     gone: dict[int, list[str]],
 ) -> None:
-    """Note what stands in for the codes, by the identity of their values, and what goes.
-
-    A tensor may be there under several keys; codes that are read with the same give the same.
+    """Note what stands in for the codes, by the identity of their values, and what goes. A tensor
+    may be there under several keys; codes that are read with the same give the same.
     """
     values = dict(zip(state_dict.keys, state_dict.values, strict=True))
     used = {key for item in done for key in item.used}
@@ -440,7 +443,8 @@ def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]
             f"left out with them, as they mean nothing without codes: {first_few(listed, _SCHEMES)}"
         )
     plain = _listed_as_plain(facts)
-    if listed_as_plain := [item.codes for item in found if _is_listed(item.key, plain)]:
+    listed_as_plain = [item.codes for item in found if _is_listed(item.key, plain)]
+    if listed_as_plain:
         yield (
             "the config names these among the modules that are not quantised, and they are: "
             f"{first_few(listed_as_plain, _LISTED)}"
@@ -508,9 +512,8 @@ def _listed_as_plain(facts: Facts) -> set[str]:
 
 
 def _is_listed(key: str, listed: set[str]) -> bool:
-    """Whether the module of a weight is among these, by its path or the end of it.
-
-    Its ends are looked up: models have tens of thousands of weights, and lists hundreds of names.
+    """Whether the module of a weight is among these, by its path or the end of it. Its ends are
+    looked up: models have tens of thousands of weights, and lists hundreds of names.
     """
     end = key.rpartition(".")[0]
     while end:

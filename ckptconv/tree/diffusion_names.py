@@ -52,7 +52,8 @@ def as_in_diffusers(module: str) -> str | None:
     if module.startswith("middle_block."):
         _, number, rest = module.split(".", 2) if module.count(".") > 1 else ("", "", "")
         return _within(f"mid_block.{_MIDDLE[number]}", rest, _RESNET) if number in _MIDDLE else None
-    if not (found := _ORIGINAL.fullmatch(module)):
+    found = _ORIGINAL.fullmatch(module)
+    if not found:
         return None
     side, number, part, rest = found.groups()
     if side == "input_blocks":
@@ -83,7 +84,8 @@ def as_in_original(module: str, modules: Collection[str]) -> str | None:
                 rest = module.removeprefix(f"mid_block.{new}.")
                 return _within(f"middle_block.{old}", rest, _BACK_RESNET)
         return None
-    if not (found := _DIFFUSERS.fullmatch(module)):
+    found = _DIFFUSERS.fullmatch(module)
+    if not found:
         return None
     side, number, kind, at, rest = found.groups()
     block = int(number)
@@ -148,7 +150,8 @@ def flux_in_diffusers(module: str) -> tuple[str, ...]:
     """
     if module in _AROUND:
         return (_AROUND[module],)
-    if not (found := _FLUX.fullmatch(module)):
+    found = _FLUX.fullmatch(module)
+    if not found:
         return ()
     kind, number, rest = found.groups()
     start = "transformer_blocks" if kind == "double" else "single_transformer_blocks"
@@ -180,7 +183,8 @@ def flux_in_original(module: str) -> tuple[str, int, int] | None:
     ('double_blocks.7.img_attn.qkv', 2, 3)
     """
     number = ""
-    if found := _FLUX_IN_DIFFUSERS.fullmatch(module):
+    found = _FLUX_IN_DIFFUSERS.fullmatch(module)
+    if found:
         start, number, rest = found.groups()
         module = f"{start}.*.{rest}"
     if module not in _BACK_FLUX:
@@ -209,7 +213,8 @@ def open_clip_in_transformers(module: str) -> tuple[str, ...]:
     >>> open_clip_in_transformers("transformer.resblocks.3.mlp.c_fc")
     ('text_model.encoder.layers.3.mlp.fc1',)
     """
-    if not (found := _RESBLOCK.fullmatch(module)):
+    found = _RESBLOCK.fullmatch(module)
+    if not found:
         return ()
     number, rest = found.groups()
     return tuple(f"text_model.encoder.layers.{number}.{name}" for name in _OPEN_CLIP.get(rest, ()))

@@ -8,8 +8,14 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ckptconv.pickles.nodes import Node, children, mapping_pairs
-from ckptconv.pickles.substitution import containers, substituted, with_pairs
+from ckptconv.pickles.nodes import (
+    Node,
+    children,
+    containers,
+    mapping_pairs,
+    substituted,
+    with_pairs,
+)
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, printable
@@ -56,7 +62,8 @@ class Drop:
                     notes.append(_note(path, value, shared))
                 dropped += values
             root = substituted(root, containers(root), stand_ins)
-        if idle := [glob for glob in self.globs if glob not in met]:
+        idle = [glob for glob in self.globs if glob not in met]
+        if idle:
             what = f"--drop {printable(idle[0])} matches nothing in it"
             raise KeyConflict(what, path=checkpoint.path, hint=_look(checkpoint))
         return replace(
@@ -76,7 +83,8 @@ class Drop:
             if any(id(step[2]) in found for step in chain_of(place)):
                 continue
             self._refuse_items(place, node)
-            if (pairs := mapping_pairs(node)) is None:
+            pairs = mapping_pairs(node)
+            if pairs is None:
                 continue
             base = f"{place_text(place)}." if place is not None else ""
             gone = []

@@ -28,9 +28,7 @@ _SHOWN = 3
 @dataclass(frozen=True, slots=True)
 class KeyTarget:
     """What state dicts are fitted to: its `name` (for messages), its keys and shapes, and what
-    happens to unexpected keys.
-
-    `ties` are those of its keys that are names of one tensor.
+    happens to unexpected keys. `ties` are those of its keys that are names of one tensor.
     """
 
     name: str
@@ -40,10 +38,7 @@ class KeyTarget:
 
 
 def shapes_of(found: StateDict) -> dict[str, Shape]:
-    """The keys of a state dict with the shapes of their tensors, arrays included.
-
-    None for what is not a plain tensor.
-    """
+    """The keys of a state dict with shapes of tensors and arrays; None: not a plain tensor."""
     return {key: _shape(value) for key, value in zip(found.keys, found.values, strict=True)}
 
 
@@ -111,7 +106,8 @@ def _followed(renames: Mapping[str, str]) -> Callable[[str], str]:
         number = 0
         found, inside = (None if names else known.get(0)), 0
         for count, name in enumerate(names, 1):
-            if (number := numbers.get((number, name), -1)) < 0:
+            number = numbers.get((number, name), -1)
+            if number < 0:
                 break
             if number in known:
                 found, inside = known[number], count

@@ -78,7 +78,8 @@ def flatten(
             rewritten.append(Rewritten(key, made.was))
             known[id(value)] = made.tensors[0][1]
         names = [*(name for name, _ in made.tensors), *made.recipes]
-        if taken := next((name for name in names if name in tensors or name in recipes), None):
+        taken = next((name for name in names if name in tensors or name in recipes), None)
+        if taken:
             what = f"is both a key and a component of the encoding of another ({printable(key)})"
             raise KeyConflict(what, where=taken, hint="use --rename")
         tensors.update(made.tensors)
@@ -102,7 +103,8 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
 
 def refuse_split(flattened: Flattened) -> None:
     """Raise `RefusedObject` if a tensor is encoded: its components may not lie in several files."""
-    if key := next(iter(flattened.recipes), None):
+    key = next(iter(flattened.recipes), None)
+    if key:
         what = "safetensors holds it only in parts, which cannot be split over shards"
         hint = f"leave --max-shard-size out, {_TORCH}, or leave it out with --exclude"
         raise RefusedObject(what, where=key, hint=hint)

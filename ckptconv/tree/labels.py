@@ -78,16 +78,13 @@ def _ends_in_state(label: str) -> bool:
 
 def names_generator(label: str) -> bool:
     """Whether a label is one under which a random state may be kept: ``generator_state``, ``cuda``.
-
     It is that of networks too: the value tells.
     """
     return not _GENERATORS.isdisjoint(words(label))
 
 
 def names_rank_state(label: str) -> bool:
-    """Whether a label names what each rank of a training has for itself: a random state, the state
-    of its data loader.
-    """
+    """Whether a label names what each rank has for itself: a random state, a data loader's."""
     return names_training_state(label) or _last(words(label)) in _OF_RANKS
 
 
@@ -129,9 +126,7 @@ def may_be_infinite(key: str) -> bool:
 
 
 def looks_like_a_module(key: str) -> bool:
-    """Whether a key is one that a module's state dict has: with a dot (not a path), or with the
-    word weight, bias, running.
-    """
+    """Whether a key is of a module: with a dot (no path), or with weight, bias or running."""
     if "." in key and "/" not in key:
         return True
     return _HAS_MODULES(key) is not None and not _OF_MODULES.isdisjoint(words(key))

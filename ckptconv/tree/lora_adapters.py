@@ -34,9 +34,8 @@ Parts = dict[str, TensorRef]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What ``adapter_config.json`` of peft says that changes the merged values.
-
-    `rank` and `alpha` are those of modules that no pattern names; None: nothing says them.
+    """What ``adapter_config.json`` of peft says that changes the merged values. `rank` and `alpha`
+    are those of modules that no pattern names; None: nothing says them.
     """
 
     rank: int | None = None
@@ -133,7 +132,8 @@ def role_of(key: str) -> tuple[str, str, str] | None:
     >>> role_of("lora_unet_mid_block_attn.alpha")
     ('lora_unet_mid_block_attn', 'alpha', '')
     """
-    if found := _PEFT.fullmatch(key):
+    found = _PEFT.fullmatch(key)
+    if found:
         role = _ROLES[found["role"]]
         if found["leaf"] == "bias":
             return (found["module"], "bias", found["adapter"] or "") if role == "up" else None
@@ -159,7 +159,8 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     checkpoint.refuse_part()
     found = checkpoint.state_dict()
     tensors = dict(found.tensors())
-    if others := [key for key in found.keys if key not in tensors]:
+    others = [key for key in found.keys if key not in tensors]
+    if others:
         raise RefusedObject("is not a tensor, as all in an adapter are", where=others[0])
     if not looks_like_adapter(found.keys):
         listed = first_few(found.keys, 3)
@@ -205,9 +206,8 @@ def _whole_name(key: str) -> str:
 
 
 def number_in(ref: TensorRef, key: str) -> float:
-    """The number that a tensor of one element holds, such as an alpha.
-
-    Raises `MalformedCheckpoint` where it is not one, or is not finite.
+    """The number that a tensor of one element holds, such as an alpha. Raises `MalformedCheckpoint`
+    where it is not one, or is not finite.
     """
     if ref.numel != 1 or ref.dtype.kind not in ("float", "int"):
         what = f"is {ref.dtype.name} {list(ref.shape)} where one number is expected"
@@ -357,9 +357,7 @@ def _patterns(given: Mapping[str, Any], name: str) -> Iterator[str]:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern that can be matched in a time with an end: who made the file may have written one
-    that cannot.
-    """
+    """A pattern whose matching has an end: who made the file may have written another."""
     unbounded = len(re.findall(r"[*+]|\{\d*,\}", pattern))
     is_nested = re.search(r"\)(?:[*+?]|\{)|\(\?|\\\d", pattern) is not None
     try:
@@ -373,9 +371,7 @@ def _pattern(pattern: str) -> str:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """What the first pattern that matches a module, or the end of its path, gives; as peft's
-    `get_pattern_key`.
-    """
+    """What the first pattern that matches a module's end gives, as peft's `get_pattern_key`."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

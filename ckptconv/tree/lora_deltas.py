@@ -44,10 +44,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which weight a module of an adapter means, and how its parts are to be read.
-
-    `name` is that of the module in `config`, `keys` the key of each part; `strength` multiplies all
-    that is added.
+    """Which weight a module of an adapter means, and how its parts are to be read. `name` is that
+    of the module in `config`, `keys` the key of each part; `strength` multiplies all that is added.
     """
 
     parts: Parts
@@ -95,9 +93,7 @@ def as_linear(asked: Asked) -> Asked:
 
 
 def linear_change(asked: Asked, *, across: bool | None) -> Change:
-    """The change by ``up`` and ``down``, in the orientation that `across` says (None: the one that
-    fits).
-    """
+    """The change by ``up`` and ``down``, oriented as `across` says (None: as it fits)."""
     up, down = matrices(asked, "up", "down")
     if "mid" in asked.parts:
         down, rank = _core(asked, asked.parts["mid"], down), up.shape[1]
@@ -227,7 +223,8 @@ def hadamard_change(asked: Asked) -> Change:
     for one in ("1", "2"):
         first, second = (f"hada_w{one}_{side}" for side in "ab")
         _refuse_missing(asked, first, second)
-        if (middle := parts.get(f"hada_t{one}")) is not None:
+        middle = parts.get(f"hada_t{one}")
+        if middle is not None:
             core = _core(asked, middle, parts[second])
             halves.append(_checked_product(asked, transposed(parts[first]), core))
         else:
@@ -265,7 +262,8 @@ def kronecker_change(asked: Asked) -> Change:
             continue
         _refuse_missing(asked, first, second)
         rank = parts[second].shape[0]
-        if (middle := parts.get(f"lokr_t{one}")) is not None:
+        middle = parts.get(f"lokr_t{one}")
+        if middle is not None:
             core = _core(asked, middle, parts[second])
             halves.append(_checked_product(asked, transposed(parts[first]), core))
         else:
@@ -342,9 +340,7 @@ def _expert_change(asked: Asked, name: str, weight: TensorRef, *, swapped: bool)
 
 
 def changed(weight: TensorRef, changes: Sequence[Change], key: str) -> TensorRef:
-    """A weight after some changes, one after another: sums are rounded once, where nothing else
-    comes between them.
-    """
+    """A weight after changes, in turn: sums are rounded once, if nothing comes between."""
     if weight.dtype.name not in MERGED_TYPES:
         what = f"is {weight.dtype.name}, to which nothing can be added"
         raise RefusedObject(what, where=key, hint="add --dequantize")
@@ -358,9 +354,7 @@ def changed(weight: TensorRef, changes: Sequence[Change], key: str) -> TensorRef
 
 
 def rows_of(weight: TensorRef, part: int, key: str) -> TensorRef:
-    """A part of a weight whose rows are those of several modules: q, k and v, each square, and what
-    comes after them.
-    """
+    """A part of a weight of several modules' rows: square q, k and v, and what comes after."""
     start, count = rows_in(weight.shape, part, key)
     zeros = (0,) * (len(weight.shape) - 1)
     return box_of(weight, (start, *zeros), (count, *weight.shape[1:]))

@@ -85,9 +85,7 @@ class Place(NamedTuple):
 
 
 Places: TypeAlias = "tuple[Place, ...]"
-"""Where a name leads: one place, or several whose rows stand one below the other in what other
-programs have as one module.
-"""
+"""Where a name leads: one place, or several, one below the other in what is one module."""
 
 Naming = Literal["own", "original", "diffusers"]
 

@@ -6,8 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckptconv.objects.torch_read import Window
-from ckptconv.pickles.nodes import Node, children, mapping_pairs
-from ckptconv.pickles.substitution import containers, substituted, with_pairs
+from ckptconv.pickles.nodes import (
+    Node,
+    children,
+    containers,
+    mapping_pairs,
+    substituted,
+    with_pairs,
+)
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
 from ckptconv.tree.checkpoint import Checkpoint
@@ -34,9 +40,7 @@ def without_lost(checkpoint: Checkpoint, is_whole: IsWhole) -> Checkpoint:
 
 
 def _outermost(root: Node, is_whole: IsWhole) -> dict[int, Node]:
-    """What stands in for the dicts that hold lost items, by their id; no dict that is in another of
-    them.
-    """
+    """What stands in for dicts with lost items, by id; no dict that is in another of them."""
     found: dict[int, Node] = {}
     for place, node in walk(root):
         if found and any(id(step[2]) in found for step in chain_of(place)):

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptconv.keys.key_map import STRIP, map_keys
-from ckptconv.pickles.nodes import Node
-from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.pickles.nodes import Node, containers, substituted
 from ckptconv.support.choices import refuse_no_text
 from ckptconv.support.errors import (
     CheckpointError,
@@ -465,7 +464,8 @@ class _Merging:
         name = self._adapter.checkpoint.path.name
         for told, count in self._told.items():
             yield f"{name}: {count_text(count, 'tensor')} merged, {told}"
-        if unscaled := sum(map(self._is_unscaled, self._adapter.modules)):
+        unscaled = sum(map(self._is_unscaled, self._adapter.modules))
+        if unscaled:
             modules = count_text(unscaled, "module")
             yield f"{name}: says no scale for {modules} (no alpha, no config); 1 is taken"
 

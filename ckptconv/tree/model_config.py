@@ -89,9 +89,8 @@ def home_of(checkpoint: Checkpoint) -> Location | None:
 
 
 def json_in(home: Location, name: str) -> dict[str, Any]:
-    """A JSON object in a folder; empty where there is none.
-
-    Raises `CheckpointError` for a file that is not one: what it says might decide.
+    """A JSON object in a folder; empty where there is none. Raises `CheckpointError` for a file
+    that is not one: what it says might decide.
     """
     place = home.child(name)
     if not place.is_file():

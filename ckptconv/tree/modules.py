@@ -19,8 +19,7 @@ from ckptconv.objects.pickled_modules import (
     saved_tensors,
     state_dict_of,
 )
-from ckptconv.pickles.nodes import Call, Node
-from ckptconv.pickles.substitution import substituted
+from ckptconv.pickles.nodes import Call, Node, substituted
 from ckptconv.support.text import first_few_in_short
 from ckptconv.tree.checkpoint import Checkpoint, Stray
 from ckptconv.tree.stray_tensors import strays_of
@@ -83,6 +82,7 @@ def _notes(names: Sequence[str], strays: Sequence[Stray]) -> Iterator[str]:
     if len(names) > 1:
         count = f"{len(names)} whole modules are read as their state dicts"
     yield f"{count}: {first_few_in_short(names, _LISTED)}"
-    if paths := [stray.path or "the root" for stray in strays if stray.is_refused]:
+    paths = [stray.path or "the root" for stray in strays if stray.is_refused]
+    if paths:
         listed = first_few_in_short(paths, _LISTED)
         yield f"its state dict may lack tensors outside parameters and buffers: {listed}"

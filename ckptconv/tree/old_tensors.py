@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptconv.objects.torch_read import Window, tensor_of_storage
-from ckptconv.pickles.nodes import ABSENT, Call, Node
-from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.pickles.nodes import ABSENT, Call, Node, containers, substituted
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 
@@ -33,7 +32,8 @@ def complete_tensors(checkpoint: Checkpoint, calls: Sequence[Call]) -> Checkpoin
     stand_ins: dict[int, Node] = {}
     for kind in (_from_state, _wrapped):  # a Parameter is made of a tensor
         for call in calls:
-            if (made := kind(call, stand_ins)) is not None:
+            made = kind(call, stand_ins)
+            if made is not None:
                 stand_ins[id(call)] = made
     if not stand_ins:
         return checkpoint

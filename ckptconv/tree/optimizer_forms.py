@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.pickles.nodes import Dict, Node, containers, mapping_pairs, substituted
 from ckptconv.support.choices import refuse_other
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
 from ckptconv.support.records import dataclass

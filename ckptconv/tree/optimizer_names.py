@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckptconv.pickles.nodes import Node, mapping_pairs
-from ckptconv.pickles.substitution import with_pairs
+from ckptconv.pickles.nodes import Node, mapping_pairs, with_pairs
 from ckptconv.support.errors import KeyConflict
 from ckptconv.support.records import dataclass
 from ckptconv.tree.optimizer_states import (

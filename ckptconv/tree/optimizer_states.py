@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import NamedTuple
 
-from ckptconv.keys.wrappers import bare_key, drop_unmistakable
+from ckptconv.keys.rules import bare_key, drop_unmistakable
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import RefusedObject, printable
 from ckptconv.support.records import dataclass

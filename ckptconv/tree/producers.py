@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptconv.keys.wrappers import all_start
+from ckptconv.keys.rules import all_start
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 
 Labels = Mapping[str, Node]
@@ -106,7 +106,8 @@ def producer_in(root: Node) -> Producer | None:
 def producer_of(root: Node) -> str | None:
     """The framework that wrote a checkpoint, with its version if known; None when nothing tells."""
     labels = _labels(root)
-    if (producer := producer_in(root)) is not None:
+    producer = producer_in(root)
+    if producer is not None:
         *around, last = producer.version.split(".")
         for label in around:
             labels = _labels(labels.get(label))

@@ -36,9 +36,7 @@ def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
 
 
 def method_in(folder: Location) -> str:
-    """The ``quant_method`` that ``config.json`` in a folder names; empty where it says that nothing
-    is quantised.
-    """
+    """The ``quant_method`` of a folder's ``config.json``; empty where nothing is quantised."""
     with suppress(CheckpointError, OSError):
         said = next(_in_config(json_in(folder, "config.json")), None)
         if said is not None:
@@ -77,7 +75,8 @@ def _in_other_files(home: Location) -> Iterator[_Said]:
     found = json_in(home, "hf_quant_config.json").get("quantization")
     if isinstance(found, dict):
         yield _Said("hf_quant_config.json", found, "modelopt")
-    if found := json_in(home, "quantize_config.json"):
+    found = json_in(home, "quantize_config.json")
+    if found:
         yield _Said("quantize_config.json", found, "gptq")
 
 
@@ -99,7 +98,6 @@ def _refuse_contradiction(home: Location, one: _Said, other: _Said) -> None:
 
 def _settings(said: _Said) -> dict[str, Any]:
     """What is read of a configuration, as far as it says it; GPTQ without a version is the first.
-
     ``quantize_config.json`` names no method, and stands beside other methods too.
     """
     config = said.with_method()

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.naming_metadata import followed
-from ckptconv.pickles.nodes import Node
-from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.pickles.nodes import Node, containers, substituted
 from ckptconv.support.records import dataclass
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.optimizer_names import follow_names

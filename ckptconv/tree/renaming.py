@@ -16,7 +16,7 @@ from ckptconv.keys.key_map import (
     unchanged,
 )
 from ckptconv.keys.mappings import MappedKeys
-from ckptconv.keys.wrappers import find_wrappers
+from ckptconv.keys.rules import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.support.records import dataclass
@@ -31,9 +31,7 @@ from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 
 
 def refuse_codes_apart(applied: Applied) -> None:
-    """Raise `RefusedObject` where the new names of a state dict's keys part codes from what they
-    are read with.
-    """
+    """Raise `RefusedObject` where new names part codes from what they are read with."""
     item, keys = applied.item, applied.keys
     if applied.reshaped is not None:
         _refuse_apart(applied.reshaped.before, applied.names())
@@ -106,9 +104,7 @@ def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], 
 
 
 def _has_work(item: StateDict, rules: KeyRules) -> bool:
-    """Whether the keys must be fit for names: not where they stay, whatever they are, somewhere
-    inside a checkpoint.
-    """
+    """Whether keys must be fit for names: not if they stay, somewhere inside a checkpoint."""
     return rules != KEEP and (
         rules != STRIP or not item.path or bool(find_wrappers(item.telling_keys))
     )
@@ -117,9 +113,8 @@ def _has_work(item: StateDict, rules: KeyRules) -> bool:
 def map_state_dict(
     item: StateDict, rules: KeyRules, checkpoint: Checkpoint, fit_to: KeyTarget | None
 ) -> Applied:
-    """The rules applied to a state dict of a checkpoint, then the keys fitted.
-
-    Where wrappers are all that the rules are about, fitting finds them itself.
+    """The rules applied to a state dict of a checkpoint, then the keys fitted. Where wrappers are
+    all that the rules are about, fitting finds them itself.
     """
     try:
         given = KEEP if fit_to and rules == STRIP else rules
@@ -185,7 +180,8 @@ def renamed_keys(
     shared = len(storages) - len(set(storages))
 
     def mapped() -> MappedKeys:
-        if len(now := dict(zip(keys.old, held, strict=True))) != len(held):
+        now = dict(zip(keys.old, held, strict=True))
+        if len(now) != len(held):
             raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
         modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
         for path, name in recorded():

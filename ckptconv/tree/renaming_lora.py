@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
 from ckptconv.keys.key_map import STRIP, map_keys
-from ckptconv.pickles.nodes import Dict, Node
-from ckptconv.pickles.substitution import containers, substituted
+from ckptconv.pickles.nodes import Dict, Node, containers, substituted
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
@@ -37,23 +36,18 @@ from ckptconv.tree.lora_adapters import (
     number_in,
     read_adapter,
 )
-from ckptconv.tree.lora_blocks import Factors, put_together, taken_apart
 from ckptconv.tree.lora_configs import (
+    Factors,
     Scaled,
     alpha_for,
     alpha_tensor,
     of_diffusers,
     of_peft,
+    put_together,
+    taken_apart,
     with_those_around,
 )
-from ckptconv.tree.lora_conventions import (
-    ENDS,
-    Asked,
-    Convention,
-    model_of,
-    named_in,
-    spelled_in,
-)
+from ckptconv.tree.lora_conventions import ENDS, Asked, Convention, model_of, named_in, spelled_in
 from ckptconv.tree.lora_deltas import Asked as AskedScale
 from ckptconv.tree.lora_deltas import as_linear, in_rows, matrices, rows_in
 from ckptconv.tree.lora_names import Names, Place, Places, Spelling, found_modules, start_of

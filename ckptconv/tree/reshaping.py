@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ckptconv.keys.key_map import KeyMap, KeyRules, map_keys
-from ckptconv.keys.mappings import Mapped, MappedKeys, MappedTensors
-from ckptconv.keys.module_paths import PathStep
+from ckptconv.keys.mappings import Mapped, MappedKeys, MappedTensors, PathStep
 from ckptconv.keys.rules import Rule
 from ckptconv.keys.tensor_rules import (
     JOINS,
@@ -114,9 +113,8 @@ class Reshaped:
             yield MadeKeys(item.rule, counts, sources, targets, item.first, item.goes_along)
 
     def mapped(self, plain: MappedKeys) -> MappedKeys:
-        """The mapping of all, of that of the keys behind the last tensor rule.
-
-        Raises `KeyConflict` where values were computed: nothing brings those back that there were.
+        """The mapping of all, of that of the keys behind the last tensor rule. Raises `KeyConflict`
+        where values were computed: nothing brings those back that there were.
         """
         for item in self.made:
             if any(move.name in COMPUTING for move in item.moves):
@@ -165,9 +163,7 @@ class Applied:
         return frozenset(key for key, new in self.names().items() if new is None) - consumed
 
     def names(self) -> dict[str, str | None]:
-        """The keys of the checkpoint, each with its new one: None where it is left out, or its
-        tensor became others.
-        """
+        """The keys of the checkpoint, each with its new one; None: left out, or became others."""
         pairs = zip(self.keys.old, self.keys.new, strict=True)
         if self.reshaped is None:
             return dict(pairs)
@@ -177,7 +173,6 @@ class Applied:
 
 def with_config(rules: KeyRules, checkpoint: Checkpoint) -> KeyRules:
     """The rules for this checkpoint: with numbers in the place of names of its ``config.json``.
-
     Raises `KeyConflict` where a rule needs one that is not there.
     """
     if not any(rule.needs_config for rule in rules.rules):
@@ -217,7 +212,8 @@ def _all_keys_mapped(item: StateDict, rules: KeyRules) -> KeyMap:
 
 def _scales_of(item: StateDict, checkpoint: Checkpoint) -> Scales | None:
     """The quantised weights; None where there are none."""
-    if not (found := find_scaled(dict(item.tensors()))):
+    found = find_scaled(dict(item.tensors()))
+    if not found:
         return None
     from ckptconv.tree.carrying import Scales  # with all schemes, which few checkpoints need
 
@@ -243,9 +239,7 @@ def makes_tensors(rule: Rule, scales: Scales | None = None) -> bool:
 
 
 class _Entry(NamedTuple):
-    """A tensor under its key of now; `rank` is its place, that of the first one of what it is made
-    of.
-    """
+    """A tensor under its key of now; `rank`: the place of the first of what it is made of."""
 
     origin: Origin
     name: str
@@ -565,9 +559,7 @@ def _shape_text(value: Node) -> str:
 
 
 class _Done(NamedTuple):
-    """What a rule made of a group: the keys and tensors; by which moves of its tensors in this
-    order.
-    """
+    """What a rule made of a group: keys and tensors, by which moves of its tensors, in order."""
 
     names: list[str]
     refs: list[TensorRef]

@@ -45,9 +45,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """An object that stands in the output in its plain form: where, what it was, and `how` (empty:
-    nothing is left out).
-    """
+    """An object that is in the output in plain form: where, what it was, `how` (if not all)."""
 
     path: str
     name: str
@@ -105,9 +103,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
 
 
 def _refuse_part_of_tensor(place: Place, name: str) -> None:
-    """Refuse to drop what a tensor is made with: the tensor itself would be lost, or could not be
-    made any more.
-    """
+    """Refuse to drop what a tensor is made with: the tensor would be lost with it."""
     for above, _, holder in chain_of(place):
         if is_tensor_call(holder):
             what = f"a tensor of which {name} is a part cannot be written without it"
@@ -126,9 +122,7 @@ def _hashed(node: Node) -> Iterable[Node]:
 
 
 def refuse_keys(node: Node, place: Place) -> None:
-    """Refuse dict keys whose hashing is slow (nested tuples, thousands of ints with one hash) or
-    impossible.
-    """
+    """Refuse dict keys of slow hashing (nested tuples, ints of one hash), or of none."""
     try:
         odd = [key for key in _hashed(node) if type(key) is not str and not _is_harmless_key(key)]
     except LimitExceeded as error:
@@ -158,10 +152,7 @@ def _is_harmless_key(key: Node) -> bool:
 
 
 def _is_small_tuple(key: tuple[Node, ...]) -> bool:
-    """Whether a tuple holds plain values, and tuples of them, only.
-
-    `LimitExceeded` for many (a doubling one does not end).
-    """
+    """Whether a tuple holds plain values, and such tuples; `LimitExceeded` for many."""
     most = in_force().key_tuple
     work: list[Node] = [key]
     for count, part in enumerate(work):
@@ -205,9 +196,7 @@ def _settle(
 
 
 def refused_name(node: Node) -> str | None:
-    """The global for which `weights_only=True` would refuse `node` (or that has no values); None
-    for good nodes.
-    """
+    """The global for which `weights_only=True` refuses `node`, or without values; else None."""
     if type(node) is Call:
         name: str = node.name
         if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
@@ -232,9 +221,7 @@ def has_more(call: Call) -> bool:
 
 
 def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -> bool:
-    """Whether an object is inside a configuration that was told of; `configs` are their plain
-    forms, and become more.
-    """
+    """Whether an object is in a configuration of `configs`, which are told of, and become more."""
     if not is_config(name):
         return False
     configs.add(id(plain))
@@ -242,9 +229,7 @@ def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -
 
 
 def plain_form_at(node: Node, place: Place) -> Node:
-    """The plain form of a refused object at its place: a class is its name only where it stands by
-    itself.
-    """
+    """The plain form of a refused object at its place: a class by itself is its name."""
     return node if type(node) is Global and not _stands_alone(place) else _plain_form_of(node)
 
 
@@ -254,7 +239,8 @@ def _plain_form_of(node: Node) -> Node:
     for _ in range(_NESTED):  # a leaf of a configuration may hold an object
         if plain is node or refused_name(plain) is None:
             return plain
-        if (inner := _form(plain)) is plain:
+        inner = _form(plain)
+        if inner is plain:
             break
         plain = inner
     return node

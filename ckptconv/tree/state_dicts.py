@@ -79,9 +79,7 @@ class StateDict:
 
     @property
     def keys_beside(self) -> tuple[str, ...]:
-        """The keys of what the training left beside the model: no parameter, no buffer, and of no
-        module.
-        """
+        """The keys of what training left beside the model: of no module, parameter or buffer."""
         named = zip(self.keys, self.values, strict=True)
         return tuple(
             [key for key, value in named if is_of_no_module(key) and not holds_tensors(value)]
@@ -222,9 +220,7 @@ def _of_pairs(path: str, pairs: Sequence[tuple[str, Node]], note: str) -> StateD
 
 
 def bare_tensors(node: Node) -> StateDict | None:
-    """A state dict for a lone tensor, for a list of nothing but tensors, or of pairs of names and
-    tensors; None for the rest.
-    """
+    """A state dict for a lone tensor, a list of tensors, or of pairs with names; else None."""
     if is_tensor(node):
         note = "it is one tensor, not a state dict: its key is 'tensor'"
         return _of_pairs("", [("tensor", node)], note)
@@ -387,9 +383,8 @@ def renamed_state_dict(
 def renamed_in_place(
     state_dict: StateDict, keys: tuple[str | None, ...], modules: RenamedModules
 ) -> Node:
-    """As `renamed_state_dict`; what stands beside the state dict in its dict stays there.
-
-    Raises `KeyConflict` when a new key is the label of something else that stands there.
+    """As `renamed_state_dict`; what stands beside the state dict in its dict stays there. Raises
+    `KeyConflict` when a new key is the label of something else that stands there.
     """
     if state_dict.own is None:
         return renamed_state_dict(state_dict, keys, modules)
@@ -397,7 +392,8 @@ def renamed_in_place(
     mine = set(state_dict.own)
     beside = (key for index, (key, _) in enumerate(before) if index not in mine)
     others = {key for key in beside if type(key) is str}
-    if taken := next((key for key in keys if key in others), None):
+    taken = next((key for key in keys if key in others), None)
+    if taken:
         what = "a key would get this name, but something else beside it has it already"
         raise KeyConflict(what, where=taken)
     renamed = list(zip(keys, state_dict.values, strict=True))

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ckptconv.objects.bitsandbytes import Saved
 from ckptconv.objects.encodings import LEAVES
 from ckptconv.objects.pickled_modules import (
+    Saved,
     child_modules,
     other_attributes,
     own_tensors,
@@ -37,9 +37,7 @@ _ORDINARY = re.compile(
 model, but for those below.
 """
 _QUANTIZED = re.compile(r"torch\.(?:ao\.)?nn\.(?:\w+\.)*quantized\.").match
-"""torch's quantized layers, which save packed weights, scales and zero points
-(torch/ao/nn/quantized/modules).
-"""
+"""torch's quantized layers, with packed weights, scales and zero points (torch/ao/nn/quantized)."""
 _PLAIN_ATTRIBUTES = {
     "models.yolo.Model": {"stride", "class_weights"},
     "models.yolo.DetectionModel": {"stride", "class_weights"},
@@ -60,9 +58,7 @@ again (torch/nn/utils).
 
 
 class _Registered(NamedTuple):
-    """A module that `state_dict()` meets: its path, and whether it and all modules above it are
-    known to save no more.
-    """
+    """A module that `state_dict()` meets: its path; if it, and those above, save no more."""
 
     path: str
     module: Call
@@ -72,9 +68,7 @@ class _Registered(NamedTuple):
 
 def strays_of(module: Call, made: Call) -> tuple[tuple[Stray, ...], tuple[Node, ...]]:
     """What `made`, the state dict of a whole module, does not hold of it: tensors, each once, and
-    code that may save some.
-
-    And the tensors that it holds in another form.
+    code that may save some. And the tensors that it holds in another form.
     """
     registered = list(_registered(module))
     covered = _Covered([value for _, value in made.pairs])
@@ -212,9 +206,7 @@ _LONGEST = 300  # characters of a path
 
 
 def _judged(item: _Registered, name: str) -> tuple[str, bool]:
-    """What to say of a tensor in the attribute `name` of a module (empty: of a parameter), and
-    whether to refuse it.
-    """
+    """What to say of a tensor in attribute `name` (empty: a parameter's), and if it is refused."""
     cls = item.module.name
     if item.beside is not None:
         return f"an attribute that {cls} does not save", False

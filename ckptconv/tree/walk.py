@@ -179,5 +179,6 @@ def tensors_of(
 ) -> Iterator[tuple[str, TensorRef]]:
     """Every tensor of a tree with its path; tensors met twice under other keys appear once."""
     for place, node in walk(root, overlay, depth=depth):
-        if (tensor := tensor_of(node)) is not None:
+        tensor = tensor_of(node)
+        if tensor is not None:
             yield place_text(place), tensor

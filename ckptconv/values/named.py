@@ -72,9 +72,7 @@ class NamedValue:
 
 @dataclass(frozen=True, slots=True)
 class NamedValues:
-    """The tensors of a checkpoint, in its order, and the names of those whose numbers ckptconv does
-    not know how to read.
-    """
+    """The tensors of a checkpoint, in order, and the names of those that cannot be read."""
 
     values: tuple[NamedValue, ...]
     unread: tuple[str, ...]
@@ -105,9 +103,7 @@ class NamedValues:
 
 
 def named_values(checkpoint: Checkpoint, only: str | None = None) -> NamedValues:
-    """Every tensor of a checkpoint, or of the part at the path `only`; one that stands at several
-    places has several names.
-    """
+    """Every tensor, or those of the part `only`; one at several places has several names."""
     return values_in(
         checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
     )
@@ -121,7 +117,6 @@ def values_in(root: Node) -> NamedValues:
 
 class Component(NamedTuple):
     """Bytes of a tensor under one of its names, or of a part of one that consists of several.
-
     `recipe` is on the first of these: what puts them together, beside the bytes.
     """
 
@@ -162,7 +157,8 @@ def _under_names(
     """What is made of each tensor in a tree, under each of its names; and the names and values of
     those of which nothing is (None).
     """
-    if (made := made_of("tensor", root)) is not None:
+    made = made_of("tensor", root)
+    if made is not None:
         return made, []
     values: list[T] = []
     unread: list[tuple[str, Node]] = []
@@ -176,7 +172,8 @@ def _under_names(
             if type(child) not in (TensorRef, TensorObject, Call):
                 continue
             name = place_text((place, label, node))
-            if (made := made_of(name, child)) is not None:
+            made = made_of(name, child)
+            if made is not None:
                 values += made
                 whole.add(id(child))
             elif is_tensor_call(child) and holds_tensors(child):
@@ -186,15 +183,14 @@ def _under_names(
 
 
 def _components(name: str, value: Node) -> list[Component] | None:
-    """A value as the bytes that it consists of; None where it is no tensor, or one that cannot be
-    taken apart.
-    """
+    """A value as the bytes that it consists of; None: no tensor, or it cannot be taken apart."""
     ref = value.tensor if type(value) is TensorObject else value
     if type(ref) is TensorRef:
         return [Component(name, ref)]
     if type(value) is not Call:
         return None
-    if (packed := packed_codes(value, BITS)) is not None:
+    packed = packed_codes(value, BITS)
+    if packed is not None:
         parts, recipe, shape = packed
         recipes = {name: {**recipe, "shape": list(shape)}}
         named = [(f"{name}.{part}", each) for part, each in parts]
@@ -216,11 +212,13 @@ def _values(name: str, value: Node) -> list[NamedValue] | None:
         return [_plain(name, ref)]
     if type(value) is not Call:
         return None
-    if (packed := packed_codes(value, BITS)) is not None:
+    packed = packed_codes(value, BITS)
+    if packed is not None:
         components, recipe, shape = packed
         parts = {f"{name}.{part}": ref for part, ref in components}
         return [_dequantized(name, recipe, parts, shape)]
-    if (made := flat(name, value)) is None:
+    made = flat(name, value)
+    if made is None:
         return None
     parts = dict(made.tensors)
     found: list[NamedValue] = []
@@ -287,9 +285,7 @@ def _dequantized(
 
 
 def numpy_type(dtype: DType) -> Any:
-    """The numpy type of a type's elements, of ml_dtypes where numpy has none; None where neither
-    has one.
-    """
+    """The numpy type of a type's elements, of ml_dtypes if numpy has none; None: neither has."""
     import ml_dtypes
     import numpy as np
 

@@ -44,9 +44,7 @@ _MOST_DIGITS = 18
 
 def picked(found: NamedValues, name: str, path: PurePath, *, is_whole: bool = False) -> NamedValue:
     """The tensor of this name, or the only one whose name ends in it, by whole words; not where the
-    name `is_whole`.
-
-    Raises `MissingTensor` where there is none, or a choice.
+    name `is_whole`. Raises `MissingTensor` where there is none, or a choice.
     """
     same = [item for item in found.values if item.name == name]
     ends = [] if is_whole else [item for item in found.values if item.name.endswith(f".{name}")]
@@ -78,9 +76,7 @@ def _meant(found: NamedValues, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: the numbers of the elements along each dimension, and which dimensions
-    are an index and so go.
-    """
+    """A part of a tensor: the numbers along each dimension, and which dimensions go."""
 
     ranges: tuple[range, ...]
     gone: tuple[bool, ...]
@@ -120,9 +116,7 @@ def whole_box(shape: Shape) -> Box:
 
 
 def _numbers_at(numbers: range, part: Any, said: str) -> tuple[range, bool]:
-    """Those of the numbers of a dimension that an integer or a slice takes, and whether the
-    dimension goes.
-    """
+    """The numbers of a dimension that an integer or slice takes, and whether it goes."""
     if isinstance(part, slice) and part.step == 0:
         raise _refused(said, "has a step of 0")
     try:
@@ -183,9 +177,7 @@ def _refused(text: str, what: str) -> OptionRefused:
 
 
 def values_of(item: NamedValue, box: Box) -> Array:
-    """The values of a part of a tensor as an array; quantized ones decoded to float64, packed ones
-    to float32.
-    """
+    """The values of a part as an array; quantized ones as float64, packed ones as float32."""
     import numpy as np
 
     for at, numbers in enumerate(box.ranges):
@@ -274,9 +266,8 @@ def _codes(item: NamedValue, outer: Sequence[int], first: int, count: int) -> Ar
 
 
 def shown_text(item: NamedValue, box: Box) -> str:
-    """The values of a part as numpy prints them; of many only those at the edges are read.
-
-    Types of 8 bits and bfloat16 are shown as float32, which holds them exactly.
+    """The values of a part as numpy prints them; of many only those at the edges are read. Types of
+    8 bits and bfloat16 are shown as float32, which holds them exactly.
     """
     import numpy as np
 
@@ -341,9 +332,7 @@ def _edge_values(item: NamedValue, box: Box) -> Array:
 
 
 def _written_type(item: NamedValue) -> DType:
-    """The type that numpy gets; `OptionRefused` for one that it does not have by itself (bfloat16,
-    8-bit floats).
-    """
+    """The type that numpy gets; `OptionRefused` if it has none itself (bfloat16, 8-bit floats)."""
     dtype = BY_NAME["float64"] if item.decode is not None else item.read.dtype
     dtype = BY_NAME["complex64"] if dtype.name == "complex32" else dtype
     if not holds(dtype):
@@ -355,10 +344,7 @@ def _written_type(item: NamedValue) -> DType:
 
 
 def check_whole(item: NamedValue, box: Box) -> None:
-    """Hold a tensor of which all is wanted against its checksums; of parts, others are not read.
-
-    Raises `MalformedCheckpoint`.
-    """
+    """Hold a tensor that is wanted whole against its checksums, or raise `MalformedCheckpoint`."""
     if all(len(numbers) == size for numbers, size in zip(box.ranges, item.shape, strict=True)):
         checksums = Checksums()
         for piece in item.ref.pieces:
@@ -395,7 +381,8 @@ def write_npz(chosen: Sequence[tuple[NamedValue, Box]], output: Path, *, force: 
     names = [name for name, _, _, _ in named]
     for name, what in bad_names(names).items():
         raise RefusedObject(what, where=name, hint="write it by itself, with --npy")
-    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    if twice:
         raise OptionRefused(f"{twice} is named twice", hint="name each tensor once")
     layout = lay_out_arrays(named)
     place = place_of(output)

@@ -33,8 +33,7 @@ from ckptconv.cli.main import cli
 from ckptconv.devices.gpu_choice import GpuChoice
 from ckptconv.devices.host import Gpu, Host
 from ckptconv.devices.report import CHOICE, host_document
-from ckptconv.io.remote.place import RemotePlace
-from ckptconv.io.remote.site import Site
+from ckptconv.io.remote.place import RemotePlace, Site
 from ckptconv.io.remote.store import Unfinished
 from ckptconv.support.json_text import json_text
 from helpers.folder_store import FolderStore

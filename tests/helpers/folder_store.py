@@ -6,8 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from ckptconv.io.remote.place import RemotePlace
-from ckptconv.io.remote.site import Site
+from ckptconv.io.remote.place import RemotePlace, Site
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
 
 

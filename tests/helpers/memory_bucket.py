@@ -18,9 +18,8 @@ import pytest
 
 from ckptconv.io.remote import patience
 from ckptconv.io.remote.causes import Forbidden
-from ckptconv.io.remote.place import RemotePlace
+from ckptconv.io.remote.place import RemotePlace, Site
 from ckptconv.io.remote.s3 import S3Store
-from ckptconv.io.remote.site import Site
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Upload
 
 Fault = Callable[[int, str, str], str | None]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ckptconv.io.remote.place import RemotePlace
-from ckptconv.io.remote.site import Site
+from ckptconv.io.remote.place import RemotePlace, Site
 from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, Upload
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from ckptconv import limits
 from ckptconv.keys.fitting import fit_keys
 from ckptconv.keys.key_map import KeyRules, map_keys
-from ckptconv.keys.module_paths import Followed
-from ckptconv.keys.wrappers import UNMISTAKABLE, find_wrappers
+from ckptconv.keys.mappings import Followed
+from ckptconv.keys.rules import UNMISTAKABLE, find_wrappers
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.tree.fitted_keys import module_paths
 from helpers.examples import crossed, some

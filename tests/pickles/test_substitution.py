@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from ckptconv.pickles.nodes import Call, Dict, Global
-from ckptconv.pickles.substitution import calls_of, containers, substituted
+from ckptconv.pickles.nodes import Call, Dict, Global, calls_of, containers, substituted
 
 SET = Global("builtins", "set")
 

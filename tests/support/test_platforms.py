@@ -35,7 +35,7 @@ ELSEWHERE = ("bare", "windows")
 USERS_OF_PLATFORMS = {
     "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination",
     "io.staging", "io.in_place", "io.journals", "io.hidden_folders", "io.location", "io.outputs",
-    "io.open_files", "cli.terminal", "cli.paths", "io.standard_input", "io.remote.patience",
+    "io.open_files", "cli.terminal", "cli.options", "io.standard_input", "io.remote.patience",
     "io.remote.credentials", "io.remote.network", "io.appended", "batch.choosing",
     "batch.processes", "tensors.compute_ahead", "support.blas", "io.zstd",
 }  # fmt: skip

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckptconv.tensors import few_values
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
+from ckptconv.tensors.statistics import FEW, QUANTILE_ERROR, Statistics
 from ckptconv.tensors.statistics_folder import StatisticsFolder
 from helpers.examples import crossed
 
@@ -89,7 +88,7 @@ def test_quantiles_lie_within_the_stated_error(dtype, count):
     for fraction, value in zip(FRACTIONS, found.quantiles(FRACTIONS), strict=True):
         exact = numbers[max(math.ceil(fraction * count), 1) - 1].item()
         assert abs(value - exact) <= error * abs(exact), (fraction, value, exact)
-    assert found.distinct_is_exact == (dtype.itemsize <= 2 or count <= few_values.MOST)
+    assert found.distinct_is_exact == (dtype.itemsize <= 2 or count <= FEW)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float16], ids=str)
@@ -205,7 +204,7 @@ def test_a_few_values_are_told_as_many_are(dtype, count):
         assert found.std == pytest.approx(numbers.std(ddof=1), rel=1e-13, abs=1e-15)
     bins = found.histogram(7)
     assert sum(bins) == count
-    if count <= few_values.MOST:
+    if count <= FEW:
         assert found.distinct == len(np.unique(numbers))
         ranks = [max(math.ceil(fraction * count), 1) - 1 for fraction in FRACTIONS]
         assert found.quantiles(FRACTIONS) == np.sort(numbers)[ranks].tolist()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptconv import KeyMismatch, open_checkpoint
-from ckptconv.tree.lora_blocks import Factors, put_together, taken_apart
+from ckptconv.tree.lora_configs import Factors, put_together, taken_apart
 
 SIZES = (3, 3, 3, 5)
 COLUMNS = 4

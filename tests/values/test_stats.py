@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptconv import MalformedCheckpoint, OptionRefused, Progress, stats
-from ckptconv.values.report import in_order
+from ckptconv.values.collect import in_order
 from helpers.paths import CORPUS
 from helpers.program import run, run_on_terminal
 

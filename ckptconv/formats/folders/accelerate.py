@@ -24,8 +24,7 @@ from ckptconv.formats.folders.dcp import open_dcp
 from ckptconv.formats.folders.ranks import join_ranks
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, within
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.pickles.substitution import calls_of
+from ckptconv.pickles.nodes import Dict, Node, calls_of, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
@@ -65,9 +64,7 @@ class _Part(NamedTuple):
 
 
 def is_accelerate(path: Location) -> bool:
-    """Whether `path` is a folder with weights and the random states that `save_state` leaves, or a
-    step of SpeechBrain.
-    """
+    """Whether `path` is a folder with weights and random states, or a step of SpeechBrain."""
     if not path.is_folder():
         return False
     names = path.names()
@@ -146,13 +143,13 @@ def _label(found: re.Match[str] | None) -> str:
 def _gathered(
     folder: Location, names: Sequence[str], matches: Callable[[str], re.Match[str] | None]
 ) -> Iterator[_Part]:
-    """The parts that those names are which match.
-
-    `UnsupportedCheckpoint` where one is there in two forms, of which one must be older.
+    """The parts that those names are which match. `UnsupportedCheckpoint` where one is there in two
+    forms, of which one must be older.
     """
     forms: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        if found := matches(name):
+        found = matches(name)
+        if found:
             rank = found.groupdict().get("rank")  # None where no rank wrote it by itself
             form = name if rank is None else name[: name.rindex(rank)]
             forms.setdefault(_label(found), {}).setdefault(form, []).append(name)

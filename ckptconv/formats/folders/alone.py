@@ -44,9 +44,7 @@ _NAMES = (
 
 
 class Numbered(NamedTuple):
-    """What the name of a part says: its number, ``-of-`` how many if it says so, and what stands
-    around.
-    """
+    """What the name of a part says: its number, how many (``-of-``), and what stands around."""
 
     stem: str
     number: str
@@ -159,9 +157,7 @@ _NAMED = 3
 
 
 MODULES = "modules.json"
-"""The file in which sentence-transformers lists the modules of a model. Source: `Transformer`,
-`SentenceTransformer.save`.
-"""
+"""Where sentence-transformers lists the modules of a model (`SentenceTransformer.save`)."""
 
 
 def module_folders(folder: Location) -> list[Location]:
@@ -214,9 +210,7 @@ NOT_READ = "save the weights with the framework that wrote them"
 
 
 def part_of_step(name: str, root: Node) -> Part | None:
-    """What a file of a step is a part of, by its name and what it says, if it is one that is not
-    the whole model.
-    """
+    """What a file of a step is a part of, by its name and content, if it is not the whole model."""
     states = {key: value for key, value in mapping_pairs(root) or () if key in _SAID_BY_RANKS}
     width = states.get("mp_world_size")
     rank = MODEL_STATES(name)
@@ -243,9 +237,7 @@ _SAID_BY_RANKS = ("mp_world_size", "param_shapes", *_AUTOEP)
 
 def flat_part(root: Node) -> Part | None:
     """What a tree is with a flat parameter of FSDP1, which holds many parameters and does not say
-    which, in it or in a dict in it.
-
-    Source: torch/distributed/fsdp/_flat_param.py.
+    which, in it or in a dict in it. Source: torch/distributed/fsdp/_flat_param.py.
     """
     pairs = mapping_pairs(root) or ()
     inner = chain.from_iterable(mapping_pairs(value) or () for _, value in pairs)
@@ -257,7 +249,8 @@ def flat_part(root: Node) -> Part | None:
 
 def refuse_flat(keys: Iterable[str], path: PurePath) -> None:
     """Raise where a key is that of a flat parameter."""
-    if flat := next((key for key in keys if key.rpartition(".")[2] in _FLAT), None):
+    flat = next((key for key in keys if key.rpartition(".")[2] in _FLAT), None)
+    if flat:
         raise UnsupportedCheckpoint(_IS_FLAT, path=path, where=flat, hint=_NOT_FLAT)
 
 

@@ -47,9 +47,7 @@ _MANY = 1000
 
 
 def is_dcp(path: Location) -> bool:
-    """Whether `path` is a folder with a `.metadata`, or one of every rank, or that file itself, or
-    a data file beside it.
-    """
+    """Whether `path` is a folder with `.metadata` (of every rank), that file, or data beside it."""
     return (
         path.name == INDEX
         or path.child(INDEX).kind() not in ("nothing", "folder")
@@ -220,11 +218,13 @@ def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterat
         if key in left_out:
             continue
         if entry is None:
-            if (item := _item(metadata, key, None)) is not None:
+            item = _item(metadata, key, None)
+            if item is not None:
                 yield item, None
             continue
         for start, shape in entry.chunks if chunks else ():
-            if (item := _item(metadata, key, start)) is not None:
+            item = _item(metadata, key, start)
+            if item is not None:
                 yield item, Chunk(key, entry.dtype, start, shape)
 
 
@@ -277,7 +277,8 @@ class _Nested:
             if place in self._values:
                 what = f"goes through '{printable(label)}', which is a value of another kind"
                 raise MalformedCheckpoint(f"its path {what}")
-            if (inner := self._holders.get(place)) is None:
+            inner = self._holders.get(place)
+            if inner is None:
                 inner = self._holders[place] = [] if type(following) is int else Dict()
                 self._hang(holder, label, inner)
             holder = inner

@@ -103,14 +103,13 @@ class Kinds:
         self._count += 1
         item, chunk = wanted
         with contextlib.suppress(CheckpointError):
-            if kind := _kind_of(RangeSource(file, item.offset, item.length), node):
+            kind = _kind_of(RangeSource(file, item.offset, item.length), node)
+            if kind:
                 self._kinds.setdefault((item.length, chunk.dtype, chunk.shape), []).append(kind)
 
 
 def with_ends_checked(file: Source, wanted: Sequence[Wanted]) -> GuardedSource:
-    """`file`, of which each of these items, where it is long, is seen to have one end only before
-    it is read.
-    """
+    """`file`, of which long items are seen to have one end only before they are read."""
     items = [one for one in wanted if SHORT < one[0].length <= file.size - one[0].offset]
     items.sort(key=lambda one: one[0].offset)
 

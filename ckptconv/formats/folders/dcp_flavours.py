@@ -121,15 +121,14 @@ _TRAINER = "pytorch-lightning_version"
 
 
 def _with_meta(root: Dict, meta: Checkpoint) -> tuple[Dict, tuple[str, ...]]:
-    """The two trees as one, and a note on what is left out: a `meta.pt` of somebody else, whose
-    names are not new ones.
-    """
+    """The two trees as one, and a note on a `meta.pt` of somebody else, which is left out."""
     left_out = f"{LIGHTNING.beside} beside it is left out:"
     known = {key for key, _ in root.pairs}
     pairs = mapping_pairs(meta.root)
     if pairs is None or any(type(key) is not str for key, _ in pairs):
         return root, (*meta.notes, f"{left_out} it holds no dict of names")
-    if twice := [key for key, _ in pairs if key in known]:
+    twice = [key for key, _ in pairs if key in known]
+    if twice:
         what = f"'{printable(twice[0])}' is in the checkpoint too"
         return root, (*meta.notes, f"{left_out} {what}")
     joined = Dict([*root.pairs, *pairs])

@@ -298,7 +298,8 @@ class ForetoldItems(Items):
                 ref = assembled(dtype, shape, [((0,) * len(shape), ref)])
         except CheckpointError as error:
             raise with_key(error, key) from error.__cause__
-        if (run := verbatim_range(ref)) is not None:
+        run = verbatim_range(ref)
+        if run is not None:
             storage, first = run
             return storage.source, storage.offset + first
         path = self._read[item.relative_path].path
@@ -357,7 +358,8 @@ class ForetoldSource(WrappedSource):
         return source, at + offset - told.place
 
     def _values(self, told: _Foretold) -> tuple[Source, int]:
-        if (found := self._found.get(told.place)) is None:
+        found = self._found.get(told.place)
+        if found is None:
             found = self._found[told.place] = self._items.values_of(told)
             if found[0].is_in_memory():
                 self._found.pop(self._gathered, None)

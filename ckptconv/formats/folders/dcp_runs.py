@@ -205,7 +205,8 @@ class _Runs:
 
     def _size(self, raw: bytes) -> Shape | None:
         """The size that opcodes make; None where it is none."""
-        if (known := self._sizes.get(raw)) is not None:
+        known = self._sizes.get(raw)
+        if known is not None:
             return known
         values = integers_of(raw)
         if len(values) > in_force().dimensions or not all(0 <= one < LARGEST for one in values):

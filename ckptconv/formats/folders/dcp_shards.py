@@ -54,10 +54,7 @@ def refuse_one_rank(checkpoint: Checkpoint, *_: object) -> None:
 
 
 def open_dcp_shards(path: Location, *_: object) -> Checkpoint:
-    """Open a folder of rank files: their headers only.
-
-    `MalformedCheckpoint` when the chunks of a tensor leave a gap.
-    """
+    """Open a folder of rank files: headers only. `MalformedCheckpoint` for a gap in a tensor."""
     files = [within(file, path) for file in path.list() if _SHARD(file.name)]
     with all_open(path, files, FilePool()) as opened:
         parts: Parts = {}
@@ -104,10 +101,7 @@ def _offsets(info: Any) -> Iterator[tuple[str, Shape]]:
 
 
 def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Location) -> TensorRef:
-    """The tensor of all chunks, its shape being what they reach to.
-
-    Of several copies of a chunk the first is taken.
-    """
+    """The tensor of all chunks, as large as they reach; of copies the first is taken."""
     distinct: dict[tuple[Shape, Shape], TensorRef] = {}
     for start, ref in chunks:
         distinct.setdefault((start, ref.shape), ref)
@@ -121,10 +115,7 @@ def _whole(key: str, chunks: Sequence[tuple[Shape, TensorRef]], path: Location) 
 
 
 def _consolidated_size(index: Location) -> int | None:
-    """The sum of all tensors' bytes that the index of the consolidated files gives.
-
-    None where there is no such file.
-    """
+    """The sum of all tensors' bytes by the index of the consolidated files, if there is one."""
     if not index.is_file():
         return None
     raw = read_small(index, "index_bytes")

@@ -52,9 +52,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One rank's part of a tensor of `dtype` and `shape`: its `local` values, or several `boxes` of
-    them with their starts.
-    """
+    """A rank's part of a tensor of `dtype` and `shape`: its `local` values, or `boxes` of them."""
 
     dtype: DType
     shape: Shape
@@ -117,9 +115,7 @@ def _part(local: TensorRef, box: Sequence[tuple[int, int, int]]) -> TensorRef:
 
 
 def _runs(shape: Shape, mesh: Mesh, placements: Sequence[Placement]) -> list[list[tuple[int, int]]]:
-    """For each dimension the runs [start, stop) of indices that a rank holds, mesh dimensions
-    applied from left to right.
-    """
+    """For each dimension the runs [start, stop) that a rank holds, mesh dimensions in order."""
     runs = [[(0, size)] for size in shape]
     for (dim, factor), count, index in zip(placements, mesh.shape, mesh.coordinate, strict=True):
         if dim is None:
@@ -131,9 +127,7 @@ def _runs(shape: Shape, mesh: Mesh, placements: Sequence[Placement]) -> list[lis
 
 
 def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
-    """The index-th of `count` parts as `torch.chunk` cuts them: all but the last of one size, some
-    perhaps empty.
-    """
+    """The index-th of `count` parts, as `torch.chunk` cuts them: some perhaps empty."""
     size = -(-(stop - start) // count)
     return min(stop, start + index * size), min(stop, start + (index + 1) * size)
 
@@ -323,9 +317,7 @@ def _values(ref: Node) -> tuple[int, ...]:
 
 
 def _layout(state: dict[str, Node]) -> tuple[Shape, list[int]]:
-    """Shape of a mesh, and for each of its ranks, in C order, the place in the rank map relative to
-    the first.
-    """
+    """Shape of a mesh, and for each rank, in C order, its place relative to the first."""
     if "axes" in state:  # since torch 2.11, one flat layout for each dimension
         axes = [_attributes(axis) for axis in _sequence(state["axes"])]
         steps = [_axis(_sizes(axis.get("shape")), _sizes(axis.get("stride"))) for axis in axes]

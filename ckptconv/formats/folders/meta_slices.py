@@ -45,7 +45,8 @@ def joined_slices(parts: Sequence[tuple[PurePath, Mapping[str, Node]]]) -> dict[
     path, first = parts[0]
     made: dict[str, Node] = {}
     for other, held in parts[1:]:
-        if odd := first.keys() ^ held.keys():
+        odd = first.keys() ^ held.keys()
+        if odd:
             what = f"is in one of {printable(path.name)} and {printable(other.name)} only"
             raise UnsupportedCheckpoint(what, where=min(odd))
     norm = first.get(_NORM)

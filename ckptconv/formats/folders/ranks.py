@@ -15,8 +15,7 @@ from pathlib import PurePath
 
 from ckptconv.formats.folders.alone import is_shard, refuse_flat
 from ckptconv.formats.folders.dtensors import Shard, read_shard
-from ckptconv.pickles.nodes import Node
-from ckptconv.pickles.substitution import substituted
+from ckptconv.pickles.nodes import Node, substituted
 from ckptconv.support.errors import (
     IncompleteCheckpoint,
     MalformedCheckpoint,
@@ -146,7 +145,8 @@ def _refuse_missing(ranks: Sequence[_Rank]) -> None:
         if shard.is_split
         for number in shard.mesh.ranks
     }
-    if not (missing := sorted(needed - given)):
+    missing = sorted(needed - given)
+    if not missing:
         return
     there = f"{len(ranks)} files were named"
     if len(ranks) == 1:
@@ -205,7 +205,8 @@ def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
     own, first = [], ranks[0].number
     for labels, tensor in ranks[0].others.items():
         others = (rank for rank in ranks[1:] if not are_equal(tensor, rank.others[labels]))
-        if (odd := next(others, None)) is None:
+        odd = next(others, None)
+        if odd is None:
             continue
         if not _is_of_a_rank(labels):
             what = f"is not a shard, but differs between the ranks {first} and {odd.number}"
@@ -224,9 +225,7 @@ def _is_of_a_rank(labels: Labels) -> bool:
 
 
 def are_equal(one: TensorRef, other: TensorRef) -> bool:
-    """Whether two tensors hold the same values: by the checksums of their storages where they have
-    any.
-    """
+    """Whether two tensors hold the same values: by checksums of their storages, if any."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     if _checksum(one) is not None and _checksum(one) == _checksum(other):

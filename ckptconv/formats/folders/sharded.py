@@ -37,8 +37,7 @@ from ckptconv.formats.folders.steps import weight_files
 from ckptconv.formats.hf_names import IS_INDEX
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, is_plain_path, read_small, within
-from ckptconv.pickles.nodes import Node, mapping_pairs, ordered_dict
-from ckptconv.pickles.substitution import calls_of
+from ckptconv.pickles.nodes import Node, calls_of, mapping_pairs, ordered_dict
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
@@ -91,9 +90,7 @@ def _has_plain(folder: Location) -> bool:
 
 
 def _usual(folder: Location, variant: str = "") -> Location | None:
-    """The weights in a folder that the libraries look for first, plain ones or those of a variant:
-    an index or a file.
-    """
+    """The weights that the libraries look for first, plain or of a variant: an index or a file."""
     there = {*folder.names()}
     for usual in _ORDER:
         end, _, last = usual.rpartition(".")
@@ -145,7 +142,8 @@ def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterat
     """
     parts = {read.name, *(file.path.name for file in checkpoint.files)}
     others = [name for name in weight_files(folder) if not _ANOTHER_FORM(name)]
-    if others := [name for name in others if name not in parts]:
+    others = [name for name in others if name not in parts]
+    if others:
         told = "1 other file is" if len(others) == 1 else f"{len(others):,} other files are"
         yield f"{read.name} is read; {told} beside it and not read: {some_text(others)}"
 
@@ -175,7 +173,8 @@ def _variant_notes(variant: str | None, found: Mapping[str, Location]) -> list[s
 
 def _plain(folder: Location) -> Location:
     """The plain weights in a folder: those that the libraries look for, else the only index."""
-    if found := _usual(folder):
+    found = _usual(folder)
+    if found:
         return found
     indexes = _indexes(folder)
     if len(indexes) > 1:
@@ -321,7 +320,8 @@ def _pairs(
     held: dict[str, tuple[str, tuple[str, Node]]] = {}
     for name, shard in shards.items():
         for pair in state_dict_pairs(shard):
-            if (key := pair[0]) in held:
+            key = pair[0]
+            if key in held:
                 both = f"{printable(held[key][0])} and {printable(name)}"
                 raise _malformed(index, key, f"is in two shards, {both}")
             held[key] = name, pair
@@ -364,10 +364,8 @@ def open_parts(folder: Location, *_: object) -> Checkpoint:
 
 
 def join_parts(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint of all parts.
-
-    Raises `UnsupportedCheckpoint` where one is missing, or where two hold the same key: each holds
-    a slice of the tensor then.
+    """The checkpoint of all parts. Raises `UnsupportedCheckpoint` where one is missing, or where
+    two hold the same key: each holds a slice of the tensor then.
     """
     told = {int(one.number): one for part in parts if (one := numbered(part.path.name))}
     last = told[max(told)]

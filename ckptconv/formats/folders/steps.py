@@ -104,9 +104,7 @@ def chosen(folder: Location, tag: str | None, is_checkpoint: Test, is_empty: Tes
 
 
 class _Inside(NamedTuple):
-    """The names in a folder: of checkpoints that are folders, of folders around such, and of files
-    that may be checkpoints.
-    """
+    """The names in a folder: checkpoints, folders around such, files that may be such."""
 
     folders: tuple[str, ...]
     around: tuple[str, ...]
@@ -124,9 +122,7 @@ def _inside(folder: Location, is_checkpoint: Test, is_empty: Test) -> _Inside:
 
 
 def _distinct(folder: Location) -> list[Location]:
-    """What is in a folder, by number, but for hidden things and links to others in it:
-    ``last.ckpt``, ``latest``.
-    """
+    """What is in a folder, by number; no hidden things, no links like ``last.ckpt``, ``latest``."""
     items = {item.name: item for item in folder.list() if not item.name.startswith(".")}
     aliases = {name: target for name, item in items.items() if (target := item.alias_of())}
     for name, target in aliases.items():

@@ -37,9 +37,7 @@ _ENDS = (".pt", ".pth", ".bin", ".pkl")
 
 
 def training_files(folder: Location) -> list[str]:
-    """The names of the files in a folder that hold what training needs to go on; none where there
-    is no optimizer among them.
-    """
+    """The files in a folder that training needs to go on; none where no optimizer is there."""
     names = [
         name
         for name in folder.names()

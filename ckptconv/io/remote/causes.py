@@ -87,9 +87,7 @@ _PASSING = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 
 
 class Forbidden(StoreError):
-    """The store knows who asks, and does not allow it. A user who may write need not be one who may
-    read.
-    """
+    """The store knows who asks, and forbids it; who may write need not be allowed to read."""
 
 
 def meant(
@@ -319,7 +317,8 @@ def _told(error: BaseException, service: str) -> StoreError:
     if "without LOCATION" in text:
         return meant(service, "PermanentRedirect", 301)
     is_nobody = name == "UnauthenticatedError" and status is None
-    if (failed := _FAILED(text)) is not None:
+    failed = _FAILED(text)
+    if failed is not None:
         return StoreError(
             "denied", f"{who} cannot be asked: {_WHO[failed[1]][0]}", hint=_WHO[failed[1]][1]
         )
@@ -417,7 +416,8 @@ def wait_of(headers: Headers, status: int) -> float | None:
         if left is None or not int(left[1]):
             return float(reset[1])
     text = headers.get("Retry-After", "")
-    if found := _SECONDS(text):
+    found = _SECONDS(text)
+    if found:
         return float(found[1])
     try:
         until = parsedate_to_datetime(text)

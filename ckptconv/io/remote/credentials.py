@@ -30,9 +30,8 @@ _HINT = "see: ckptconv help remote (credentials)"
 def options_of(
     service: str, bucket: str, *, host: str | None = None, tries: int = 0
 ) -> dict[str, Any]:
-    """What a store of obstore is opened with, which tries again `tries` times by itself.
-
-    `host` is that of Azure's account, where the address names it.
+    """What a store of obstore is opened with, which tries again `tries` times by itself. `host` is
+    that of Azure's account, where the address names it.
     """
     options: dict[str, Any] = {
         "retry_config": {
@@ -72,7 +71,8 @@ def _proxies(at: str) -> dict[str, str]:
     """What makes obstore use the proxy for an address or none: by itself it knows no ports, and no
     address by ``*``, in NO_PROXY.
     """
-    if (proxy := proxy_for(at)) is not None:
+    proxy = proxy_for(at)
+    if proxy is not None:
         return {"proxy_url": proxy}
     host = urlsplit(at).hostname or ""
     return {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": host} if getproxies() else {}
@@ -150,7 +150,8 @@ def _s3_options(endpoint: str | None, bucket: str) -> dict[str, Any]:
             "access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
             "secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
         }
-    if (found := credentials()) is None:
+    found = credentials()
+    if found is None:
         return {**options, "skip_signature": True}
     return {**options, "credential_provider": _provider(found)}
 
@@ -192,9 +193,7 @@ def _provider(found: Any) -> Callable[[], dict[str, Any]]:
 
 
 def region_of(bucket: str, endpoint: str | None) -> str:
-    """The region of a bucket: that of the environment or the profile; where neither says it, AWS is
-    asked.
-    """
+    """The region of a bucket: of the environment or the profile; else AWS is asked."""
     found = _first("AWS_REGION", "AWS_DEFAULT_REGION")
     if found is None and _has_profile():
         found = profile_session().get_config_variable("region")
@@ -217,7 +216,8 @@ def _region_told(bucket: str) -> str | None:
 
     count(requests=1)
     context = ssl.create_default_context()
-    if (trusted := certificates_of_aws()) is not None:
+    trusted = certificates_of_aws()
+    if trusted is not None:
         context.load_verify_locations(cadata=trusted.pem.decode("ascii"))
     request = Request(f"{AWS}/{bucket}", method="HEAD")
     try:
@@ -388,7 +388,8 @@ _EMULATOR = {
 
 def _blob_endpoint(parts: dict[str, str]) -> str | None:
     """Where a connection string says that the blobs are."""
-    if found := parts.get("BlobEndpoint"):
+    found = parts.get("BlobEndpoint")
+    if found:
         return found
     name, suffix = parts.get("AccountName"), parts.get("EndpointSuffix")
     scheme = parts.get("DefaultEndpointsProtocol", "https")

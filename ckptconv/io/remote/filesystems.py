@@ -14,15 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from ckptconv.io.remote.network import needed
-from ckptconv.io.remote.store import (
-    TRIES,
-    Listing,
-    Part,
-    Seen,
-    Store,
-    StoreError,
-    Unfinished,
-)
+from ckptconv.io.remote.store import TRIES, Listing, Part, Seen, Store, StoreError, Unfinished
 from ckptconv.io.remote.uploads import HidingStore, is_left
 from ckptconv.support.addresses import shown
 from ckptconv.support.errors import UnsupportedCheckpoint

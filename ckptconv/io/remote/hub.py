@@ -178,9 +178,7 @@ class HubStore(WebStore):
         return f"{self._endpoint}/{self.repository.files}/resolve/{revision}/{quote(key)}"
 
     def noted(self, key: str, answer: Answer) -> None:
-        """What the Hub itself says, before it sends us elsewhere: the commit, and what the file
-        is.
-        """
+        """What the Hub itself says, before it sends us elsewhere: the commit, what the file is."""
         own = [headers for url, headers in answer.hops if self._is_own(url)]
         for headers in (*own, answer.headers) if self._is_own(answer.target.url) else own:
             commit = headers.get("X-Repo-Commit", "").strip()
@@ -241,9 +239,7 @@ class HubStore(WebStore):
     # ----------------------------------------------------------------------------------- listing
 
     def list(self, prefix: str) -> Listing:
-        """One request for all of a repository; a folder at a time where it has more files than one
-        answer holds.
-        """
+        """One request for all of a repository; a folder at a time where one answer is too short."""
         commit = self.commit()
         with self._listing:
             if self._tree is None:

@@ -66,9 +66,8 @@ class Trusted(NamedTuple):
 
 
 def certificates(*, of_profile: str | None = None, is_aws: bool = False) -> Trusted | None:
-    """The certificates that somebody names; None where nobody does.
-
-    AWS has a variable of its own, and `of_profile` is what a profile of it names.
+    """The certificates that somebody names; None where nobody does. AWS has a variable of its own,
+    and `of_profile` is what a profile of it names.
     """
     named = (("AWS_CA_BUNDLE", os.environ.get("AWS_CA_BUNDLE")), ("ca_bundle", of_profile))
     usual = ((name, os.environ.get(name)) for name in BUNDLES)
@@ -100,9 +99,7 @@ def _read(path: Path, name: str) -> bytes:
 
 @lru_cache(maxsize=4)
 def as_file(found: Trusted) -> str:
-    """A file of certificates, for who takes nothing else; what is made of a folder goes with this
-    process.
-    """
+    """A file of certificates, for who takes nothing else; one made here ends with this process."""
     if found.path.is_file():
         return str(found.path)
     return platforms.file_of_process(found.pem, ".pem")
@@ -116,7 +113,8 @@ def proxy_for(url: str) -> str | None:
     host = (found.hostname or "").lower()
     proxies = getproxies()
     name = found.scheme if proxies.get(found.scheme) else "all"
-    if not (proxy := proxies.get(name)):
+    proxy = proxies.get(name)
+    if not proxy:
         return None
     shown = f"[{host}]" if ":" in host else host
     port = found.port or {"http": 80, "https": 443}.get(found.scheme, 0)

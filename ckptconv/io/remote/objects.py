@@ -16,22 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.io.remote.causes import told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.network import needed
-from ckptconv.io.remote.store import (
-    Listing,
-    Part,
-    Seen,
-    Store,
-    StoreError,
-    Unfinished,
-    read_on,
-)
+from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, read_on
 from ckptconv.io.remote.traffic import count
-from ckptconv.io.remote.uploads import (
-    IN_FLIGHT,
-    Cancelled,
-    HidingStore,
-    is_left,
-)
+from ckptconv.io.remote.uploads import IN_FLIGHT, Cancelled, HidingStore, is_left
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 
 if TYPE_CHECKING:
@@ -64,9 +51,8 @@ def parts_of(address: str) -> tuple[str, str, str]:
 
 
 class ObjectStoreOf(HidingStore):
-    """The objects of one bucket of S3 or GCS, or of one container of Azure.
-
-    `bucket` is what stands for it in an address: of Azure ``CONTAINER@ACCOUNT.dfs.…`` too.
+    """The objects of one bucket of S3 or GCS, or of one container of Azure. `bucket` is what stands
+    for it in an address: of Azure ``CONTAINER@ACCOUNT.dfs.…`` too.
     """
 
     keeps_moved = True
@@ -152,9 +138,8 @@ class ObjectStoreOf(HidingStore):
             raise told from None
 
     def _empty(self, key: str) -> Part | None:
-        """An object without bytes, of which no range can be asked for.
-
-        A passing error is raised: the next try asks for all of it again.
+        """An object without bytes, of which no range can be asked for. A passing error is raised:
+        the next try asks for all of it again.
         """
         try:
             seen = self._seen(self._obstore.head(self._store, key))
@@ -236,9 +221,7 @@ class ObjectStoreOf(HidingStore):
     def _asked(
         self, key: str, mark: str | None, operation: str, *given: Any, **options: Any
     ) -> None:
-        """Have an object made. Where the answer was lost, the next try finds it there: with its
-        mark.
-        """
+        """Have an object made; where the answer was lost, the next try finds it, with its mark."""
         try:
             getattr(self._obstore, operation)(self._store, *given, **options)
         except Exception as error:

@@ -27,9 +27,7 @@ from ckptconv.support.signals import held_back
 
 _NOTHING_LEFT = "nothing was left behind"
 _MAY_BE_LEFT = "check whether it is there; ckptconv cleanup finds what was left behind"
-"""Where the store does not answer: neither whether the last request was done, nor to the removal of
-what was begun.
-"""
+"""Where the store does not answer: neither to the last request, nor to the removal."""
 
 
 def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
@@ -80,9 +78,7 @@ def remote_output(
 
 
 def _is_there(place: RemotePlace) -> bool:
-    """Whether there is an object, asked now; where this user may not know, the store will tell when
-    it is written.
-    """
+    """Whether there is an object, asked now; who may not know hears it when it is written."""
     store = place.site.store
     try:
         asked(lambda: store.get(place.key, 0, 1, None))

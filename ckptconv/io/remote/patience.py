@@ -22,9 +22,7 @@ from ckptconv.support.limits import in_force
 T = TypeVar("T")
 
 FIRST, LONGEST = 0.2, 15.0
-"""Seconds before the second try, and at most before any other; each is drawn at random between half
-of it and all of it.
-"""
+"""Seconds before the second try, and at most before others: drawn from half to all of it."""
 
 
 def patiently(request: Callable[[], T], seconds: float) -> T:

@@ -1,21 +1,203 @@
-"""Places in stores: what the user names by an address."""
+"""Places in stores: what the user names by an address; and one store as a command uses it, which
+tries requests again.
+
+What was seen of an object or a folder is kept for as long as the place that the user named is in
+use, so that asking for it several times costs one request. Nothing is kept from one command, or one
+call of the library, to the next.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
+from functools import partial
 from pathlib import PurePath
+from typing import TypeVar
 
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Kind, Location, Needs
-from ckptconv.io.remote.site import Site
-from ckptconv.io.remote.store import Store, split
+from ckptconv.io.remote.patience import fetched, patiently
+from ckptconv.io.remote.source import HEAD, RemoteSource
+from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, split
+from ckptconv.io.remote.traffic import count
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.addresses import UrlPath, shown
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened
+from ckptconv.support.errors import (
+    CheckpointError,
+    MalformedCheckpoint,
+    MissingFile,
+    RemoteFailure,
+    UnreadableFile,
+    UnsupportedCheckpoint,
+    not_opened,
+)
+from ckptconv.support.limits import in_force
 from ckptconv.support.records import dataclass
+
+T = TypeVar("T")
+
+_MOST_HEADS = 256  # objects whose first bytes are kept: 32 MB
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The first bytes of an object, and others that opening it needs, by where they begin."""
+
+    part: Part
+    others: tuple[tuple[int, bytes], ...] = ()
+
+
+class Site:
+    """A store, and what was seen in it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._seconds, self._unpinned = in_force().remote_seconds, in_force().unpinned
+        self._lock = threading.Lock()
+        self._heads: OrderedDict[str, _Head | None] = OrderedDict()
+        self._listings: dict[str, Listing] = {}
+
+    def anew(self) -> Site:
+        """The same store, of which nothing is known yet."""
+        return Site(self.store)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Site) and other.store.identity == self.store.identity
+
+    def __hash__(self) -> int:
+        return hash(self.store.identity)
+
+    # ------------------------------------------------------------------------- what is there
+
+    def head(self, key: str, needs: Needs | None = None) -> Part | None:
+        """The first bytes of an object, and what opening it `needs`; None where there is none."""
+        found = self._head(key, needs)
+        return None if found is None else found.part
+
+    def _head(self, key: str, needs: Needs | None) -> _Head | None:
+        with self._lock:
+            if key in self._heads:
+                return self._heads[key]
+        part = self._first(key)
+        found = None if part is None else _Head(part, self._needed(key, part, needs))
+        with self._lock:
+            self._heads[key] = found
+            while len(self._heads) > _MOST_HEADS:
+                self._heads.popitem(last=False)
+        return found
+
+    def _needed(self, key: str, part: Part, needs: Needs | None) -> tuple[tuple[int, bytes], ...]:
+        if needs is None:
+            return ()
+        ranges = needs(bytes(part.data), part.seen.size)
+        return tuple(
+            (first, bytes(self.get(key, first, nbytes, part.seen).data)) for first, nbytes in ranges
+        )
+
+    def _first(self, key: str) -> Part | None:
+        if not key or key.endswith("/") or self.known(key) in ("nothing", "folder"):
+            return None
+        try:
+            return self._asked(key, lambda: self._received(key, 0, HEAD, None))
+        except MissingFile:
+            return None
+
+    def known(self, key: str) -> Kind | None:
+        """What is there, as far as a listing of the folder around it tells."""
+        folder, name = split(key)
+        around = self._heads.get(folder.removesuffix("/"))
+        if around is not None and around.part.seen.size:
+            return "nothing"  # what lies around it is a file
+        listing = self._listings.get(folder)
+        if listing is None or not name or key in self._heads:
+            return None
+        if name in listing.files and not key.endswith("/"):
+            return "file" if name not in listing.folders else None
+        return "folder" if name in listing.folders else "nothing"
+
+    def listing(self, folder: str) -> Listing:
+        """What lies in a folder (empty, or ending in a slash); nothing where there is none."""
+        if not self.store.can_list:
+            return Listing({}, frozenset())  # which says of no file that it is not there
+        with self._lock:
+            if folder in self._listings:
+                return self._listings[folder]
+            parent, name = split(folder)
+            around = self._listings.get(parent)
+        is_absent = around is not None and name != "" and name not in around.folders
+        found = Listing({}, frozenset())
+        if not is_absent:
+            found = self._asked(folder, lambda: self.store.list(folder))
+        with self._lock:
+            self._listings[folder] = found
+        return found
+
+    def foresee(self, keys: Iterable[str], needs: Needs | None = None) -> None:
+        """The objects are going to be opened one after the other: ask for all of them now. Errors
+        are raised when they are opened.
+        """
+        wanted = [key for key in keys if key not in self._heads]
+        asked = [fetched(partial(self.head, key, needs)) for key in wanted[:_MOST_HEADS]]
+        for future in asked:
+            with contextlib.suppress(CheckpointError):
+                future.result()
+
+    # ------------------------------------------------------------------------------- reading
+
+    def open(self, key: str) -> RemoteSource:
+        """An object, to be read."""
+        path = UrlPath(self.store.locate(key))
+        found = fetched(lambda: self._head(key, None)).result()
+        if found is None:
+            raise not_opened(errno.ENOENT, path)
+        seen = found.part.seen
+        windows = [(0, bytes(found.part.data)), *found.others]
+        return RemoteSource(partial(self.get, key, pinned=seen), path, seen, windows)
+
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen) -> Part:
+        """A range of an object, of one version; any thread may ask."""
+        if not pinned.tag and not self._unpinned:
+            raise UnsupportedCheckpoint(
+                "the server sends neither an ETag nor a date for it, so two answers may be of two "
+                "versions",
+                path=UrlPath(self.store.locate(key)),
+                hint="download it first; --unpinned takes the risk",
+            )
+        return self._asked(key, lambda: self._received(key, first, nbytes, pinned))
+
+    def _received(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+        part = self.store.get(key, first, nbytes, pinned)
+        count(bytes_read=len(part.data))
+        return part
+
+    def _asked(self, key: str, request: Callable[[], T]) -> T:
+        path = UrlPath(self.store.locate(key))
+        try:
+            return patiently(request, self._seconds)
+        except StoreError as error:
+            failed = told(error, path)
+        except CheckpointError as error:  # of the settings by which it is asked
+            failed = error.at(path=path)
+        raise failed  # here, so that no answer of a server is its context
+
+
+def told(error: StoreError, path: PurePath) -> CheckpointError:
+    """The error that a user is told, for that of a store."""
+    if error.kind == "missing":
+        return not_opened(errno.ENOENT, path, error.what, error.hint)
+    if error.kind == "denied":
+        return UnreadableFile(error.what, path=path, hint=error.hint)
+    if error.kind == "changed":
+        return MalformedCheckpoint("was changed while it was read", path=path, hint="start again")
+    return RemoteFailure(error.what, path=path, hint=error.hint, passing=error.kind == "passing")
+
+
+# ------------------------------------------------------------------------------------------- places
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +247,8 @@ class RemotePlace(Location):
         return self.key if not self.key or self.key.endswith("/") else f"{self.key}/"
 
     def kind(self) -> Kind:
-        if (known := self.site.known(self.key)) is not None:
+        known = self.site.known(self.key)
+        if known is not None:
             return known
         if not self.site.store.can_list and self._folder == self.key:
             what = "is a folder, and its server cannot list it"

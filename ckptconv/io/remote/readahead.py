@@ -23,9 +23,7 @@ WINDOW = 64 << 20
 """The most that is fetched and not yet used, in bytes, but for what is asked for out of order."""
 
 _GAP = 64 << 10
-"""Up to this many bytes that nobody asked for are fetched between two runs, instead of asking
-twice.
-"""
+"""Up to this many bytes that nobody asked for are fetched between two runs, in one request."""
 _BEHIND = 64  # blocks that may stay unused behind the one that is read
 _MOST = 3  # windows that are held when some of it is let go: each of many threads reads a block
 

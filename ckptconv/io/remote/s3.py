@@ -94,7 +94,8 @@ class S3Store(ObjectStoreOf):
         to an earlier try was lost, the object is there: with its mark.
         """
         if create:
-            if (found := self.mark_of(key)) is not None:
+            found = self.mark_of(key)
+            if found is not None:
                 return _refuse_other(found, mark)
             options["IfNoneMatch"] = "*"
         try:
@@ -106,7 +107,8 @@ class S3Store(ObjectStoreOf):
             )
             if error.kind != "changed" and not is_lost:
                 raise
-            if (found := self.mark_of(key)) is None:
+            found = self.mark_of(key)
+            if found is None:
                 raise
             if is_lost and found != mark:
                 raise

@@ -111,8 +111,10 @@ class RemoteSource(FarSource):
             whole = bytearray(nbytes)
             if self._fill_ahead(offset, memoryview(whole)):
                 return bytes(whole)
-        elif self.ahead is not None and (held := self.ahead.held(self, offset, nbytes)) is not None:
-            return bytes(held)
+        elif self.ahead is not None:
+            held = self.ahead.held(self, offset, nbytes)
+            if held is not None:
+                return bytes(held)
         return bytes(self._bytes(offset, nbytes))
 
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
@@ -167,9 +169,7 @@ class RemoteSource(FarSource):
             yield from super().stream(wanted)
 
     def fetch(self, first: int, nbytes: int) -> memoryview:
-        """The bytes from `first` on; what a window holds of them is not asked for again. Any thread
-        may ask.
-        """
+        """The bytes from `first` on, but those in a window; any thread may ask."""
         pieces: list[memoryview] = []
         at, last = first, first + nbytes
         for start, data in self._within(first, last):
@@ -219,7 +219,8 @@ class RemoteSource(FarSource):
         """Bytes out of a window, or fetched with what is likely to be asked for next."""
         if not nbytes:
             return b""
-        if (held := self._held(offset, nbytes)) is not None:
+        held = self._held(offset, nbytes)
+        if held is not None:
             return held
         begun = self._begun(offset)
         first, last = offset + len(begun), offset + nbytes
@@ -255,7 +256,8 @@ class RemoteSource(FarSource):
 
     def _held(self, offset: int, nbytes: int) -> memoryview | None:
         """Bytes that one of the windows has all of."""
-        if len(known := self._small.get(offset, b"")) >= nbytes:
+        known = self._small.get(offset, b"")
+        if len(known) >= nbytes:
             return memoryview(known)[:nbytes]
         with self._lock:
             for start, data in reversed(self._windows.items()):

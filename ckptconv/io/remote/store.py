@@ -102,9 +102,7 @@ class Upload(Sink):
 
     @abstractmethod
     def finish(self, *, create: bool) -> None:
-        """Let the object appear as a whole; with `create` only where there is none (`StoreError`
-        of the kind ``exists``).
-        """
+        """Let the object appear as a whole; with `create` only where none ``exists``."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -128,9 +126,7 @@ class Unfinished:
 
 
 class Store(ABC):
-    """Objects under keys. `root` is what comes before a key in a shown address, with no secret in
-    it: ``s3://bucket/``.
-    """
+    """Objects under keys; `root` is before a key in a shown address, without secrets."""
 
     root: str
     can_list: bool = True
@@ -150,9 +146,7 @@ class Store(ABC):
         """
 
     def list(self, prefix: str) -> Listing:
-        """What lies in the folder `prefix` (empty, or ending in a slash); nothing where there is no
-        such folder.
-        """
+        """What lies in the folder `prefix` (empty, or with a slash at its end), if it is there."""
         raise StoreError("final", "cannot be listed", hint="name the file")
 
     def begin(self, key: str, size: int) -> Upload:

@@ -13,15 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 
-from ckptconv.io.remote.causes import (
-    LIES,
-    Headers,
-    is_strong,
-    length_of,
-    range_of,
-    refusal,
-    seen,
-)
+from ckptconv.io.remote.causes import LIES, Headers, is_strong, length_of, range_of, refusal, seen
 from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import Part, Seen, Store, StoreError, read_on
 from ckptconv.io.remote.traffic import count

@@ -70,9 +70,7 @@ class Credential:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request goes. `reach`: it was named by a server, that reaches so near; None: by the
-    user.
-    """
+    """Where a request goes; `reach`: a server named it that reaches so near; None: the user."""
 
     url: str = field(repr=False)
     reach: Reach | None = None
@@ -80,9 +78,8 @@ class Target:
 
 @dataclass(slots=True)
 class Answer:
-    """The status and headers of an answer, and the body that comes.
-
-    `hops` are the URLs and headers of the redirects that led to it, `target` where it came from.
+    """The status and headers of an answer, and the body that comes. `hops` are the URLs and headers
+    of the redirects that led to it, `target` where it came from.
     """
 
     status: int

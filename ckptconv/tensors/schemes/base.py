@@ -183,9 +183,8 @@ def one_number(group: Group, name: str) -> TensorRef:
 
 
 def told_size(group: Group, config: Mapping[str, Any], name: str) -> int | None:
-    """The whole number that a configuration says under a name; None where it says nothing.
-
-    Raises `MalformedCheckpoint` for anything else: a size that is derived instead may be another.
+    """The whole number that a configuration says under a name; None where it says nothing. Raises
+    `MalformedCheckpoint` for anything else: a size that is derived instead may be another.
     """
     told = config.get(name)
     if not (told is None or type(told) is int):
@@ -202,8 +201,9 @@ def told_block(group: Group, told: object) -> tuple[int, int] | None:
     """
     if told is None:
         return None
-    if isinstance(told, str) and (found := re.fullmatch(r"(\d{1,9})x(\d{1,9})", told)):
-        told = [*map(int, found.groups())]
+    if isinstance(told, str):
+        found = re.fullmatch(r"(\d{1,9})x(\d{1,9})", told)
+        told = found and [*map(int, found.groups())]
     if not (isinstance(told, list) and len(told) == 2 and all(map(_is_size, told))):
         group.fail("is described by a config whose block is not two whole numbers", _CORRECT)
     return told[0], told[1]
@@ -350,9 +350,8 @@ def decoded(
     dtype: DType | None,
     final: Shape | None = None,
 ) -> TensorRef:
-    """The values of a weight: of `shape` as they are computed, `final` as they are seen.
-
-    Their type is `dtype`, that which the configuration names, or bfloat16.
+    """The values of a weight: of `shape` as they are computed, `final` as they are seen. Their type
+    is `dtype`, that which the configuration names, or bfloat16.
     """
     target = dtype or facts.dtype or BFLOAT16
     check_inputs(group, how, inputs, shape)

@@ -12,10 +12,7 @@ from ckptconv.tensors.schemes.base import FLOAT32, Facts
 
 
 def unblocked(key: str, ref: TensorRef, facts: Facts) -> TensorRef:
-    """The values of a tensor of blocks.
-
-    Raises `RefusedObject` for a type whose values need tables that are not here.
-    """
+    """The values of a tensor of blocks; `RefusedObject` for a type whose tables are not here."""
     if ref.dtype not in DECODERS:
         raise RefusedObject(
             f"is {ref.dtype.name} of GGUF, whose values cannot be read here",

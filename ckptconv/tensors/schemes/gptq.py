@@ -49,9 +49,7 @@ def _is_awq(group: Group, _: Facts) -> bool:
 
 
 def _gptq_version(facts: Facts) -> str:
-    """``gptq`` (zeros are stored less one), ``gptq_v2``, or the layout of a kernel; empty where it
-    is not known.
-    """
+    """``gptq`` (zeros less one), ``gptq_v2``, or the layout of a kernel; empty: not known."""
     if facts.scheme in ("gptq", "gptq-v2"):
         return facts.scheme.replace("-", "_")
     if facts.method not in ("", "gptq") or "bits" not in facts.config:

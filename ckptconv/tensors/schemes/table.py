@@ -45,9 +45,7 @@ _OF_LAYERS = frozenset((
     "input_scale", "input_global_scale", "input_zero_point", "input_scale_ub", "activation_scale",
     "scale_input", "qscale_act", "output_scale",
 ))  # fmt: skip
-"""Names of scales of what goes through a layer, not of its weight (vLLM, ModelOpt, ComfyUI,
-FBGEMM, Mistral).
-"""
+"""Names of scales of what goes through a layer (vLLM, ModelOpt, ComfyUI, FBGEMM, Mistral)."""
 _OF_ATTENTION = frozenset(("q_scale", "k_scale", "v_scale", "prob_scale"))
 """The same of an attention, whose projections are quantised (vLLM, ModelOpt)."""
 

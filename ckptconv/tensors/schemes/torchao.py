@@ -130,7 +130,8 @@ def _micro(
     scale = group.need(name)
     is_nv = kind == "NVFP4Tensor"
     size = told.get("block_size")
-    size = size if type(size) is int and size > 0 else (16 if is_nv else 32)
+    if type(size) is not int or size <= 0:
+        size = 16 if is_nv else 32
     bits = 4 if codes.dtype.name in ("uint8", "float4_e2m1fn_x2") else 8
     shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
     if told.get("is_swizzled_scales"):

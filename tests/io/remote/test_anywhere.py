@@ -210,9 +210,9 @@ def test_an_object_that_is_replaced_while_it_is_converted_is_told(server, home, 
     script = """
 import sys
 from ckptconv import convert_checkpoint, CheckpointError
-from ckptconv.io.remote import site
+from ckptconv.io.remote import place
 import botocore.session, os
-get, asked = site.Site.get, []
+get, asked = place.Site.get, []
 def late(self, key, first, nbytes, pinned):
     asked.append(first)
     if len(asked) == 2:
@@ -220,7 +220,7 @@ def late(self, key, first, nbytes, pinned):
             "s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
         client.put_object(Bucket="bucket", Key=key, Body=open(sys.argv[3], "rb").read())
     return get(self, key, first, nbytes, pinned)
-site.Site.get = late
+place.Site.get = late
 try:
     convert_checkpoint(sys.argv[1], sys.argv[2])
 except CheckpointError as error:

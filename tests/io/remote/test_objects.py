@@ -18,9 +18,8 @@ from ckptconv.io.remote import causes, patience, uploads
 from ckptconv.io.remote.causes import Forbidden, meant, told_by_obstore
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
 from ckptconv.io.remote.output import RemoteOutput
-from ckptconv.io.remote.place import RemotePlace
+from ckptconv.io.remote.place import RemotePlace, Site
 from ckptconv.io.remote.s3 import S3Store, s3_store
-from ckptconv.io.remote.site import Site
 from ckptconv.io.remote.store import StoreError, Unfinished
 from ckptconv.io.remote.uploads import key_of_hidden
 from ckptconv.io.source import Source

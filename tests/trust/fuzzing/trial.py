@@ -43,7 +43,7 @@ from ckptconv.doctor import report as diagnosis_report
 from ckptconv.inspect import report as inspection_report
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.keys.key_map import KEEP, KeyRules
-from ckptconv.scan import report as scan_report
+from ckptconv.scan import files as scan_report
 from ckptconv.support.report import Row
 from fuzzing.inputs import GOOD, Kind, Trial
 
