@@ -201,8 +201,10 @@ class FlatGroup:
         """
         return self._from_shares(partitions) if self.is_cut else self._end_to_end(partitions)
 
-    def in_partitions(self, lengths: Iterable[int]) -> Iterator[list[str]]:
-        """Stages 1 and 2: the parameters that have elements in each partition, of these lengths."""
+    def in_partitions(self, lengths: Iterable[int]) -> Iterator[dict[str, tuple[int, int]]]:
+        """Stages 1 and 2: the parameters that have elements in each partition, of these lengths:
+        where these begin in it, and how many they are.
+        """
         sizes = [prod(shape) for shape in self.shapes.values()]
         steps = (size + padding for size, padding in zip(sizes, self.paddings, strict=True))
         starts = list(accumulate(steps, initial=0))
@@ -216,12 +218,29 @@ class FlatGroup:
             stop = first + length
             while index < len(spans) and spans[index][2] <= first:
                 index += 1
-            names, at = [], index
+            held, at = {}, index
             while length and at < len(spans) and spans[at][1] < stop:
-                names.append(spans[at][0])
+                name, start, end = spans[at]
+                begin = max(start, first)
+                held[name] = begin - first, min(end, stop) - begin
                 at += 1
-            yield names
+            yield held
             first = stop
+
+    def refuse_exchanged(self, ranks: Sequence[RankStates]) -> None:
+        """Stages 1 and 2: raise `MalformedCheckpoint` where a rank says that other elements are in
+        its partition than those of its number.
+        """
+        held = self.in_partitions([rank.groups[self.number].numel for rank in ranks])
+        for number, rank, slices in zip(self.ranks, ranks, held, strict=True):
+            told: Node = rank.rest.get("param_slice_mappings")
+            said = told[self.number] if type(told) is list and len(told) > self.number else None
+            found = dict(_addresses(said))
+            if found and found != slices:
+                what = f"says that it holds other parameters than rank {number} has"
+                where = f"param_slice_mappings of rank {number}, {self.where}"
+                hint = "files of ranks were exchanged, or are of different runs: fetch them again"
+                raise MalformedCheckpoint(what, where=where, hint=hint)
 
     def _end_to_end(self, partitions: Sequence[TensorRef]) -> Iterator[tuple[str, TensorRef]]:
         flat = Flat(partitions, self.where)
@@ -252,6 +271,16 @@ class FlatGroup:
             raise _wrong_sum(at, first.numel, "fp32_flat_groups")
 
 
+def _addresses(slices: Node) -> Iterator[tuple[Node, tuple[Node, Node]]]:
+    """What a rank says of the slices of a group, which are objects of deepspeed: where each begins,
+    and how many elements it has.
+    """
+    for name, slice_ in mapping_pairs(slices) or ():
+        if type(slice_) is Call:
+            said = entries(slice_.state)
+            yield name, (said.get("start"), said.get("numel"))
+
+
 def flat_groups(ranks: Sequence[RankStates], shapes: Sequence[Shapes]) -> list[FlatGroup]:
     """The groups of parameters, by the shapes of each group that the model states name.
 
@@ -267,10 +296,14 @@ def flat_groups(ranks: Sequence[RankStates], shapes: Sequence[Shapes]) -> list[F
     _require_groups(first, shapes)
     none = [(0,) * len(group) for group in shapes]
     paddings = first.paddings if first.paddings is not None and not is_cut else none
-    return [
+    found = [
         FlatGroup(number, everyone, group, padding, is_cut)
         for number, (group, padding) in enumerate(zip(shapes, paddings, strict=True))
     ]
+    if not is_cut and len(set(first.counts)) == 1:
+        for group in found:
+            group.refuse_exchanged(ranks)
+    return found
 
 
 def _by_length(shapes: Iterable[Shapes], lengths: Sequence[int], ranks: int) -> list[Shapes]:

@@ -77,6 +77,17 @@ def test_a_copy_without_checksums_is_told_by_its_values(tmp_path):
     refused(folder, *files)
 
 
+def test_ranks_of_zero_that_were_exchanged_are_refused(tmp_path):
+    """Stages 1 and 2 say what each rank has. The files of stage 3 do not."""
+    folder = shutil.copytree(DATA / "deepspeed/stage2", tmp_path / "made")
+    one, other = (folder / "global_step2" / PARTITION.format(rank, "00") for rank in range(2))
+    one.rename(tmp_path / "kept")
+    other.rename(one)
+    (tmp_path / "kept").rename(other)
+    with pytest.raises(MalformedCheckpoint, match="rank 0, group 0: says that it holds other"):
+        load_portable(folder)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_may_both_have_the_same_number_all_through(stage, tmp_path):
     group = {"a": torch.full((40,), 0.5), "b": torch.full((4, 6), 0.5)}
