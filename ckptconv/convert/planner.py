@@ -335,10 +335,9 @@ def _plan_tree(
 
 
 def _is_optimizer(root: Node, part: Node) -> bool:
-    """Whether a part of a tree is one of its optimizer states."""
-    from ckptconv.tree.optimizer_states import optimizer_states  # 3 ms, seldom needed
+    from ckptconv.tree.optimizer_states import is_optimizer_state  # 3 ms, seldom needed
 
-    return any(state.node is part for state in optimizer_states(root, {}))
+    return is_optimizer_state(root, part)
 
 
 def _refuse_reshaped(

@@ -188,15 +188,21 @@ def _selected(
     if whole:
         root = checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
         settle_strays(checkpoint, root, unknown)
-        found = find_state_dicts(root, checkpoint.root, only)
+        # names in an optimizer follow the keys of its model, also where that is not loaded
+        is_optimizer = only is not None and _is_optimizer(checkpoint.root, root)
+        part, path = (checkpoint.root, None) if is_optimizer else (root, only)
+        found = find_state_dicts(part, checkpoint.root, path)
         several, renamed, _ = rename_state_dicts(found, overlay, rules, checkpoint)
         if any(done.changed or done.made for done in renamed):
             from ckptconv.tree.optimizer_names import follow_names  # seldom needed
             from ckptconv.tree.optimizer_states import refuse_reshaped
 
-            refuse_reshaped(root, overlay, list(zip(found, renamed, strict=True)))
-            follow_names(root, overlay, found, list(zip(found, renamed, strict=True)))
-        _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
+            refuse_reshaped(part, overlay, list(zip(found, renamed, strict=True)))
+            follow_names(part, overlay, found, list(zip(found, renamed, strict=True)))
+        if is_optimizer:
+            several, renamed = [], ()
+        else:
+            _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
         found, kept = [each.item for each in several], [each.kept() for each in several]
     else:
         chosen = checkpoint.state_dict(only)
@@ -223,6 +229,12 @@ def _selected(
         check()
     tree = Tree(root, overlay, settled.tensors, settled.storages)
     return root, overlay, settled, cast_rule(found, kept, tree, request.casts)
+
+
+def _is_optimizer(root: Node, part: Node) -> bool:
+    from ckptconv.tree.optimizer_states import is_optimizer_state  # seldom needed
+
+    return is_optimizer_state(root, part)
 
 
 def _tell_metadata(checkpoint: Checkpoint, names: Mapping[str, str | None]) -> None:

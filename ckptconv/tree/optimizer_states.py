@@ -166,6 +166,11 @@ def optimizer_states(
             yield state
 
 
+def is_optimizer_state(root: Node, part: Node) -> bool:
+    """Whether a part of a tree is one of its optimizer states."""
+    return any(state.node is part for state in optimizer_states(root, {}))
+
+
 def _state(place: Place, node: Node) -> OptimizerState | None:
     parts = dict(mapping_pairs(node) or ())
     if type(parts.get("param_groups")) is not list:  # fastai's has hypers, numpy's generator none

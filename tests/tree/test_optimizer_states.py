@@ -456,6 +456,11 @@ def test_edits_and_loaders_take_the_names_along(tmp_path):
     expected = {name for name, _ in model.named_parameters()}
     loaded = load_portable(tmp_path / "train.pt", whole=True)
     assert names_in(loaded["optimizer"]) == expected
+    alone = load_portable(tmp_path / "train.pt", whole=True, only="optimizer")
+    assert names_in(alone) == expected
+    rules = {"whole": True, "only": "optimizer", "rename": ["fc.=linear."]}
+    moved = {name.replace("fc.", "linear.") for name in expected}
+    assert names_in(load_portable(tmp_path / "train.pt", **rules)) == moved != expected
     edit = RenameKeys(KeyRules())
     edited = load_portable(tmp_path / "train.pt", whole=True, edits=[edit], keys="keep")
     assert names_in(edited["optimizer"]) == expected
