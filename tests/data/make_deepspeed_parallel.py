@@ -1,9 +1,11 @@
 """Make the folders of tests/data/deepspeed_parallel with deepspeed itself: a pipeline of two stages
-under ZeRO 1, and experts on two ranks each under ZeRO 2, four processes both.
+under ZeRO 1, experts on two ranks each under ZeRO 2, and two tensor-parallel ranks under ZeRO 1 and
+under ZeRO 3, four processes each.
 
-    DS_ACCELERATOR=cpu python tests/data/make_deepspeed_parallel.py [pipeline|experts ...]
+    DS_ACCELERATOR=cpu python tests/data/make_deepspeed_parallel.py [pipeline|experts|tensor ...]
 
-Needs what make_deepspeed.py needs. pipeline/states.pt is what deepspeed gives of each parameter.
+Needs what make_deepspeed.py needs. pipeline/states.pt is what deepspeed gives of each parameter,
+tensor/states.pt and tensor3/states.pt what its ds_to_universal makes of the folders.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.multiprocessing
@@ -124,13 +129,155 @@ def experts(rank: int, folder: Path, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+# ------------------------------------------------------------------------- tensor parallelism
+
+TENSOR = 2  # tensor-parallel ranks, neighbours of each other
+ROWS, WORDS, PADDED = 4, 10, 12
+HEADS = (8, 4, 4)  # rows of q, k and v
+INFO = {
+    "universal_checkpoint_version": 0.3,
+    "original_vocab_size": WORDS,
+    "vocabulary_parameter_patterns": [r"embed\.weight"],
+    "tp_replicated_parameter_patterns": [r".*norm\.weight", r"dense\.bias"],
+    "parameter_to_average_patterns": [r"router\.weight"],
+    "parameter_with_row_parallelism_patterns": [r"dense\.weight"],
+    "parameter_with_2_sub_params_cat_dim_0": [r"gated\.weight"],
+    "parameter_with_sub_params": [
+        {"patterns": [r"qkv\.weight"], "shape": (HEADS, ROWS), "partition_dim": 0}
+    ],
+}
+"""How the parameters of `Cut` are cut, as Megatron-DeepSpeed says it of its own."""
+
+
+class Piece(nn.Module):
+    """Parameters whose loss goes by element, so that no rank needs what the others have."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = [value.float() for value in self.parameters(recurse=False)]
+        return torch.stack([(value * x + 1).pow(2).sum() for value in each]).sum()
+
+
+class Cut(nn.Module):
+    """A rank's part of a model: of some parameters its own rows or columns, of others the same as
+    all.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.frozen_norm = (Piece(weight=(ROWS,)) for _ in range(2))
+        bias = Piece(bias=(ROWS,)).bias
+        torch.manual_seed(1 + rank)
+        self.dense = Piece(weight=(ROWS, 8 // TENSOR))
+        self.dense.register_parameter("bias", bias)
+        self.embed = Piece(weight=(PADDED // TENSOR, ROWS))
+        self.qkv = Piece(weight=(sum(HEADS) // TENSOR, ROWS), bias=(sum(HEADS) // TENSOR,))
+        self.gated, self.router = Piece(weight=(12 // TENSOR, ROWS)), Piece(weight=(3, ROWS))
+        self.frozen_norm.weight.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([1.5, 2.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([piece(x) for piece in self.children()]).sum()
+
+
+class Parallel:
+    """The groups of ranks, as Megatron-LM's `mpu` tells them."""
+
+    def __init__(self, rank: int) -> None:
+        groups = [
+            [torch.distributed.new_group(ranks), ranks]
+            for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])
+        ]
+        (self.tensor, _), (self.data, _) = [group for group in groups if rank in group[1]]
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_model_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self.tensor)
+
+    def get_model_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self.tensor)
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self.data)
+
+
+def tensor(rank: int, folder: Path, port: int, stage: int = 1) -> None:
+    begin(rank, port)
+    import deepspeed
+
+    mpu = Parallel(rank)
+    model = Cut(mpu.get_model_parallel_rank())
+    model.universal_checkpoint_info = INFO  # type: ignore[assignment]
+    config = {
+        **CONFIG,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+    }
+    decayed = [value for value in model.parameters() if value.requires_grad and value.ndim > 1]
+    others = [value for value in model.parameters() if value.requires_grad and value.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    for step in range(2):
+        x = torch.tensor(0.5 + step + mpu.get_data_parallel_rank())
+        engine.backward(engine(x))
+        engine.step()
+    engine.save_checkpoint(str(folder))
+    torch.distributed.destroy_process_group()
+
+
+def universal_states(folder: Path) -> None:
+    """Save what ds_to_universal makes of a step: of each parameter the weight and the states."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    made = folder / "universal"
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    ds_to_universal.main(
+        SimpleNamespace(
+            input_folder=str(folder / "global_step2"),
+            output_folder=str(made),
+            strict=True,
+            inject_missing_state=False,
+            **options,
+        )
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(made.glob("zero/*/*.pt")):
+        value = torch.load(file, weights_only=False)
+        value = value["param"] if isinstance(value, dict) else value
+        found.setdefault(file.parent.name, {})[file.stem] = value
+    torch.save(found, folder / "states.pt")
+    shutil.rmtree(made)
+    (folder / "latest_universal").unlink()
+
+
 def main() -> None:
-    for name in sys.argv[1:] or ("pipeline", "experts"):
+    kinds: dict[str, Any] = {
+        "pipeline": pipeline,
+        "experts": experts,
+        "tensor": tensor,
+        "tensor3": partial(tensor, stage=3),
+    }
+    for name in sys.argv[1:] or kinds:
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        made = {"pipeline": pipeline, "experts": experts}[name]
-        torch.multiprocessing.spawn(made, (folder, free_port()), nprocs=RANKS)
+        torch.multiprocessing.spawn(kinds[name], (folder, free_port()), nprocs=RANKS)
+        if name.startswith("tensor"):
+            universal_states(folder)
         for script in folder.glob("*.py"):
             script.unlink()
 

@@ -114,6 +114,8 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
             checkpoint = _open_pipeline(files, open_file)
         elif files.experts:
             checkpoint = _open_experts(files, open_file)
+        elif files.of_tensor_ranks:
+            checkpoint = _open_tensor_ranks(files.of_tensor_ranks, open_file)
         else:
             checkpoint = _open_step(files, open_file)
         opened.pop_all()
@@ -130,7 +132,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     ranks, opened = _read_ranks(files.optim, open_file, Copies())
     stage = ranks[0].stage
     models = _open_models(files, stage, ranks[0].ranks, open_file)
-    states = [_model_states(model) for model in models]
+    states = [_model_states(model, files) for model in models]
     everything, first = [*models, *opened], models[0]
     # the bf16 optimizer without ZeRO, whose model states are whole
     if states[0].get("param_shapes") is None:
@@ -143,18 +145,25 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     weights = Weights(states, stage)
     module = weights.join(_parameters(ranks, groups))
     optimizer, told, more = _optimizer(ranks, groups)
-    root = Dict([("module", module), *optimizer, *_others(first.root, ranks[0].rest)])
+    kept = _OF_TENSOR_RANKS if files.is_tensor_rank else ()
+    root = Dict([("module", module), *optimizer, *_others(first.root, ranks[0].rest, kept)])
     told = f"{told} joined from {len(ranks)} ranks{more}"
     container = CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}")
     return whole_of(everything, container, root, first.path, (told, *weights.notes))
 
 
-def _others(root: Node, rank: Mapping[str, Node]) -> list[tuple[Node, Node]]:
+_OF_TENSOR_RANKS = ("buffer_names", "mp_world_size")
+"""What of the model states of one tensor-parallel rank is needed to join it with the others."""
+
+
+def _others(
+    root: Node, rank: Mapping[str, Node], kept: Sequence[str] = ()
+) -> list[tuple[Node, Node]]:
     """What the model states have beside the weights, and what the first rank's optimizer has beside
     its states.
     """
-    gone = {"module", *_BOOKKEEPING.split()}
-    pairs = [pair for pair in mapping_pairs(root) or () if not _says_part(*pair)]
+    gone = {"module", *_BOOKKEEPING.split()} - {*kept}
+    pairs = [pair for pair in mapping_pairs(root) or () if pair[0] in kept or not _says_part(*pair)]
     others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
     named = {key for key, _ in others if type(key) is str}
     return [*others, *((key, value) for key, value in kept_beside(rank) if key not in named)]
@@ -163,6 +172,18 @@ def _others(root: Node, rank: Mapping[str, Node]) -> list[tuple[Node, Node]]:
 def _says_part(key: Node, value: Node) -> bool:
     """Whether an entry says of a file that it is one of several parts of a model."""
     return bool(key == "mp_world_size" and value != 1)
+
+
+def _open_tensor_ranks(ranks: Sequence[StepFiles], open_file: OpenFile) -> Checkpoint:
+    """The checkpoint of a model whose parameters were cut among tensor-parallel ranks."""
+    from ckptconv.formats.folders.deepspeed_tensors import joined_trees  # seldom needed
+
+    opened = [_open_step(rank, open_file) for rank in ranks]
+    pairs, notes = joined_trees([one.root for one in opened])
+    root = Dict([pair for pair in pairs if pair[0] not in (*_OF_TENSOR_RANKS, "param_shapes")])
+    container = opened[0].container
+    container = container.called(f"{container.name}, {len(ranks)} tensor-parallel ranks")
+    return whole_of(opened, container, root, opened[0].path, notes)
 
 
 def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
@@ -231,7 +252,7 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     """
     first = files.whole or files.model.get(0)
     models = [] if first is None else [open_file(first)]
-    states = [_model_states(model) for model in models]
+    states = [_model_states(model, files) for model in models]
     listed = states[0].get("param_shapes") if states else None
     shapes = [] if listed is None else read_shapes(listed, "param_shapes")
     found = read_universal(zero, shapes, open_file)
@@ -239,7 +260,7 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     if files.whole is None and states and mapping_pairs(states[0].get("frozen_param_shapes")):
         require_ranks(files.model, ranks if type(ranks) is int else len(files.model), "model")
         models += [open_file(file) for rank, file in files.model.items() if rank]
-        states = [_model_states(model) for model in models]
+        states = [_model_states(model, files) for model in models]
     module, notes = _universal_weights(found, states, shapes, files)
     optimizer = found.optimizer(shapes) if found.groups else None
     pairs = mapping_pairs(models[0].root) or () if models else ()
@@ -331,7 +352,7 @@ def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) 
         what = f"the model states of ZeRO stage {stage} are missing"
         raise MalformedCheckpoint(what, hint=FETCH)
     model = open_file(first)
-    states = _model_states(model)
+    states = _model_states(model, files)
     if stage == 3 and states.get("param_shapes") is None:
         what, where = "names no parameters of its partitions", "param_shapes"
         raise MalformedCheckpoint(what, path=first, where=where, hint=FETCH)
@@ -371,17 +392,18 @@ def _without_partitions(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         what = "the optimizer states, which hold the weights in ZeRO stage 3, are missing"
         raise MalformedCheckpoint(what, hint=FETCH)
     model = open_file(files.whole)
-    if _model_states(model).get("param_shapes") is not None:
+    if _model_states(model, files).get("param_shapes") is not None:
         what = "the optimizer states, which hold the fp32 weights, are missing"
         hint = f"name {files.whole.name} for the weights in the dtype of the training"
         raise MalformedCheckpoint(what, hint=f"fetch them, or {hint}")
     return replace(model, container=CONTAINER)
 
 
-def _model_states(model: Checkpoint) -> dict[str, Node]:
+def _model_states(model: Checkpoint, files: StepFiles) -> dict[str, Node]:
     states = entries(model.root)
     if not mapping_pairs(states.get("module")):
         what = "holds no model states of DeepSpeed (a dict with 'module')"
         raise MalformedCheckpoint(what, path=model.path)
-    replace(model, part=part_of_step("", model.root)).refuse_part()
+    said = states if not files.is_tensor_rank else {**states, "mp_world_size": 1}
+    replace(model, part=part_of_step("", Dict([*said.items()]))).refuse_part()
     return states

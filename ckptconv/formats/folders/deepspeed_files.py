@@ -32,7 +32,8 @@ class StepFiles:
     optimizer states of each.
 
     Of a pipeline, `layers` by their numbers, the model states of its `stages`, and the optimizer
-    states of the ranks of each stage. `experts` go by layer and expert.
+    states of the ranks of each stage. `experts` go by layer and expert. `of_tensor_ranks` are the
+    files of each tensor-parallel rank, which `is_tensor_rank` then.
     """
 
     whole: Location | None
@@ -43,6 +44,8 @@ class StepFiles:
     stages: Sequence[Location] = ()
     ranks_of_stages: Sequence[Mapping[int, Location]] = ()
     experts: Mapping[tuple[int, int], Location] = field(default_factory=dict)
+    of_tensor_ranks: Sequence[StepFiles] = ()
+    is_tensor_rank: bool = False
 
     @property
     def count(self) -> int:
@@ -53,6 +56,7 @@ class StepFiles:
             + len(self.layers)
             + len(self.experts)
             + sum(map(len, self.ranks_of_stages))
+            + sum(each.count + 1 for each in self.of_tensor_ranks)
         )
 
 
@@ -77,8 +81,7 @@ def step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
     elif any(map(PIPELINE, names)):
         return _pipeline_files(folder, names, model, optim)
     elif tensor_ranks != {0} and not any(map(EXPERTS, names)):
-        told = f"a tensor-parallel checkpoint of {len(tensor_ranks)} ranks (mp_rank_XX)"
-        raise _not_read(folder, told, UNIVERSAL)
+        return StepFiles(None, {}, {}, of_tensor_ranks=_tensor_ranks(folder, model, optim))
     whole = [file for found, file in model if found[1] is None]
     return StepFiles(
         whole[0] if whole else None,
@@ -120,6 +123,27 @@ def _pipeline_files(
     of_stages = list(map(_by_rank, ranks))
     ordered = dict(sorted(layers.items()))
     return StepFiles(None, {}, {}, 1, ordered, list(stages.values()), of_stages)
+
+
+def _tensor_ranks(folder: Location, model: Matched, optim: Matched) -> list[StepFiles]:
+    """The files of each tensor-parallel rank."""
+    every = {int(found[2]) for found, _ in (*model, *optim)}
+    if missing := [rank for rank in range(max(every)) if rank not in every]:
+        what = f"has no files of the tensor-parallel rank {missing[0]} (mp_rank_XX)"
+        raise MalformedCheckpoint(what, path=folder, hint=FETCH)
+    ranks = []
+    for rank in sorted(every):
+        own = [(found[1], file) for found, file in model if int(found[2]) == rank]
+        states = [(found[1], file) for found, file in optim if int(found[2]) == rank]
+        ranks.append(
+            StepFiles(
+                next((file for number, file in own if number is None), None),
+                _by_rank((int(number), file) for number, file in own if number is not None),
+                _by_rank((int(number), file) for number, file in states),
+                is_tensor_rank=True,
+            )
+        )
+    return ranks
 
 
 def _expert_files(

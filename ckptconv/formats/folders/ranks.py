@@ -250,7 +250,7 @@ class Copies:
         refs = [ref for _, ref in named]
         mark = len(named), *((name, _mark(ref)) for name, ref in named[:_MARKED])
         alike = self._known.setdefault(mark, [])
-        if alike and not any(map(_varies, refs)):
+        if alike and not any(map(varies, refs)):
             return
         for other, theirs in alike:
             pairs = zip(refs, theirs, strict=True)
@@ -276,7 +276,7 @@ def _mark(ref: TensorRef) -> object:
 _FIRST = 1 << 12
 
 
-def _varies(ref: TensorRef) -> bool:
+def varies(ref: TensorRef) -> bool:
     """Whether a tensor has two different values."""
     first = b""
     for chunk in iter_chunks(ref):

@@ -130,6 +130,8 @@ def test_tied_layers_are_refused_by_name(pipeline):
     (shapes,) = torch.load(file, weights_only=False)["param_shapes"]
     tied = {f"tied_modules.{name}": shape for name, shape in shapes.items()}
     changed(file, param_shapes=[tied])
+    for rank in step(pipeline).glob("*mp_rank_00_optim_states.pt"):
+        torch.save(of_rank(rank)[0], rank)  # it does not name the parameters
     refused(pipeline, "tied_modules: is a pipeline with tied layers")
 
 
@@ -144,6 +146,94 @@ def test_an_expert_that_is_missing_is_told(produced, tmp_path):
     torch.save(twice, file.with_name("layer_0_expert_1_mp_rank_00_model_states.pt"))
     torch.save(twice, file)
     refused(folder, "layer 0, expert 2: has no values, or some that another file has too")
+
+
+# ------------------------------------------------------------------------- tensor-parallel ranks
+
+
+@pytest.fixture
+def tensor(tmp_path) -> Path:
+    """A copy of two tensor-parallel ranks under ZeRO 1 that a test may break."""
+    return shutil.copytree(FOLDERS / "tensor", tmp_path / "tensor")
+
+
+@pytest.mark.parametrize("name", ["tensor", "tensor3"])
+def test_tensor_parallel_ranks_are_what_ds_to_universal_makes_of_them(name, tmp_path):
+    expected = oracle.load(FOLDERS / name / "states.pt", weights_only=False)
+    convert_checkpoint(FOLDERS / name, tmp_path / "out.pt", fsync=False, verify=True)
+    for found in (load_portable(FOLDERS / name, whole=True), oracle.load(tmp_path / "out.pt")):
+        trained = {key for key, values in expected.items() if "exp_avg" in values}
+        assert found["optimizer"]["state"].keys() == trained
+        assert found["module"].keys() >= {*expected, "frozen_norm.weight", "scale"}
+        for key in trained:
+            weight, state = found["module"][key], found["optimizer"]["state"][key]
+            assert torch.equal(weight, expected[key]["fp32"])
+            assert all(torch.equal(state[each], expected[key][each]) for each in STATES)
+            assert state["step"] == 2
+        assert found["module"]["embed.weight"].shape == (10, 4)
+        assert "universal_checkpoint_info" not in found and "mp_world_size" not in found
+
+
+def told(folder: Path, **entries: Any) -> None:
+    """Change what the model states of the first rank say of how parameters were cut."""
+    file = step(folder) / "mp_rank_00_model_states.pt"
+    said = torch.load(file, weights_only=False)["universal_checkpoint_info"]
+    changed(file, universal_checkpoint_info={**said, **entries})
+
+
+NORMS = r".*norm\.weight"
+UNTOLD: list[tuple[dict[str, Any], str]] = [
+    ({"tp_replicated_parameter_patterns": [NORMS]}, "dense.bias: is the same in all"),
+    ({"tp_replicated_parameter_patterns": [NORMS, "router"]}, "differs between the ranks"),
+    (
+        {"tp_replicated_parameter_patterns": [NORMS, r"dense\.bias", "none"]},
+        "no parameter matches: 'none'",
+    ),
+    ({"tp_replicated_parameter_patterns": [NORMS, ".*norm"]}, "matches several patterns"),
+    ({"tp_replicated_parameter_patterns": ["(a+)+$"]}, "has a pattern that is not read"),
+    ({"tp_replicated_parameter_patterns": ["a*a*a*a*b"]}, "has a pattern that is not read"),
+    ({"tp_replicated_parameter_patterns": "norm"}, "is not a list of patterns"),
+    ({"universal_checkpoint_version": 0.4}, "qkv.weight: .*does not say how wide"),
+    (
+        {
+            "universal_checkpoint_version": 0.4,
+            "sub_param_shard_widths": {r"qkv\.weight": [[4, 4], [2, 2], [1, 1]]},
+        },
+        r"qkv.weight: has 8 rows or columns in rank 0, and is to have \[4, 2, 1\]",
+    ),
+    ({"original_vocab_size": 13}, "embed.weight: does not have the rows"),
+    ({"autotp_unsupported_parameter_patterns": {"qkv": "uneven"}}, "qkv: is cut in a way"),
+]
+
+
+@pytest.mark.parametrize(("entries", "what"), UNTOLD)
+def test_what_does_not_say_how_parameters_were_cut_is_refused(entries, what, tensor):
+    told(tensor, **entries)
+    refused(tensor, what)
+
+
+def test_widths_of_parts_are_those_that_are_told(tensor):
+    """Since version 0.4; here the same as before."""
+    widths = {r"qkv\.weight": [[4, 4], [2, 2], [2, 2]]}
+    told(tensor, universal_checkpoint_version=0.4, sub_param_shard_widths=widths)
+    expected = oracle.load(FOLDERS / "tensor" / "states.pt", weights_only=False)
+    assert torch.equal(load_portable(tensor)["qkv.weight"], expected["qkv.weight"]["fp32"])
+
+
+def test_tensor_parallel_ranks_that_are_missing_are_told(tensor):
+    model = step(tensor) / "mp_rank_00_model_states.pt"
+    before = model.read_bytes()
+    changed(model, universal_checkpoint_info=None)
+    refused(tensor, "of 2 ranks .mp_rank_XX. of DeepSpeed, and its model states have no universal")
+    model.write_bytes(before)
+    changed(model, mp_world_size=4)
+    refused(tensor, "has the files of 2 tensor-parallel ranks, but 4 wrote it")
+    model.write_bytes(before)
+    (step(tensor) / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
+    refused(tensor, "has the optimizer states of 1 ranks, but 2 wrote it")
+    for file in step(tensor).glob("*mp_rank_01_*"):
+        file.rename(file.with_name(file.name.replace("mp_rank_01", "mp_rank_02")))
+    refused(tensor, "has no files of the tensor-parallel rank 1")
 
 
 # ------------------------------------------------------------------------------- experts under ZeRO
