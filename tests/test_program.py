@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from ckptconv.cli.main import cli
 from helpers.examples import some
+from helpers.fork_server import RUNS
 from helpers.paths import NUMBERS
 from helpers.program import SAMPLES, run, run_bytes, run_on_terminal, run_process
 
@@ -58,6 +61,18 @@ def test_a_fork_answers_as_a_process_does(command, tmp_path):
         untimed = re.sub(r"(written|done) in [0-9.]+ s.*", "", done.err)
         answers.append((done.exit, done.out, untimed, files))
     assert answers[0] == answers[1]
+
+
+def test_runs_after_each_other_in_one_process_are_as_the_first(tmp_path):
+    inspected, wrong = ("inspect", TRAIN, "--json"), ("inspect", "--json", "--nonsense")
+    commands = [("ls", DDP), inspected, wrong, ("help", "keys"), ("scan", TRAIN), ("ls",)]
+    alone = [run(*command, cwd=tmp_path, alone=True) for command in commands]
+    assert json.loads(alone[2].out)["error"]["exit_code"] == 2
+    shared = [run(*command, cwd=tmp_path) for command in commands * 9]
+    assert sum(math.isnan(done.rss) for done in shared) > RUNS  # more than one can have
+    for number, done in enumerate(shared):
+        first = alone[number % len(commands)]
+        assert (done.exit, done.out, done.err) == (first.exit, first.out, first.err)
 
 
 def test_a_run_has_its_own_folder_variables_streams_and_limits(tmp_path):

@@ -159,8 +159,10 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
             "overwrite",
             *words,
             cwd=tmp_path,
+            alone=True,
         )
-        done = run("apply", "base.safetensors", "d", "out.safetensors", *words, cwd=tmp_path)
+        apply = ("apply", "base.safetensors", "d", "out.safetensors", *words)
+        done = run(*apply, cwd=tmp_path, alone=True)
         assert (made.exit, done.exit) == (0, 0), made.err + done.err
         peaks.append((made.rss, done.rss))
     header, _ = header_of(tmp_path / "out.safetensors")

@@ -1,4 +1,4 @@
-"""The program, imported once and forked for each run.
+"""The program, imported once and forked for its runs.
 
 Usage: ``python fork_server.py SOCKET [MODULE]...``, the number of a socket that is inherited, and
 what else is imported beforehand. Each byte on the socket is a request, and comes with five files:
@@ -7,16 +7,22 @@ stdout and stderr of the run, and where to tell how it has ended: "EXIT SECONDS 
 code (negative: the signal), seconds of the processor, and bytes of memory. A stdin that is a
 terminal is that of the process.
 
-A run is a process of its own, so runs may overlap, and nothing of one is seen by the next.
+A run has a process to itself while it lasts, so runs may overlap. One that may be "shared" gets a
+process that has had others before it, for most of a run's time is taken by what is touched first
+after a fork; its memory is not told (nan). A process in which a run has left anything gets no other
+run.
 """
 
 from __future__ import annotations
 
 import array
+import contextvars
 import fcntl
+import functools
 import gc
 import importlib
 import json
+import math
 import os
 import pkgutil
 import resource
@@ -26,6 +32,7 @@ import socket
 import sys
 import tempfile
 import termios
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,35 +60,59 @@ def _woken_by_ends() -> int:
     return reading
 
 
+RUNS = 40
+"""How many runs a process may have."""
+
+
 @dataclass
-class _Running:
-    """Where to tell how a run has ended, and when it is killed, if it is not yet."""
+class _Child:
+    """A process, and its run, if it has one: where to tell how that has ended, and when it is
+    killed, if it is not yet. `asked` is what it gets another one by, if it takes one.
+    """
 
     answer: int
     deadline: float
+    asked: socket.socket | None
     killed: bool = False
+    told: float = 0.0  # seconds of earlier runs
+
+    def tell(self, code: int, seconds: float, memory: float) -> None:
+        """Answer for the run."""
+        memory = math.nan if self.told else memory  # also of the last of several runs
+        if self.answer >= 0:
+            os.write(self.answer, f"{code} {seconds - self.told} {memory}".encode())
+            os.close(self.answer)
+        self.answer, self.told = -1, seconds
+
+
+_Children = dict[int, _Child]
+"""By their pid."""
 
 
 def _serve(connection: socket.socket, ends: int) -> None:
-    running: dict[int, _Running] = {}
+    children: _Children = {}
     asking: list[Any] = [connection]
-    while asking or running:
-        waiting = [run.deadline for run in running.values() if not run.killed]
+    while asking or any(child.answer >= 0 for child in children.values()):
+        busy = [child for child in children.values() if child.answer >= 0]
+        waiting = [child.deadline for child in busy if not child.killed]
         left = max(0.0, min(waiting) - time.monotonic()) if waiting else None
-        ready = _ready([ends, *asking], left)  # not select(2), which knows no number above 1023
+        telling = {child.asked: child for child in busy if child.asked}
+        # not select(2), which knows no number above 1023
+        ready = _ready([ends, *telling, *asking], left)
         if ends in ready:
             os.read(ends, 1 << 12)
+        for source in telling.keys() & set(ready):
+            _hear(telling[source])
         if connection in ready:
-            if files := _request(connection):
-                pid, started = _start(files)
-                running[pid] = started
+            if files := _received(connection, 5):
+                _start(files, children)
             else:
                 asking = []
-        _tell_ends(running)
-        for pid, run in running.items():
-            if run.deadline <= time.monotonic() and not run.killed:
+        _tell_ends(children)
+        for pid, child in children.items():
+            if child.answer >= 0 and child.deadline <= time.monotonic() and not child.killed:
                 os.kill(pid, signal.SIGKILL)
-                run.killed = True
+                child.killed = True
 
 
 def _ready(files: list[Any], seconds: float | None) -> list[Any]:
@@ -92,30 +123,111 @@ def _ready(files: list[Any], seconds: float | None) -> list[Any]:
         return [key.fileobj for key, _ in selector.select(seconds)]
 
 
-def _tell_ends(running: dict[int, _Running]) -> None:
-    """Answer for the runs that have ended."""
-    while running:
+def _hear(child: _Child) -> None:
+    """Answer for a run whose process takes another one; the end of a process tells of its last."""
+    assert child.asked is not None
+    if told := child.asked.recv(1 << 10):
+        code, seconds = told.split()
+        child.tell(int(code), float(seconds), math.nan)
+    else:
+        child.asked.close()
+        child.asked = None
+
+
+def _tell_ends(children: _Children) -> None:
+    """Answer for the processes that have ended."""
+    while children:
         pid, status, usage = os.wait3(os.WNOHANG)
         if not pid:
             return
-        busy, memory = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * RSS_UNIT
-        answer = running.pop(pid).answer
-        os.write(answer, f"{os.waitstatus_to_exitcode(status)} {busy} {memory}".encode())
-        os.close(answer)
+        child = children.pop(pid)
+        if child.asked:
+            child.asked.close()
+        seconds, memory = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * RSS_UNIT
+        child.tell(os.waitstatus_to_exitcode(status), seconds, memory)
 
 
-def _start(files: list[int]) -> tuple[int, _Running]:
-    """Fork for one request."""
-    request, *streams, answer = files
-    with open(request, encoding="ascii") as file:
-        asked = json.load(file)
-    pid = os.fork()
-    if pid == 0:
-        _become(asked, *streams)
-        _run(asked.get("before", ""))
-    for stream in streams:
+def _start(files: list[int], children: _Children) -> None:
+    """Have a request done by a process that waits for one, or by a new one."""
+    *request, answer = files
+    asked = _asked(request[0])
+    deadline = time.monotonic() + asked["limit"]
+    waiting = [child for child in children.values() if child.asked and child.answer < 0]
+    if waiting and asked["shared"]:
+        child = waiting[0]
+        child.answer, child.deadline = answer, deadline
+        os.lseek(request[0], 0, os.SEEK_SET)
+        socket.send_fds(child.asked, [b"."], request)
+    else:
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            _take_runs(request, theirs.fileno())
+        theirs.close()
+        children[pid] = _Child(answer, deadline, ours)
+    for stream in request:
         os.close(stream)
-    return pid, _Running(answer, time.monotonic() + asked["limit"])
+
+
+_ASKED_BY = 3
+"""The number of the socket over which a process gets its runs."""
+
+
+def _take_runs(request: list[int], connection: int) -> NoReturn:
+    """Have this run, and others if it is shared, until one leaves something behind."""
+    os.dup2(connection, _ASKED_BY)
+    modules = len(sys.modules)
+    for number in range(1, RUNS + 1):
+        asked = _asked(request[0])
+        _become(asked, *request[1:])
+        code = contextvars.copy_context().run(_run, asked["before"])
+        if not asked["shared"] or code not in (0, 1, 2) or len(sys.modules) > modules:
+            break
+        _forget()
+        if number == RUNS or not _is_clean():
+            break
+        _open_nothing()
+        os.write(_ASKED_BY, f"{code} {_seconds()}".encode())
+        with socket.socket(fileno=os.dup(_ASKED_BY)) as asking:
+            request = _received(asking, 4)
+        if not request:
+            break
+    os._exit(code)
+
+
+def _forget() -> None:
+    """Undo what a run does to the modules of the program, so that the next one finds them new."""
+    for cache in _CACHES:
+        cache.cache_clear()
+    for container, before in _CONTAINERS:
+        if len(container) != len(before):
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
+    gc.collect()
+
+
+def _is_clean() -> bool:
+    """Whether a run has left neither threads nor processes nor open files."""
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        files = len(list(Path("/dev/fd").iterdir())) - 1  # one is that of the listing
+        return threading.active_count() == 1 and files == _ASKED_BY + 1
+    return False
+
+
+def _open_nothing() -> None:
+    """Let go of the files of a run: who reads from them is waiting for that."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _seconds() -> float:
+    """Of the processor, as the system tells them at the end of a process."""
+    used = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def import_all(more: list[str]) -> None:
@@ -126,18 +238,42 @@ def import_all(more: list[str]) -> None:
         importlib.import_module(module.name)
     for name in more:
         importlib.import_module(name)
+    _find_what_changes()
     gc.collect()
     gc.freeze()
 
 
-def _request(connection: socket.socket) -> list[int]:
-    """The five files of the next request; none at the end."""
-    room = socket.CMSG_SPACE(5 * array.array("i").itemsize)
+_CACHES: list[Any] = []
+_CONTAINERS: list[tuple[Any, Any]] = []
+"""What a run may change in the modules of the program: caches; lists and tables, with what is in
+them before it. It puts a finder of modules before others, too.
+"""
+
+
+def _find_what_changes() -> None:
+    _CONTAINERS.append((sys.meta_path, sys.meta_path.copy()))
+    ours = [module for name, module in sys.modules.items() if name.startswith("ckptconv.")]
+    for value in (value for module in ours for value in vars(module).values()):
+        if isinstance(value, functools._lru_cache_wrapper):
+            _CACHES.append(value)
+        elif type(value) in (list, dict, set):
+            _CONTAINERS.append((value, value.copy()))
+
+
+def _received(connection: socket.socket, count: int) -> list[int]:
+    """The files of the next request; none at the end."""
+    room = socket.CMSG_SPACE(count * array.array("i").itemsize)
     _, messages, _, _ = connection.recvmsg(1, room)
     files = array.array("i")
     for _, _, data in messages:
         files.frombytes(data)
     return list(files)
+
+
+def _asked(request: int) -> dict[str, Any]:
+    os.lseek(request, 0, os.SEEK_SET)
+    with open(request, encoding="ascii", closefd=False) as file:
+        return json.load(file)
 
 
 def _become(asked: dict[str, Any], stdin: int, out: int, err: int) -> None:
@@ -147,14 +283,14 @@ def _become(asked: dict[str, Any], stdin: int, out: int, err: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate((stdin, out, err)):
         os.dup2(file, number)
-    os.closerange(3, 1 << 10)
+    os.closerange(_ASKED_BY + 1, 1 << 10)
     if os.isatty(0):
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     _open_stream(1, "stdout")
     _open_stream(2, "stderr")
     os.umask(asked["umask"])
-    for name, most in asked.get("rlimits", {}).items():
+    for name, most in asked["rlimits"].items():
         resource.setrlimit(getattr(resource, name), (most, most))
     os.chdir(asked["cwd"])
     os.environ.clear()
@@ -182,8 +318,8 @@ def _open_stream(number: int, name: str) -> None:
     setattr(sys, f"__{name}__", made)
 
 
-def _run(before: str) -> NoReturn:
-    """Run the program, with some code before it, and end as Python would."""
+def _run(before: str) -> int:
+    """Run the program, with some code before it; the code with which Python would end."""
     from ckptconv.__main__ import main as program
 
     code = 0
@@ -204,7 +340,7 @@ def _run(before: str) -> NoReturn:
             pass
         except OSError:
             code = 120
-    os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -60,14 +60,14 @@ with open(report, "w") as file:
 @dataclass(frozen=True)
 class Finished:
     """A run of the program: exit code (negative: the signal that ended it), output, seconds of the
-    processor (the machine may be busy), peak memory in bytes.
+    processor (the machine may be busy), peak memory in bytes (nan: its process had other runs).
     """
 
     exit: int
     out: str
     err: str
     seconds: float
-    rss: int
+    rss: float
 
     @property
     def lines(self) -> list[str]:
@@ -100,7 +100,7 @@ OF_THE_START = ("PYTHON", "LANG", "LC_")
 
 
 class ForkServer:
-    """A process that has the program imported, and `modules`; each run is forked from it."""
+    """A process that has the program imported, and `modules`; runs are in forks of it."""
 
     def __init__(self, *modules: str) -> None:
         self._socket, theirs = socket.socketpair()
@@ -146,17 +146,23 @@ class ForkServer:
         limit: int = 60,
         rlimits: Mapping[str, int] | None = None,
         before: str = "",
+        alone: bool = False,
     ) -> int:
         """Begin a run in `cwd` that has these files as its stdin, stdout and stderr, and `env`
         added to the usual variables; it is killed after `limit` seconds by the clock. Given back
         is a pipe that tells when and how it has ended (`_ending`).
 
         `rlimits` are those of the system by their names: ``RLIMIT_FSIZE``, ``RLIMIT_NOFILE``;
-        `before` is Python code that is run first, in the same process.
+        `before` is Python code that is run first, in the same process. With those, on a terminal,
+        with an address, and where it is to be `alone`, a run has a process of its own; only there
+        is its memory told.
         """
         assert not any(name.startswith(OF_THE_START) for name in env or {}), "run_process does it"
+        texts = _texts(arguments)
+        of_its_own = alone or before or rlimits or os.isatty(streams[0])
         asked = {
-            "arguments": _texts(arguments),
+            "arguments": texts,
+            "shared": not of_its_own and not any("://" in text for text in texts),
             "cwd": str(cwd),
             "env": environment(**(env or {})),
             "umask": _umask(),
@@ -179,13 +185,13 @@ class ForkServer:
         self._process.wait(10)
 
 
-def _ending(told: bytes) -> tuple[int, float, int]:
+def _ending(told: bytes) -> tuple[int, float, float]:
     """How a run has ended: exit code, seconds, memory."""
     global _spent
     assert told, "the process that forks the program is gone"
     code, seconds, rss = told.split()
     _spent += float(seconds)
-    return int(code), float(seconds), int(rss)
+    return int(code), float(seconds), float(rss)
 
 
 _spent = 0.0
@@ -218,11 +224,8 @@ def _read_all(*files: int) -> list[bytes]:
     return [bytes(found[file]) for file in files]
 
 
-NEEDED = tuple(
-    name
-    for name in ("numpy", "ml_dtypes", "safetensors", "botocore.session")
-    if find_spec(name.partition(".")[0])
-)
+_THERE = ("numpy", "ml_dtypes", "safetensors", "botocore.session", "click._textwrap", "unicodedata")
+NEEDED = tuple(name for name in _THERE if find_spec(name.partition(".")[0]))
 TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint")
 """What a run would import by itself, the client of S3 too, which takes a quarter of a second."""
 ASKS_TORCH = {"devices", "doctor", "--model", "dcp", "auto"}

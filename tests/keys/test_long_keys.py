@@ -279,7 +279,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("command", some(5, COMMANDS), ids=" ".join)
 def test_every_command_answers_a_key_of_many_wrappers_at_once(command, folder, tmp_path):
     given = [folder / word if (folder / word).is_file() else word for word in command]
-    done = run(*given, cwd=tmp_path)
+    done = run(*given, cwd=tmp_path, alone=True)
     assert done.exit in (0, 1) and "Traceback" not in done.err, done.err
     assert done.seconds < 2 * SECONDS
     assert done.rss < 400_000_000  # of which a fork that has torch, as doctor has, takes 300 MB

@@ -29,7 +29,7 @@ class Server:
         """
         env = {} if tmp is None else {"TMPDIR": str(tmp)}
         forks = forks_of(*(TORCH if arguments[0] == "doctor" else NEEDED))
-        return forks.run(*arguments, cwd=cwd, env=env, limit=limit)
+        return forks.run(*arguments, cwd=cwd, env=env, limit=limit, alone=True)
 
 
 @contextmanager
