@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 import os
 import shutil
@@ -28,6 +29,8 @@ except ImportError:  # Windows, where the tests run in one process
     fcntl = None  # type: ignore[assignment]
 
 HERE = Path(__file__).resolve().parent
+# there are as many workers as cores, and torch's threads wait by turning in circles
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -88,6 +91,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now is never garbage: not looked through again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

@@ -14,6 +14,7 @@ from helpers.house import (
     PACKAGE,
     imported,
     imports_of,
+    nodes,
     own_module,
     package_of,
     top_names,
@@ -121,7 +122,7 @@ def test_torch_is_imported_only_where_live_tensors_and_devices_are():
 def opens_files(tree: ast.Module) -> set[str]:
     """The calls and names in a module by which files are opened."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -153,7 +154,7 @@ def test_nothing_unpickles_or_evaluates():
     called = {
         (module, node.func.id)
         for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in ("eval", "exec", "__import__")

@@ -11,7 +11,7 @@ import torch
 
 from ckptconv import inspect_checkpoint, open_checkpoint
 from ckptconv.tree.containers import UNKNOWN, Container
-from helpers.house import MODULES, package_of, trees
+from helpers.house import MODULES, nodes, package_of, trees
 
 CONTAINERS = {
     f"{module}.{name}": value
@@ -49,7 +49,7 @@ def test_a_checkpoint_has_a_format_as_text_and_facts_go_through_pickles(tmp_path
 def parsed_formats(tree: ast.Module) -> list[str]:
     """Where the name of a container is compared or looked into."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             parts = [node.func.value] if node.func.attr in ("startswith", "endswith") else []

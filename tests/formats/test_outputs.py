@@ -14,7 +14,7 @@ from ckptconv.formats.target_format import (
     target_named,
     target_of_suffix,
 )
-from helpers.house import package_of, trees
+from helpers.house import nodes, package_of, trees
 
 
 def test_every_name_of_a_format_has_one_and_no_suffix_has_two():
@@ -39,7 +39,7 @@ def compared_names(tree: ast.Module) -> list[str]:
     words = {*get_args(Target)}
     return [
         part.value
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Compare)
         for part in [node.left, *node.comparators]
         if isinstance(part, ast.Constant) and part.value in words

@@ -23,6 +23,12 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text("utf-8"), str(MODULES[module]))
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a module, which many tests look through."""
+    return list(ast.walk(tree))
+
+
 def trees() -> dict[str, ast.Module]:
     """All modules, parsed."""
     return {module: tree_of(module) for module in MODULES}
@@ -37,7 +43,7 @@ def imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
     """The dotted names that a module imports, wherever in it, TYPE_CHECKING blocks included; `from
     a import b` gives a.b.
     """
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -19,7 +19,7 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import limits
 from helpers.conformance import BYTES, SlowSource, SourceConformance, pattern
-from helpers.house import MODULES, imports_of, package_of, trees
+from helpers.house import MODULES, imports_of, nodes, package_of, trees
 
 
 def written(room: Path, content: bytes) -> Path:
@@ -327,7 +327,7 @@ def test_nobody_outside_io_opens_files_or_asks_for_the_kind_of_a_source():
     sniffs = {
         f"{module}: {ast.unparse(node)}"
         for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if kinds & {part.id for part in asked_for(node) if isinstance(part, ast.Name)}
     }
     assert sniffs == set()
@@ -335,11 +335,15 @@ def test_nobody_outside_io_opens_files_or_asks_for_the_kind_of_a_source():
 
 def asked_for(node: ast.AST) -> list[ast.expr]:
     """The types that an expression asks for, by `isinstance` or by comparing the type."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+    if isinstance(node, ast.Call) and is_named(node.func, "isinstance"):
         return [part for part in ast.walk(node.args[1]) if isinstance(part, ast.expr)]
-    if isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
-        return node.comparators
+    if isinstance(node, ast.Compare) and isinstance(node.left, ast.Call):
+        return node.comparators if is_named(node.left.func, "type") else []
     return []
+
+
+def is_named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def test_a_small_read_is_right_whatever_another_thread_reads_meanwhile(tmp_path, monkeypatch):

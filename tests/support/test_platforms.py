@@ -27,7 +27,7 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import MalformedCheckpoint
 from helpers import other_systems, posix_names
 from helpers.examples import ALL
-from helpers.house import MODULES, imports_of, top_names, trees
+from helpers.house import MODULES, imports_of, nodes, top_names, trees
 from helpers.paths import TESTS
 from helpers.program import SAMPLES, assert_one_error, environment, run
 
@@ -70,11 +70,11 @@ def named(tree: ast.Module) -> Iterator[str]:
     """
     aliases = {
         alias.asname or alias.name: alias.name
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Import)
         for alias in node.names
     }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -14,7 +14,7 @@ import pytest
 from ckptconv import CheckpointError, Job, convert_checkpoint, convert_many, limits
 from ckptconv.cli.main import cli
 from ckptconv.support.errors import on_command_line, worded
-from helpers.house import MODULES, tree_of
+from helpers.house import MODULES, nodes, tree_of
 from helpers.program import SAMPLES, run
 
 TRAIN = SAMPLES / "ddp_cuda3_train.pt"
@@ -35,15 +35,15 @@ def _texts() -> Iterator[tuple[str, str]]:
         if path.parent.name in ("cli", "pages") or path.name in NEVER_ERRORS:
             continue
         tree = tree_of(module)
-        parts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        parts = {id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr)}
+        for node in nodes(tree):
             if isinstance(node, ast.JoinedStr):
                 parts.update(map(id, node.values))
                 said = [getattr(part, "value", "x") for part in node.values]
                 yield path.name, "".join(part if isinstance(part, str) else "x" for part in said)
         yield from (
             (path.name, node.value)
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.Constant)
             and isinstance(node.value, str)
             and id(node) not in parts
