@@ -93,10 +93,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("property")
 
 
-def pytest_collection_finish() -> None:
-    """What is imported and collected by now is never garbage: not looked through again."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported and collected by now is never garbage: not looked through again.
+
+    The servers of tests are their own, so one authority is trusted, whose key nobody has: those of
+    a system take 20 ms at each first connection. Only `make readme` installs what others serve.
+    """
     gc.collect()
     gc.freeze()
+    if not any(item.get_closest_marker("readme") for item in session.items):
+        for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE", "SSL_CERT_DIR"):
+            os.environ.pop(name, None)
+        os.environ["SSL_CERT_FILE"] = str(HERE / "data" / "authority.crt")
 
 
 def pytest_report_header() -> list[str]:
