@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckptconv import convert_checkpoint
 from helpers.deltas import INDEX as DELTA_INDEX
 from helpers.deltas import apply_frame, header_of, write_delta
 
@@ -140,6 +141,29 @@ def dcp_at(name: str) -> Callable[[Path], Tensors | None]:
     return read
 
 
+def universal_at(name: str) -> Callable[[Path], Tensors | None]:
+    """A reader of a universal checkpoint, by the step that it names: of each parameter the weight
+    and its moment, which is twice that, and the weights beside.
+    """
+
+    def read(room: Path) -> Tensors | None:
+        if not (room / name).exists():
+            return None
+        step = room / name / (room / name / "latest_universal").read_text()
+        found = {}
+        for key in NEW:
+            weight, moment = (
+                torch.load(step / "zero" / key / file)["param"]
+                for file in ("fp32.pt", "exp_avg.pt")
+            )
+            assert torch.equal(moment, 2 * weight), "a mixture"
+            found[key] = weight
+        assert same(torch.load(step / "mp_rank_00_model_states.pt")["module"], found), "a mixture"
+        return found
+
+    return read
+
+
 # ------------------------------------------------------------------------------------------- before
 
 
@@ -187,6 +211,20 @@ def with_dcp(room: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(dict(OLD), checkpoint_id=room / "out", no_dist=True)
+
+
+def training(room: Path, tensors: Tensors = NEW) -> None:
+    """A source with an optimizer, whose moments are twice the weights."""
+    state = {key: {"exp_avg": 2 * value} for key, value in tensors.items()}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": list(state)}]}
+    torch.save({"model": dict(tensors), "optimizer": optimizer}, room / "in.pt")
+
+
+def with_universal(room: Path) -> None:
+    """A source with an optimizer, and a universal checkpoint of the old tensors."""
+    training(room, OLD)
+    convert_checkpoint(room / "in.pt", room / "out", to="universal", fsync=False)
+    training(room)
 
 
 def with_folder(room: Path) -> None:
@@ -426,6 +464,12 @@ SCENES: dict[str, Scene] = {
     ),
     "dcp": Scene(source, convert("--to", "dcp", output="out"), dcp_at("out")),
     "dcp again": Scene(with_dcp, convert("--to", "dcp", "--force", output="out"), dcp_at("out")),
+    "universal": Scene(training, convert("--to", "universal", output="out"), universal_at("out")),
+    "universal again": Scene(
+        with_universal,
+        convert("--to", "universal", "--force", output="out"),
+        universal_at("out"),
+    ),
     "apply": Scene(
         with_delta,
         lambda room: (
