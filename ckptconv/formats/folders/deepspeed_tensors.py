@@ -271,7 +271,7 @@ def joined_trees(roots: Sequence[Node]) -> tuple[list[tuple[Node, Node]], list[s
         made["optimizer"] = _optimizer([tree["optimizer"] for tree in trees], cuts)
     cuts.refuse_unused()
     del made[INFO]
-    return list(made.items()), [f"{len(trees)} tensor-parallel ranks: {told}, as {INFO} says"]
+    return list(made.items()), [f"{len(trees)} tensor-parallel ranks, cut as {INFO} says: {told}"]
 
 
 def _refuse_other_names(found: Sequence[Mapping[str, Node]], where: str) -> None:

@@ -174,6 +174,27 @@ def test_tensor_parallel_ranks_are_what_ds_to_universal_makes_of_them(name, tmp_
         assert "universal_checkpoint_info" not in found and "mp_world_size" not in found
 
 
+def test_tensor_parallel_ranks_without_zero_are_weights_alone(tmp_path):
+    info = {
+        "tp_replicated_parameter_patterns": ["norm"],
+        "parameter_with_row_parallelism_patterns": ["dense"],
+    }
+    whole = {"norm": torch.randn(4), "dense": torch.randn(4, 8), "up": torch.randn(6, 4)}
+    (tmp_path / "global_step1").mkdir()
+    for rank in range(2):
+        cut = {"dense": whole["dense"].chunk(2, 1)[rank], "up": whole["up"].chunk(2)[rank]}
+        module = {key: value.clone() for key, value in {**whole, **cut}.items()}
+        optimizer = {"state": {0: {"exp_avg": torch.randn(3)}}, "param_groups": [{"params": [0]}]}
+        states = {"module": module, "mp_world_size": 2, "universal_checkpoint_info": info}
+        file = tmp_path / "global_step1" / f"mp_rank_0{rank}_model_states.pt"
+        torch.save({**states, "param_shapes": None, "optimizer": optimizer}, file)
+    found = load_portable(tmp_path, whole=True)
+    assert found.keys() == {"module"} and found["module"].keys() == whole.keys()
+    assert all(torch.equal(found["module"][key], value) for key, value in whole.items())
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert any("states are left out: each rank numbers" in note for note in checkpoint.notes)
+
+
 def told(folder: Path, **entries: Any) -> None:
     """Change what the model states of the first rank say of how parameters were cut."""
     file = step(folder) / "mp_rank_00_model_states.pt"
