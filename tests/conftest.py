@@ -166,14 +166,16 @@ def made_once(tmp_path_factory) -> MakeOnce:
 
 @pytest.fixture(scope="session")
 def worlds(made_once) -> Path:
-    """A folder with what two and four gloo processes wrote together; see worlds.py."""
+    """A folder with what two and four gloo processes wrote together; see worlds.py and
+    trained_worlds.py.
+    """
     return made_once("worlds", write_worlds)
 
 
 def write_worlds(folder: Path) -> None:
     """Run the processes."""
-    command = [sys.executable, str(HERE / "helpers" / "worlds.py"), str(folder), "2", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-m", "helpers.trained_worlds", str(folder)]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

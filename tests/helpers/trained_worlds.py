@@ -1,5 +1,6 @@
 """Models and their optimizers after a few steps of two gloo processes: DCP folders and the files of
-each rank, beside all of it gathered by torch.
+each rank, beside all of it gathered by torch. They lie in FOLDER/trained, what worlds.py writes in
+FOLDER: one process imports for both what torch needs.
 
     python -m helpers.trained_worlds FOLDER
 
@@ -8,7 +9,6 @@ Plain torch, nothing of ckptconv.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import warnings
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from helpers.worlds import LATE
+from helpers.worlds import write_worlds
 
 SIZE = 2
 
@@ -171,9 +171,11 @@ def work(rank: int, folder: str) -> None:
 
 
 def main() -> None:
-    for name in LATE:
-        importlib.import_module(name)
-    torch.multiprocessing.start_processes(work, (sys.argv[1],), nprocs=SIZE, start_method="fork")
+    folder = Path(sys.argv[1])
+    write_worlds(folder)
+    (folder / "trained").mkdir()
+    given = (str(folder / "trained"),)
+    torch.multiprocessing.start_processes(work, given, nprocs=SIZE, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Checkpoints that several gloo processes write together: DCP folders, rank files and HF shards,
-beside the whole tensors.
-
-    python tests/helpers/worlds.py FOLDER SIZE...
+beside the whole tensors. trained_worlds.py runs it.
 
 Plain torch, nothing of ckptconv. Every process is one rank of SIZE, forked from this one.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -302,15 +299,11 @@ def work(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    folder, *sizes = sys.argv[1:]
+def write_worlds(folder: Path) -> None:
+    """Run the processes, of all sizes."""
     for name in LATE:
         importlib.import_module(name)
-    for size in map(int, sizes):
+    for size in WORLDS:
         torch.multiprocessing.start_processes(
-            work, (size, folder), nprocs=size, start_method="fork"
+            work, (size, str(folder)), nprocs=size, start_method="fork"
         )
-
-
-if __name__ == "__main__":
-    main()

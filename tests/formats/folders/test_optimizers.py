@@ -4,8 +4,6 @@ what it loads into a plain model.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_
 
 from ckptconv import convert_checkpoint, scan_checkpoint
 from ckptconv.support.errors import UnsupportedCheckpoint
-from helpers.paths import ROOT
 from helpers.trained_worlds import Odd, groups
 
 
 @pytest.fixture(scope="session")
-def trained_worlds(made_once) -> Path:
+def trained_worlds(worlds) -> Path:
     """A folder with what two processes trained; see trained_worlds.py."""
-
-    def write(folder: Path) -> None:
-        command = [sys.executable, "-m", "helpers.trained_worlds", str(folder)]
-        done = subprocess.run(
-            command, cwd=ROOT / "tests", capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    return made_once("trained_worlds", write)
+    return worlds / "trained"
 
 
 def converted(source: Path | list[Path], folder: Path, **options: Any) -> tuple[Any, list[str]]:
