@@ -131,7 +131,8 @@ class Options(OptionWords):
       ``GLOB=DTYPE``, or a dict. Types and devices of torch and numpy are as good as their names.
     - `drop`: globs over the paths of the checkpoint, such as ``optimizer``: what is left out.
     - `optimizer`: the form of optimizer states, by ``names`` of parameters, by ``numbers`` as
-      torch.optim has them, ``flat``, or ``torchtitan`` (flat, the weights at the root);
+      torch.optim has them, ``flat``, ``torchtitan`` (flat, the weights at the root), or
+      ``megatron`` (a `torch_dist` folder of Megatron, as such a folder again);
       `order_from` (a torch file, or a text with one key per line) or `model`: the order of
       ``model.parameters()``, by which numbers and names are one another's.
     - `metadata`: ``NAME=VALUE``, or a dict, to put into a safetensors output; `metadata_from`: a
@@ -220,14 +221,17 @@ class Options(OptionWords):
             save_mapping=self.save_mapping,
             manifest=self.manifest,
             fit_to=fit_to,
-            edits=(
-                *edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme),
-                *self._optimizer_edits(),
-            ),
+            edits=self._edits(),
             keep_dtype=listed(self.keep_dtype),
             cast=self._casts(),
             metadata=read_metadata(listed_strings(self.metadata), self.metadata_from),
         )
+
+    def _edits(self) -> tuple[Edit, ...]:
+        own = edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme)
+        form = self._optimizer_edits()
+        # which takes another tree than the one that others would have changed
+        return (*form, *own) if self.optimizer == "megatron" else (*own, *form)
 
     def _optimizer_edits(self) -> tuple[Edit, ...]:
         """The edit of optimizer states: what is asked for, or what the output takes."""
@@ -240,6 +244,9 @@ class Options(OptionWords):
         if needs_names and self.optimizer not in (None, "names"):
             what = f"--to {self.to} has optimizer states by names, not {self.optimizer}"
             raise OptionRefused(what, hint="leave --optimizer out")
+        if self.optimizer == "megatron" and (self.to != "dcp" or self.only is not None):
+            hint = "add --to dcp, and leave --only out"
+            raise OptionRefused("--optimizer megatron is for a whole DCP folder", hint=hint)
         from ckptconv.convert.key_targets import parameter_order  # seldom needed, as the next one
         from ckptconv.tree.optimizer_forms import FormOptimizer
 

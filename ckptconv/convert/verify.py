@@ -22,6 +22,7 @@ from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import tensors_of
 
 
 def verify_folder(plan: ConversionPlan, made: Location, phases: Phases) -> int:
@@ -100,6 +101,8 @@ def _beside(
         return
     by_key = plan.index is not None or not plan.target.holds_trees
     actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors())
+    if output.stored is not None:
+        actual |= tensors_of(output.stored)
     yield from ((path, ref, actual.get(path)) for path, ref in file.tensors())
 
 

@@ -37,7 +37,7 @@ PRESETS = (
 """The names of `presets.PRESETS`, here so that a usage error or --help need not import them."""
 
 
-OptimizerForm = Literal["names", "numbers", "flat", "torchtitan"]
+OptimizerForm = Literal["names", "numbers", "flat", "torchtitan", "megatron"]
 """The forms of an optimizer state that can be asked for; `tree.optimizer_forms` makes them."""
 
 FORMS = get_args(OptimizerForm)
@@ -200,7 +200,7 @@ class OptionWords:
         None,
         "The form of optimizer states: by the names of parameters, as FSDP2 has them; by numbers, "
         "as torch.optim; flat, as torch flattens them for dcp.load; torchtitan: flat, and the "
-        "weights at the root.",
+        "weights at the root; megatron: a torch_dist folder again.",
         choices=FORMS,
     )
     order_from: str | os.PathLike[str] | None = _word(

@@ -7,6 +7,7 @@ changes with it.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,10 +17,12 @@ from typing import Any
 
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree
 from ckptconv.formats.torch_output import TORCH
+from ckptconv.io.destination import new_file
 from ckptconv.objects.plain import plain_form
 from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
 from ckptconv.support.errors import OutputRefused, RefusedObject, printable
 from ckptconv.tensors.compaction import CastRule
+from ckptconv.tree.optimizer_forms import OF_LOADER
 from ckptconv.tree.optimizer_order import refuse_shares
 from ckptconv.tree.optimizer_parts import parts_of
 from ckptconv.tree.optimizer_states import optimizer_states
@@ -83,7 +86,8 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
     """Save what the torch file `plain` holds, a dict, into `folder`, in this process alone; it will
     be known as `name`.
 
-    The file is mapped, so memory does not grow with it. Raises `MissingDependency` where
+    A tree in Megatron's form becomes a `torch_dist` folder, whose items have no paths. The
+    file is mapped, so memory does not grow with it. Raises `MissingDependency` where
     torch is missing, `OutputRefused` where it refuses the values.
     """
     from ckptconv.devices.host import require_torch  # seldom needed
@@ -92,6 +96,7 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
     try:
         import torch
         from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
@@ -107,11 +112,20 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
 
     try:
         tree = torch.load(plain, map_location="cpu", mmap=True, weights_only=True)
+        beside = tree.pop(OF_LOADER, None)
+        planner = DefaultSavePlanner(flatten_state_dict=beside is None)
+        if beside is not None:
+            tree = _as_items(tree, name)
+            common, backends = memoryview(beside[0].numpy()), json.dumps(_BACKENDS).encode()
+            for file, raw in (("common.pt", common), ("metadata.json", memoryview(backends))):
+                with new_file(folder / file, name, size=len(raw)) as stream:
+                    stream.write(raw)
+                    stream.settle(fsync=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # the only way there is before torch 2.6
             alone = {"no_dist": True} if "no_dist" in signature(save).parameters else {}
-            save(tree, storage_writer=Writer(folder, sync_files=False), **alone)
+            save(tree, storage_writer=Writer(folder, sync_files=False), planner=planner, **alone)
     except OSError:
         raise
     except (Exception, CheckpointException) as error:  # which is not an Exception
@@ -124,6 +138,25 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
         why = printable(str(cause) or type(cause).__name__, 300)
         what = f"torch.distributed.checkpoint does not take it: {why}"
         raise OutputRefused(what, path=name) from error
+
+
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""By which Megatron's loader chooses its code (megatron/core/dist_checkpointing/core.py, 0.16)."""
+
+
+def _as_items(tree: dict[Any, Any], name: PurePath) -> dict[Any, Any]:
+    """What Megatron's loader looks for in the items: weights, states and objects, all flat."""
+    parts = [tree.pop(part, {}) for part in ("model", "optimizer")] + [tree]
+    items = {key: value for part in parts for key, value in part.items()}
+    if len(items) < sum(map(len, parts)):
+        what = "two items would have one name in a folder of Megatron"
+        raise OutputRefused(what, path=name, hint="give keys other names")
+    return items
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.io.source import Source
 from ckptconv.objects.threats import DO_NOT_LOAD
-from ckptconv.pickles.nodes import Node
+from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.support.limits import Limits, held, in_force, merged
@@ -82,7 +82,8 @@ class Checkpoint:
     file holds besides its tree; `limits` are those under which it was opened; `index_metadata` is
     what the index of shards says besides their total size; `files` are the shards of an index, each
     as it was opened; `reread` opens what was opened by an index alone again, with all that stands
-    before the payloads (`certain`); `part` is what the file is if it is not the whole checkpoint.
+    before the payloads (`certain`); `part` is what the file is if it is not the whole checkpoint;
+    `stored` is the tree under the names that its writer gave, where `root` has those of torch.
     Use it as a context manager, or `close()` it.
     """
 
@@ -105,6 +106,7 @@ class Checkpoint:
     files: tuple[Checkpoint, ...] = ()
     reread: Callable[[], Checkpoint] | None = None
     part: Part | None = None
+    stored: Dict | None = None
     made_beside: Mapping[str, bytes] = field(default_factory=dict)
 
     @property

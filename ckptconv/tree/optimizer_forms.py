@@ -10,6 +10,7 @@ from ckptconv.pickles.nodes import Dict, Node, containers, mapping_pairs, substi
 from ckptconv.support.choices import refuse_other
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
 from ckptconv.support.records import dataclass
+from ckptconv.support.report import danger_in
 from ckptconv.support.text import count_text, look_hint
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.optimizer_order import (
@@ -37,16 +38,20 @@ from ckptconv.tree.optimizer_states import (
 )
 from ckptconv.tree.state_dicts import StateDict
 
-OptimizerForm = Literal["names", "numbers", "flat", "torchtitan"]
+OptimizerForm = Literal["names", "numbers", "flat", "torchtitan", "megatron"]
 """The forms of an optimizer state."""
+
+OF_LOADER = "torch_dist_common"
+"""Where a tree in Megatron's form has the bytes of its `common.pt`, in a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormOptimizer:
     """An edit: gives all optimizer states the form ``names``
     (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`), ``numbers``
-    (`torch.optim`), ``flat`` (``flatten_optimizer_state_dict=True``) or ``torchtitan`` (flat, and
-    the weights at the root of the checkpoint).
+    (`torch.optim`), ``flat`` (``flatten_optimizer_state_dict=True``), ``torchtitan`` (flat, and
+    the weights at the root of the checkpoint) or ``megatron``, which a `torch_dist` folder of
+    Megatron had before it was opened: for a DCP folder, and before any other edit.
 
     `order` are the parameters in the order of ``model.parameters()``; without it numbers are those
     of the one state dict beside, where its file keeps the order of the module. Raises
@@ -62,6 +67,8 @@ class FormOptimizer:
         refuse_other("optimizer", self.form, get_args(OptimizerForm))
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        if self.form == "megatron":
+            return _as_stored(checkpoint)
         models = checkpoint.state_dicts()
         states = list(optimizer_states(checkpoint.root, {}, models))
         if not states and self.if_there:
@@ -168,6 +175,19 @@ def _sorted(group: ParamGroup, places: Mapping[Node, int]) -> ParamGroup:
     if type(beside) is list and len(beside) == len(order):
         settings["param_names"] = [beside[at] for at in order]
     return ParamGroup(settings, [group.params[at] for at in order])
+
+
+def _as_stored(checkpoint: Checkpoint) -> Checkpoint:
+    """The tree under Megatron's own names, with its `common.pt`."""
+    if checkpoint.stored is None:
+        what = "--optimizer megatron: it is no torch_dist folder of Megatron with its common.pt"
+        hint = "Megatron's loader needs the arguments and the groups in that file"
+        raise OptionRefused(what, path=checkpoint.path, hint=hint)
+    if danger_in(checkpoint.notes):
+        what = "--optimizer megatron: its common.pt would be carried as it is, and it is dangerous"
+        raise RefusedObject(what, path=checkpoint.path)
+    note = "common.pt is carried as it is, with the arguments and the optimizer's groups"
+    return replace(checkpoint, root=checkpoint.stored, notes=(*checkpoint.notes, note))
 
 
 def _at_the_root(checkpoint: Checkpoint) -> Node:

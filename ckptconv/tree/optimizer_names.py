@@ -127,7 +127,7 @@ def _renamed_flat(state: OptimizerState, names: Mapping[str, str]) -> Node:
     renamed: dict[str, Node] = {}
     for (key, value), parted in zip(pairs, flat_keys([key for key, _ in pairs]), strict=True):
         new = names.get(parted.name)
-        text = key if new is None else f"{parted.part}.{new}.{parted.field}"
+        text = key if new is None else parted.called(new)
         if text in renamed:
             what = "two keys of the flattened optimizer state would get this name"
             raise KeyConflict(what, where=text, hint="leave it out with --drop")

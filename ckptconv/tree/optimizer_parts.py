@@ -140,6 +140,9 @@ def _flat_parts(pairs: Sequence[tuple[Node, Node]]) -> OptimizerParts:
     states: dict[Node, dict[str, Node]] = {}
     settings: dict[str, dict[str, Node]] = {}
     for key, (_, value) in zip(flat_keys([key for key, _ in pairs]), pairs, strict=True):
+        if key.is_name_last:
+            what = "is in Megatron's form, which does not say the groups of parameters"
+            raise RefusedObject(what, hint=_LEAVE)
         of = states if key.part == "state" else settings
         of.setdefault(key.name, {})[key.field] = value
     groups: list[tuple[dict[str, Node], list[str]]] = []

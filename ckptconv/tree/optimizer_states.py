@@ -11,6 +11,7 @@ fits no model that has lost a parameter. Names stand in `param_names` of its gro
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -223,7 +224,9 @@ def _named_flat(place: Place, node: Node) -> OptimizerState | None:
         labels = labels_of(place)
         if not any(type(label) is str and names_training_state(label) for label in labels):
             return None
-        if not all(type(key) is str and key.startswith(FLAT_STATES) for key, _ in pairs):
+        texts = [key for key, _ in pairs if type(key) is str]
+        kinds = (lambda key: key.startswith(FLAT_STATES)), _OF_MEGATRON
+        if len(texts) < len(pairs) or not any(all(map(kind, texts)) for kind in kinds):
             return None
     keys = flat_keys([key for key, _ in pairs])
     names = dict.fromkeys(key.name for key in keys if key.name)
@@ -238,14 +241,27 @@ class FlatKey(NamedTuple):
     part: str
     name: str
     field: str
+    is_name_last: bool = False
+
+    def called(self, name: str) -> str:
+        """The key of another parameter for the same."""
+        order = (self.field, name) if self.is_name_last else (name, self.field)
+        return ".".join((self.part, *order))
+
+
+_OF_MEGATRON = re.compile(r"((?:chained_\d+\.)?optimizer\.state)\.([^.]+)\.(.+)").fullmatch
 
 
 def flat_keys(keys: Sequence[str]) -> list[FlatKey]:
-    """The keys of a flattened state, taken apart.
+    """The keys of a flattened state, taken apart. Megatron has the name last:
+    ``optimizer.state.exp_avg.NAME`` (megatron/core/dist_checkpointing/optimizer.py, 0.16).
 
     What is in a group has no dots in its name, so groups tell the names of parameters; states may
     be nested (Shampoo's), and are those of the longest such name that they begin with.
     """
+    theirs = [match.groups() for match in map(_OF_MEGATRON, keys) if match is not None]
+    if len(theirs) == len(keys):
+        return [FlatKey(part, name, held, True) for part, held, name in theirs]
     parted = [key.partition(".") for key in keys]
     known = {rest.rpartition(".")[0] for part, _, rest in parted if part == "param_groups"}
     found = []

@@ -108,19 +108,22 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         _refuse_copies(folder, items)
         nbytes += sum(source.size for source in items.files.values())
         notes: tuple[str, ...] = ()
+        stored = None
         if fragments:
             left = f"{len(fragments)} tensors of the optimizer are left out"
             notes = (f"{left}: an older Megatron stored them in flat fragments",)
         if (place := folder.child(flavour.beside)).is_file():
             beside = open_file(within(place, folder))
             items.sources += beside.sources
+            stored = flavour.stored(metadata, root, beside)
             root, told = flavour.merged(root, beside)
             nbytes, notes = nbytes + beside.nbytes, (*notes, *told)
     except BaseException:
         items.close()
         raise
     sources = (*items.files.values(), *items.sources)
-    return Checkpoint(folder.path, flavour.container, root, nbytes, notes=notes, sources=sources)
+    made = Checkpoint(folder.path, flavour.container, root, nbytes, notes=notes, sources=sources)
+    return replace(made, stored=stored)
 
 
 def _read_index(folder: Location) -> tuple[Metadata, int]:

@@ -23,8 +23,10 @@ from ckptconv.formats.folders.megatron_optimizer import by_names
 from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
+from ckptconv.tensors.refs import Storage, whole_storage
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import Container
+from ckptconv.tree.optimizer_forms import OF_LOADER
 
 CONTAINER = Container("DCP", "torch.distributed.checkpoint", is_folder=True)
 OF_MEGATRON = replace(CONTAINER, by="megatron", why_not="only Megatron opens it")
@@ -33,7 +35,7 @@ OF_MEGATRON = replace(CONTAINER, by="megatron", why_not="only Megatron opens it"
 class Flavour(NamedTuple):
     """A writer of DCP folders: the file `beside` the items, which is `merged` with the tree of
     them (and gives notes), the `paths` of the items, and the `fragments` among them that are left
-    out.
+    out. `stored` gives the tree under the writer's own names, of the items and the file beside.
     """
 
     container: Container
@@ -41,6 +43,7 @@ class Flavour(NamedTuple):
     merged: Callable[[Dict, Checkpoint], tuple[Dict, tuple[str, ...]]]
     paths: Callable[[Metadata], dict[str, Path]] = lambda metadata: metadata.paths
     fragments: Callable[[Metadata], set[str]] = lambda _: set()
+    stored: Callable[[Metadata, Dict, Checkpoint], Dict | None] = lambda *_: None
 
 
 def flavour_of(folder: Location, metadata: Metadata) -> Flavour:
@@ -105,6 +108,29 @@ def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]
     return by_names(root)
 
 
+def _as_megatron(metadata: Metadata, root: Dict, common: Checkpoint) -> Dict | None:
+    """The items under the keys that Megatron's loader looks for: weights and extra states in
+    ``model``, states in ``optimizer``, other objects at the root; and the bytes of `common.pt`.
+    None for a folder of an older Megatron, or one that torch's planner wrote.
+    """
+    if metadata.paths or metadata.reshaped:
+        return None
+    held = {part: dict(mapping_pairs(value) or ()) for part, value in root.pairs}
+    lists = {part: value for part, value in root.pairs if type(value) is list}
+    parts: dict[Node, list[tuple[Node, Node]]] = {"model": [], "optimizer": []}
+    others: list[tuple[Node, Node]] = []
+    for key, (part, *labels) in _megatron_paths(metadata).items():
+        value: Node = lists.get(part, held[part])
+        for label in labels:
+            value = value[label]
+        parts.get(part, others).append((key, value))
+    source = common.sources[0]
+    storage = Storage(source, 0, source.size, "cpu", MEGATRON.beside)
+    found = [(part, Dict(pairs)) for part, pairs in parts.items() if pairs]
+    whole = whole_storage(storage, 0, source.size)
+    return Dict([*found, *others, (OF_LOADER, [whole])])  # in a list, rules do not look for keys
+
+
 MEGATRON = Flavour(
     OF_MEGATRON,
     "common.pt",
@@ -112,6 +138,7 @@ MEGATRON = Flavour(
     _megatron_paths,
     # tensors that were stored in another shape; their own is not restored here
     lambda metadata: {key for key in metadata.reshaped if _OPTIMIZER(key)},
+    _as_megatron,
 )
 
 

@@ -5,6 +5,7 @@ torch gathered of them, by the names of the parameters.
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from ckptconv import convert_checkpoint
@@ -192,6 +194,64 @@ def test_the_low_bits_of_master_weights_are_not_taken_for_them(tmp_path):
     written(tmp_path / "iter", items, GROUPS)
     done = run("convert", "iter", "out", "--to", "universal", cwd=tmp_path)
     assert "w.fp32_param: is int16" in assert_one_error(done)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_megatron_becomes_one_again(kind, tmp_path):
+    """Torch finds each item under the key and with the values that it had; megatron core itself
+    loads them in `tests/families/test_megatron.py`.
+    """
+    source, out = FOLDERS / kind, tmp_path / "out"
+    convert_checkpoint(source, out, to="dcp", optimizer="megatron", fsync=False, verify=True)
+    kept = items_of(source)
+    assert items_of(out).keys() == kept.keys()
+    assert all(torch.equal(value, kept[key]) for key, value in items_of(out).items())
+    for name in ("common.pt", "metadata.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+
+
+def items_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What torch reads from a folder, by the keys in its metadata."""
+    told = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in told.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    dcp.load(found, checkpoint_id=folder, planner=planner, no_dist=True)
+    return found
+
+
+def test_rules_change_names_in_states_and_types_of_weights_alone(tmp_path):
+    source, out = FOLDERS / "chained", tmp_path / "out"
+    rules = {"rename": ["decoder.layers.=blocks."], "dtype": "bf16", "add_prefix": "x."}
+    convert_checkpoint(source, out, to="dcp", optimizer="megatron", fsync=False, **rules)
+    expected = {}
+    for key, value in items_of(source).items():
+        mark, name = re.fullmatch(r"(.*exp_avg(?:_sq)?\.)?(.*)", key).groups("")
+        named = f"{mark}x.{name.replace('decoder.layers.', 'blocks.')}"
+        expected[named] = value if mark else value.bfloat16()
+    found = items_of(out)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype is value.dtype and torch.equal(found[key], value)
+
+
+def test_only_what_came_from_megatron_goes_back(tmp_path):
+    convert_checkpoint(FOLDERS / "plain", tmp_path / "in.pt", fsync=False)
+    (tmp_path / "bare").mkdir()
+    for item in (FOLDERS / "plain").iterdir():
+        if item.name != "common.pt":
+            (tmp_path / "bare" / item.name).write_bytes(item.read_bytes())
+    for source, more, said in (
+        ("in.pt", ("--to", "dcp"), "it is no torch_dist folder of Megatron with its common.pt"),
+        ("bare", ("--to", "dcp"), "it is no torch_dist folder of Megatron with its common.pt"),
+        (FOLDERS / "plain", ("--to", "torch"), "is for a whole DCP folder"),
+        (FOLDERS / "plain", ("--to", "dcp", "--only", "model"), "is for a whole DCP folder"),
+    ):
+        words = ["convert", source, "out", "--optimizer", "megatron", *more]
+        done = run(*words, cwd=tmp_path)
+        assert done.exit != 0 and said in done.err
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
