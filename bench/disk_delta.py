@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from timed_command import timed
 
 TENSORS = int(os.environ.get("BENCH_DELTA_TENSORS", "16"))
 """Of 64 MB in float32."""
@@ -49,45 +49,37 @@ written(folder / "plain.safetensors", found, {})
 }
 
 
-def timed(*command: object) -> tuple[float, float, int]:
-    """Seconds, seconds of all cores, and the peak of memory (kB) of a command."""
-    begin = time.perf_counter()
-    environment = {**os.environ, "PYTHONPATH": f"{HELPERS.parent}{os.pathsep}{HELPERS}"}
-    process = subprocess.Popen([sys.executable, *map(str, command)], env=environment)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{command[:4]} failed")
-    seconds = time.perf_counter() - begin
-    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss
-
-
 def measure(folder: Path, encoding: str) -> dict[str, list[tuple[float, float, int]]]:
     """The runs of each side, in turn."""
     base, new, out = (folder / f"{name}.safetensors" for name in ("base", "new", "out"))
     quick = ("--no-fsync", "-q", "--force")
-    program = ("-m", "ckptconv")
+    program = (sys.executable, "-m", "ckptconv")
+    plain = (sys.executable, "-c")
     sides: dict[str, list[tuple[float, float, int]]] = {}
     for _ in range(ROUNDS):
         shutil.rmtree(folder / "plain", ignore_errors=True)
         made = folder / "delta"
+        copy = folder / "copy"
         runs = {
+            "cp": ("cp", new, copy),
             "ckptconv delta": (*program, "delta", base, new, made, "--encoding", encoding, *quick),
-            "numpy and zstandard, delta": ("-c", PLAIN["delta"], folder, encoding),
+            "numpy and zstandard, delta": (*plain, PLAIN["delta"], folder, encoding),
             "ckptconv apply": (*program, "apply", base, made, out, *quick),
-            "numpy and zstandard, apply": ("-c", PLAIN["apply"], folder),
+            "numpy and zstandard, apply": (*plain, PLAIN["apply"], folder),
         }
         for name, command in runs.items():
-            sides.setdefault(name, []).append(timed(*command))
-    timed(*program, "diff", out, new, "-q")
+            sides.setdefault(name, []).append(timed([*map(str, command)]))
+    timed([*map(str, (*program, "diff", out, new, "-q"))])
     return sides
 
 
 def main() -> None:
+    os.environ["PYTHONPATH"] = f"{HELPERS.parent}{os.pathsep}{HELPERS}"
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("BENCH_DIR")))
     print("| encoding | side | seconds | of all cores | MB/s by the clock | peak |")
     print("|---|---|---|---|---|---|")
     try:
-        timed("-c", MAKE, folder, TENSORS)
+        timed([sys.executable, "-c", MAKE, str(folder), str(TENSORS)])
         size = (folder / "base.safetensors").stat().st_size
         for encoding in ("xor", "overwrite"):
             for name, runs in measure(folder, encoding).items():
