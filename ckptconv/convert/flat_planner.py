@@ -72,9 +72,9 @@ def plan_flat(
     to.refuse(kept)
     refuse_nothing_left(len(named), [keys], options.keys)
     refuse_idle([keys], options.keys)
-    names = applied.names()
-    if checkpoint.metadata:
-        checkpoint = replace(checkpoint, metadata=followed(checkpoint.metadata, names))
+    if checkpoint.metadata and not applied.keeps_names:
+        metadata = followed(checkpoint.metadata, applied.names())
+        checkpoint = replace(checkpoint, metadata=metadata)
     refuse_codes_apart(applied)
     strings = _strings(checkpoint, to, options, flattened)
     tied = _tied(to, named, strings, options.tied)

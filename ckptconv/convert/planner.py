@@ -283,7 +283,10 @@ def _plan_tree(
     if is_optimizer:
         found, applied, renamed, skipped, after = [], [], (), [], []
     for each in applied:
-        refuse_without(followed(checkpoint.metadata, each.names()), f"a {to.name} output")
+        metadata = checkpoint.metadata
+        if metadata and not each.keeps_names:
+            metadata = followed(metadata, each.names())
+        refuse_without(metadata, f"a {to.name} output")
         refuse_codes_apart(each)
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors

@@ -17,7 +17,7 @@ from ckptconv.tensors.checksums import Checksums, refuse_crc
 from ckptconv.tensors.compute_ahead import THREADS, Cut, ToCompute, compute_ahead, may_be_threaded
 from ckptconv.tensors.computed import ReadRun, iter_cast_chunks, read_cast, step_in
 from ckptconv.tensors.fold import OddBools, fold
-from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef
+from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import verbatim_range, verbatim_runs
 
 _WORTH_THREADS = 8 << 20
@@ -56,7 +56,9 @@ def write_layout(
         _computed_ahead(layout.items, stream, threads) as cuts_of,
     ):
         for index, item in enumerate(layout.items):
-            write(between + item.lead)
+            lead = between + item.lead
+            if lead:
+                write(lead)
             cuts = cuts_of(index)
             if cuts is not None:
                 crc = _write_cuts(item, cuts, checksums, tally)
@@ -98,7 +100,7 @@ def _is_computed(item: WriteItem) -> bool:
     assert isinstance(values, TensorRef)
     if item.dtype is not values.dtype:
         return True
-    return any(isinstance(piece.storage.source, DerivedSource) for piece in values.pieces)
+    return any(piece.storage.source.is_derived for piece in values.pieces)
 
 
 def _left_out(cuts: Iterable[Cut], stream: OutputStream) -> Iterator[Cut]:
@@ -129,14 +131,13 @@ def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, t
 
 def _whole(item: WriteItem, values: TensorRef) -> Storage | None:
     """The storage of which an item is all bytes, as they are. Nearly all are of that kind."""
-    if item.dtype is not values.dtype or len(values.pieces) != 1:
+    pieces = values.pieces
+    if item.dtype is not values.dtype or len(pieces) != 1:
         return None
-    storage = values.pieces[0].storage
+    storage = pieces[0].storage
     if item.nbytes != storage.nbytes or storage.part_of is not None:
         return None
-    if isinstance(storage.source, DerivedSource) or verbatim_range(values) is None:
-        return None
-    return storage
+    return None if storage.source.is_derived or verbatim_range(values) is None else storage
 
 
 def _write_bools(

@@ -64,16 +64,20 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
     >>> split([4, 4, 9, 4, 4], ["a", "b", "c", "d", "a"], 8)
     [[0, 4], [1, 3], [2]]
     """
-    members: dict[Hashable, list[int]] = {}
+    first: dict[Hashable, int] = {}
+    together: dict[int, list[int]] = {}  # a list for each of a million would take 90 MB
     for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+        at = first.setdefault(group, index)
+        if at != index:
+            together.setdefault(at, [at]).append(index)
     shards: list[list[int]] = []
     room = -1
     alone: list[list[int]] = []
-    for indices in members.values():
-        size = sizes[indices[0]] if len(indices) == 1 else sum([sizes[at] for at in indices])
+    for index in first.values():
+        indices = together.get(index, (index,))
+        size = sizes[index] if len(indices) == 1 else sum([sizes[at] for at in indices])
         if size > limit:
-            alone.append(indices)
+            alone.append(list(indices))
         elif size <= room:
             shards[-1] += indices
             room -= size
@@ -184,8 +188,9 @@ def index_text(
             return f"{around}\n".encode()
         # json indents in Python, entry by entry
         text = bytearray(around.removesuffix(_NO_ENTRIES).encode() + b"{\n")
+        ends = {name: f": {_quoted(name)},\n" for name in {*weight_map.values()}}
         for key, name in weight_map.items():
-            text += f"    {_quoted(key)}: {_quoted(name)},\n".encode()
+            text += f"    {_quoted(key)}{ends[name]}".encode()
         text[-2:] = b"\n  }\n}\n"  # for the last comma
         return bytes(text)
     except ValueError as error:  # a number beyond any float, half a character

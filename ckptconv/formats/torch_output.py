@@ -5,7 +5,8 @@ caffe2/serialize/inline_container.cc.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree
 from ckptconv.formats.zip_layout import ALIGNMENT, NewRecord, lay_out_records
@@ -38,9 +39,9 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Retag) -> Layout:
     def stored_as(node: TensorRef | Storage) -> tuple[str, StoredAs]:
         new, dtype, offset, stride, resolved = placements[id(node)]
         _, _, storage_dtype, location, nbytes = new
-        count = len(ordered)
-        number = numbers.setdefault(id(new), count)
-        if number == count:
+        following = len(ordered)
+        number = numbers.setdefault(id(new), following)
+        if number == following:
             ordered.append(new)
         tag = tags.get(location)
         if tag is None:
@@ -50,17 +51,19 @@ def lay_out_torch_zip(tree: Tree, cast: CastRule, retag: Retag) -> Layout:
         )
 
     pickle = write_pickle(tree.root, TorchLeaves(stored_as), tree.overlay)
-    return lay_out_records(
-        [
-            _record("data.pkl", pickle),
-            _record(".format_version", b"1"),
-            _record(".storage_alignment", b"%d" % ALIGNMENT),
-            _record("byteorder", b"little"),
-            *[_storage_record(number, new) for number, new in enumerate(ordered)],
-            _record("version", b"3\n"),
-            _record(".data/serialization_id", _serialization_id(pickle)),
-        ]
-    )
+    placements.clear()  # a million take 300 MB
+    return lay_out_records(_records(pickle, ordered))
+
+
+def _records(pickle: bytes, storages: Iterable[NewStorage]) -> Iterator[NewRecord]:
+    """The records of a file, in torch's order."""
+    yield _record("data.pkl", pickle)
+    yield _record(".format_version", b"1")
+    yield _record(".storage_alignment", b"%d" % ALIGNMENT)
+    yield _record("byteorder", b"little")
+    yield from map(_storage_record, count(), storages)
+    yield _record("version", b"3\n")
+    yield _record(".data/serialization_id", _serialization_id(pickle))
 
 
 def _serialization_id(pickle: bytes) -> bytes:

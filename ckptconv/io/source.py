@@ -82,6 +82,8 @@ class Source(ABC):
     size: int
     is_inflated = False
     """Whether its bytes were inflated, from what may be far fewer."""
+    is_derived = False
+    """Whether it is a `DerivedSource`, which is asked of each of a million tensors."""
 
     @property
     def name(self) -> str:

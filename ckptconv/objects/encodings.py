@@ -88,10 +88,10 @@ def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     return {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)}
 
 
-def written_form(ref: TensorRef) -> tuple[str, tuple[int, ...]] | None:
+def written_form(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     """The safetensors dtype and shape of a complex tensor of an encoding; None for others."""
-    real = _REALS.get(ref.dtype.name)
-    return None if real is None else (BY_NAME[real].safetensors or "", (*ref.shape, 2))
+    real = _REALS.get(dtype.name)
+    return None if real is None else (BY_NAME[real].safetensors or "", (*shape, 2))
 
 
 LEAVES = (TensorRef, TensorObject, Storage, Window)

@@ -83,7 +83,11 @@ def computed(value: Computed, name: str, checked: Checksums | None = None) -> Te
 
 def computed_value(ref: TensorRef) -> Computed | None:
     """What a tensor is computed from; None for one that is stored, or put together of several."""
-    source = ref.pieces[0].storage.source if len(ref.pieces) == 1 else None
+    if len(ref.pieces) != 1:
+        return None
+    source = ref.pieces[0].storage.source
+    if not source.is_derived:  # as nearly always, and quicker to ask
+        return None
     return source.value if isinstance(source, ComputedSource) else None
 
 

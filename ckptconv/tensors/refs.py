@@ -172,6 +172,7 @@ class DerivedSource(Source):
     """
 
     inputs: tuple[TensorRef, ...]
+    is_derived = True
     is_in_order = False
 
 

@@ -33,14 +33,15 @@ def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
 
     None where the values must be gathered, swapped, conjugated, negated or put together.
     """
-    if len(ref.pieces) != 1 or ref.conj or ref.neg:
+    dtype, _, _, pieces, _, conj, neg = ref
+    if len(pieces) != 1 or conj or neg:
         return None
-    piece = ref.pieces[0]
-    if piece.storage.big_endian and ref.dtype.word > 1:
+    storage, offset, shape, stride, _ = pieces[0]
+    if storage.big_endian and dtype.word > 1:
         return None
-    if piece.stride != (1,) and not is_contiguous(piece.shape, piece.stride):
+    if stride != (1,) and not is_contiguous(shape, stride):
         return None
-    return piece.storage, piece.offset * ref.dtype.itemsize
+    return storage, offset * dtype.itemsize
 
 
 def verbatim_runs(ref: TensorRef) -> list[tuple[Storage, int, int]] | None:

@@ -24,7 +24,16 @@ from ckptconv.tree.labels import (
     names_training_state,
     words,
 )
-from ckptconv.tree.walk import CONTAINERS, PLAIN, Place, chain_of, place_text, tensor_of, walk
+from ckptconv.tree.walk import (
+    CONTAINERS,
+    PLAIN,
+    Place,
+    chain_of,
+    kinds_in,
+    place_text,
+    tensor_of,
+    walk,
+)
 
 Pairs = Sequence[tuple[Node, Node]]
 Tensors = Sequence[tuple[Node, Node]]
@@ -210,7 +219,7 @@ class _Look:
         made = [
             self._candidate(*item)
             for item in self._mappings
-            if PLAIN.issuperset({type(key) for key, _ in item[2]})
+            if PLAIN.issuperset(kinds_in(item[2], 0))
         ]
         return [item for item in made if item.count or not item.weak]
 
@@ -256,11 +265,10 @@ class _Look:
         if type(node) in (list, tuple) and node[0] == _NUMPYS_GENERATOR:
             return []
         return [
-            (label, value)
-            for label, value in tensors
-            # nearly all: decided without a call
-            if (type(label) is str and "." in label and "/" not in label)
-            or _is_wanted(label, value, numbered=numbered, above=above)
+            pair
+            for pair in tensors
+            # nearly all: decided by a look at the label
+            if _is_dotted(pair[0]) or _is_wanted(*pair, numbered=numbered, above=above)
         ]
 
     def _classify(self, place: Place, node: Node) -> None:
@@ -325,7 +333,7 @@ def _rank(place: Place, node: Node, *, is_module: bool) -> int:
 
 def _tensors_in(pairs: Pairs) -> Tensors:
     """Those of the pairs whose values are tensors; the very same sequence where all are."""
-    if {type(value) for _, value in pairs} == {TensorRef}:
+    if kinds_in(pairs, 1) == {TensorRef}:
         return pairs
     return [(label, value) for label, value in pairs if _stands_for_tensor(value)]
 
@@ -346,6 +354,10 @@ def _is_own(key: Node, value: Node) -> bool:
 
 def _is_packed(key: Node) -> bool:
     return type(key) is str and key.rpartition(".")[2] in _PACKED
+
+
+def _is_dotted(label: Node) -> bool:
+    return type(label) is str and "." in label and "/" not in label
 
 
 def _is_wanted(label: Node, value: Node, *, numbered: bool, above: Node = None) -> bool:

@@ -5,6 +5,7 @@ refused under their key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 from ckptconv.objects.composites import Check, is_composite, parts_check
 from ckptconv.objects.encodings import PARAMETERS, Recipe, flat, holds_tensors, written_form
@@ -47,6 +48,8 @@ def flatten(
     With `encode`, tensors that safetensors has no form for are taken apart; `output` is what
     messages call what they are for.
     """
+    if _are_all_plain(keys, values):
+        return Flattened(tuple(zip(keys, values, strict=True)), {}, ())
     tensors: dict[str, TensorRef] = {}
     recipes: dict[str, Recipe] = {}
     rewritten, checks = [], []
@@ -56,7 +59,7 @@ def flatten(
             continue
         is_new = key not in tensors and key not in recipes
         if type(value) is TensorRef and value.dtype.safetensors is not None and is_new:
-            tensors[key] = value  # nearly all are of this kind
+            tensors[key] = value
             continue
         made = flat(key, known.get(id(value), value), encode=encode)
         holds_more = (made is None or type(value) is TensorObject) and holds_tensors(value)
@@ -87,6 +90,18 @@ def flatten(
     return Flattened(tuple(tensors.items()), recipes, tuple(rewritten), tuple(checks))
 
 
+def _are_all_plain(keys: Sequence[str | None], values: Sequence[Node]) -> TypeGuard[Sequence[str]]:
+    """Whether all are kept, and are tensors as safetensors has them: so it is nearly always, and
+    there may be a million.
+    """
+    if {*map(type, values)} != {TensorRef} or any(
+        dtype.safetensors is None for dtype in {ref.dtype for ref in values}
+    ):
+        return False
+    names = {*keys}
+    return len(names) == len(keys) and None not in names
+
+
 def _holds_something(state: Node) -> bool:
     """Whether a tensor object's state says anything: a dict or pair of dicts, not empty."""
     parts = state if type(state) is tuple else (state,)
@@ -113,7 +128,7 @@ def refuse_split(flattened: Flattened) -> None:
 def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
     """Raise `RefusedObject` if safetensors has no dtype for a tensor written as `dtype`."""
     half_byte = ref.dtype.safetensors == "F4" and not ref.shape
-    if half_byte or (dtype.safetensors is None and written_form(ref) is None):
+    if half_byte or (dtype.safetensors is None and written_form(ref.dtype, ref.shape) is None):
         if not half_byte:
             raise lacking("safetensors", ref.dtype, key, _OR_OUT)
         what = f"safetensors has no scalars of {ref.dtype.name}"

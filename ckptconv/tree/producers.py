@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ckptconv.keys.rules import all_start
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
+from ckptconv.tree.walk import kinds_in
 
 Labels = Mapping[str, Node]
 
@@ -164,4 +165,7 @@ _DDP = "module."
 
 
 def _labels(root: Node) -> Labels:
-    return {label: value for label, value in mapping_pairs(root) or () if type(label) is str}
+    pairs = mapping_pairs(root) or ()
+    if kinds_in(pairs, 0) == {str}:
+        return dict(pairs)
+    return {label: value for label, value in pairs if type(label) is str}

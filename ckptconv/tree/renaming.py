@@ -32,6 +32,8 @@ from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 
 def refuse_codes_apart(applied: Applied) -> None:
     """Raise `RefusedObject` where new names part codes from what they are read with."""
+    if applied.keeps_names:
+        return
     item, keys = applied.item, applied.keys
     if applied.reshaped is not None:
         _refuse_apart(applied.reshaped.before, applied.names())
@@ -98,6 +100,8 @@ def _told(modules: Recorded) -> Callable[[object], list[tuple[str, str]]]:
 
 def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], tuple[Node, ...]]:
     """The new keys and their values, with those behind them that fitting filled."""
+    if not keys.filled:
+        return keys.new, item.values
     values = dict(zip(keys.new, item.values, strict=True))
     names = (*keys.new, *(key for key, _ in keys.filled))
     return names, (*item.values, *(values[name] for _, name in keys.filled))

@@ -147,6 +147,11 @@ class Applied:
     keys: KeyMap
     reshaped: Reshaped | None = None
 
+    @property
+    def keeps_names(self) -> bool:
+        """Whether every key stays, under its own name."""
+        return self.reshaped is None and self.keys.new == self.keys.old
+
     def key_before(self, key: str) -> str:
         """The key in the checkpoint of one of `item`; of what a rule made it is the key itself."""
         origin = key if self.reshaped is None else self.reshaped.origins[key]

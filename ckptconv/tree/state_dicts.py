@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -82,7 +83,11 @@ class StateDict:
         """The keys of what training left beside the model: of no module, parameter or buffer."""
         named = zip(self.keys, self.values, strict=True)
         return tuple(
-            [key for key, value in named if is_of_no_module(key) and not holds_tensors(value)]
+            [
+                key
+                for key, value in named
+                if "." not in key and is_of_no_module(key) and not holds_tensors(value)
+            ]
         )
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
@@ -154,12 +159,14 @@ def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     """The state dict that a candidate is, with the notes that go with it."""
     own = item.own
     pairs = item.pairs if own is None else [item.pairs[index] for index in own]
-    keys = tuple([key if type(key) is str else label_text(key) for key, _ in pairs])
+    keys = tuple(map(itemgetter(0), pairs))
+    if {*map(type, keys)} != {str}:
+        keys = tuple(map(label_text, keys))
     around = {id(item.node), *(id(holder) for _, _, holder in chain_of(item.place))}
     if item.beside and not around.isdisjoint(item.beside):
         notes = (*notes, "a dict contains itself, or one that it is in; that is left out")
     return StateDict(
-        item.path, item.node, keys, tuple([value for _, value in pairs]), notes, own, item.place
+        item.path, item.node, keys, tuple(map(itemgetter(1), pairs)), notes, own, item.place
     )
 
 

@@ -7,7 +7,8 @@ which the walk here and the pickle writer both look through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import TypeAlias
 
 from ckptconv.objects.plain import is_array
@@ -159,9 +160,14 @@ def holds_only_tensors(node: Node) -> bool:
     pairs = mapping_pairs(node)
     if not pairs or (type(node) is Call and node.state is not ABSENT):
         return False
-    if {type(value) for _, value in pairs} != {TensorRef}:
-        return False
-    return {type(key) for key, _ in pairs} == {str}
+    return kinds_in(pairs, 1) == {TensorRef} and kinds_in(pairs, 0) == {str}
+
+
+def kinds_in(pairs: Iterable[tuple[Node, Node]], at: int) -> set[type]:
+    """The types of the keys (`at` 0) or of the values (1) of a dict, of which there may be a
+    million.
+    """
+    return {*map(type, map(itemgetter(at), pairs))}
 
 
 CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))

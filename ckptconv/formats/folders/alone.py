@@ -27,6 +27,7 @@ from ckptconv.pickles.nodes import Call, Global, Node, mapping_pairs
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.support.text import first_few
 from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, Part
 from ckptconv.tree.walk import tensor_of
 
@@ -240,7 +241,8 @@ def flat_part(root: Node) -> Part | None:
     which, in it or in a dict in it. Source: torch/distributed/fsdp/_flat_param.py.
     """
     pairs = mapping_pairs(root) or ()
-    inner = chain.from_iterable(mapping_pairs(value) or () for _, value in pairs)
+    dicts = (value for _, value in pairs if type(value) is not TensorRef)
+    inner = chain.from_iterable(mapping_pairs(value) or () for value in dicts)
     for key, _ in chain(pairs, inner):
         if type(key) is str and key.endswith(_FLAT) and key.rpartition(".")[2] in _FLAT:
             return Part(f"{printable(key)} {_IS_FLAT}", _NOT_FLAT)

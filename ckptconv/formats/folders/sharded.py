@@ -281,7 +281,8 @@ def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
         raise _malformed(index, "weight_map", "is missing or names no keys")
     texts = {name for name in weight_map.values() if type(name) is str}
     plain = {name for name in texts if is_plain_path(name)}
-    for key, name in weight_map.items():
+    are_texts = {*map(type, weight_map.values())} == {str}
+    for key, name in () if are_texts and plain == texts else weight_map.items():
         if type(name) is not str or name not in plain:
             what = f"its shard {printable(str(name))} is not a plain file name"
             hint = "it means another file on Windows; rename it, here too"
@@ -317,6 +318,9 @@ def _pairs(
     index: Location, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
 ) -> list[tuple[str, Node]]:
     """The tensors by key, in the index's order."""
+    told = _told_pairs(weight_map, shards)
+    if told is not None:
+        return told
     held: dict[str, tuple[str, tuple[str, Node]]] = {}
     for name, shard in shards.items():
         for pair in state_dict_pairs(shard):
@@ -335,6 +339,24 @@ def _pairs(
             raise _malformed(index, key, f"is in {printable(own)} but not in the index")
     # the others are aliases of tied tensors
     return [held[key][1] for key in (*weight_map, *others)]
+
+
+def _told_pairs(
+    weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
+) -> list[tuple[str, Node]] | None:
+    """The same where the index tells of each tensor of its shards, and of no other: without a
+    look at each of them, of which there may be a million. None where it does not.
+    """
+    held: dict[str, tuple[str, Node]] = {}
+    count = 0
+    for name, shard in shards.items():
+        pairs = state_dict_pairs(shard)
+        keys = [key for key, _ in pairs]
+        if {*map(weight_map.get, keys)} != {name}:
+            return None
+        held.update(zip(keys, pairs, strict=True))
+        count += len(keys)
+    return [held[key] for key in weight_map] if len(held) == len(weight_map) == count else None
 
 
 def state_dict_pairs(shard: Checkpoint) -> Sequence[tuple[str, Node]]:

@@ -97,6 +97,29 @@ def test_torch_shards_open(tmp_path):
     assert_same(load_portable(tmp_path, keys="keep"), state_dict)
 
 
+@pytest.mark.parametrize(
+    "changed, what",
+    [
+        ({"w.y": "b.bin"}, r"w\.y.*is not in b\.bin, where the index puts it"),
+        ({"u.x": "b.bin"}, r"u\.x.*is not in b\.bin, where the index puts it"),
+        ({"w.y": None}, r"w\.y.*is in a\.bin but not in the index"),
+        ({"v.x": ["b.bin"]}, "is not a plain file name"),
+        ({"v.x": None, "t.x": "c.bin"}, r"t\.x.*is in two shards, c\.bin and c\.bin"),
+    ],
+    ids=["elsewhere", "nowhere", "untold", "no name", "twice"],
+)
+def test_an_index_that_does_not_say_what_its_shards_hold_is_refused(changed, what, tmp_path):
+    torch.save({"w.x": torch.ones(2), "w.y": torch.ones(2)}, tmp_path / "a.bin")
+    torch.save({"v.x": torch.ones(2)}, tmp_path / "b.bin")
+    torch.save({"t.x": torch.ones(2), b"t.x": torch.zeros(2)}, tmp_path / "c.bin")
+    where = {"w.x": "a.bin", "w.y": "a.bin", "v.x": "b.bin", **changed}
+    weight_map = {key: name for key, name in where.items() if name is not None}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=what):
+        open_checkpoint(index)
+
+
 def test_a_folder_with_one_file_of_weights_is_that_file():
     assert_same(
         load_portable(produced("peft"), keys="keep"),
