@@ -166,6 +166,8 @@ def _places_named(job: Job) -> Iterator[Location]:
 
 def _places_beside(job: Job) -> Iterator[Location]:
     """The files that lie beside what a job reads and go into its output with it."""
+    if not (job.options.with_files or job.options.with_training):
+        return
     for place in places_of(job):
         home = place if place.is_folder() else place_of(place.path.parent)
         if job.options.with_files:

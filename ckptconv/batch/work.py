@@ -20,7 +20,7 @@ from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.whole import standing
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import clear_leftovers
-from ckptconv.io.places import place_of
+from ckptconv.io.places import Named, place_of
 from ckptconv.io.remote.hosts import allowing_hosts
 from ckptconv.io.remote.traffic import traffic
 from ckptconv.support.errors import (
@@ -56,6 +56,7 @@ class Task:
         told = traffic().since(before)
         return replace(
             receipt,
+            output=str(self.job.output),
             seconds=time.perf_counter() - begin,
             tries=self.tries + 1,
             worker=f"{platform.node()}:{os.getpid()}",
@@ -92,6 +93,7 @@ def _ran(task: Task) -> Receipt:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore", CheckpointWarning)  # the receipt has the notes
+            job = _placed(job)
             known = fingerprint(job)
             _make_folder(job)
             return _converted(job, known, resumed=task.resumed)
@@ -99,6 +101,13 @@ def _ran(task: Task) -> Receipt:
         with on_command_line(task.is_on_command_line):
             failure = failed_by(error)
         return Receipt(names_of(job), str(job.output), "failed", fingerprint=known, error=failure)
+
+
+def _placed(job: Job) -> Job:
+    """The job with the places that its words name, which are asked for once."""
+    found = places_of(job)
+    source: Named = found[0] if len(found) == 1 else found
+    return replace(job, source=source, output=place_of(job.output))
 
 
 def _make_folder(job: Job) -> None:

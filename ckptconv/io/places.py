@@ -23,6 +23,8 @@ def place_of(named: Place | Readable | Writable | Location) -> Location:
     """The place that the user named, or the file that the user has opened. `UnsupportedCheckpoint`
     for an address of a kind that is not read.
     """
+    if isinstance(named, LocalPlace):  # by far the most
+        return named
     if not isinstance(named, (str, Path)) and isinstance(named, Location):
         return named
     if isinstance(named, OpenPath) and named.place is not None:
@@ -60,9 +62,9 @@ Named = Place | Readable | Sequence[Place | Readable]
 
 def places_of(named: Named | Location) -> tuple[Location, ...]:
     """The places that the user named: of one name one, else those of all ranks' files."""
-    if isinstance(named, Sequence) and not isinstance(named, str):
-        return tuple(map(place_of, named))
-    return (place_of(named),)
+    if isinstance(named, (str, LocalPlace)) or not isinstance(named, Sequence):
+        return (place_of(named),)
+    return tuple(map(place_of, named))
 
 
 def path_of(named: Place | Readable | Writable) -> PurePath:

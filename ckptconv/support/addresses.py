@@ -47,7 +47,7 @@ def address_in(path: object) -> str | None:
     ('https://host/a.pt', None, None)
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    found = _ADDRESS(text) if isinstance(text, str) else None
+    found = _ADDRESS(text) if isinstance(text, str) and ":/" in text else None
     if found is None or os.path.lexists(text):
         return None
     return text if "://" in text else f"{found[1]}://{found[2]}"
