@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, Path
-from ckptconv.formats.folders.megatron_optimizer import by_names
 from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
@@ -105,6 +104,8 @@ def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]
             else:
                 what, where = f"is in {INDEX} too", f"{place}{label}"
                 raise MalformedCheckpoint(what, path=common.path, where=where)
+    from ckptconv.formats.folders.megatron_optimizer import by_names  # only Megatron's need it
+
     return by_names(root)
 
 
