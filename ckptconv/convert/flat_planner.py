@@ -23,6 +23,7 @@ from ckptconv.convert.notes import (
 )
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile, PlannedFrom
+from ckptconv.convert.targets import refuse_unheld
 from ckptconv.convert.words import Tied
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.safetensors import aliases_in
@@ -150,28 +151,6 @@ def _tied(
             hint=told,
         )
     return aliases
-
-
-def refuse_unheld(to: TargetFormat, options: Request) -> None:
-    """Raise `OptionRefused` where metadata or training states are asked for and the output cannot
-    hold any, or a name is chosen of tied tensors that all keep theirs.
-    """
-    if options.with_training and (not to.holds_trees or options.shard_bytes is not None):
-        kind = to.name if options.shard_bytes is None else "sharded"
-        raise OptionRefused(
-            f"a {kind} output holds weights only",
-            hint="leave --with-training out, or write a .pt or a DCP folder",
-        )
-    if to.shares_storages and options.tied not in ("alias", "duplicate"):
-        raise OptionRefused(
-            f"tied={options.tied!r:.100}: all names of a tied tensor stay in a {to.name} output",
-            hint="leave --tied out, or write safetensors",
-        )
-    if options.metadata and not to.holds_metadata:
-        raise OptionRefused(
-            f"a {to.name} output cannot hold metadata",
-            hint="leave --metadata out, or write safetensors",
-        )
 
 
 def _refuse_taken(

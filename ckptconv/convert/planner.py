@@ -14,7 +14,6 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from ckptconv.convert.casts import cast_rule
-from ckptconv.convert.flat_planner import plan_flat, refuse_unheld
 from ckptconv.convert.notes import (
     count_casts,
     count_locations,
@@ -28,7 +27,7 @@ from ckptconv.convert.notes import (
 )
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
-from ckptconv.convert.targets import for_folder, keeps_modules, target
+from ckptconv.convert.targets import for_folder, keeps_modules, refuse_unheld, target
 from ckptconv.convert.with_files import with_files, with_training_named
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
@@ -56,9 +55,8 @@ from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
-from ckptconv.tree.settling import settle_objects
+from ckptconv.tree.settling import Skipped, settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
-from ckptconv.tree.stray_tensors import settle_strays
 from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
@@ -141,6 +139,8 @@ def _planned(
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:
+                from ckptconv.convert.flat_planner import plan_flat  # with its formats
+
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != named.path)
             _refuse_codes_alone(checkpoint, plan)
             plan = with_files(plan, options)
@@ -266,7 +266,11 @@ def _plan_tree(
     refuse_unheld(to, options)
     to.refuse_part(root, keeps_objects=options.unknown == "keep", only=options.only)
     overlay: dict[int, Node] = {}
-    left_out = settle_strays(checkpoint, root, options.unknown)
+    left_out: tuple[Skipped, ...] = ()
+    if checkpoint.module_strays:
+        from ckptconv.tree.stray_tensors import settle_strays  # few checkpoints have modules
+
+        left_out = settle_strays(checkpoint, root, options.unknown)
     # names in an optimizer follow the keys of its model, also where that stays out of the output
     is_optimizer = options.only is not None and _is_optimizer(checkpoint.root, root)
     part, only = (checkpoint.root, None) if is_optimizer else (root, options.only)

@@ -1,4 +1,4 @@
-"""Which format an output has, by its name, and whether it may be there."""
+"""Which format an output has, by its name, what it can hold, and whether it may be there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.outputs import check_place_free
 from ckptconv.io.places import Output, place_of
-from ckptconv.support.errors import CheckpointError, OutputRefused, printable
+from ckptconv.support.errors import CheckpointError, OptionRefused, OutputRefused, printable
 
 
 def target(named: Location, options: Request, read: str) -> tuple[PurePath, TargetFormat]:
@@ -171,6 +171,28 @@ def _refuse_misnamed(output: PurePath, asked: TargetFormat) -> None:
 def keeps_modules(to: TargetFormat, options: Request) -> bool:
     """Whether whole modules stay as they are, where they are to be kept and the format can."""
     return options.unknown == "keep" and options.shard_bytes is None and to.keeps_modules
+
+
+def refuse_unheld(to: TargetFormat, options: Request) -> None:
+    """Raise `OptionRefused` where metadata or training states are asked for and the output cannot
+    hold any, or a name is chosen of tied tensors that all keep theirs.
+    """
+    if options.with_training and (not to.holds_trees or options.shard_bytes is not None):
+        kind = to.name if options.shard_bytes is None else "sharded"
+        raise OptionRefused(
+            f"a {kind} output holds weights only",
+            hint="leave --with-training out, or write a .pt or a DCP folder",
+        )
+    if to.shares_storages and options.tied not in ("alias", "duplicate"):
+        raise OptionRefused(
+            f"tied={options.tied!r:.100}: all names of a tied tensor stay in a {to.name} output",
+            hint="leave --tied out, or write safetensors",
+        )
+    if options.metadata and not to.holds_metadata:
+        raise OptionRefused(
+            f"a {to.name} output cannot hold metadata",
+            hint="leave --metadata out, or write safetensors",
+        )
 
 
 def check_place(output: Output, request: Request, *, force: bool) -> None:

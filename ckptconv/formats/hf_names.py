@@ -16,7 +16,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ckptconv.io.destination import output_errors
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, OptionRefused, is_on_command_line
@@ -156,6 +155,8 @@ def earlier_files(output: PurePath, *, others: bool) -> list[PurePath]:
     looked_for = _looked_for(output.name) if others else None
     own = (output.name, index_path(output).name)
     folder = place_of(output.parent)
+    from ckptconv.io.destination import output_errors  # with all that writes
+
     with output_errors(output):
         names = folder.names() if folder.is_folder() else []
         found = [name for name in names if is_shard(name)]

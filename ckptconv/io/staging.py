@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -143,7 +142,7 @@ class NamesBeside(Names):
         for name in (_PASSING_INDEX, index.name):
             _take_over(made / name, index.stat())
         # who may read the shards by their own names may do so meanwhile
-        shutil.copymode(path.parent, made)
+        made.chmod(stat.S_IMODE(path.parent.stat().st_mode))
         with _renamed(made, passing, path, "the folder {} is left behind; remove it"):
             if self._fsync:
                 fsync_folder(passing)

@@ -7,7 +7,7 @@ state dict together, then applied to its keys and to the module paths of its `_m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, field, replace
 from typing import Any, Literal, TypeAlias
 
 from ckptconv.keys.mappings import (
@@ -41,6 +41,7 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import KeyConflict, OptionRefused, printable
+from ckptconv.support.records import dataclass
 from ckptconv.support.report import short_repr
 from ckptconv.support.text import first_few
 

@@ -50,11 +50,11 @@ def worded(text: str) -> str:
     ...     worded("--force replaces it, --only PATH takes one part; leave --dtype out")
     'force=True replaces it, only=PATH takes one part; leave dtype out'
     """
-    return text if is_on_command_line() else _OPTION.sub(_in_python, text)
+    return text if is_on_command_line() else re.sub(_OPTION, _in_python, text)
 
 
 # A command to copy stays as it is. What follows an option is its value, but for words of prose.
-_OPTION = re.compile(
+_OPTION = (
     r"ckptconv [a-z-]+ (?:[A-Z]|--)[^;]*"
     r"|(?P<leave>leave |without )?--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"
     r"(?:[ =](?P<value>'[^']*'|(?!(?:SENTENCE)\b)[^\s,;()]+))?".replace(

@@ -40,7 +40,7 @@ else:
         repr: bool = True,
         **more: bool,
     ) -> Callable[[type], type]:
-        """As `dataclasses.dataclass`, for classes without `InitVar`."""
+        """As `dataclasses.dataclass`, of which these are the settings in use."""
 
         def made_of(cls: type) -> type:
             told = {"slots": slots, **more}
@@ -78,7 +78,7 @@ class _Constructor:
 
 def _constructor_of(cls: Any) -> Any:
     """An `__init__` with a parameter for each field, from a class that has nothing else."""
-    members = {item.name: item for item in fields(cls)}
+    members: dict[str, Any] = cls.__dataclass_fields__  # with those that are `InitVar`
     space = {
         **members,
         "__annotations__": {name: item.type for name, item in members.items()},

@@ -22,7 +22,6 @@ from ckptconv.objects.pickled_modules import (
 from ckptconv.pickles.nodes import Call, Node, substituted
 from ckptconv.support.text import first_few_in_short
 from ckptconv.tree.checkpoint import Checkpoint, Stray
-from ckptconv.tree.stray_tensors import strays_of
 from ckptconv.tree.walk import place_text, walk
 
 _LISTED = 3
@@ -41,6 +40,8 @@ def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None)
     """
     if not (checkpoint.has_whole_modules if calls is None else holds_modules(calls)):
         return checkpoint
+    from ckptconv.tree.stray_tensors import strays_of  # few checkpoints have modules
+
     stand_ins: dict[int, Node] = {}
     classes: list[str] = []
     names: list[str] = []

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, field
+from dataclasses import FrozenInstanceError, InitVar, field
 from typing import Any
 
 import pytest
@@ -30,9 +30,10 @@ def made_by(decorator: Decorator, **settings: bool) -> Any:
         seen: int = field(default=0, repr=False, compare=False)
         read: str = field(init=False, default="no")
         state: object = field(init=False, default=None)
+        prefix: InitVar[str] = ""
 
-        def __post_init__(self) -> None:
-            object.__setattr__(self, "read", f"{self.key} {self.dtype}")
+        def __post_init__(self, prefix: str) -> None:
+            object.__setattr__(self, "read", f"{prefix}{self.key} {self.dtype}")
 
     return Record
 
@@ -67,6 +68,7 @@ def test_a_record_is_what_a_dataclass_of_the_standard_library_is(settings):
         for kind in (ours, theirs)
     ]
     assert told[0] == told[1]
+    assert ours("w", (), prefix="module.").read == theirs("w", (), prefix="module.").read
     assert ours("w", ()).notes is not ours("w", ()).notes
     with pytest.raises(TypeError, match="shape"):
         ours("w")
