@@ -1,22 +1,24 @@
 """What tensor rules cost: `convert --rules` of one layout into another, against `cp` of its input
-and against `convert` without rules; the peak of memory. `make bench-layouts`.
+and against `convert` without rules, in turn; the peak of memory. `make bench-layouts`.
 
-Seconds are those of the processor (user and system of whole processes): a machine that does other
-work changes them least. Of the runs the quickest counts.
+Seconds are those of the clock, and those of the processor (user and system of whole processes),
+which a machine that does other work changes least. The output is removed before each run. Of the
+runs the quickest counts.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from math import prod
 from pathlib import Path
 from typing import Any
 
-SIZE = int(os.environ.get("BENCH_LAYOUTS_MB", "512")) << 20
+from timed_command import timed
+
+SIZE = int(os.environ.get("BENCH_LAYOUTS_MB", "2048")) << 20
 RUNS = 3
 EXPERTS, INNER, HIDDEN = 64, 768, 2048
 Shapes = dict[str, tuple[int, ...]]
@@ -78,39 +80,36 @@ def _write(path: Path, shapes: Shapes) -> None:
             at -= file.write(block[: min(at, len(block))])
 
 
-def _run(*command: str | Path) -> tuple[float, int]:
-    """The seconds of the processor that a program takes, and its peak memory in MB."""
-    with subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL) as child:
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"{command} ended with {child.returncode}")
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss >> 10
+def _rows(source: Path, out: Path, listed: Path) -> tuple[list[float], list[float], int]:
+    """Seconds, and seconds of the processor, of a conversion by rules, one without rules, and `cp`;
+    the peak of memory of the first in MB.
+    """
+    plain = [sys.executable, "-m", "ckptconv", "convert", str(source), str(out)]
+    plain += ["--no-fsync", "--quiet"]
+    sides = [[*plain, "--rules", str(listed)], plain, ["cp", str(source), str(out)]]
+    runs: list[list[tuple[float, float, int]]] = [[] for _ in sides]
+    for _ in range(RUNS):
+        for side, found in zip(sides, runs, strict=True):
+            out.unlink(missing_ok=True)
+            found.append(timed(side))
+    seconds, busy = ([min(run[at] for run in found) for found in runs] for at in range(2))
+    return seconds, busy, max(run[2] for run in runs[0]) >> 10
 
 
 def main() -> None:
-    print("| layout | rules s | none s | `cp` s | rules / none | rules / `cp` | peak MB |")
+    print("| layout | rules s | none s | `cp` s | rules / `cp` | processor s | peak MB |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for name, (shapes, rules) in _cases().items():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
             source, out, listed = (
                 Path(folder) / each for each in ("in.safetensors", "out.safetensors", "r.json")
             )
             _write(source, shapes)
             listed.write_text(json.dumps(rules))
-            plain = (sys.executable, "-m", "ckptconv", "convert", source, out, "--force")
-            plain = (*plain, "--no-fsync", "--quiet")
-            sides: tuple[tuple[str | Path, ...], ...] = (
-                (*plain, "--rules", listed),
-                plain,
-                ("cp", source, out),
-            )
-            runs = [[_run(*side) for side in sides] for _ in range(RUNS)]
-            ours, none, copy = (min(run[at][0] for run in runs) for at in range(3))
-            peak = max(run[0][1] for run in runs)
+            (ours, none, copy), busy, peak = _rows(source, out, listed)
             print(
-                f"| {name} | {ours:.2f} | {none:.2f} | {copy:.2f} | {ours / none:.2f} × | "
-                f"{ours / copy:.1f} × | {peak} |",
+                f"| {name} | {ours:.2f} | {none:.2f} | {copy:.2f} | {ours / copy:.2f} × | "
+                f"{' / '.join(f'{each:.2f}' for each in busy)} | {peak} |",
                 flush=True,
             )
 

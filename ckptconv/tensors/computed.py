@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,12 +28,23 @@ from ckptconv.tensors.refs import (
     Shape,
     Storage,
     TensorRef,
+    box_of,
     contiguous_stride,
     origins,
+    permuted,
     whole_storage,
     whole_view,
 )
-from ckptconv.tensors.stream import is_run, iter_chunks, read_box, verbatim_range, verbatim_runs
+from ckptconv.tensors.stream import (
+    A_READ,
+    copy_values,
+    is_run,
+    iter_chunks,
+    read_box_into,
+    verbatim_range,
+    verbatim_runs,
+    words,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,6 +194,11 @@ class ComputedSource(DerivedSource):
         size = self.value.dtype.itemsize
         while view:
             first, skipped = divmod(offset, size)
+            if self.is_a_copy and not skipped and len(view) >= size:
+                whole = len(view) // size * size
+                self._copy(first, view[:whole], note)
+                view, offset = view[whole:], offset + whole
+                continue
             count = min(-(-(skipped + len(view)) // size), CHUNK // size)
             made = self.computed_as(self.value.dtype, first, count, note)
             part = made.data[skipped : skipped + len(view)]
@@ -199,6 +216,11 @@ class ComputedSource(DerivedSource):
     def is_once_rounded(self) -> bool:
         """Whether it can be made in another type without being rounded twice."""
         return self._operation.is_once_rounded
+
+    @property
+    def is_a_copy(self) -> bool:
+        """Whether its values are those of its input, in order."""
+        return self.value.operation == "cast" and self.inputs[0].dtype is self.value.dtype
 
     @property
     def _operation(self) -> Operation:
@@ -245,35 +267,53 @@ class ComputedSource(DerivedSource):
             overflowed += made.overflowed
         return Cast(parts[0] if len(parts) == 1 else memoryview(b"".join(parts)), overflowed)
 
+    def _copy(self, first: int, view: memoryview, note: Note) -> None:
+        """Fill `view` with elements of what is a copy, from the one with this number on."""
+        count = len(view) // self.value.dtype.itemsize
+        for box in _steps(self.value.shape, first, first + count):
+            nbytes = prod(box[1]) * self.value.dtype.itemsize
+            self._box_into(0, *box, view[:nbytes], note)
+            view = view[nbytes:]
+
     def _box(self, index: int, start: Shape, shape: Shape, note: Note) -> memoryview:
         """The bytes of a box of an input in C order; `note` is told what was read."""
+        raw = _room(prod(shape) * self.inputs[index].dtype.itemsize)
+        self._box_into(index, start, shape, raw, note)
+        return raw
+
+    def _box_into(
+        self, index: int, start: Shape, shape: Shape, raw: memoryview, note: Note
+    ) -> None:
+        """Fill `raw` with the bytes of a box of an input."""
         ref = self.inputs[index]
         found = verbatim_range(ref)
         if found is None or not is_run(shape, ref.shape):
-            return self._gathered(index, start, shape, note)
+            self._gather_into(index, start, shape, raw, note)
+            return
         storage, at = found
         steps = contiguous_stride(ref.shape)
         first = sum(place * step for place, step in zip(start, steps, strict=True))
-        raw = _room(prod(shape) * ref.dtype.itemsize)
         read_run(storage, at + first * ref.dtype.itemsize, raw, note)
-        return raw
 
-    def _gathered(self, index: int, start: Shape, shape: Shape, note: Note) -> memoryview:
-        """The bytes of a box of what does not lie in order."""
+    def _gather_into(
+        self, index: int, start: Shape, shape: Shape, raw: memoryview, note: Note
+    ) -> None:
+        """Fill `raw` with a box of what does not lie in order."""
+        import numpy as np
+
+        if not raw:
+            return
         ref = self.inputs[index]
-        if len(shape) < 2:
+        out = np.frombuffer(raw, words(ref.dtype.itemsize)).reshape(shape)
+        strips = [*_strips_of(ref, start, shape)]
+        if _cost(ref, (start, shape)) <= 2 * _cost(ref, strips[0][0]):
             _note_all(ref, note)
-            return read_box(ref, start, shape).data.cast("B")
-        box = strip_of(ref, start, shape)
-        if len(self.inputs) == 1 and box == (start, shape):  # no other box will ask for any of it
-            _note_all(ref, note)
-            return read_box(ref, start, shape).data.cast("B")
-        strip = _strips.get(self, index, box, note)
-        within = tuple(
-            slice(at - begin, at - begin + size)
-            for at, begin, size in zip(start, box[0], shape, strict=True)
-        )
-        return _copied(strip[within])
+            read_box_into(ref, start, shape, out)
+            return
+        for strip, (at, size) in strips:
+            places = zip(at, start, size, strict=True)
+            inside = tuple(slice(a - b, a - b + n) for a, b, n in places)
+            _strips.copy(self, index, strip, (at, size), out[inside], note)
 
     def _needed(self, box: Box) -> Sequence[Box]:
         """The box of each input that is read for a box of the output."""
@@ -302,27 +342,48 @@ def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
 _KEPT = 36 << 20
 """The most bytes of gathered inputs that are kept: what is read next lies between them."""
 
-_STRIP, _LONG_STRIP = 8 << 20, 16 << 20
-"""About the bytes of an input that are gathered at a time; more of a long one, for each row that
-lies in the file gives only some of its bytes, in a read of its own.
+_STRIP = 16 << 20
+"""About the bytes of an input that are gathered at a time: a row that lies in the file gives only
+some of its bytes for each of them.
 """
 
-_PART = 4 << 10
-"""The bytes that a row in the file should give."""
+
+def _cost(ref: TensorRef, box: Box) -> float:
+    """About how many bytes are read for each of a box, each read counted as some more."""
+    whole, size = 0, ref.dtype.itemsize
+    for piece in box_of(ref, *box).pieces:
+        reach, cost = size, size + A_READ
+        for step, count in sorted(zip(piece.stride, piece.shape, strict=True)):
+            reach += (count - 1) * step * size
+            cost = min(reach + A_READ, count * cost)
+        whole += cost
+    return whole / prod(box[1]) / size
 
 
-def strip_of(ref: TensorRef, start: Shape, shape: Shape) -> Box:
-    """The box around a box that is gathered at a time: whole columns, and rows (of the last two
-    dimensions) in strips of about 8 to 16 MB. Boxes of one strip are cut out of what was gathered
-    once.
+def _strips_of(ref: TensorRef, start: Shape, shape: Shape) -> Iterator[tuple[Box, Box]]:
+    """The boxes of about 16 MB that are gathered at a time, of those that cover a tensor in C
+    order, in which a box lies; and what of it lies in each.
     """
-    (*outer, first, _), (*counts, count, _) = start, shape
-    *_, rows, columns = ref.shape
-    strip = max(_STRIP, min(columns * _PART, _LONG_STRIP))
-    step = max(1, strip // max(1, columns * ref.dtype.itemsize))
-    begin = first // step * step
-    end = min(rows, -(-(first + count) // step) * step)
-    return (*outer, begin, 0), (*counts, end - begin, columns)
+    axis, inner = len(shape), 1
+    most = max(1, _STRIP // ref.dtype.itemsize)
+    while axis and inner * ref.shape[axis - 1] <= most:
+        axis -= 1
+        inner *= ref.shape[axis]
+    if not axis:
+        yield ((0,) * len(shape), ref.shape), (start, shape)
+        return
+    axis -= 1
+    count = max(1, most // inner)
+    whole, ones = (0,) * (len(shape) - axis - 1), (1,) * axis
+    stop = start[axis] + shape[axis]
+    before = zip(start[:axis], shape[:axis], strict=True)
+    for outer in product(*(range(at, at + size) for at, size in before)):
+        for begin in range(start[axis] // count * count, stop, count):
+            end = min(begin + count, ref.shape[axis])
+            first, last = max(begin, start[axis]), min(end, stop)
+            strip = (*outer, begin, *whole), (*ones, end - begin, *ref.shape[axis + 1 :])
+            part = (*outer, first, *start[axis + 1 :]), (*ones, last - first, *shape[axis + 1 :])
+            yield strip, part
 
 
 def _room(nbytes: int) -> memoryview:
@@ -332,47 +393,80 @@ def _room(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data
 
 
-def _copied(values: Array) -> memoryview:
-    """A copy in C order: a view would keep the whole strip while its bytes are written."""
-    return values.copy("C").reshape(-1).data.cast("B")
-
-
 def _note_all(ref: TensorRef, note: Note) -> None:
     for storage in origins([ref]):
         note(ReadRun(storage, 0, 0, 0))
+
+
+class _Strip:
+    """A box of an input, gathered by the thread that asks for it first."""
+
+    def __init__(self, room: memoryview) -> None:
+        self.room = room
+        self.users = 0  # threads that copy out of it: its memory is theirs so long
+        self.values: Array | None = None
+        # what is gathered may be computed itself, of what has to be gathered
+        self._lock = threading.RLock()
+
+    def gathered(self, ref: TensorRef, box: Box, note: Note) -> Array:
+        """Its values, in the order in which they lie in the file, seen in that of the tensor."""
+        import numpy as np
+
+        with self._lock:  # one thread gathers, the others have it then
+            if self.values is None:
+                _note_all(ref, note)
+                steps = box_of(ref, *box).pieces[0].stride
+                order = sorted(range(len(steps)), key=lambda axis: (-steps[axis], axis))
+                start, shape = (tuple(numbers[axis] for axis in order) for numbers in box)
+                raw = np.frombuffer(self.room, words(ref.dtype.itemsize), prod(shape))
+                values = raw.reshape(shape)
+                read_box_into(permuted(ref, order), start, shape, values)
+                self.values = values.transpose(np.argsort(order))
+            return self.values
 
 
 class _Strips:
     """The strips of inputs that were gathered last; they go with what they are for."""
 
     def __init__(self) -> None:
-        # what is gathered may be computed itself, of what has to be gathered
-        self._lock = threading.RLock()
-        self._kept: WeakKeyDictionary[ComputedSource, dict[tuple[int, Box], Array]]
+        self._lock = threading.Lock()
+        self._kept: WeakKeyDictionary[ComputedSource, dict[tuple[int, Box], _Strip]]
         self._kept = WeakKeyDictionary()
 
-    def get(self, source: ComputedSource, index: int, box: Box, note: Note) -> Array:
-        """The values of a box of the input with this number, gathered now or before."""
-        with self._lock:  # one thread gathers, the others have it then
+    def copy(
+        self, source: ComputedSource, index: int, box: Box, part: Box, out: Array, note: Note
+    ) -> None:
+        """Fill `out` with a part of a box of the input with this number, gathered now or before."""
+        ref = source.inputs[index]
+        with self._lock:
             own = self._kept.setdefault(source, {})
-            found = own.pop((index, box), None)
-            if found is None:
-                ref = source.inputs[index]
-                _note_all(ref, note)
-                # before it is there: a strip more at the peak would be a sixth of all memory
-                self._make_room(prod(box[1]) * ref.dtype.itemsize)
-                found = read_box(ref, *box).reshape(box[1])
-                own = self._kept.setdefault(source, {})
-            own[index, box] = found  # behind those that were used before
-            return found
+            strip = own.pop((index, box), None)
+            strip = strip or _Strip(self._room_for(prod(box[1]) * ref.dtype.itemsize))
+            own[index, box] = strip  # behind those that were used before
+            strip.users += 1
+        try:
+            values = strip.gathered(ref, box, note)
+            places = zip(part[0], box[0], part[1], strict=True)
+            copy_values(out, values[tuple(slice(a - b, a - b + n) for a, b, n in places)])
+        finally:
+            with self._lock:
+                strip.users -= 1
 
-    def _make_room(self, nbytes: int) -> None:
-        """Forget the strips that were used longest ago, where the new one would be too much."""
+    def _room_for(self, nbytes: int) -> memoryview:
+        """Memory for a new strip: that of one that was used longest ago, where others have to go
+        for it.
+        """
         excess = nbytes - _KEPT
-        excess += sum(strip.nbytes for own in self._kept.values() for strip in own.values())
+        excess += sum(len(one.room) for own in self._kept.values() for one in own.values())
+        room = memoryview(b"")
         for own in list(self._kept.values()):
-            while own and excess > 0:
-                excess -= own.pop(next(iter(own))).nbytes
+            for key in [key for key, one in own.items() if not one.users]:
+                if excess <= 0:
+                    break
+                gone = own.pop(key).room
+                excess -= len(gone)
+                room = gone if len(gone) >= nbytes else room
+        return room if len(room) >= nbytes else _room(nbytes)
 
 
 _strips = _Strips()
@@ -416,6 +510,9 @@ def read_cast(
     type too, for the values that are beyond it are counted then.
     """
     made_by = storage.source
+    if isinstance(made_by, ComputedSource) and made_by.is_a_copy and target is source:
+        made_by.compute_into(storage.offset + first, view, note)
+        return Cast(view, 0)
     if isinstance(made_by, ComputedSource) and (target is source or is_once_rounded(storage)):
         at = (storage.offset + first) // source.itemsize
         return made_by.computed_as(target, at, len(view) // source.itemsize, note)

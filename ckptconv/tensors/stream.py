@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.io.source import CHUNK
+from ckptconv.io.source import CHUNK, Source
 from ckptconv.tensors.refs import (
     Piece,
     Shape,
@@ -128,6 +130,13 @@ def read_box(ref: TensorRef, start: Shape, shape: Shape) -> Array:
     return _resolved(ref, _gather(ref, start, shape)).reshape(-1)
 
 
+def read_box_into(ref: TensorRef, start: Shape, shape: Shape, out: Array) -> None:
+    """Fill `out`, an array of `words` of that shape in C order, as `read_box` gives them."""
+    values = _resolved(ref, _gather(ref, start, shape, out))
+    if values is not out:
+        out[...] = values.reshape(-1).view(out.dtype).reshape(shape)
+
+
 def _blocks(shape: Shape, limit: int) -> Iterator[tuple[Shape, Shape]]:
     """Boxes (start, shape) that cover `shape` in C order, each of at most `limit` elements."""
     axis, inner = len(shape), 1
@@ -156,14 +165,22 @@ def _indices(shape: Shape) -> Iterator[Shape]:
             index[axis] = 0
 
 
-def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
-    """The box of `ref` at `start` as words of its itemsize, in C order.
+def words(itemsize: int) -> str:
+    """The type of arrays of values of so many bytes that are moved as they are: numbers where there
+    are such, which numpy moves in half the time of bytes of no type.
+    """
+    return f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
+
+
+def _gather(ref: TensorRef, start: Shape, shape: Shape, out: Array | None = None) -> Array:
+    """The box of `ref` at `start` as words of its itemsize, in C order; in `out` if that is given.
 
     Boxes without a piece are never asked for.
     """
     import numpy as np
 
-    out = np.empty(shape, dtype=f"V{ref.dtype.itemsize}")
+    if out is None:
+        out = np.empty(shape, words(ref.dtype.itemsize))
     for piece in box_of(ref, start, shape).pieces:
         places = zip(piece.start, piece.shape, strict=True)
         inside: Any = (*(slice(at, at + size) for at, size in places), ...)
@@ -172,61 +189,117 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape) -> Array:
 
 
 def _fill(out: Array, piece: Piece, itemsize: int) -> None:
-    """Copy `piece` into `out`, reading spans that hold mostly wanted bytes.
+    """Copy `piece` into `out`: at once where it lies as it does there, else by spans.
 
-    A span is read where it is at most four times what is wanted, or small anyway, and not too long.
-    Else the box is cut along the dimension of the largest step.
+    A span is read with what nobody asked for where that is less than another read costs, but not
+    too long. Else the box is cut along the dimension of the largest step.
     """
-    import numpy as np
-
     work = [(out, piece.offset)]
+    source, begin = piece.storage.source, piece.storage.offset
     steps = [step * itemsize for step in piece.stride]
     while work:
         box, first = work.pop()
-        reach = [(size - 1) * step for size, step in zip(box.shape, steps, strict=True)]
-        span = sum(reach) + itemsize
-        most = _SMALL if span > 4 * box.size * itemsize else _SPAN
-        if span <= most or max(reach) == 0:
-            raw = piece.storage.source.read(piece.storage.offset + first * itemsize, span)
-            _copy(box, np.ndarray(box.shape, box.dtype, raw, 0, steps))
+        at = begin + first * itemsize
+        if box.flags.c_contiguous and is_contiguous(box.shape, piece.stride):
+            source.read_into(at, box.reshape(-1).view("u1").data)
             continue
-        axis = reach.index(max(reach))
-        count = max(1, (most - (span - reach[axis])) // steps[axis] + 1)
+        reach = [(size - 1) * step for size, step in zip(box.shape, steps, strict=True)]
+        axis = max(range(box.ndim), key=lambda axis: steps[axis] if reach[axis] else -1)
+        span = sum(reach) + itemsize
+        inner = span - reach[axis]
+        most = _SPAN if steps[axis] - inner <= A_READ else _SMALL
+        if span <= most or not reach[axis]:
+            _copy_span(box, source, at, span, steps)
+            continue
+        count = max(1, (most - inner) // steps[axis] + 1)
         cut: list[Any] = [slice(None)] * box.ndim
-        for at in reversed(range(0, box.shape[axis], count)):
-            cut[axis] = slice(at, at + count)
-            work.append((box[tuple(cut)], first + at * piece.stride[axis]))
+        for place in reversed(range(0, box.shape[axis], count)):
+            cut[axis] = slice(place, place + count)
+            work.append((box[tuple(cut)], first + place * piece.stride[axis]))
 
 
 _SMALL = 1 << 16
 """The bytes that are read for a few of them, rather than to ask more often."""
 
-_SPAN = 4 << 20
-"""The bytes of a span that are read at a time."""
+A_READ = 1 << 15
+"""The bytes that are copied in the time that another read takes."""
 
-_TILE = 256, 64
+_SPAN = 1 << 20
+"""The bytes of a span that are read at a time: they are still in the second cache when they are
+copied.
+"""
+
+
+def _copy_span(out: Array, source: Source, at: int, span: int, steps: Sequence[int]) -> None:
+    """Copy values with these steps in so many bytes of a source into `out`."""
+    import numpy as np
+
+    if span <= _SMALL:  # a file knows what lies around small things
+        copy_values(out, np.ndarray(out.shape, out.dtype, source.read(at, span), 0, steps))
+        return
+    with _room(span) as raw:
+        source.read_into(at, raw)
+        copy_values(out, np.ndarray(out.shape, out.dtype, raw, 0, steps))
+
+
+class _Own(threading.local):
+    """Memory of a thread that it uses again: fresh memory takes the system as long as a copy."""
+
+    room = memoryview(b"")
+
+
+_own = _Own()
+
+
+@contextmanager
+def _room(nbytes: int) -> Iterator[memoryview]:
+    """So many bytes within the block, for this thread alone."""
+    # taken away meanwhile: what is read into it may be gathered itself
+    room, _own.room = _own.room, memoryview(b"")
+    if len(room) < nbytes:
+        room = memoryview(bytearray(nbytes))
+    try:
+        yield room[:nbytes]
+    finally:
+        _own.room = room
+
+
+_TILE = 128
 """Rows and columns, as they lie in the file, that are turned at a time. Column by column, each
 value fetches a line of the cache, which is gone again before the next value of that line is asked
 for where rows are a power of two apart: 2,048 x 2,048 bytes took 9 ns each, in tiles 0.8.
 """
 
+_IN_CACHE = 1 << 14
+"""The bytes of a row that are still in the first cache when the next row needs them too."""
 
-def _copy(out: Array, values: Array) -> None:
+
+def copy_values(out: Array, values: Array) -> None:
     """Copy `values` into `out`, which is in C order; tile by tile where they lie transposed."""
     import numpy as np
 
     sized = zip(values.strides, values.shape, strict=True)
     steps = [step if size > 1 else 0 for step, size in sized]
     found = [axis for axis, step in enumerate(steps[:-1]) if 0 < step < steps[-1]]
-    if not found or values.size <= _TILE[0] * _TILE[1]:
+    if not found or steps[-1] * values.shape[-1] <= _IN_CACHE:
         out[...] = values
         return
     axis = min(found, key=lambda axis: steps[axis])
     out, values = np.moveaxis(out, axis, -2), np.moveaxis(values, axis, -2)
-    count, width = _TILE
-    for first in range(0, values.shape[-2], width):
-        for at in range(0, values.shape[-1], count):
-            tile = (..., slice(first, first + width), slice(at, at + count))
+    *outer, rows, columns = values.shape
+    is_large = rows * columns > _TILE * _TILE
+    for place in np.ndindex(*outer) if is_large else [(...,)]:
+        _copy_turned(out[place], values[place])
+
+
+def _copy_turned(out: Array, values: Array) -> None:
+    """Copy matrices whose columns lie closer than their rows."""
+    import numpy as np
+
+    *_, rows, columns = values.shape
+    for first in range(0, rows, _TILE):
+        for at in range(0, columns, _TILE):
+            tile = (..., slice(first, first + _TILE), slice(at, at + _TILE))
             # as they lie first, for the lines of a tile that is read in place evict each other
             out[tile] = np.ascontiguousarray(values[tile].swapaxes(-1, -2)).swapaxes(-1, -2)
 

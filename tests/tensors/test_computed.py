@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import zlib
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 from random import Random
 
@@ -15,6 +17,8 @@ import torch
 from ckptconv import VerificationFailed, average, convert_checkpoint, load_portable
 from ckptconv.io.source import MemorySource
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
+from ckptconv.tensors import computed as computed_module
+from ckptconv.tensors import stream
 from ckptconv.tensors.ahead import runs_of
 from ckptconv.tensors.casting import Cast
 from ckptconv.tensors.checksums import Checksums
@@ -26,8 +30,9 @@ from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
 from ckptconv.tensors.operations import OPERATIONS
 from ckptconv.tensors.packed import packed
 from ckptconv.tensors.plain_check import other_element
-from ckptconv.tensors.refs import Storage, TensorRef, origins, view_of, whole_view
+from ckptconv.tensors.refs import Storage, TensorRef, origins, permuted, view_of, whole_view
 from ckptconv.tensors.stream import iter_chunks
+from ckptconv.tensors.views import in_order
 from helpers import oracle
 from helpers.examples import combined
 from helpers.http_server import HttpServer
@@ -276,6 +281,28 @@ class TestAdd(ComputedConformance):
 
 class TestAddToBfloat16(TestAdd):
     DTYPE = torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(60, 90), (5, 40, 30), (3, 4, 50, 6)])
+def test_threads_share_the_strips_of_what_is_gathered_of_what_is_gathered(monkeypatch, shape):
+    """In small strips, of which few are kept, and small spans; numpy is the oracle."""
+    few = {"_STRIP": 1 << 11, "_KEPT": 1 << 12, "_STEP": 200}
+    small = {"_SMALL": 64, "A_READ": 64, "_SPAN": 1 << 10, "_TILE": 8, "_IN_CACHE": 16}
+    for module, numbers in ((computed_module, few), (stream, small)):
+        for name, number in numbers.items():
+            monkeypatch.setattr(module, name, number)
+    array = np.random.default_rng(0).integers(0, 1 << 16, shape, "u2")
+    stored_ref = whole_view(stored(torch.from_numpy(array)), BY_NAME["uint16"], shape)
+    orders = [*permutations(range(len(shape)))][1 :: len(shape) ** 2 // 4]
+    with ThreadPoolExecutor(4) as pool:
+        for one, other in zip(orders, [*orders[1:], orders[0]], strict=True):
+            ref = in_order(permuted(in_order(permuted(stored_ref, one)), other))
+            whole = array.transpose(one).transpose(other).tobytes()
+            ranges = [(first, min(999, len(whole) - first)) for first in range(0, len(whole), 700)]
+            for (first, nbytes), raw in zip(
+                ranges, pool.map(ref.storage.source.read, *zip(*ranges, strict=True)), strict=True
+            ):
+                assert raw == whole[first : first + nbytes]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -100,7 +100,6 @@ def test_there_are_samples():
 def test_a_folder_over_http_is_read_about_once(tmp_path, monkeypatch):
     """Also words that are packed down the inputs, whose rows are gathered strip by strip."""
     monkeypatch.setattr(computed, "_STRIP", 1 << 18)
-    monkeypatch.setattr(computed, "_PART", 0)
     monkeypatch.setattr(source, "_KEPT", 1 << 16)
     outputs, inputs = 16384, 130 * 8  # rows of 64 KiB, of which 2 are read at a time
     torch.manual_seed(0)
