@@ -24,7 +24,7 @@ from ckptconv.support.records import given_fields
 RULES = 1
 """The version of what conversions make of a source: a higher one has all of them made again."""
 
-_FILES_NAMED = ("rules", "like", "metadata_from")
+_FILES_NAMED = ("rules", "like", "metadata_from", "order_from")
 """The options that may name files, which are part of what a job is."""
 
 

@@ -23,6 +23,7 @@ from ckptconv import (
     convert_many,
 )
 from ckptconv.batch import drive
+from ckptconv.batch.identity import fingerprint
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.support.errors import RemoteFailure
 from ckptconv.support.progress import OnProgress
@@ -90,6 +91,17 @@ def test_a_report_tells_each_step(room):
     assert [line.get("state") for line in told[1:]] == ["started", "started", "done", "done"]
     assert told[3]["source"] == [str(room / "0.pt")] and told[3]["tensors"] == 2
     assert told[3]["nbytes"] == (room / "out/0.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("option", ["rules", "like", "metadata_from", "order_from"])
+def test_a_file_that_an_option_names_is_part_of_what_a_job_is(option, tmp_path):
+    named = tmp_path / "named"
+    named.write_text("one")
+    job = Job("in.pt", "out.pt", options=Options(**{option: str(named)}))
+    before = fingerprint(job)
+    assert fingerprint(job) == before
+    named.write_text("other")
+    assert fingerprint(job) != before
 
 
 @pytest.mark.parametrize("what", ["source", "options", "output", "gone", "rules"])
