@@ -1,5 +1,6 @@
 """The program: `ckptconv`, or `python -m ckptconv`."""
 
+import atexit
 import gc
 import sys
 
@@ -16,6 +17,7 @@ def main() -> None:
     # one command and the process ends: neither modules nor a tree of a million nodes are garbage,
     # and looking costs a tenth
     gc.disable()
+    atexit.register(gc.freeze)  # else Python looks once more as it ends
     try:
         from ckptconv.cli.main import main as command_line
         from ckptconv.support.blas import tame_blas
