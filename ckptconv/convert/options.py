@@ -244,9 +244,11 @@ class Options(OptionWords):
         if needs_names and self.optimizer not in (None, "names"):
             what = f"--to {self.to} has optimizer states by names, not {self.optimizer}"
             raise OptionRefused(what, hint="leave --optimizer out")
-        if self.optimizer == "megatron" and (self.to != "dcp" or self.only is not None):
-            hint = "add --to dcp, and leave --only out"
-            raise OptionRefused("--optimizer megatron is for a whole DCP folder", hint=hint)
+        if self.optimizer == "megatron":
+            is_dcp = self.to is not None and target_named(self.to).is_made_by_torch
+            if not is_dcp or self.only is not None:
+                hint = "add --to dcp, and leave --only out"
+                raise OptionRefused("--optimizer megatron is for a whole DCP folder", hint=hint)
         from ckptconv.convert.key_targets import parameter_order  # seldom needed, as the next one
         from ckptconv.tree.optimizer_forms import FormOptimizer
 

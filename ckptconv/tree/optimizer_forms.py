@@ -180,7 +180,7 @@ def _sorted(group: ParamGroup, places: Mapping[Node, int]) -> ParamGroup:
 def _as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """The tree under Megatron's own names, with its `common.pt`."""
     if checkpoint.stored is None:
-        what = "--optimizer megatron: it is no torch_dist folder of Megatron with its common.pt"
+        what = "--optimizer megatron: it is not a torch_dist folder of Megatron with its common.pt"
         hint = "Megatron's loader needs the arguments and the groups in that file"
         raise OptionRefused(what, path=checkpoint.path, hint=hint)
     if danger_in(checkpoint.notes):

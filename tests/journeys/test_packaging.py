@@ -117,7 +117,7 @@ def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
     web = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckptconv/pages/web").iterdir()}
     data = [*(ROOT / "ckptconv").rglob("*.txt"), *(ROOT / "ckptconv/keys").glob("*.json")]
     lists = {path.relative_to(ROOT).as_posix() for path in data}
-    assert len(lists) == 4
+    assert len(lists) == 5
     assert names == modules | pages | web | lists | {"ckptconv/py.typed"}
 
 

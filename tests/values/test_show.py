@@ -130,16 +130,22 @@ def test_values_of_less_than_a_byte_are_taken_apart_where_they_stand(tmp_path):
 def test_of_a_large_tensor_only_what_is_shown_is_read(tmp_path, monkeypatch):
     torch.save({"w": torch.zeros(4096, 4096)}, tmp_path / "m.pt")
     read = 0
-    original = FileSource.read
+    whole, into = FileSource.read, FileSource.read_into
 
     def counted(self, offset, nbytes):
         nonlocal read
         read += nbytes
-        return original(self, offset, nbytes)
+        return whole(self, offset, nbytes)
+
+    def counted_into(self, offset, view):
+        nonlocal read
+        read += len(view)
+        into(self, offset, view)
 
     with open_checkpoint(tmp_path / "m.pt") as checkpoint:
         (item,) = named_values(checkpoint).values
         monkeypatch.setattr(FileSource, "read", counted)
+        monkeypatch.setattr(FileSource, "read_into", counted_into)
         assert "..." in shown_text(item, box_of("", item.ref.shape))
         assert 0 < read < 1 << 18
         read = 0

@@ -243,8 +243,8 @@ def test_only_what_came_from_megatron_goes_back(tmp_path):
         if item.name != "common.pt":
             (tmp_path / "bare" / item.name).write_bytes(item.read_bytes())
     for source, more, said in (
-        ("in.pt", ("--to", "dcp"), "it is no torch_dist folder of Megatron with its common.pt"),
-        ("bare", ("--to", "dcp"), "it is no torch_dist folder of Megatron with its common.pt"),
+        ("in.pt", ("--to", "dcp"), "it is not a torch_dist folder of Megatron with its common.pt"),
+        ("bare", ("--to", "dcp"), "it is not a torch_dist folder of Megatron with its common.pt"),
         (FOLDERS / "plain", ("--to", "torch"), "is for a whole DCP folder"),
         (FOLDERS / "plain", ("--to", "dcp", "--only", "model"), "is for a whole DCP folder"),
     ):
