@@ -219,9 +219,10 @@ def _require_experts(counts: Node, experts: Iterable[tuple[int, int]]) -> None:
     told = counts if type(counts) is list else [counts]
     if sorted(there) != list(range(len(there))):
         raise MalformedCheckpoint("experts of a layer are missing", hint=WHOLE)
+    if len(told) == 1:  # for all layers
+        told = told * len(there)
     for layer, numbers in there.items():
-        # one number is for all layers
-        count = told[layer] if len(told) == len(there) else told[0] if len(told) == 1 else None
+        count = told[layer] if len(told) == len(there) else None
         if type(count) is not int or numbers != set(range(min(count, len(numbers) + 1))):
             what = f"has {len(numbers)} experts in files, and the model states say {count}"
             raise MalformedCheckpoint(what, where=f"layer {layer}", hint=WHOLE)
