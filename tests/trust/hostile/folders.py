@@ -648,8 +648,8 @@ add(
 add(
     "dcp_very_many_chunks",
     "reject",
-    "50,000 chunks whose bytes lie in one place",
-    lambda: scalar_chunks(50_000),
+    "30,000 chunks whose bytes lie in one place",
+    lambda: scalar_chunks(30_000),
     field="w",
 )
 add(
