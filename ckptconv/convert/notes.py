@@ -220,7 +220,9 @@ def shard_notes(keys: Sequence[str], sizes: Sequence[int], limit: int | None) ->
 def beside_notes(plan: ConversionPlan) -> Iterator[str]:
     """Tell of an index beside an output of one file, whose shards a reader may take for it."""
     index = index_path(plan.output)
-    if not plan.is_sharded and not plan.target.is_folder and os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
+    if plan.is_sharded or plan.target.is_folder:
+        return
+    if os.path.isfile(index):  # noqa: PTH113 (False for a name too long)
         yield (
             f"{printable(index.name)} is beside it and names other files; a program that opens "
             "the folder may take those"

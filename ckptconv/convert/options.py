@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.given_metadata import read_metadata
-from ckptconv.convert.words import FORMS, RULES, OptionWords, Tied
+from ckptconv.convert.words import RULES, OptionWords, Tied
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
@@ -20,6 +20,7 @@ from ckptconv.keys.presets import Preset
 from ckptconv.keys.rule_files import read_rules
 from ckptconv.keys.rules import Regex, Rename, Rule
 from ckptconv.support.choices import (
+    OPTIMIZER_FORMS,
     UNKNOWN,
     Words,
     listed,
@@ -352,7 +353,7 @@ def _refuse_no_choice(asked: Options | Request) -> None:
     refuse_no_text(tied=asked.tied or "")
     refuse_other("unknown", asked.unknown, UNKNOWN)
     if isinstance(asked, Options) and asked.optimizer is not None:
-        refuse_other("optimizer", asked.optimizer, FORMS)
+        refuse_other("optimizer", asked.optimizer, OPTIMIZER_FORMS)
     refuse_no_text(only=asked.only)
     rules_of(asked.keys)
     shard_limit(asked.max_shard_size)

@@ -12,7 +12,15 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 from ckptconv.formats.target_format import Target
-from ckptconv.support.choices import UNKNOWN, DeviceName, DTypeName, Pairs, Words
+from ckptconv.support.choices import (
+    OPTIMIZER_FORMS,
+    UNKNOWN,
+    DeviceName,
+    DTypeName,
+    OptimizerForm,
+    Pairs,
+    Words,
+)
 from ckptconv.support.records import dataclass
 
 if TYPE_CHECKING:
@@ -36,11 +44,6 @@ PRESETS = (
 )
 """The names of `presets.PRESETS`, here so that a usage error or --help need not import them."""
 
-
-OptimizerForm = Literal["names", "numbers", "flat", "torchtitan", "megatron"]
-"""The forms of an optimizer state that can be asked for; `tree.optimizer_forms` makes them."""
-
-FORMS = get_args(OptimizerForm)
 
 Section = Literal["Keys", "Values", "Parts", "Output", "Safety", "Many", "General"]
 """The sections of ``--help``, in their order."""
@@ -201,7 +204,7 @@ class OptionWords:
         "The form of optimizer states: by the names of parameters, as FSDP2 has them; by numbers, "
         "as torch.optim; flat, as torch flattens them for dcp.load; torchtitan: flat, and the "
         "weights at the root; megatron: a torch_dist folder again.",
-        choices=FORMS,
+        choices=OPTIMIZER_FORMS,
     )
     order_from: str | os.PathLike[str] | None = _word(
         "Parts",

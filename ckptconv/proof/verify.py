@@ -232,7 +232,8 @@ def _differing(
         if len(theirs) != len(ours):
             yield Mismatch(name, "missing")
             continue
-        for one, other in zip(sorted(ours, key=_sorting), sorted(theirs, key=_sorting)):  # noqa: B905
+        in_order = sorted(ours, key=_sorting), sorted(theirs, key=_sorting)
+        for one, other in zip(*in_order, strict=True):
             yield from _compared(one, other)
 
 

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 from ckptconv.support.errors import OptionRefused, UnknownOption, printable
 
@@ -18,6 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 KEYS = ("strip", "keep")
 WRAPPERS = ("strip", "module", "add-module", "keep")
 UNKNOWN = ("refuse", "drop", "keep")
+OptimizerForm: TypeAlias = Literal["names", "numbers", "flat", "torchtitan", "megatron"]
+"""The forms of an optimizer state that can be asked for; `tree.optimizer_forms` makes them."""
+OPTIMIZER_FORMS = get_args(OptimizerForm)
 NOUNS = {"to": "a format"}
 """What an option is, where that is more than a choice."""
 

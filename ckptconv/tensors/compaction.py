@@ -173,7 +173,8 @@ def _shared(group: list[TensorRef], cast: CastRule) -> dict[int, Placed]:
     new = _new(values, target, None if mixed else _class_of(target), storage.location)
     starts = [start for start, _ in runs]
     kept = accumulate((stop - start for start, stop in runs), initial=0)
-    shifts = [start - before for start, before in zip(starts, kept)]  # noqa: B905 (one more sum than runs)
+    # there is one sum more than runs
+    shifts = [start - before for start, before in zip(starts, kept, strict=False)]
     made_of = {}
     for ref in group:
         begin = ref.byte_span()[0] if ref.numel else starts[0]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
 
 from ckptconv.pickles.nodes import Dict, Node, containers, mapping_pairs, substituted
-from ckptconv.support.choices import refuse_other
+from ckptconv.support.choices import OPTIMIZER_FORMS, OptimizerForm, refuse_other
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import danger_in
@@ -38,9 +37,6 @@ from ckptconv.tree.optimizer_states import (
 )
 from ckptconv.tree.state_dicts import StateDict
 
-OptimizerForm = Literal["names", "numbers", "flat", "torchtitan", "megatron"]
-"""The forms of an optimizer state."""
-
 OF_LOADER = "torch_dist_common"
 """Where a tree in Megatron's form has the bytes of its `common.pt`, in a list."""
 
@@ -64,7 +60,7 @@ class FormOptimizer:
     if_there: bool = False
 
     def __post_init__(self) -> None:
-        refuse_other("optimizer", self.form, get_args(OptimizerForm))
+        refuse_other("optimizer", self.form, OPTIMIZER_FORMS)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         if self.form == "megatron":
