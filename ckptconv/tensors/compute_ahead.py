@@ -19,7 +19,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.platforms import cores
 from ckptconv.support.signals import held_back
-from ckptconv.tensors.computed import ReadRun, read_cast, step_in
+from ckptconv.tensors.computed import ReadRun, fresh, read_cast, step_in
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import DerivedSource, Storage, origins
 
@@ -42,6 +42,9 @@ THREADS = _threads()
 
 _STEPS = 4  # that a thread is given at a time
 _STEP = CHUNK  # bytes that it reads, computes and writes in each
+
+_ROOM = (32 << 20) // THREADS
+"""The bytes that it writes in one where less would have it read the same spans more often."""
 
 WriteAt = Callable[[memoryview, int], None]
 
@@ -127,7 +130,8 @@ def _tasks(each: ToCompute) -> Iterator[Task]:
     for storage, first, nbytes in each.runs:
         source = storage.source
         is_in_order = isinstance(source, DerivedSource) and source.is_in_order
-        size = max(1, nbytes) if is_in_order else _STEPS * step_in(storage, _STEP)
+        step = step_in(storage, _STEP, _ROOM)
+        size = max(1, nbytes) if is_in_order else max(step, _STEPS * _STEP // step * step)
         for start in range(0, nbytes, size):
             count = min(size, nbytes - start)
             yield storage, first + start, count, each.source, each.target, position
@@ -151,19 +155,25 @@ class _Work:
         target: DType,
         position: int,
     ) -> Cut:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = memoryview(bytearray(_STEP))
         crc = overflowed = 0
         read: list[ReadRun] = []
         at = position
-        step = step_in(storage, _STEP)
+        step = step_in(storage, _STEP, _ROOM)
+        buffer = self._buffer(min(step, nbytes))
         for start in range(0, nbytes, step):
             if not self.is_wanted:
                 break
-            view = self._own.buffer[: min(step, nbytes - start)]
+            view = buffer[: min(step, nbytes - start)]
             result = read_cast(storage, first + start, view, source, target, read.append)
             crc = crc32(result.data, crc)
             overflowed += result.overflowed
             self._write_at(result.data, at)
             at += len(result.data)
         return Cut(read, at - position, crc, overflowed)
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Memory of this thread, for so many bytes or more."""
+        buffer: memoryview = getattr(self._own, "buffer", memoryview(b""))
+        if len(buffer) < nbytes:
+            buffer = self._own.buffer = fresh(nbytes)
+        return buffer

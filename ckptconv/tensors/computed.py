@@ -270,14 +270,14 @@ class ComputedSource(DerivedSource):
     def _copy(self, first: int, view: memoryview, note: Note) -> None:
         """Fill `view` with elements of what is a copy, from the one with this number on."""
         count = len(view) // self.value.dtype.itemsize
-        for box in _steps(self.value.shape, first, first + count):
+        for box in flat_boxes(self.value.shape, first, first + count):
             nbytes = prod(box[1]) * self.value.dtype.itemsize
             self._box_into(0, *box, view[:nbytes], note)
             view = view[nbytes:]
 
     def _box(self, index: int, start: Shape, shape: Shape, note: Note) -> memoryview:
         """The bytes of a box of an input in C order; `note` is told what was read."""
-        raw = _room(prod(shape) * self.inputs[index].dtype.itemsize)
+        raw = fresh(prod(shape) * self.inputs[index].dtype.itemsize)
         self._box_into(index, start, shape, raw, note)
         return raw
 
@@ -386,8 +386,8 @@ def _strips_of(ref: TensorRef, start: Shape, shape: Shape) -> Iterator[tuple[Box
             yield strip, part
 
 
-def _room(nbytes: int) -> memoryview:
-    """So many bytes to be filled."""
+def fresh(nbytes: int) -> memoryview:
+    """So many bytes to be filled; many in huge pages, where there are such."""
     import numpy as np
 
     return np.empty(nbytes, np.uint8).data
@@ -466,7 +466,7 @@ class _Strips:
                 gone = own.pop(key).room
                 excess -= len(gone)
                 room = gone if len(gone) >= nbytes else room
-        return room if len(room) >= nbytes else _room(nbytes)
+        return room if len(room) >= nbytes else fresh(nbytes)
 
 
 _strips = _Strips()
@@ -484,15 +484,34 @@ def read_run(storage: Storage, first: int, view: memoryview, note: Note) -> None
     note(ReadRun(storage, first, len(view), crc32(view) if storage.has_crc else 0))
 
 
-def step_in(storage: Storage, nbytes: int) -> int:
-    """About `nbytes` bytes: how many of a storage to read at a time, from its first on. Of what is
-    computed, those of whole rows where these are short: a row that is cut is a box of its own.
+def step_in(storage: Storage, nbytes: int, room: int = 0) -> int:
+    """About `nbytes` bytes: how many of a storage to read at a time, from its first on; about
+    `room` bytes, if that is more, of a copy whose values lie so far from each other that fewer
+    would be read again and again. Of what is computed, they are whole rows, or matrices, and so on:
+    one that is cut is a box of its own.
     """
     source = storage.source
     if not (isinstance(source, ComputedSource) and source.value.shape):
         return nbytes
-    row = source.value.shape[-1] * source.value.dtype.itemsize
-    return nbytes // row * row if 0 < row <= nbytes else nbytes
+    if room > nbytes and source.is_a_copy and _is_far(source.inputs[0], nbytes):
+        nbytes = room
+    block = step = source.value.dtype.itemsize
+    for size in reversed(source.value.shape):
+        block *= size
+        step = nbytes // block * block if 0 < block <= nbytes else step
+    return step if step > source.value.dtype.itemsize else nbytes
+
+
+def _is_far(ref: TensorRef, nbytes: int) -> bool:
+    """Whether it costs much more to gather so many of its bytes than a strip."""
+    if verbatim_range(ref) is not None:
+        return False
+    boxes = flat_boxes(ref.shape, 0, min(ref.numel, nbytes // ref.dtype.itemsize))
+    largest = max(boxes, key=lambda box: prod(box[1]), default=None)
+    if largest is None:
+        return False
+    [strip, _] = next(_strips_of(ref, *largest))
+    return _cost(ref, largest) > 2 * _cost(ref, strip)
 
 
 def is_once_rounded(storage: Storage) -> bool:

@@ -237,7 +237,7 @@ def _copy_span(out: Array, source: Source, at: int, span: int, steps: Sequence[i
     if span <= _SMALL:  # a file knows what lies around small things
         copy_values(out, np.ndarray(out.shape, out.dtype, source.read(at, span), 0, steps))
         return
-    with _room(span) as raw:
+    with _room(span, _own_span) as raw:
         source.read_into(at, raw)
         copy_values(out, np.ndarray(out.shape, out.dtype, raw, 0, steps))
 
@@ -248,26 +248,31 @@ class _Own(threading.local):
     room = memoryview(b"")
 
 
-_own = _Own()
+_own_span, _own_tiles = _Own(), _Own()
 
 
 @contextmanager
-def _room(nbytes: int) -> Iterator[memoryview]:
+def _room(nbytes: int, own: _Own) -> Iterator[memoryview]:
     """So many bytes within the block, for this thread alone."""
     # taken away meanwhile: what is read into it may be gathered itself
-    room, _own.room = _own.room, memoryview(b"")
+    room, own.room = own.room, memoryview(b"")
     if len(room) < nbytes:
         room = memoryview(bytearray(nbytes))
     try:
         yield room[:nbytes]
     finally:
-        _own.room = room
+        own.room = room
 
 
 _TILE = 128
 """Rows and columns, as they lie in the file, that are turned at a time. Column by column, each
 value fetches a line of the cache, which is gone again before the next value of that line is asked
 for where rows are a power of two apart: 2,048 x 2,048 bytes took 9 ns each, in tiles 0.8.
+"""
+
+_TILES = 1 << 18
+"""The bytes of the tiles that are turned by one call, in the second cache: between calls, threads
+wait for each other, and by tiles of 32 kB two took longer than one.
 """
 
 _IN_CACHE = 1 << 14
@@ -294,14 +299,29 @@ def copy_values(out: Array, values: Array) -> None:
 
 def _copy_turned(out: Array, values: Array) -> None:
     """Copy matrices whose columns lie closer than their rows."""
+    *outer, rows, columns = values.shape
+    size = max(1, _TILES // (_TILE * _TILE * values.itemsize)) * _TILE
+    for at in range(0, columns, _TILE):
+        for first in range(0, rows, size):
+            stop = min(rows, first + size)
+            whole = stop - (stop - first) % _TILE
+            for begin, end in ((first, whole), (whole, stop)):
+                if begin < end:
+                    part = (..., slice(begin, end), slice(at, at + _TILE))
+                    tiles = (*outer, -1, min(_TILE, end - begin), min(_TILE, columns - at))
+                    # dimensions that are cut in two are views: what is set is set in `out`
+                    _turn(out[part].reshape(tiles), values[part].reshape(tiles))
+
+
+def _turn(out: Array, values: Array) -> None:
+    """Copy tiles, as they lie first: lines of a tile that is read in place evict each other."""
     import numpy as np
 
-    *_, rows, columns = values.shape
-    for first in range(0, rows, _TILE):
-        for at in range(0, columns, _TILE):
-            tile = (..., slice(first, first + _TILE), slice(at, at + _TILE))
-            # as they lie first, for the lines of a tile that is read in place evict each other
-            out[tile] = np.ascontiguousarray(values[tile].swapaxes(-1, -2)).swapaxes(-1, -2)
+    lying = values.swapaxes(-1, -2)
+    with _room(lying.nbytes, _own_tiles) as raw:
+        tiles = np.ndarray(lying.shape, lying.dtype, raw)
+        tiles[...] = lying
+        out[...] = tiles.swapaxes(-1, -2)
 
 
 def _resolved(ref: TensorRef, values: Array) -> Array:

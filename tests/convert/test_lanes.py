@@ -12,16 +12,19 @@ import time
 import tracemalloc
 from contextvars import ContextVar
 from functools import partial
-from itertools import count
+from itertools import count, permutations
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptconv.convert.execute as execute_module
 import ckptconv.convert.write as write_module
 import ckptconv.tensors.compute_ahead as cast_module
+import ckptconv.tensors.computed as computed_module
+import ckptconv.tensors.stream as stream_module
 from ckptconv import (
     CheckpointError,
     MalformedCheckpoint,
@@ -31,6 +34,7 @@ from ckptconv import (
 from ckptconv.convert.lanes import Unwanted, side_by_side
 from ckptconv.io.files import FileSource
 from ckptconv.support import platforms
+from helpers.oracle import stored_bytes
 
 THREADS = 3
 
@@ -101,6 +105,37 @@ def left(folder: Path) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64])
+def test_transposes_by_threads_are_those_of_torch(dtype, threaded, tmp_path, monkeypatch):
+    """In parts of many sizes, larger than a step, of spans and strips and tiles that are small."""
+    small = {"_SMALL": 64, "A_READ": 64, "_SPAN": 1 << 12, "_IN_CACHE": 16}
+    numbers = [
+        (stream_module, {**small, "_TILE": 8, "_TILES": 3 * 64 * dtype.itemsize}),
+        (computed_module, {"_STRIP": 1 << 14, "_KEPT": 1 << 15, "_STEP": 500}),
+        (cast_module, {"_STEP": 2000, "_ROOM": 1 << 14}),
+        (write_module, {"SMALL": 0}),
+    ]
+    for module, each in numbers:
+        for name, number in each.items():
+            monkeypatch.setattr(module, name, number)
+    shapes = [(60, 91), (128, 64), (3, 70, 50), (40, 5, 30), (3, 4, 21, 34)]
+    raw = torch.randint(256, (40_000 * dtype.itemsize,), dtype=torch.uint8)
+    wanted = [(shape, order) for shape in shapes for order in permutations(range(len(shape)))]
+    made, rules = {}, []
+    for index, (shape, order) in enumerate(wanted):
+        first = raw[: prod(shape) * dtype.itemsize]
+        made[f"t.{index}"] = first.view(dtype).reshape(shape).clone()
+        change = {"permute": list(order)}
+        rules.append({"from": f"t.{index}", "to": f"o.{index}", "operations": [change]})
+    save_file(made, tmp_path / "m.safetensors")
+    convert_checkpoint(tmp_path / "m.safetensors", tmp_path / "o.safetensors", rules=rules)
+    found = load_file(tmp_path / "o.safetensors")
+    for index, (_, order) in enumerate(wanted):
+        expected = made[f"t.{index}"].permute(order).contiguous()
+        assert found[f"o.{index}"].shape == expected.shape
+        assert stored_bytes(found[f"o.{index}"]) == stored_bytes(expected), (order, expected.shape)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f64", None])

@@ -287,7 +287,8 @@ class TestAddToBfloat16(TestAdd):
 def test_threads_share_the_strips_of_what_is_gathered_of_what_is_gathered(monkeypatch, shape):
     """In small strips, of which few are kept, and small spans; numpy is the oracle."""
     few = {"_STRIP": 1 << 11, "_KEPT": 1 << 12, "_STEP": 200}
-    small = {"_SMALL": 64, "A_READ": 64, "_SPAN": 1 << 10, "_TILE": 8, "_IN_CACHE": 16}
+    small = {"_SMALL": 64, "A_READ": 64, "_SPAN": 1 << 10, "_IN_CACHE": 16}
+    small |= {"_TILE": 8, "_TILES": 400}
     for module, numbers in ((computed_module, few), (stream, small)):
         for name, number in numbers.items():
             monkeypatch.setattr(module, name, number)
