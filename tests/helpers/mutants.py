@@ -175,7 +175,7 @@ def measured(root: Path, folder: Path, tests: list[str], marks: str) -> Path:
     descriptors left, and coverage notes what is run then too.
     """
     data = folder / "coverage"
-    given = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    given = ["-q", "-m", marks, "-p", "no:cacheprovider", "-n", "0", *tests]
     subprocess.run(
         [sys.executable, "-c", _MEASURED, str(data), str(root / "ckptconv"), *given],
         cwd=root,
@@ -200,8 +200,8 @@ def is_found(item: Mutant, tests: list[str], copies: list[Path], limit: int) -> 
             "-q",
             "-p",
             "no:cacheprovider",
-            "-p",
-            "no:xdist",
+            "-n",
+            "0",
         ]
         env = {
             **os.environ,
