@@ -280,8 +280,6 @@ def _plan_tree(
     )
     before = _before(checkpoint, found, only, whole)
     after = list(zip(found, renamed, strict=True))
-    if any(done.made for done in renamed):
-        _refuse_reshaped(part if is_optimizer else root, overlay, after)
     new_names = _followed(part, overlay, before, after)
     told = list(optimizer_notes(part, overlay, before, after, new_names))
     if is_optimizer:
@@ -335,7 +333,7 @@ def _plan_tree(
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *sharing_notes(refs),
             *parted_notes([done for _, done in after], renamed),
-            *to.part_notes(root),
+            *to.part_notes(tree),
         ),
         reads=PlannedFrom(checkpoint, root, tensors, cast, settled.checks),
     )
@@ -347,14 +345,6 @@ def _is_optimizer(root: Node, part: Node) -> bool:
     return is_optimizer_state(root, part)
 
 
-def _refuse_reshaped(
-    root: Node, overlay: dict[int, Node], after: list[tuple[StateDict, RenamedKeys]]
-) -> None:
-    from ckptconv.tree.optimizer_states import refuse_reshaped  # seldom needed
-
-    refuse_reshaped(root, overlay, after)
-
-
 def _followed(
     root: Node,
     overlay: dict[int, Node],
@@ -362,7 +352,7 @@ def _followed(
     after: list[tuple[StateDict, RenamedKeys]],
 ) -> Sequence[Followed]:
     """What became of the names in optimizer states, which are put into the overlay."""
-    if not any(done.changed for _, done in after):
+    if not any(done.changed or done.made for _, done in after):
         return ()
     from ckptconv.tree.optimizer_names import follow_names  # 4 ms, seldom needed
 

@@ -60,11 +60,11 @@ class DcpFolder(TargetFormat):
             if not parts.is_numbered:
                 refuse_shares(parts, models, state.path, None)
 
-    def part_notes(self, root: Node) -> Iterator[str]:
+    def part_notes(self, tree: Tree) -> Iterator[str]:
         """Tell of keys that DCP keeps as text: an optimizer's state has numbers
         (torch/distributed/checkpoint/_nested_dict.py).
         """
-        for place, node in walk(root):
+        for place, node in walk(tree.root, tree.overlay):
             if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
                 where = printable(place_text(place)) or "the root"
                 become = "become text in a DCP folder, as torch itself writes them"

@@ -124,7 +124,7 @@ class TargetFormat:
     def refuse_part(self, root: Node, *, keeps_objects: bool, only: str | None) -> None:
         """Raise `RefusedObject` where the part at the path `only` cannot be the tree of a file."""
 
-    def part_notes(self, root: Node) -> Iterator[str]:
+    def part_notes(self, tree: Tree) -> Iterator[str]:
         """What becomes of a tree that the user should know of."""
         return iter(())
 

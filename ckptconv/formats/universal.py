@@ -40,7 +40,7 @@ from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.optimizer_parts import OptimizerParts, parts_of
 from ckptconv.tree.optimizer_states import bare_name, optimizer_states
 from ckptconv.tree.state_dicts import StateDict, find_state_dicts
@@ -98,12 +98,12 @@ class UniversalFolder(TargetFormat):
         is_short = 0 in counts.values()
         raise RefusedObject(what, where=only, hint=_ALL_OF_IT if is_short else _ONE_OF_EACH)
 
-    def part_notes(self, root: Node) -> Iterator[str]:
+    def part_notes(self, tree: Tree) -> Iterator[str]:
         """Tell of weights that DeepSpeed does not take from such a folder: it loads those under
         ``zero`` alone (`DeepSpeedEngine._load_checkpoint`). And of master weights that are not
         there.
         """
-        model = _model(root)
+        model = _model(seen_through(tree.root, tree.overlay))
         made = _without_master(model)
         if made:
             yield (
@@ -258,8 +258,12 @@ def _global_step(model: _Model) -> int:
 
 
 def _left(model: _Model) -> list[str]:
-    """The keys of weights that the optimizer has no state of: buffers and frozen parameters."""
-    return [key for key in model.weights.keys if key not in model.optimizer.states]
+    """The keys of weights that the optimizer has no state of: buffers and frozen parameters, and
+    no second names of what it has one of.
+    """
+    weights = dict(model.weights.tensors())
+    loaded = {view_identity(weights[str(name)]) for name in model.optimizer.states}
+    return [key for key, ref in weights.items() if view_identity(ref) not in loaded]
 
 
 def _without_master(model: _Model) -> list[str]:

@@ -195,9 +195,7 @@ def _selected(
         several, renamed, _ = rename_state_dicts(found, overlay, rules, checkpoint)
         if any(done.changed or done.made for done in renamed):
             from ckptconv.tree.optimizer_names import follow_names  # seldom needed
-            from ckptconv.tree.optimizer_states import refuse_reshaped
 
-            refuse_reshaped(part, overlay, list(zip(found, renamed, strict=True)))
             follow_names(part, overlay, found, list(zip(found, renamed, strict=True)))
         if is_optimizer:
             several, renamed = [], ()

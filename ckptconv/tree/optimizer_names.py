@@ -8,11 +8,13 @@ of ``state``, the lists ``params`` and ``param_names`` of groups, and flattened 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from ckptconv.pickles.nodes import Node, mapping_pairs, with_pairs
-from ckptconv.support.errors import KeyConflict
+from ckptconv.support.errors import KeyConflict, RefusedObject, printable
 from ckptconv.support.records import dataclass
+from ckptconv.tensors.layouts import are_alike
+from ckptconv.tree.optimizer_parts import parts_of
 from ckptconv.tree.optimizer_states import (
     Fate,
     OptimizerState,
@@ -20,9 +22,11 @@ from ckptconv.tree.optimizer_states import (
     fates_of,
     flat_keys,
     optimizer_states,
+    refuse_reshaped,
 )
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import PLAIN, tensor_of
 
 _LISTS = ("params", "param_names")
 
@@ -49,18 +53,64 @@ def follow_names(
     """Put optimizer states into `overlay` whose names are the new keys; see `left_behind` for the
     state dicts `before` and `after`. What has no new name keeps its own.
     """
-    if not any(done.changed for _, done in after):
+    if not any(done.changed or done.made for _, done in after):
         return []
+    refuse_reshaped(root, overlay, after)
     told: list[Followed] = []
     fates: list[Fate] = []
     for state in [*optimizer_states(root, overlay, (item for item, _ in after))]:
         fates = fates or fates_of(before, after)
-        names, unclear = _new_names(state.names, fates)
-        if names:
-            _rename(state, overlay, names)
-        if names or unclear:
-            told.append(Followed(state.path, tuple(names.items()), unclear))
+        twins = _twins(state, fates)
+        left = [name for name in state.names if name not in twins]
+        names, unclear = _new_names(left, fates)
+        if names or twins:
+            _rename(state, overlay, names, twins)
+        if names or twins or unclear:
+            one = {twin: names.get(name, name) for twin, name in twins.items()}
+            told.append(Followed(state.path, tuple({**names, **one}.items()), unclear))
     return told
+
+
+def _twins(state: OptimizerState, fates: Sequence[Fate]) -> dict[str, str]:
+    """The names of parameters that are one with another of the state now, each with that one.
+
+    Raises `RefusedObject` where their states are not the same, or a name that a rule gave to a
+    tensor is that of another one's state.
+    """
+    twins: dict[str, str] = {}
+    for fate in fates:
+        left = {bare_name(key) for key, new in fate.keys.items() if new is not None}
+        for tied in fate.tied:
+            before = {bare_name(key) for key in tied.before}
+            after = {bare_name(key) for key in tied.after} - left
+            theirs = [name for name in state.names if bare_name(name) in before]
+            others = [name for name in state.names if bare_name(name) in after]
+            first = theirs[0] if theirs else tied.before[0]
+            for name in (*theirs[1:], *others):
+                if not theirs or state.shapes or not _are_equal(state, first, name):
+                    what = f"holds a state of {printable(name)}, which is one tensor with"
+                    hint = f"leave it out: --drop {printable(state.path) or 'PATH'}"
+                    what = f"{what} {printable(first)} now, and has no equal state"
+                    raise RefusedObject(what, where=state.path or None, hint=hint)
+                twins[name] = first
+    return twins
+
+
+def _are_equal(state: OptimizerState, one: str, other: str) -> bool:
+    """Whether an optimizer has the same of two parameters, in the same group."""
+    parts = parts_of(state, state.node)
+    groups = [group.params for group in parts.groups]
+    if any((one in names) != (other in names) for names in groups):
+        return False
+    ours, theirs = (parts.states.get(name, {}) for name in (one, other))
+    return ours.keys() == theirs.keys() and all(_is_same(ours[key], theirs[key]) for key in ours)
+
+
+def _is_same(one: Node, other: Node) -> bool:
+    refs = [ref for node in (one, other) if (ref := tensor_of(node)) is not None]
+    if len(refs) == 2:
+        return are_alike(refs)
+    return not refs and type(one) in PLAIN and repr(one) == repr(other)
 
 
 def _new_names(
@@ -102,30 +152,42 @@ def _known(names: Sequence[str], fate: Fate) -> dict[str, str | None]:
     return known
 
 
-def _rename(state: OptimizerState, overlay: dict[int, Node], names: Mapping[str, str]) -> None:
-    """Put what holds names of a state into the overlay, with the new ones."""
+def _rename(
+    state: OptimizerState,
+    overlay: dict[int, Node],
+    names: Mapping[str, str],
+    gone: Container[Node],
+) -> None:
+    """Put what holds names of a state into the overlay, with the new ones, and without those that
+    are `gone`.
+    """
     if state.is_flat:
-        overlay[id(state.node)] = _renamed_flat(state, names)
+        overlay[id(state.node)] = _renamed_flat(state, names, gone)
         return
     parts = dict(mapping_pairs(state.node) or ())
     states = parts["state"]
     pairs = [
         (names.get(key, key) if type(key) is str else key, value)
         for key, value in mapping_pairs(states) or ()
+        if key not in gone
     ]
     overlay[id(states)] = with_pairs(states, pairs)
     for group in parts["param_groups"]:
         for label, listed in mapping_pairs(group) or ():
             if label in _LISTS and type(listed) is list:
                 overlay[id(listed)] = [
-                    names.get(name, name) if type(name) is str else name for name in listed
+                    names.get(name, name) if type(name) is str else name
+                    for name in listed
+                    if name not in gone
                 ]
 
 
-def _renamed_flat(state: OptimizerState, names: Mapping[str, str]) -> Node:
+def _renamed_flat(state: OptimizerState, names: Mapping[str, str], gone: Container[Node]) -> Node:
     pairs = mapping_pairs(state.node) or ()
     renamed: dict[str, Node] = {}
     for (key, value), parted in zip(pairs, flat_keys([key for key, _ in pairs]), strict=True):
+        if parted.name in gone:
+            continue
         new = names.get(parted.name)
         text = key if new is None else parted.called(new)
         if text in renamed:

@@ -28,6 +28,7 @@ from ckptconv.tensors.stream import read_box
 from ckptconv.tree.candidates import FLAT_STATES, is_flat_state, is_training_state
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.renaming import RenamedKeys
+from ckptconv.tree.reshaping import Tied
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import PLAIN, Place, labels_of, place_text, tensor_of, walk
 
@@ -101,13 +102,18 @@ def refuse_reshaped(
     """Raise `RefusedObject` where a parameter of an optimizer state would be another tensor, which
     tensor rules made: torch would take the old moments for it where the shapes are the same.
     """
-    reshaped = [(item, done) for item, done in after if done.made]
+    reshaped = [
+        (item, done, others)
+        for item, done in after
+        if (others := [made for made in done.made if not made.is_same])
+    ]
     if not reshaped:
         return
     for state in optimizer_states(root, overlay, (item for item, _ in after)):
-        for item, done in reshaped:
-            old = {bare_name(key) for key in done.consumed}
-            again = {bare_name(key) for made in done.made for key in made.targets}
+        for item, done, others in reshaped:
+            tied = {key for each in done.tied for key in each.before}
+            old = {bare_name(key) for key in done.consumed - tied}
+            again = {bare_name(key) for made in others for key in made.targets}
             hit = [name for name in state.names if bare_name(name) in old & again]
             unnamed = state.shapes and not state.names
             if hit or (unnamed and _fits(state.shapes, _may_be_parameters(dict(item.tensors())))):
@@ -281,10 +287,13 @@ def flat_keys(keys: Sequence[str]) -> list[FlatKey]:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of the keys of a state dict: each with its new one, or None."""
+    """What became of the keys of a state dict: each with its new one, or None; tensors that have
+    more names now, or fewer.
+    """
 
     keys: dict[str, str | None]
     tensors: dict[str, TensorRef]
+    tied: tuple[Tied, ...] = ()
 
     def parameters(self, *, left: bool) -> list[TensorRef]:
         """The tensors that may be parameters, those of one view once; only what is `left`."""
@@ -310,8 +319,11 @@ def _fate(item: StateDict, after: Sequence[tuple[StateDict, RenamedKeys]]) -> Fa
     there = [pair for pair in after if pair[0].path.removesuffix(".") == path]
     # one that was put at another place is known by its keys
     there = there or [pair for pair in after if pair[0].keys == item.keys]
-    kept = there[-1][1].kept(there[-1][0].keys) if there else {}
-    return Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()))
+    if not there:
+        return Fate(dict.fromkeys(item.keys), dict(item.tensors()))
+    found, done = there[-1]
+    kept = done.kept(found.keys)
+    return Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()), done.tied)
 
 
 def _stale(

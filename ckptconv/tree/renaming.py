@@ -25,7 +25,7 @@ from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, fitted
-from ckptconv.tree.reshaping import Applied, MadeKeys, apply_rules
+from ckptconv.tree.reshaping import Applied, MadeKeys, Tied, apply_rules
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, renamed_in_place
 
@@ -194,11 +194,13 @@ def renamed_keys(
         return plain if applied.reshaped is None else applied.reshaped.mapped(plain)
 
     made: tuple[MadeKeys, ...] = ()
+    tied: tuple[Tied, ...] = ()
     before, consumed = item.keys, frozenset[str]()
     if applied.reshaped is not None:
         before, consumed = applied.reshaped.before.keys, applied.reshaped.consumed
         names = dict(zip(keys.old, held, strict=True))
         made = tuple(applied.reshaped.told(names))
+        tied = tuple(applied.reshaped.tied(names))
         fates = applied.reshaped.fates(names)
         pairs = tuple((key, fates.get(key)) for key in before if key not in consumed)
     changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
@@ -215,6 +217,7 @@ def renamed_keys(
         filled,
         made,
         consumed,
+        tied,
     )
 
 
@@ -228,7 +231,7 @@ class RenamedKeys:
     characters that cannot be printed; `shared` counts the tensors of the output whose storage
     another key of it has too. `filled` are keys that were
     absent, each with the new key whose tensor it has. `made` are tensors that rules made of those
-    of the keys that are `consumed`.
+    of the keys that are `consumed`; of these, `tied` are still what they were, by other names.
     """
 
     path: str
@@ -242,6 +245,7 @@ class RenamedKeys:
     filled: tuple[tuple[str, str], ...] = ()
     made: tuple[MadeKeys, ...] = ()
     consumed: frozenset[str] = frozenset()
+    tied: tuple[Tied, ...] = ()
 
     @property
     def written(self) -> int:
@@ -255,6 +259,9 @@ class RenamedKeys:
         return self.count - len(self.changed) - len(self.left_out) - len(self.consumed)
 
     def kept(self, keys: Sequence[str]) -> dict[str, str]:
-        """The keys that were not left out, nor became others, each with its new one."""
-        changed, gone = dict(self.changed), {*self.left_out, *self.consumed}
-        return {key: changed.get(key, key) for key in keys if key not in gone}
+        """The keys that were not left out, nor became others, each with its new one; of several
+        the first, by which frameworks know a parameter that has more (`named_parameters`).
+        """
+        tied = {key: item.after[0] for item in self.tied for key in item.before}
+        now, gone = {**dict(self.changed), **tied}, {*self.left_out, *self.consumed} - tied.keys()
+        return {key: now.get(key, key) for key in keys if key not in gone}

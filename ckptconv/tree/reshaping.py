@@ -66,12 +66,24 @@ class Made(NamedTuple):
     first: tuple[str, str]
     goes_along: bool = False
 
+    def same(self) -> Iterator[tuple[Origin, ...]]:
+        """The tensors that are one and the same, those before and those made; none where the moves
+        make others.
+        """
+        moves = () if self.goes_along else self.moves
+        if len(moves) == 1 and moves[0].name in ("tie", "untie"):
+            count = len(self.numbers) if moves[0].name == "untie" else len(self.origins)
+            before, after = len(self.origins) // count, len(self.numbers) // count
+            for at in range(count):
+                taken = self.origins[at * before : (at + 1) * before]
+                yield (*taken, *self.numbers[at * after : (at + 1) * after])
+
 
 class MadeKeys(NamedTuple):
     """What is told of the tensors that one use of a rule made: how many of how many, which keys of
     the checkpoint these are and which ones of the output (not those that are neither), the types
     and shapes of the first ones before and after; whether they are scales, which go along with the
-    codes that the rule names.
+    codes that the rule names; whether they are the tensors that they were, by more or fewer names.
     """
 
     rule: Rule
@@ -80,6 +92,16 @@ class MadeKeys(NamedTuple):
     targets: tuple[str, ...]
     first: tuple[str, str]
     goes_along: bool = False
+    is_same: bool = False
+
+
+class Tied(NamedTuple):
+    """A tensor that rules gave more names, or fewer: its keys in the checkpoint, and those in the
+    output, of which there is one or more.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +132,25 @@ class Reshaped:
             targets = tuple(new for at in item.numbers if (new := fates.get(at)) is not None)
             sources = tuple(origin for origin in item.origins if isinstance(origin, str))
             counts = len(item.origins), len(item.numbers)
-            yield MadeKeys(item.rule, counts, sources, targets, item.first, item.goes_along)
+            is_same = any(item.same())
+            facts = item.first, item.goes_along, is_same
+            yield MadeKeys(item.rule, counts, sources, targets, *facts)
+
+    def tied(self, names: Mapping[str, str | None]) -> Iterator[Tied]:
+        """The tensors that rules gave other names and no more, by what became of `names`."""
+        sets: dict[Origin, tuple[Origin, ...]] = {}
+        for item in self.made:
+            for same in item.same():
+                joined = (each for origin in same for each in sets.get(origin, (origin,)))
+                whole = tuple(dict.fromkeys(joined))
+                sets |= dict.fromkeys(whole, whole)
+        fates = self.fates(names)
+        places = {origin: at for at, origin in enumerate(fates)}
+        for whole in dict.fromkeys(sets.values()):
+            left = sorted((origin for origin in whole if origin in fates), key=places.__getitem__)
+            after = tuple(new for origin in left if (new := fates[origin]) is not None)
+            if after:
+                yield Tied(tuple(origin for origin in whole if type(origin) is str), after)
 
     def mapped(self, plain: MappedKeys) -> MappedKeys:
         """The mapping of all, of that of the keys behind the last tensor rule. Raises `KeyConflict`

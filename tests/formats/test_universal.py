@@ -159,6 +159,21 @@ def test_weights_that_deepspeed_does_not_load_are_told(tmp_path):
     assert "DeepSpeed does not load" in done.err
 
 
+def test_it_is_told_of_what_is_written_under_the_keys_there(tmp_path):
+    tree = small()
+    weights = {f"net.{key}": value.half() for key, value in tree["module"].items()}
+    torch.save({"module": weights, "optimizer": tree["optimizer"]}, tmp_path / "in.pt")
+    done = run(
+        *("convert", "in.pt", "out", "--to", "universal", "--strip-prefix", "net."), cwd=tmp_path
+    )
+    assert done.exit == 0
+    assert "fp32.pt of 0.weight, 0.bias, 1.weight is made of the weight" in done.err
+    rule = {"from": "1.weight", "to": ["1.weight", "last.weight"], "operations": ["tie"]}
+    torch.save(tree, tmp_path / "in.pt")
+    made = convert_checkpoint(tmp_path / "in.pt", tmp_path / "tied", to="universal", rules=[rule])
+    assert not any("has no state" in note for note in made.plan.notes)
+
+
 def refused(folder: Path, tree: dict[str, Any], **options: Any) -> str:
     with pytest.raises(CheckpointError) as error:
         written(folder, tree, **options)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -464,6 +465,128 @@ def test_edits_and_loaders_take_the_names_along(tmp_path):
     edit = RenameKeys(KeyRules())
     edited = load_portable(tmp_path / "train.pt", whole=True, edits=[edit], keys="keep")
     assert names_in(edited["optimizer"]) == expected
+
+
+# -------------------------------------------------------------------------------------------- ties
+
+
+class Twins(nn.Module):
+    """An output layer whose weight is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid = nn.Embedding(7, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mid(self.emb(x[:, 0, :4].long() % 7)))
+
+
+TIE = {"from": "tok.weight", "to": ["emb.weight", "head.weight"], "operations": ["tie"]}
+
+
+def numbers(model: nn.Module) -> dict[str, Any]:
+    return step(model, torch.optim.Adam(model.parameters())).state_dict()
+
+
+def with_name(state: Any, old: str, new: str) -> Any:
+    """A state whose parameter `old` has the name `new`."""
+    if isinstance(state, dict):
+        return {
+            with_name(key, old, new): with_name(value, old, new) for key, value in state.items()
+        }
+    if isinstance(state, list):
+        return [with_name(value, old, new) for value in state]
+    return state.replace(old, new) if isinstance(state, str) else state
+
+
+@pytest.mark.parametrize("state_of", [numbers, named_groups, by_name, flat])
+@pytest.mark.parametrize("only", [None, "optimizer"])
+def test_a_tied_parameter_has_its_state_under_the_name_that_torch_keeps(state_of, only, tmp_path):
+    model = Twins()
+    own = state_of(model)
+    state = with_name(own, "emb.weight", "tok.weight")
+    weights = with_name(model.state_dict(), "emb.weight", "tok.weight")
+    del weights["head.weight"]
+    tree = {"model": dict(weights), "optimizer": state}
+    _, out = told(tmp_path, tree, rules=[TIE], only=only)
+    assert oracle.value_rows(out if only else out["optimizer"]) == oracle.value_rows(own)
+    loaded = load_portable(tmp_path / "train.pt", whole=True, rules=[TIE], only=only)
+    assert oracle.value_rows(loaded if only else loaded["optimizer"]) == oracle.value_rows(own)
+    if only is None:
+        assert out["model"]["emb.weight"].data_ptr() == out["model"]["head.weight"].data_ptr()
+        if state_of in (by_name, flat):
+            fresh = Twins()
+            set_optimizer_state_dict(fresh, torch.optim.Adam(fresh.parameters()), out["optimizer"])
+
+
+def doubled(own: dict[str, Any], odd: str = "") -> dict[str, Any]:
+    """A state in which the tied weight has a copy under its other name, as of two stages of a
+    pipeline; `odd` is what the copies differ in.
+    """
+    if "state" not in own:
+        copies = {key: value for key, value in own.items() if ".emb." in key}
+        copies = copy.deepcopy(with_name(copies, "emb.", "head."))
+        for key in copies:
+            if odd and key.endswith(f".{odd}"):
+                copies[key] = copies[key] * 2
+        return {**own, **copies}
+    state = copy.deepcopy(own)
+    moments = state["state"]["head.weight"] = copy.deepcopy(state["state"]["emb.weight"])
+    if odd == "lr":
+        state["param_groups"].append({"lr": 2.0, "params": ["head.weight"]})
+        return state
+    state["param_groups"][0]["params"].append("head.weight")
+    if odd:
+        moments[odd] *= 2
+    return state
+
+
+@pytest.mark.parametrize("state_of", [by_name, flat])
+@pytest.mark.parametrize("way", ["dropped", "undone"])
+def test_equal_states_of_tied_parameters_are_one(state_of, way, tmp_path):
+    tied = {**TIE, "from": "emb.weight"}
+    options: dict[str, Any] = {"rules": [{"from": "head.weight", "operations": ["drop"]}, tied]}
+    model = Twins()
+    own = state_of(model)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    if way == "undone":
+        alone = {key: value for key, value in weights.items() if key != "head.weight"}
+        torch.save(alone, tmp_path / "alone.pt")
+        mapping = tmp_path / "map.json"
+        convert_checkpoint(
+            tmp_path / "alone.pt", tmp_path / "tied.pt", rules=[tied], save_mapping=mapping
+        )
+        options = {"rules": mapping, "reverse": True}
+    notes, out = told(tmp_path, {"model": weights, "optimizer": doubled(own)}, **options)
+    assert oracle.value_rows(out["optimizer"]) == oracle.value_rows(own)
+    assert "head.weight → emb.weight" in " ".join(notes)
+    for odd in ("exp_avg", "step", "lr"):
+        with pytest.raises(CheckpointError, match=r"head\.weight, .* emb\.weight .*leave it out: "):
+            told(tmp_path, {"model": weights, "optimizer": doubled(own, odd)}, **options)
+
+
+def test_a_state_of_another_tensor_is_not_that_of_a_tied_one(tmp_path):
+    """The output layer had a state of its own, and the embedding none."""
+    model = Twins()
+    state = with_name(by_name(model), "emb.weight", "head.weight")
+    rules = [
+        {"from": "head.weight", "operations": ["drop"]},
+        {**TIE, "from": "emb.weight"},
+    ]
+    with pytest.raises(CheckpointError, match=r"a state of head\.weight.* emb\.weight now"):
+        told(tmp_path, {"model": model.state_dict(), "optimizer": state}, rules=rules)
+
+
+def test_edits_refuse_states_of_other_tensors_too(tmp_path):
+    weight = torch.rand(3, 3)
+    optimizer = {"state": {"w": {"exp_avg": weight}}, "param_groups": [{"params": ["w"]}]}
+    torch.save({"model": {"w": weight}, "optimizer": optimizer}, tmp_path / "train.pt")
+    rule = {"from": "w", "to": "w", "operations": [{"transpose": [0, 1]}]}
+    edit = RenameKeys(KeyRules.of([rule], "keep"))
+    with pytest.raises(CheckpointError, match="rules make other tensors"):
+        load_portable(tmp_path / "train.pt", whole=True, edits=[edit], keys="keep")
 
 
 # ----------------------------------------------------------------------------------------- nestings
