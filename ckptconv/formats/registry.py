@@ -15,7 +15,13 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ckptconv.formats.containers import NotForetold, first_reads, named, open_file
-from ckptconv.formats.folders.alone import are_parts, has_shards, part_of, part_of_modules
+from ckptconv.formats.folders.alone import (
+    are_parts,
+    has_shards,
+    part_of,
+    part_of_modules,
+    refuse_without_index,
+)
 from ckptconv.formats.folders.steps import chosen, points
 from ckptconv.formats.inflation import counted_together
 from ckptconv.io.files import FilePool
@@ -446,6 +452,8 @@ def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
     for pattern, what in _FOREIGN_FOLDERS:
         if fnmatch.filter(names, pattern):
             raise UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=folder)
+    if not is_checkpoint:
+        refuse_without_index(names, folder.path)
     if lacks_metadata(folder) and not is_checkpoint:
         what = (
             "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"

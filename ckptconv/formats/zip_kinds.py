@@ -7,18 +7,19 @@ where it is deflated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath
 from typing import NamedTuple
 
 from ckptconv.formats.containers import named, open_source
-from ckptconv.formats.folders.alone import are_parts
+from ckptconv.formats.folders.alone import are_parts, refuse_without_index
 from ckptconv.formats.inflation import claim_records
 from ckptconv.formats.zip_archive import Record, open_archive, record_source
 from ckptconv.formats.zip_records import Records, ends_one, root_folder
 from ckptconv.io.inflate import Spool
+from ckptconv.io.location import Member
 from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
@@ -154,7 +155,10 @@ def open_members(
     """The checkpoint of all members of an archive that are one; `none` is raised where none is.
     `checked` are those that the archive has checksums for.
     """
-    _refuse_dcp(inners, source)
+    indices = [name for name in inners if PurePath(name).name == ".metadata"]
+    if indices:
+        return _open_dcp(source, inners, indices)
+    refuse_without_index([PurePath(name).name for name in inners], source.path)
     opened = {name: _open_member(name, inner) for name, inner in inners.items()}
     found = {name: member for name, member in opened.items() if member is not None}
     if not found:
@@ -170,16 +174,27 @@ def open_members(
     return Checkpoint(source.path, CONTAINER, root, source.size, notes=notes, sources=sources)
 
 
-def _refuse_dcp(inners: Iterable[str], source: Source) -> None:
-    """Refuse a DCP folder in an archive by its name, as NeMo packs those of Megatron: its files are
-    not checkpoints by themselves.
+def _open_dcp(source: Source, inners: Mapping[str, Source], indices: Sequence[str]) -> Checkpoint:
+    """The DCP folder in an archive, as NeMo packs those of Megatron: its files are not checkpoints
+    by themselves, nor is the rest one.
     """
-    index = next((name for name in inners if PurePath(name).name == ".metadata"), None)
-    if index is not None:
-        folder = printable(str(PurePath(index).parent))
-        what = "holds a DCP folder, which is read when it is unpacked"
-        hint = f"unpack it, and name the folder {folder}"
-        raise UnsupportedCheckpoint(what, path=source.path, hint=hint)
+    from ckptconv.formats.folders.dcp import open_dcp  # seldom needed
+
+    members = {str(PurePosixPath(name)): inner for name, inner in inners.items()}
+    if len(members) < len(inners) or len(indices) > 1:
+        twice = "several names of one file" if len(indices) == 1 else "several DCP folders"
+        hint = "unpack it, and name the folder that you mean"
+        raise UnsupportedCheckpoint(f"holds {twice}", path=source.path, hint=hint)
+    folder = str(PurePosixPath(indices[0]).parent)
+    found = open_dcp(Member(source, members, "" if folder == "." else folder))
+    beside = [name for name in members if folder != "." and not name.startswith(f"{folder}/")]
+    notes = [f"{_left_out(beside)} beside {printable(folder)}"] if beside else []
+    sources = (source, *inners.values(), *found.sources)
+    return replace(found, notes=(*found.notes, *notes), sources=sources)
+
+
+def _left_out(names: Sequence[str]) -> str:
+    return f"{count_text(len(names), 'member')} left out: {printable(', '.join(names))}"
 
 
 def _member_source(source: Source, record: Record, spool: Spool) -> Source:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Literal
 
 from ckptconv.io.files import FilePool
-from ckptconv.io.source import Fingerprint, Range, Source
+from ckptconv.io.source import Fingerprint, Range, RangeSource, Source
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.support.platforms import is_plain_path as is_plain_path
@@ -173,6 +173,42 @@ class Alone(Location):
 
     def fingerprint(self) -> Fingerprint | None:
         return None
+
+
+class Member(Alone):
+    """A place in an archive whose files are the sources `members`, by their names."""
+
+    def __init__(self, archive: Source, members: Mapping[str, Source], name: str = "") -> None:
+        super().__init__(archive.path / name)
+        self._archive, self._members, self._name = archive, members, name
+
+    @property
+    def parent(self) -> Location:
+        return Member(self._archive, self._members, self._name.rpartition("/")[0])
+
+    def child(self, name: str) -> Location:
+        inner = str(PurePosixPath(self._name, name))
+        return Member(self._archive, self._members, inner)
+
+    def beside(self, name: str) -> Location:
+        return self.parent.child(name)
+
+    def kind(self) -> Kind:
+        if self._name in self._members:
+            return "file"
+        return "folder" if self.names() else "nothing"
+
+    def names(self) -> Sequence[str]:
+        start = f"{self._name}/" if self._name else ""
+        below = (name[len(start) :] for name in self._members if name.startswith(start))
+        return sorted({name.partition("/")[0] for name in below})
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        found = self._members.get(self._name)
+        return super().open(pool) if found is None else RangeSource(found, 0, found.size)
+
+    def is_far(self) -> bool:
+        return self._archive.fetched_from(0) is not None
 
 
 def within(location: Location, home: Location) -> Location:

@@ -263,6 +263,16 @@ _NOT_FLAT = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
 _FLAT = ("_flat_param", "flat_param")
 
 
+def refuse_without_index(names: Iterable[str], path: PurePath) -> None:
+    """Raise for the files of a Megatron checkpoint without the `.metadata` of its tensors: there is
+    `common.pt`, which could be read alone.
+    """
+    if {"common.pt", "metadata.json"} <= {*names}:
+        what = "holds common.pt of Megatron, and no .metadata, which says where its tensors are"
+        hint = "copy hidden files too; what was saved with zarr has to be saved as torch_dist"
+        raise UnsupportedCheckpoint(what, path=path, hint=hint)
+
+
 def is_shard(node: Node) -> bool:
     """Whether a node is what torch pickles for a DTensor or a ShardedTensor."""
     return (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from ckptconv import convert_checkpoint
+from ckptconv import convert_checkpoint, load_portable
+from helpers import oracle
 from helpers.paths import DATA
 from helpers.program import assert_one_error, run
 
@@ -296,13 +298,57 @@ def test_flat_buckets_are_refused_by_name(tmp_path):
     assert "--ckpt-format torch_dist" in error
 
 
-def test_a_folder_in_an_archive_is_refused_by_name(tmp_path):
-    """As NeMo packs it."""
-    with tarfile.open(tmp_path / "model.nemo", "w") as archive:
-        archive.add(FOLDERS / "plain", "./model_weights")
-    error = assert_one_error(run("convert", "model.nemo", "out.pt", cwd=tmp_path))
-    assert "model.nemo: holds a DCP folder, which is read when it is unpacked" in error
-    assert "name the folder model_weights" in error
+@pytest.mark.parametrize("packed", ["w", "w:gz"])
+@pytest.mark.parametrize("name", ["plain", "torch"])
+def test_a_folder_in_an_archive_is_read_where_it_lies(name, packed, tmp_path):
+    """As NeMo packs it; torch and ckptconv read the folder beside."""
+    folder = FOLDERS / "plain"
+    if name == "torch":
+        folder = tmp_path / "saved"
+        tree = {"model": {"w": torch.rand(5, 3), "b": torch.rand(5)}, "step": 7, "s": "text"}
+        dcp.save(tree, checkpoint_id=folder)
+    (tmp_path / "model_config.yaml").write_text("name: small")
+    with tarfile.open(tmp_path / "model.nemo", packed) as archive:
+        archive.add(tmp_path / "model_config.yaml", "./model_config.yaml")
+        archive.add(folder, "./model_weights")
+    found, _ = converted(tmp_path / "model.nemo", tmp_path)
+    if name == "torch":
+        expected: Any = {"model": {"w": torch.zeros(5, 3), "b": torch.zeros(5)}, "step": 0, "s": ""}
+        dcp.load(expected, checkpoint_id=folder)
+        assert oracle.value_rows(found) == oracle.value_rows(expected)
+        assert torch.equal(load_portable(tmp_path / "model.nemo")["w"], expected["model"]["w"])
+    else:
+        expected, _ = converted(folder, tmp_path)
+        assert oracle.value_rows(found) == oracle.value_rows(expected)
+        for path in (folder, tmp_path / "model.nemo"):
+            options = {"to": "dcp", "optimizer": "megatron"}
+            convert_checkpoint(path, tmp_path / f"{path.stem}.out", fsync=False, **options)
+        ours, beside = (items_of(tmp_path / f"{stem}.out") for stem in ("model", "plain"))
+        assert ours.keys() == beside.keys()
+        assert all(torch.equal(ours[key], value) for key, value in beside.items())
+    done = run("inspect", "model.nemo", cwd=tmp_path)
+    assert "1 member left out: model_config.yaml beside model_weights" in done.out
+
+
+def test_what_is_wrong_with_a_folder_in_an_archive_is_named(tmp_path):
+    def packed(*names: str, twice: bool = False) -> str:
+        with tarfile.open(tmp_path / "model.nemo", "w") as archive:
+            for name in names:
+                archive.add(FOLDERS / "plain" / name, f"./model_weights/{name}")
+            if twice:
+                archive.add(FOLDERS / "plain", "other")
+        return assert_one_error(run("convert", "model.nemo", "out.pt", cwd=tmp_path))
+
+    names = [item.name for item in (FOLDERS / "plain").iterdir()]
+    without = [name for name in names if name != "__1_1.distcp"]
+    assert "model.nemo/model_weights: " in packed(*without)
+    assert "needs the file '__1_1.distcp', which is not there" in packed(*without)
+    assert "holds several DCP folders" in packed(*names, twice=True)
+    assert "no .metadata" in packed("common.pt", "metadata.json")
+    for name in ("common.pt", "metadata.json"):  # the folder of weights that zarr has, as well
+        shutil.copy(FOLDERS / "plain" / name, tmp_path)
+    (tmp_path / "model.nemo").unlink()
+    assert "no .metadata" in assert_one_error(run("convert", ".", "out.pt", cwd=tmp_path))
 
 
 def test_an_archive_of_nemo_has_its_optimizer(tmp_path):
