@@ -1,11 +1,13 @@
 """Make the folders of tests/data/deepspeed_parallel with deepspeed itself: a pipeline of two stages
-under ZeRO 1, experts on two ranks each under ZeRO 2, and two tensor-parallel ranks under ZeRO 1 and
-under ZeRO 3, four processes each.
+under ZeRO 1, experts on two ranks each under ZeRO 2 and without ZeRO (plain; in fp16; in fp16 with
+one flat tensor for each group), and two tensor-parallel ranks under ZeRO 1 and under ZeRO 3, four
+processes each.
 
     DS_ACCELERATOR=cpu python tests/data/make_deepspeed_parallel.py [pipeline|experts|tensor ...]
 
 Needs what make_deepspeed.py needs. pipeline/states.pt is what deepspeed gives of each parameter,
-tensor/states.pt and tensor3/states.pt what its ds_to_universal makes of the folders.
+experts_*/states.pt what its optimizers of all ranks keep of each, tensor/states.pt and
+tensor3/states.pt what its ds_to_universal makes of the folders.
 """
 
 from __future__ import annotations
@@ -127,6 +129,114 @@ def experts(rank: int, folder: Path, port: int) -> None:
         engine.step()
     engine.save_checkpoint(str(folder))
     torch.distributed.destroy_process_group()
+
+
+class Mixtures(nn.Module):
+    """Two layers of experts of one shape, of which a rank has two of four and one of two, with a
+    buffer, and a weight between them of the shape of an expert's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        def expert() -> nn.Module:
+            made = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+            made.register_buffer("scale", torch.tensor([1.5, 2.5]))
+            return made
+
+        self.a = nn.Linear(6, 6)
+        self.m = MoE(6, expert(), num_experts=4, ep_size=2, k=1, capacity_factor=4.0)
+        self.between = nn.Linear(6, 5)
+        self.n = MoE(6, expert(), num_experts=2, ep_size=2, k=1, capacity_factor=4.0)
+        self.b = nn.Linear(6, 2)
+        self.register_buffer("scale", torch.tensor([1.5, 2.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, first, _ = self.m(self.a(x))
+        narrow = self.between(mixed).float().pow(2).sum()
+        mixed, second, _ = self.n(mixed)
+        return self.b(mixed).float().pow(2).sum() + narrow + first.float() + second.float()
+
+
+def experts_without_zero(
+    rank: int, folder: Path, port: int, fp16: bool = False, flat: bool = False
+) -> None:
+    begin(rank, port)
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from deepspeed.runtime import engine as engines
+
+    torch.manual_seed(0)  # what all ranks have
+    model = Mixtures()
+    torch.manual_seed(100 + rank % 2)  # and what those of the same experts have
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    decayed = [value for value in model.parameters() if value.ndim > 1]
+    others = [value for value in model.parameters() if value.ndim == 1]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1, "name": "decayed"},
+        {"params": others, "weight_decay": 0.0, "name": "others"},
+    ]
+    if fp16:  # torch computes it on a CPU
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    if flat:
+        groups = [{"params": list(model.parameters()), "name": "all"}]
+        engines.FusedAdam = torch.optim.AdamW  # the one that deepspeed makes flat
+    optimizer = torch.optim.AdamW(
+        split_params_into_different_moe_groups_for_optimizer(groups), lr=0.01
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": fp16, "initial_scale_power": 4, "loss_scale_window": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    dtype = torch.float16 if fp16 else torch.float32
+    for step in range(2):
+        torch.manual_seed(10 * step + rank)
+        engine.backward(engine(torch.randn(8, 6).to(dtype)))
+        engine.step()
+    engine.save_checkpoint(str(folder))
+    every: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(RANKS)]
+    torch.distributed.all_gather_object(every, dict(kept_of_each(engine, rank % 2)))
+    if rank == 0:
+        torch.save(
+            {name: state for one in every for name, state in one.items()}, folder / "states.pt"
+        )
+    torch.distributed.destroy_process_group()
+
+
+def kept_of_each(engine: Any, experts: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What an optimizer keeps of each parameter, by the number of the expert among all."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    outer = engine.optimizer
+    inner = getattr(outer, "optimizer", outer)
+    groups = getattr(outer, "fp16_groups", [group["params"] for group in inner.param_groups])
+    for number, (params, group) in enumerate(zip(groups, inner.param_groups, strict=True)):
+        ends = iter(
+            [group["params"][0]] * len(params) if hasattr(outer, "fp32_groups_flat") else []
+        )
+        at = 0
+        for index, parameter in enumerate(params):
+            first, inside, rest = names[id(parameter)].partition("deepspeed_experts.")
+            local, dot, rest = rest.partition(".")
+            count = 2 if first.startswith("m.") else 1
+            local = f"{experts * count + int(local)}" if inside else local
+            master = next(ends, None)
+            if master is None:
+                master = group["params"][index]
+                kept = {"fp32": master.detach(), **inner.state[master]}
+            else:
+                part = slice(at, at := at + parameter.numel())
+                flat = {"fp32": master.detach(), **inner.state[master]}
+                kept = {
+                    key: value[part].view(parameter.shape).clone() if value.ndim else value
+                    for key, value in flat.items()
+                }
+            assert torch.equal(kept["fp32"].to(parameter.dtype), parameter), (number, index)
+            yield f"{first}{inside}{local}{dot}{rest}", kept
 
 
 # ------------------------------------------------------------------------- tensor parallelism
@@ -268,6 +378,9 @@ def main() -> None:
     kinds: dict[str, Any] = {
         "pipeline": pipeline,
         "experts": experts,
+        "experts_plain": experts_without_zero,
+        "experts_fp16": partial(experts_without_zero, fp16=True),
+        "experts_flat": partial(experts_without_zero, fp16=True, flat=True),
         "tensor": tensor,
         "tensor3": partial(tensor, stage=3),
     }

@@ -16,14 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from ckptconv.formats import containers
 from ckptconv.formats.folders.alone import (
     EXPERTS,
     MODEL_STATES,
+    NOT_READ,
     OPTIMIZER_STATES,
     PIPELINE,
     part_of_step,
+)
+from ckptconv.formats.folders.deepspeed_experts import (
+    expert_groups,
+    expert_values,
+    experts_optimizer,
 )
 from ckptconv.formats.folders.deepspeed_files import (
     FETCH,
@@ -34,8 +41,6 @@ from ckptconv.formats.folders.deepspeed_files import (
     step_files,
 )
 from ckptconv.formats.folders.deepspeed_parallel import (
-    expert_groups,
-    expert_values,
     layer_values,
     of_all_stages,
     pipeline_weights,
@@ -58,7 +63,12 @@ from ckptconv.formats.folders.zero_weights import Weights
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs, ordered_dict
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
+from ckptconv.support.errors import (
+    MalformedCheckpoint,
+    RefusedObject,
+    UnsupportedCheckpoint,
+    errors_at,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, whole_of
@@ -144,7 +154,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     groups = flat_groups(ranks, read_shapes(states[0]["param_shapes"], "param_shapes"))
     weights = Weights(states, stage)
     module = weights.join(_parameters(ranks, groups))
-    optimizer, told, more = _optimizer(ranks, groups)
+    optimizer, told, more = _optimizer(partial(optimizer_of, ranks, groups))
     kept = _OF_TENSOR_RANKS if files.is_tensor_rank else ()
     root = Dict([("module", module), *optimizer, *_others(first.root, ranks[0].rest, kept)])
     told = f"{told} joined from {len(ranks)} ranks{more}"
@@ -221,6 +231,9 @@ def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
 
 def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     """The checkpoint of a model whose experts are in files of their own."""
+    if files.whole is None and files.model:
+        what = "is ZeRO 3 with experts of DeepSpeed, which is not read"
+        raise UnsupportedCheckpoint(what, hint=NOT_READ)
     if files.whole is None:
         raise MalformedCheckpoint("the model states are missing", hint=FETCH)
     model = open_file(files.whole)
@@ -230,16 +243,21 @@ def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     module = expert_values(states, values)
     container = CONTAINER.called(f"{CONTAINER.name} experts")
     if not files.optim or states.get("param_shapes") is None:
-        root = Dict([("module", module), *_others(model.root, {})])
-        told = f"the weights of {len(experts)} experts are joined with the others"
-        told += "; the optimizer's states are left out: each rank numbers its own"
-        return whole_of([model, *experts], container, root, model.path, (told,))
+        require_ranks(files.sets, max(files.sets, default=-1) + 1, "optimizer")
+        sets = [open_file(file) for file in files.sets.values()]
+        read = partial(experts_optimizer, sets, states, values)
+        optimizer, told, more = _optimizer(read, "the weights")
+        rest = entries(entries(sets[0].root).get("optimizer")) if optimizer else {}
+        root = Dict([("module", module), *optimizer, *_others(model.root, rest)])
+        told = f"{told} joined from the files of {len(experts)} experts{more}"
+        opened = [model, *experts, *(replace(one, root=None) for one in sets)]
+        return whole_of(opened, container, root, model.path, (told,))
     ranks, opened = _read_ranks(files.optim, open_file, Copies())
     shapes = read_shapes(states["param_shapes"], "param_shapes")
     groups = list(expert_groups(ranks, flat_groups(ranks, shapes), states))
     weights = Weights([{**states, "module": module}], ranks[0].stage)
     joined = weights.join(_parameters(ranks, groups))
-    optimizer, told, more = _optimizer(ranks, groups)
+    optimizer, told, more = _optimizer(partial(optimizer_of, ranks, groups))
     root = Dict([("module", joined), *optimizer, *_others(model.root, ranks[0].rest)])
     told = f"{told} joined from {len(ranks)} ranks, with {len(experts)} experts{more}"
     parts = [model, *experts, *opened]
@@ -327,20 +345,19 @@ def _parameters(
 
 
 def _optimizer(
-    ranks: Sequence[RankStates], groups: Sequence[FlatGroup]
+    read: Callable[[], Node], weights: str = "the fp32 weights"
 ) -> tuple[list[tuple[Node, Node]], str, str]:
-    """The entry of the tree that has the optimizer's states, if there are any, and what is told of
-    them.
+    """The entry of the tree that has the optimizer's states, which `read` gives, if there are any,
+    and what is told of them.
     """
-    weights = "the fp32 weights are"
     try:
-        made = optimizer_of(ranks, groups)
-    except UnsupportedCheckpoint as error:
+        made = read()
+    except (UnsupportedCheckpoint, RefusedObject) as error:
         more = f"; the optimizer's states are left out: {error.where} {error.what}"
-        return [], weights, more
+        return [], f"{weights} are", more
     if made is None:
-        return [], weights, "; no optimizer's states are saved with them"
-    return [("optimizer", made)], "the fp32 weights and the optimizer's states are", ""
+        return [], f"{weights} are", "; no optimizer's states are saved with them"
+    return [("optimizer", made)], f"{weights} and the optimizer's states are", ""
 
 
 def _open_models(files: StepFiles, stage: int, ranks: int, open_file: OpenFile) -> list[Checkpoint]:

@@ -24,6 +24,7 @@ _LAYER = re.compile(r"layer_([0-9]{1,6})((?:-[a-z]+_[0-9]+)*)-model_states\.pt")
 _EXPERT = re.compile(
     r"layer_([0-9]{1,6})_expert_([0-9]{1,6})_mp_rank_0+_model_states\.pt"
 ).fullmatch
+_STATES_OF_EXPERTS = re.compile(r"expp_rank_([0-9]{1,6})_mp_rank_0+_optim_states\.pt").fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class StepFiles:
     optimizer states of each.
 
     Of a pipeline, `layers` by their numbers, the model states of its `stages`, and the optimizer
-    states of the ranks of each stage. `experts` go by layer and expert. `of_tensor_ranks` are the
-    files of each tensor-parallel rank, which `is_tensor_rank` then.
+    states of the ranks of each stage. `experts` go by layer and expert; `sets` are the optimizer
+    states of each set of experts, without ZeRO. `of_tensor_ranks` are the files of each
+    tensor-parallel rank, which `is_tensor_rank` then.
     """
 
     whole: Location | None
@@ -44,6 +46,7 @@ class StepFiles:
     stages: Sequence[Location] = ()
     ranks_of_stages: Sequence[Mapping[int, Location]] = ()
     experts: Mapping[tuple[int, int], Location] = field(default_factory=dict)
+    sets: Mapping[int, Location] = field(default_factory=dict)
     of_tensor_ranks: Sequence[StepFiles] = ()
     is_tensor_rank: bool = False
 
@@ -55,6 +58,7 @@ class StepFiles:
             + len(self.optim)
             + len(self.layers)
             + len(self.experts)
+            + len(self.sets)
             + sum(map(len, self.ranks_of_stages))
             + sum(each.count + 1 for each in self.of_tensor_ranks)
         )
@@ -83,12 +87,14 @@ def step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
     elif tensor_ranks != {0} and not any(map(EXPERTS, names)):
         return StepFiles(None, {}, {}, of_tensor_ranks=_tensor_ranks(folder, model, optim))
     whole = [file for found, file in model if found[1] is None]
+    experts, sets = ({}, {}) if is_universal else _expert_files(folder, names, tensor_ranks)
     return StepFiles(
         whole[0] if whole else None,
         _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
         _by_rank((int(found[1]), file) for found, file in optim),
         len(tensor_ranks),
-        experts={} if is_universal else _expert_files(folder, names, tensor_ranks),
+        experts=experts,
+        sets=sets,
     )
 
 
@@ -148,16 +154,20 @@ def _tensor_ranks(folder: Location, model: Matched, optim: Matched) -> list[Step
 
 def _expert_files(
     folder: Location, names: Sequence[str], tensor_ranks: set[int]
-) -> dict[tuple[int, int], Location]:
+) -> tuple[dict[tuple[int, int], Location], dict[int, Location]]:
+    """The files of the experts by layer and number, and the optimizer states of their sets."""
     found: dict[tuple[int, int], Location] = {}
-    for name in names:
-        if not EXPERTS(name) or name.startswith("expp_rank"):
-            continue
-        if (match := _EXPERT(name)) is None or tensor_ranks != {0}:
+    sets: list[tuple[int, Location]] = []
+    for name in filter(EXPERTS, names):
+        expert, of_set = _EXPERT(name), _STATES_OF_EXPERTS(name)
+        if expert is not None and tensor_ranks == {0}:
+            found[int(expert[1]), int(expert[2])] = folder.child(name)
+        elif of_set is not None:
+            sets.append((int(of_set[1]), folder.child(name)))
+        else:
             what = "an expert-parallel checkpoint (expert files) of older releases or with tensor"
             raise _not_read(folder, f"{what} parallelism")
-        found[int(match[1]), int(match[2])] = folder.child(name)
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items())), _by_rank(sets)
 
 
 def not_universal(files: StepFiles) -> UnsupportedCheckpoint:

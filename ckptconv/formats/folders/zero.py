@@ -15,6 +15,7 @@ from dataclasses import field
 from itertools import accumulate
 from math import prod
 
+from ckptconv.formats.folders.alone import NOT_READ
 from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
@@ -84,7 +85,8 @@ def read_rank(root: Node) -> RankStates:
     groups = tuple(_flat_group(group, f"{where}.{number}") for number, group in enumerate(found))
     paddings = _paddings(states.get("param_alignment_paddings"))
     if states.get("ds_zero_partition_groups") is not None:
-        raise spread_over_ranks("ds_zero_partition_groups")
+        what = "is ZeRO 3 with experts (AutoEP) of DeepSpeed, which is not read"
+        raise UnsupportedCheckpoint(what, where="ds_zero_partition_groups", hint=NOT_READ)
     counts = _rank_counts(states.get("partition_count"), len(groups))
     ends = _ends(states, len(groups))
     return RankStates(stage, counts, groups, paddings, ends, states)

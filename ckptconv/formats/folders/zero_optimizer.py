@@ -25,7 +25,10 @@ from ckptconv.tensors.stream import verbatim_range
 from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer, read_number
 from ckptconv.tree.walk import tensor_of
 
-_BESIDE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+_BESIDE = """
+    loss_scaler dynamic_loss_scale overflow clip_grad
+    cur_scale cur_iter last_overflow_iter scale_factor scale_window
+"""
 _STATES = "base_optimizer_state"
 _SAME = ("step", "lr")
 _MUONS = "momentum_buffer"
@@ -71,10 +74,10 @@ def _require_same_settings(optimizers: Sequence[RankOptimizer]) -> None:
         ):
             for key in _SAME:
                 both = [first.get(key), own.get(key)]
-                _require_equal(both, (0, rank), f"param_groups.{number}.{key}")
+                require_equal(both, (0, rank), f"param_groups.{number}.{key}")
 
 
-def _require_equal(values: Sequence[Node], ranks: Sequence[int], where: str) -> None:
+def require_equal(values: Sequence[Node], ranks: Sequence[int], where: str) -> None:
     """Raise where numbers of ranks differ, that are of one step."""
     first = read_number(values[0])
     for rank, value in zip(ranks, values, strict=True):
@@ -89,10 +92,10 @@ PlainGroup = tuple[Mapping[str, Node], tuple[int, ...]]
 
 
 def kept_beside(said: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
-    """What ZeRO's optimizer keeps of the training besides its states; the loss scaler as its
-    numbers. `said` is all that it says, by name.
+    """What an optimizer of DeepSpeed keeps of the training besides its states; the loss scaler as
+    its numbers. `said` is all that it says, by name.
     """
-    for key in _BESIDE:
+    for key in _BESIDE.split():
         if key in said:
             value = said[key]
             yield key, plain_form(value) if type(value) is Call else value
@@ -195,7 +198,7 @@ def _values(
     if len(refs) != len(values) or len({len(ref.shape) for ref in refs}) != 1:
         raise MalformedCheckpoint("its ranks do not hold the same", where=where, hint=WHOLE)
     if not refs[0].shape:
-        _require_equal(refs, group.ranks, where)
+        require_equal(refs, group.ranks, where)
         return ((name, own_number(refs[0], where)) for name in group.shapes)
     if is_muon and key == _MUONS:
         return _whole_parameters(group, refs, ranks, where)
@@ -205,7 +208,7 @@ def _values(
 
 def _same(values: Sequence[Node], group: FlatGroup, where: str) -> Node:
     """A plain value that all ranks have."""
-    _require_equal(values, group.ranks, where)
+    require_equal(values, group.ranks, where)
     return values[0]
 
 

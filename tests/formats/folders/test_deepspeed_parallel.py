@@ -355,3 +355,146 @@ def test_ranks_that_differ_in_their_counts_are_refused(experts):
     states["partition_count"] = [4, 2, 2]
     torch.save(root, file)
     refused(experts, "partition_count: does not have one number for each group")
+
+
+# ------------------------------------------------------------------------ experts without ZeRO
+
+
+WITHOUT_ZERO = ["experts_plain", "experts_fp16", "experts_flat"]
+
+
+@pytest.fixture
+def sets(request, tmp_path) -> Path:
+    """A copy of experts without ZeRO that a test may break."""
+    name = getattr(request, "param", "experts_plain")
+    return shutil.copytree(FOLDERS / name, tmp_path / name)
+
+
+def states_of(folder: Path, number: int) -> Path:
+    return step(folder) / f"expp_rank_{number}_mp_rank_00_optim_states.pt"
+
+
+def notes_of(folder: Path) -> str:
+    with open_checkpoint(folder) as checkpoint:
+        return "\n".join(checkpoint.notes)
+
+
+@pytest.mark.parametrize("name", WITHOUT_ZERO)
+def test_states_of_experts_without_zero_are_those_of_the_optimizers_of_all_ranks(name, tmp_path):
+    """Two layers of experts of one shape, in two groups or one; in fp16 the optimizer has the
+    weights in float32, in a group end to end where it is one that deepspeed knows (flat).
+    """
+    expected = oracle.load(FOLDERS / name / "states.pt")
+    convert_checkpoint(FOLDERS / name, tmp_path / "out.pt", fsync=False, verify=True)
+    for found in (load_portable(FOLDERS / name, whole=True), oracle.load(tmp_path / "out.pt")):
+        states = found["optimizer"]["state"]
+        assert states.keys() == expected.keys()
+        for key, values in expected.items():
+            own = dict(states[key])
+            weight = found["module"][key]
+            master = own.pop("fp32_param", weight)
+            assert torch.equal(master, values["fp32"])
+            assert torch.equal(weight, master.to(weight.dtype))
+            assert own.keys() == {*STATES, "step"}
+            assert all(torch.equal(value, values[each]) for each, value in own.items())
+        params = [name for group in found["optimizer"]["param_groups"] for name in group["params"]]
+        assert sorted(params) == sorted(expected)
+        assert [group.get("moe", False) for group in found["optimizer"]["param_groups"]] == (
+            [False, True] if name == "experts_flat" else [False, False, True, True]
+        )
+        assert found.get("cur_scale") == (None if name == "experts_plain" else 16)
+
+
+def test_the_optimizer_of_a_set_of_experts_that_is_missing_is_told(sets):
+    kept = states_of(sets, 1).read_bytes()
+    states_of(sets, 1).unlink()
+    refused(sets, "says that there are 2 sets of experts, and 1 have states")
+    states_of(sets, 0).rename(states_of(sets, 1))
+    refused(sets, "has the optimizer states of 1 ranks, but 2 wrote it; those of rank 0")
+    states_of(sets, 0).write_bytes(kept)
+    states_of(sets, 1).write_bytes(kept)
+    refused(sets, "has the same of each tensor as")
+    for number in range(2):
+        states_of(sets, number).unlink()
+    assert load_portable(sets, whole=True).keys() >= {"module"}
+    assert "no optimizer's states are saved with them" in notes_of(sets)
+
+
+def test_optimizers_of_sets_that_differ_are_refused(sets):
+    root = torch.load(states_of(sets, 1))
+    for state in root["optimizer"]["state"].values():
+        state["step"] += 1
+    torch.save(root, states_of(sets, 1))
+    refused(sets, "param_groups.0.step: is 2 on rank 0 and 3 on rank 1")
+    root = torch.load(states_of(FOLDERS / sets.name, 1))
+    root["optimizer"]["param_groups"][1]["params"].append(20)
+    torch.save(root, states_of(sets, 1))
+    refused(sets, "param_groups.1: does not have as many parameters in all files")
+    del root["optimizer"]["param_groups"][3]
+    torch.save(root, states_of(sets, 1))
+    refused(sets, "param_groups: do not all have as many groups")
+
+
+def test_states_of_groups_that_do_not_say_that_they_are_of_experts_are_left_out(sets):
+    for number in range(2):
+        root = torch.load(states_of(sets, number))
+        for group in root["optimizer"]["param_groups"]:
+            group.pop("moe", None)
+        torch.save(root, states_of(sets, number))
+    assert load_portable(sets).keys() >= {"a.weight"}
+    told = "the optimizer's states are left out: optimizer.param_groups no group says that"
+    assert told in notes_of(sets)
+
+
+def test_states_of_two_groups_either_of_which_may_have_an_expert_are_left_out(sets):
+    """As deepspeed makes groups of a size that it was told: the first expert, and the others."""
+    for number in range(2):
+        root = torch.load(states_of(sets, number))
+        groups = root["optimizer"]["param_groups"]
+        both = zip(groups[2]["params"], groups[3]["params"], strict=True)
+        every = [at for pair in both for at in pair]
+        groups[2]["params"], groups[3]["params"] = every[:4], every[4:]
+        torch.save(root, states_of(sets, number))
+    assert "optimizer" not in load_portable(sets, whole=True)
+    assert "do not tell which number n.deepspeed_moe.experts" in notes_of(sets)
+
+
+@pytest.mark.parametrize("sets", ["experts_flat"], indirect=True)
+def test_flat_groups_of_which_no_file_says_the_parameters_are_left_out(sets):
+    for number in range(2):
+        root = torch.load(states_of(sets, number))
+        optimizer = root["optimizer"]
+        optimizer["fp32_groups_flat"][0] = optimizer["fp32_groups_flat"][0][:-1].clone()
+        torch.save(root, states_of(sets, number))
+    assert "group 0.fp32_param has 126 elements, and its parameters have 127" in notes_of(sets)
+    for number in range(2):
+        root = torch.load(states_of(sets, number))
+        inner = root["optimizer"]["optimizer_state_dict"]
+        inner["param_groups"].append({**inner["param_groups"][0], "params": [2]})
+        root["optimizer"]["fp32_groups_flat"].append(torch.zeros(1))
+        torch.save(root, states_of(sets, number))
+    assert "no file says which parameters are in each of its flat groups" in notes_of(sets)
+
+
+# ------------------------------------------------------------------------- experts under ZeRO 3
+
+
+def test_experts_under_zero_3_are_refused_by_name(experts, tmp_path):
+    """DeepSpeed trains none of its own layers so (`_validate_zero3_moe_compatibility`); what it
+    saves of AutoEP says how groups are spread, or how layers were cut.
+    """
+    model = step(experts) / "mp_rank_00_model_states.pt"
+    model.rename(model.with_name("zero_pp_rank_0_mp_rank_00_model_states.pt"))
+    refused(experts, "is ZeRO 3 with experts of DeepSpeed, which is not read")
+    folder = shutil.copytree(DATA / "deepspeed" / "stage3", tmp_path / "stage3")
+    model = step(folder) / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    changed(model, num_experts=[4], ds_autoep_layers=[{"moe_layer_id": 0}])
+    refused(folder, "is an expert-parallel checkpoint without its experts .* which is not read")
+    for file in step(folder).glob("*optim_states.pt"):
+        reader = SimpleNamespace(__name__="reader", Unpickler=Unpickler)
+        root = torch.load(file, weights_only=False, pickle_module=reader)
+        states = root["optimizer_state_dict"]
+        del states["loss_scaler"]
+        states["zero_stage"], states["ds_zero_partition_groups"] = 3, [{"sub_group": 0}]
+        torch.save(root, file)
+    refused(folder, "ds_zero_partition_groups: is ZeRO 3 with experts .AutoEP. of DeepSpeed, which")
