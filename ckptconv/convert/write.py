@@ -8,7 +8,7 @@ from dataclasses import field
 
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.formats.target_format import Layout, WriteItem
-from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.io.crc import CrcOf, combined_crc, crc32, no_crc
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.io.stream import OutputStream
 from ckptconv.support.records import dataclass
@@ -48,12 +48,13 @@ def write_layout(
     is much to cast or to compute, it is done by so many threads.
     """
     crcs: list[int] = []
+    crc_of = crc32 if layout.has_crcs else no_crc
     between = b""
     write, trail = stream.write, layout.trail
     values = [item.values for item in layout.items]
     with (
         read_soon([item for item in values if isinstance(item, TensorRef)]),
-        _computed_ahead(layout.items, stream, threads) as cuts_of,
+        _computed_ahead(layout.items, stream, crc_of, threads) as cuts_of,
     ):
         for index, item in enumerate(layout.items):
             lead = between + item.lead
@@ -63,7 +64,7 @@ def write_layout(
             if cuts is not None:
                 crc = _write_cuts(item, cuts, checksums, tally)
             else:
-                crc = _write_values(item, stream, checksums, tally)
+                crc = _write_values(item, stream, crc_of, checksums, tally)
             crcs.append(crc)
             between = trail(index, crc)
     write(between)
@@ -72,14 +73,14 @@ def write_layout(
 
 @contextmanager
 def _computed_ahead(
-    items: Sequence[WriteItem], stream: OutputStream, threads: int
+    items: Sequence[WriteItem], stream: OutputStream, crc_of: CrcOf, threads: int
 ) -> Iterator[Callable[[int], Iterator[Cut] | None]]:
     """What gives the cuts of an item that threads compute, each in turn; None for the others."""
     wanted = dict(_for_threads(items)) if threads > 1 and stream.is_for_threads() else {}
     if sum(items[index].nbytes for index in wanted) < _WORTH_THREADS:
         yield lambda _: None
         return
-    with compute_ahead(list(wanted.values()), stream.write_at, threads) as cuts:
+    with compute_ahead(list(wanted.values()), stream.write_at, crc_of, threads) as cuts:
         yield lambda index: _left_out(next(cuts), stream) if index in wanted else None
 
 
@@ -110,23 +111,27 @@ def _left_out(cuts: Iterable[Cut], stream: OutputStream) -> Iterator[Cut]:
         yield cut
 
 
-def _write_values(item: WriteItem, stream: OutputStream, checksums: Checksums, tally: Tally) -> int:
-    """Write one payload and return its CRC-32; the source's own CRCs are checked on the way."""
+def _write_values(
+    item: WriteItem, stream: OutputStream, crc_of: CrcOf, checksums: Checksums, tally: Tally
+) -> int:
+    """Write one payload and return its CRC-32, if `crc_of` gives that; the source's own CRCs are
+    checked on the way.
+    """
     values = item.values
     if isinstance(values, bytes):
         stream.write(values)
-        return crc32(values)
+        return crc_of(values, 0)
     if item.dtype.kind == "bool":
-        return _write_bools(values, stream, checksums, tally)
+        return _write_bools(values, stream, crc_of, checksums, tally)
     whole = _whole(item, values)
     if whole is not None:
-        return _copy_whole(whole, stream)
+        return _copy_whole(whole, stream, crc_of)
     runs = verbatim_runs(values)
     if runs is None:
-        return _write_gathered(item, values, stream, checksums, tally)
+        return _write_gathered(item, values, stream, crc_of, checksums, tally)
     if _is_computed(item):
-        return _write_cuts(item, _computed_here(item, runs, stream), checksums, tally)
-    return _write_runs(runs, stream, checksums)
+        return _write_cuts(item, _computed_here(item, runs, stream, crc_of), checksums, tally)
+    return _write_runs(runs, stream, crc_of, checksums)
 
 
 def _whole(item: WriteItem, values: TensorRef) -> Storage | None:
@@ -141,9 +146,9 @@ def _whole(item: WriteItem, values: TensorRef) -> Storage | None:
 
 
 def _write_bools(
-    values: TensorRef, stream: OutputStream, checksums: Checksums, tally: Tally
+    values: TensorRef, stream: OutputStream, crc_of: CrcOf, checksums: Checksums, tally: Tally
 ) -> int:
-    written, odd = _Written(stream), OddBools()
+    written, odd = _Written(stream, crc_of), OddBools()
     fold(values, written, odd, checksums=checksums)
     if odd.count:
         tally.odd_bools.append(values)
@@ -151,24 +156,28 @@ def _write_bools(
 
 
 class _Written:
-    """A folder that writes what it is given, and has its CRC-32 as `crc`."""
+    """A folder that writes what it is given, and has what `crc_of` gives for it as `crc`."""
 
-    def __init__(self, stream: OutputStream) -> None:
+    def __init__(self, stream: OutputStream, crc_of: CrcOf) -> None:
         self.crc = 0
-        self._stream = stream
+        self._stream, self._crc_of = stream, crc_of
 
     def update(self, chunk: memoryview) -> None:
         self._stream.write(chunk)
-        self.crc = crc32(chunk, self.crc)
+        self.crc = self._crc_of(chunk, self.crc)
 
 
 def _write_runs(
-    runs: Sequence[tuple[Storage, int, int]], stream: OutputStream, checksums: Checksums
+    runs: Sequence[tuple[Storage, int, int]],
+    stream: OutputStream,
+    crc_of: CrcOf,
+    checksums: Checksums,
 ) -> int:
     """Copy runs of bytes one after the other."""
     crc = 0
     for storage, first, nbytes in runs:
-        found = stream.copy(storage.source, storage.offset + first, nbytes)
+        wanted = crc32 if storage.has_crc else crc_of
+        found = stream.copy(storage.source, storage.offset + first, nbytes, wanted)
         checksums.copied(storage, first, nbytes, found)
         crc = combined_crc(crc, found, nbytes) if len(runs) > 1 else found
     return crc
@@ -178,6 +187,7 @@ def _write_gathered(
     item: WriteItem,
     values: TensorRef,
     stream: OutputStream,
+    crc_of: CrcOf,
     checksums: Checksums,
     tally: Tally,
 ) -> int:
@@ -187,28 +197,32 @@ def _write_gathered(
     crc, lost = 0, [0]
     for chunk in iter_cast_chunks(values, item.dtype, lost):
         stream.write(chunk)
-        crc = crc32(chunk, crc)
+        crc = crc_of(chunk, crc)
     if lost[0]:
         tally.overflowed.append(values)
     return crc
 
 
-def _copy_whole(storage: Storage, stream: OutputStream) -> int:
+def _copy_whole(storage: Storage, stream: OutputStream, crc_of: CrcOf) -> int:
     """Copy a whole storage, checking its CRC-32 in the same pass."""
-    source, offset, nbytes = storage.source, storage.offset, storage.nbytes
+    source, offset, nbytes, known = storage.source, storage.offset, storage.nbytes, storage.crc32
+    wanted = crc_of if known is None else crc32
     if nbytes <= SMALL:
         data = source.read(offset, nbytes)
         stream.write(data)
-        crc = crc32(data)
+        crc = wanted(data, 0)
     else:
-        crc = stream.copy(source, offset, nbytes)
-    if crc != storage.crc32:
+        crc = stream.copy(source, offset, nbytes, wanted)
+    if crc != known:
         refuse_crc(storage, crc)
     return crc
 
 
 def _computed_here(
-    item: WriteItem, runs: Sequence[tuple[Storage, int, int]], stream: OutputStream
+    item: WriteItem,
+    runs: Sequence[tuple[Storage, int, int]],
+    stream: OutputStream,
+    crc_of: CrcOf,
 ) -> Iterator[Cut]:
     """Compute and write runs of bytes one after the other."""
     assert isinstance(item.values, TensorRef)
@@ -221,7 +235,7 @@ def _computed_here(
             place, types = first + start, (item.values.dtype, item.dtype)
             result = read_cast(storage, place, view, *types, read.append)
             stream.write(result.data)
-            yield Cut(read, len(result.data), crc32(result.data), result.overflowed)
+            yield Cut(read, len(result.data), crc_of(result.data, 0), result.overflowed)
 
 
 def _write_cuts(item: WriteItem, cuts: Iterator[Cut], checksums: Checksums, tally: Tally) -> int:

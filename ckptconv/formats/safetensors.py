@@ -426,7 +426,7 @@ class SafetensorsFile(TargetFormat):
             _, nbytes = _entry_fields(dtype, ref.dtype, ref.shape)
             items.append(made(WriteItem, (key, lead, at, nbytes, ref, dtype)))
             lead, at = b"", at + nbytes
-        return Layout(tuple(items), at, ending=lambda _crcs: lead)
+        return Layout(tuple(items), at, ending=lambda _crcs: lead, has_crcs=False)
 
     def load_checker(self, nbytes: int) -> None:
         import safetensors  # noqa: F401

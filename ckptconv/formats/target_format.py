@@ -51,13 +51,14 @@ class Layout:
     file.
 
     `trail(i, crc)` gives the bytes behind item i, whose payload had the CRC-32 `crc`;
-    `ending(crcs)` those behind all.
+    `ending(crcs)` those behind all. Without `has_crcs` neither says any, and they may be 0.
     """
 
     items: tuple[WriteItem, ...]
     nbytes: int
     trail: Callable[[int, int], bytes] = lambda _index, _crc: b""
     ending: Callable[[Sequence[int]], bytes] = lambda _crcs: b""
+    has_crcs: bool = True
 
 
 def one_item(name: str, raw: bytes) -> Layout:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 try:  # several times quicker than zlib where the processor has carry-less multiplication
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
+
+CrcOf = Callable[[Any, int], int]
+"""`crc32` or `no_crc`: the CRC-32 of bytes, given that of what comes before them."""
+
+
+def no_crc(data: Any, before: int = 0, /) -> int:
+    """0: stands where `crc32` does for bytes whose CRC-32 nobody asks for."""
+    return 0
 
 
 def combined_crc(first: int, second: int, nbytes: int) -> int:

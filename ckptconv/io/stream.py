@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from ckptconv.io.crc import crc32
+from ckptconv.io.crc import CrcOf, no_crc
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support import platforms
 
@@ -138,14 +138,16 @@ class OutputStream:
             self._advance(room)
             view = view[room:]
 
-    def copy(self, source: Source, offset: int, nbytes: int) -> int:
-        """Append `nbytes` of `source` from `offset` on, read into the buffers; their CRC-32."""
+    def copy(self, source: Source, offset: int, nbytes: int, crc_of: CrcOf = no_crc) -> int:
+        """Append `nbytes` of `source` from `offset` on, read into the buffers; what `crc_of` gives
+        for them.
+        """
         crc = 0
         while nbytes:
             room = min(len(self._buffer) - self._filled, nbytes)
             view = self._buffer[self._filled : self._filled + room]
             source.read_into(offset, view)
-            crc = crc32(view, crc)
+            crc = crc_of(view, crc)
             self._advance(room)
             offset, nbytes = offset + room, nbytes - room
         return crc

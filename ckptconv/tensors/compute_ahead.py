@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptconv.io.crc import crc32
+from ckptconv.io.crc import CrcOf
 from ckptconv.io.guarded import check_places
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.platforms import cores
@@ -62,7 +62,7 @@ class ToCompute(NamedTuple):
 
 class Cut(NamedTuple):
     """What was computed: what was read for it, and `nbytes` bytes that were made of that, with
-    their CRC-32; so many finite values became infinite or NaN.
+    what `crc_of` gives for them; so many finite values became infinite or NaN.
     """
 
     read: Sequence[ReadRun]
@@ -81,7 +81,7 @@ def may_be_threaded(runs: Iterable[tuple[Storage, int, int]]) -> bool:
 
 @contextmanager
 def compute_ahead(
-    wanted: Sequence[ToCompute], write_at: WriteAt, threads: int
+    wanted: Sequence[ToCompute], write_at: WriteAt, crc_of: CrcOf, threads: int
 ) -> Iterator[Iterator[Iterator[Cut]]]:
     """Within the block, so many threads compute all of `wanted`, in about that order.
 
@@ -91,7 +91,7 @@ def compute_ahead(
     from concurrent.futures import ThreadPoolExecutor
 
     check_places({id(one): one for each in wanted for one in _sources(each)}.values())
-    work = _Work(write_at)
+    work = _Work(write_at, crc_of)
     tasks = (task for each in wanted for task in _tasks(each))
     waiting: deque[Future[Cut]] = deque()
     with _stopped(ThreadPoolExecutor(threads, "ckptconv-computer"), work) as pool:
@@ -141,9 +141,9 @@ def _tasks(each: ToCompute) -> Iterator[Task]:
 class _Work:
     """What each thread does with a task, in a buffer of its own."""
 
-    def __init__(self, write_at: WriteAt) -> None:
+    def __init__(self, write_at: WriteAt, crc_of: CrcOf) -> None:
         self.is_wanted = True  # a task may be a large tensor: nobody waits for the rest of it
-        self._write_at = write_at
+        self._write_at, self._crc_of = write_at, crc_of
         self._own = threading.local()
 
     def __call__(
@@ -165,7 +165,7 @@ class _Work:
                 break
             view = buffer[: min(step, nbytes - start)]
             result = read_cast(storage, first + start, view, source, target, read.append)
-            crc = crc32(result.data, crc)
+            crc = self._crc_of(result.data, crc)
             overflowed += result.overflowed
             self._write_at(result.data, at)
             at += len(result.data)
