@@ -86,7 +86,8 @@ class Share:
             if layout.nbytes != self.nbytes:
                 raise CheckpointError("is laid out in another way here", path=self.shown)
             try:
-                with new_file(made, Path(self.shown), size=layout.nbytes) as stream:
+                shown, nbytes = Path(self.shown), layout.nbytes
+                with new_file(made, shown, size=nbytes, fsync=self.fsync) as stream:
                     passing = None
                     if self.is_proved:
                         from ckptconv.convert.proving import watched  # OpenSSL is large

@@ -177,17 +177,22 @@ def followed(path: Path) -> Path:
 
 @contextlib.contextmanager
 def new_file(
-    made: Path, path: PurePath, *, size: int = 0, on_progress: Callable[[int], None] | None = None
+    made: Path,
+    path: PurePath,
+    *,
+    size: int = 0,
+    on_progress: Callable[[int], None] | None = None,
+    fsync: bool = False,
 ) -> Iterator[OutputStream]:
     """A stream into the file `made`, new and in a folder of this process alone, which is to become
     `path`.
 
-    It will have about `size` bytes, for which there was room when its output was begun. Errors name
-    `path`; whoever made the folder removes the file.
+    It will have about `size` bytes, for which there was room when its output was begun; with
+    `fsync` it is to be synced. Errors name `path`; whoever made the folder removes the file.
     """
     with output_errors(path):
         fd = platforms.create_file(made)
-        stream = OutputStream(FileSink(fd), on_progress, size)
+        stream = OutputStream(FileSink(fd, fsync=fsync), on_progress, size)
         try:
             if size >= RESERVE_FROM:  # a full disk shows at once, and writing is much quicker
                 platforms.reserve(fd, size)

@@ -33,7 +33,7 @@ class LocalDraft(Draft):
         self.is_whole = False
         self.when_whole: Callable[[], None] = lambda: None
         self.made, self._named, self._fsync = made, path, fsync
-        self._writing = new_file(made, path, size=size, on_progress=on_progress)
+        self._writing = new_file(made, path, size=size, on_progress=on_progress, fsync=fsync)
 
     @property
     def place(self) -> Location:

@@ -13,6 +13,7 @@ a test can take it away.
 | open files          | are replaced and removed | are replaced and removed | are neither          |
 | two folders swapped | renameat2(2), one step   | by two renames           | by two renames       |
 | blocks reserved     | fallocate(2)             | no                       | no                   |
+| a sync begun        | sync_file_range(2)       | no                       | no                   |
 | patterns stopped    | by an alarm              | by an alarm              | no                   |
 
 Where a system has neither flock(2) nor msvcrt, there are no locks: outputs are still whole or not
@@ -489,6 +490,20 @@ def sync(fd: int) -> None:
             _fcntl.fcntl(fd, _fcntl.F_FULLFSYNC)
             return
     os.fsync(fd)
+
+
+def begin_sync(fd: int) -> None:
+    """Have the disk begin with what was written to a file, where the system can be asked to; only
+    `sync` waits for it, and tells of what fails.
+    """
+    call = getattr(_libc(), "sync_file_range", None)
+    if call is not None:
+        import ctypes
+
+        call(fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+
+
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 def sync_file(path: Path) -> None:

@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from helpers.crash_scenes import (
     NEW,
@@ -219,3 +221,24 @@ def test_many_stops_at_any_moment_leave_nothing(name, count, tmp_path, figure):
     ends = stops_at_random({**SCENES, "big": BIG, "wide": WIDE}[name], tmp_path / "room", count)
     figure("runs stopped at a random moment", count)
     assert len(ends) > 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fsync", [True, False])
+def test_the_disk_begins_with_a_long_output_before_it_is_whole(fsync, fails, tmp_path):
+    require_strace()
+    source, out, log = (tmp_path / name for name in ("in.safetensors", "out.safetensors", "log"))
+    values = np.arange(6 << 20, dtype=np.float32)  # 24 MB
+    save_file({"w": values}, source)
+    begins = "sync_file_range"
+    strace = ["strace", "-f", "-o", log, "-e", f"trace={begins},fsync"]
+    strace += ["-e", f"inject={begins}:error=EIO"] if fails else []
+    more = () if fsync else ("--no-fsync",)
+    subprocess.run(
+        [*strace, *PROGRAM, "convert", source, out, *more], check=True, env=environment()
+    )
+    calls = [line.split("(")[0].split()[-1] for line in log.read_text().splitlines() if "(" in line]
+    assert calls.count(begins) == (3 if fsync else 0)
+    assert fsync == ("fsync" in calls)
+    assert begins not in calls[calls.index("fsync") :] if fsync else calls == []
+    assert np.array_equal(load_file(out)["w"], values)
