@@ -9,10 +9,11 @@ Source: deepspeed/checkpoint/ds_to_universal.py (0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from ckptconv.formats.folders.ranks import varies
 from ckptconv.formats.folders.zero import WHOLE, Shapes, entries
 from ckptconv.formats.folders.zero_optimizer import (
     PlainGroup,
@@ -22,13 +23,18 @@ from ckptconv.formats.folders.zero_optimizer import (
 )
 from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Node, mapping_pairs
-from ckptconv.support.errors import MalformedCheckpoint, errors_at
+from ckptconv.support.errors import MalformedCheckpoint, errors_at, printable
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import Shape, TensorRef, contiguous_stride
-from ckptconv.tensors.stream import verbatim_range
+from ckptconv.tensors.stream import iter_chunks, verbatim_range
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
+from ckptconv.tree.optimizer_states import (
+    SHAPED,
+    ParamGroup,
+    named_optimizer,
+    read_number,
+)
 from ckptconv.tree.walk import tensor_of
 
 OpenFile = Callable[[Location], Checkpoint]
@@ -56,6 +62,18 @@ class Universal:
     groups: Sequence[PlainGroup]
     beside: Mapping[str, Node]
     opened: Sequence[Checkpoint]
+
+    def held(self, name: str, key: str) -> Node:
+        """What a file holds."""
+        return self.weights[name] if key == _WEIGHT else self.states.get(name, {}).get(key)
+
+    def has_moved(self, *names: str) -> bool:
+        """Whether the weights of parameters are not those any more that they began with: of a
+        warm-up, the first step may have the rate 0.
+        """
+        steps = [read_number(self.states.get(name, {}).get("step")) for name in names]
+        rates = [read_number(settings.get("lr")) for settings, _ in self.groups]
+        return all(step is not None and step > 1 for step in steps) and all(rates)
 
     def optimizer(self, shapes: Sequence[Shapes]) -> Node | None:
         """The optimizer's states; `shapes` are the parameters of each partition. None where it is
@@ -102,21 +120,27 @@ def read_universal(zero: Location, shapes: Sequence[Shapes], open_file: OpenFile
         _require_shapes(folder, weight, found)
         if found:
             states[folder.name] = found
-    return _with_groups(zero.child(_GROUPS), Universal(weights, states, (), {}, opened), shapes,
-                        open_file)  # fmt: skip
+    universal = Universal(weights, states, (), {}, opened)
+    universal = _with_groups(zero.child(_GROUPS), universal, shapes, open_file)
+    _refuse_copies(zero, universal)
+    return universal
 
 
 def _of_parameter(
     folder: Location, shape: Shape | None, open_file: OpenFile, opened: list[Checkpoint]
 ) -> Iterator[tuple[str, Node]]:
     """What the files of a parameter hold, by their names."""
-    for file in sorted(folder.list(), key=lambda item: item.name):
+    files = sorted(folder.list(), key=lambda item: item.name)
+    for file in files:
         if not file.name.endswith(".pt") or not file.is_file():
             continue
         checkpoint = open_file(file)
         opened.append(replace(checkpoint, root=None))
+        key = file.name.removesuffix(".pt")
         with errors_at(path=file):
-            yield file.name.removesuffix(".pt"), _value(checkpoint.root, shape)
+            value = _value(checkpoint.root, shape)
+            _refuse_other_name(key, value, [item.stem for item in files])
+            yield key, value
 
 
 def _value(root: Node, shape: Shape | None) -> Node:
@@ -144,12 +168,101 @@ def _viewed(ref: TensorRef, shape: Shape) -> TensorRef:
     return ref._replace(shape=shape, stride=stride, pieces=(piece,))
 
 
+def _refuse_other_name(key: str, value: Node, names: Collection[str]) -> None:
+    """Raise for a file that was saved under the name of another one of its folder, which is that
+    of the archive's own folder too, as `torch.save` to a path has it.
+    """
+    saved_as = value.storage.name.partition("/")[0] if type(value) is TensorRef else key
+    if saved_as != key and saved_as in names:
+        what = f"was saved as {saved_as}.pt: another file was copied over it"
+        raise MalformedCheckpoint(what, hint=_AGAIN)
+
+
 def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) -> None:
     shape = weight.shape if type(weight) is TensorRef else None
     for key, value in states.items():
-        if shape is None or (type(value) is TensorRef and value.shape not in ((), shape)):
+        has = value.shape if type(value) is TensorRef else ()
+        known = {shape} if key in SHAPED else {(), shape}
+        if key == "step":
+            known = {()}
+        if shape is None or has not in known:
             what = f"{key} does not have the shape of the weight"
             raise MalformedCheckpoint(what, path=folder, hint=WHOLE)
+
+
+_AGAIN = "fetch both again"
+_FEW = 16  # elements: so many that vary are not equal by chance
+_NO_SIGN = bytes(range(128)) * 2
+
+
+def _refuse_copies(zero: Location, found: Universal) -> None:
+    """Raise `MalformedCheckpoint` where a file was copied over that of another parameter.
+
+    Equal values alone do not tell: the moments of two biases that are added (LSTM) are equal, and
+    the weights of layers that start as copies. One of several files that is equal does: no other
+    weight has the same first moment and not the same second one.
+    """
+    known: dict[object, tuple[str, str]] = {}
+    for name in found.weights:
+        for key in (_WEIGHT, *_MOMENTS):
+            mark = _mark(found.held(name, key))
+            if mark is None:
+                continue
+            other = known.setdefault(mark, (name, key))
+            if other != (name, key) and _is_copy(found, (name, key), other):
+                first = zero.child(other[0]).child(f"{other[1]}.pt")
+                what = f"has the values of {printable(first)}: one was copied over the other"
+                path = zero.child(name).child(f"{key}.pt")
+                raise MalformedCheckpoint(what, path=path, hint=_AGAIN)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _mark(ref: Node) -> object:
+    """What is equal for equal files of many elements, and for nearly no others; None: unknown."""
+    if type(ref) is not TensorRef or ref.numel < _FEW or verbatim_range(ref) is None:
+        return None
+    is_whole = ref.storage.crc32 is not None and ref.nbytes == ref.storage.nbytes
+    return (ref.dtype, ref.numel, ref.storage.crc32) if is_whole else None
+
+
+def _is_copy(found: Universal, one: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Whether two files that seem equal are what no training makes."""
+    (name, key), (before, kind) = one, other
+    first, second = ([found.held(of, moment) for of in (name, before)] for moment in _MOMENTS)
+    if key == kind == _WEIGHT and not (_differ(*first) and found.has_moved(name, before)):
+        return False
+    if key == kind == "exp_avg" and not _differ(*second):
+        return False
+    if key == kind == "exp_avg_sq" and not (_differ(*first) and _differ_in_size(*first)):
+        return False
+    ref, its = found.held(*one), found.held(*other)
+    return varies(ref) and all(map(bytes.__eq__, _chunks(ref), _chunks(its)))
+
+
+def _differ(one: Node, other: Node) -> bool:
+    """Whether two tensors are known to be different ones."""
+    marks = {_mark(one), _mark(other)}
+    return len(marks) > 1 and None not in marks
+
+
+def _differ_in_size(one: TensorRef, other: TensorRef) -> bool:
+    """Whether values of two tensors differ in more than their signs: what is subtracted has the
+    gradients of what it is subtracted from, negated, and their squares.
+    """
+    for pair in zip(_chunks(one), _chunks(other), strict=True):
+        sizes = [bytearray(chunk) for chunk in pair]
+        for raw in sizes:
+            ends = slice(one.dtype.itemsize - 1, None, one.dtype.itemsize)
+            raw[ends] = raw[ends].translate(_NO_SIGN)
+        if sizes[0] != sizes[1]:
+            return True
+    return False
+
+
+def _chunks(ref: TensorRef) -> Iterator[bytes]:
+    return map(bytes, iter_chunks(ref))
 
 
 def _with_groups(

@@ -108,3 +108,101 @@ def test_tied_weights_in_files_of_their_own_are_no_copies(tmp_path):
     with open_checkpoint(tmp_path / "dcp") as checkpoint:
         assert len([*checkpoint.tensors()]) == 2
     assert torch.equal(load_portable(tmp_path / "dcp")["head.weight"], shared)
+
+
+# --------------------------------------------------------------------------- universal checkpoints
+
+
+class Apart(torch.nn.Module):
+    """What is subtracted has the negated gradients of what is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plus, self.minus = (torch.nn.Parameter(torch.zeros(5, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.plus - self.minus
+
+
+def universal(folder: Path, steps: int = 3, lr: float = 0.01) -> Path:
+    """A model of layers that start as copies of each other, trained and saved as `ds_to_universal`
+    saves it; the gradients of an LSTM's two biases are equal, and so are these.
+    """
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    model = torch.nn.Sequential(
+        torch.nn.LSTM(8, 8),
+        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        Apart(),
+    )
+    torch.nn.init.zeros_(model[0].bias_ih_l0)
+    torch.nn.init.zeros_(model[0].bias_hh_l0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for _ in range(steps):
+        model[1:](model[0](torch.randn(5, 8))[0]).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = dict(model.named_parameters())
+    step = folder / "global_step3_universal"
+    for name, weight in weights.items():
+        (step / "zero" / name).mkdir(parents=True)
+        state = {"fp32": weight.detach(), **optimizer.state[weight]}
+        for key, value in state.items():
+            held = value if key == "step" else {"param": value, "cat_dim": 0}
+            torch.save(held, step / "zero" / name / f"{key}.pt")
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    torch.save({"param_groups": [{**settings, "params": [0]}]}, step / "zero/optimizer_state.pt")
+    shapes = [{name: weight.shape for name, weight in weights.items()}]
+    model_states = {"module": model.state_dict(), "param_shapes": shapes, "dp_world_size": 1}
+    torch.save(model_states, step / "mp_rank_00_model_states.pt")
+    (folder / "latest_universal").write_text(step.name)
+    return step
+
+
+@pytest.mark.parametrize("key", ["fp32", "exp_avg", "exp_avg_sq"])
+def test_a_file_of_another_parameter_is_refused(key, tmp_path):
+    step = universal(tmp_path / "made")
+    with open_checkpoint(step) as checkpoint:
+        assert len([*checkpoint.tensors()]) == 4 * 30
+    names = (f"1.layers.{number}.linear1.weight" for number in range(2))
+    source, target = (step / "zero" / name / f"{key}.pt" for name in names)
+    shutil.copy(source, target)
+    with pytest.raises(MalformedCheckpoint, match="one was copied over the other") as error:
+        load_portable(step)
+    assert all(str(file) in str(error.value) for file in (source, target))
+
+
+@pytest.mark.parametrize("keeps_name", [True, False])
+@pytest.mark.parametrize(
+    ("key", "over"),
+    [("fp32", "exp_avg"), ("exp_avg", "fp32"), ("exp_avg_sq", "exp_avg"), ("step", "exp_avg"),
+     ("exp_avg", "step")],
+)  # fmt: skip
+def test_a_file_of_another_kind_is_refused(key, over, keeps_name, tmp_path):
+    step = universal(tmp_path / "made")
+    # the name in the archive tells of small tensors too
+    end = "norm1.bias" if keeps_name else "linear1.weight"
+    source = step / f"zero/1.layers.0.{end}/{key}.pt"
+    target = step / f"zero/1.layers.1.{end}/{over}.pt"
+    value = torch.load(source)
+    if keeps_name:
+        shutil.copy(source, target)
+    else:  # torch writes "archive" into what it is not told the path of
+        for file, held in ((source, value), (target, value)):
+            with file.open("wb") as opened:
+                torch.save(held, opened)
+    with pytest.raises(MalformedCheckpoint) as error:
+        load_portable(step)
+    assert f"1.layers.1.{end}" in str(error.value)
+    assert over in str(error.value)
+
+
+@pytest.mark.parametrize(("steps", "lr"), [(1, 0.0), (3, 0.0), (3, 0.01)])
+def test_parameters_that_are_equal_by_training_are_no_copies(steps, lr, tmp_path):
+    """With a rate of 0 (a warm-up begins so) copied layers stay equal, and moments differ."""
+    step = universal(tmp_path / "made", steps, lr)
+    found = load_portable(step)
+    assert torch.equal(found["0.bias_ih_l0"], found["0.bias_hh_l0"])
+    assert torch.equal(found["2.plus"], -found["2.minus"])
+    layers = (found[f"1.layers.{number}.linear1.weight"] for number in range(2))
+    assert torch.equal(*layers) is (lr == 0)
