@@ -341,7 +341,10 @@ class _Folded:
         import numpy as np
 
         if self._is_single and numbers.dtype.itemsize == 4:
-            codes = numbers.view("<u4") >> np.uint32(16)
+            codes = np.empty(len(numbers), np.intp)  # what is counted with, in the same pass
+            np.right_shift(
+                numbers.view("<u4"), np.uint32(16), codes, dtype=np.uint32, casting="unsafe"
+            )
         else:
             wide = np.ascontiguousarray(numbers, "<f8")
             codes = (wide.view("<u8") >> np.uint64(_SHIFT)).astype(np.intp)
