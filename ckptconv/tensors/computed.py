@@ -115,7 +115,7 @@ def elementwise(
     shape. Inputs that lie in order are read as runs, whatever their shape.
     """
     shape = inputs[0].shape
-    runs = [_as_run(ref) for ref in inputs]
+    runs = [as_run(ref) for ref in inputs]
     flat = [run for run in runs if run is not None]
     taken = flat if len(flat) == len(inputs) else inputs
     value = Computed(operation, tuple(taken), parameters, dtype, taken[0].shape)
@@ -123,7 +123,7 @@ def elementwise(
     return whole_view(storage, dtype, shape)._replace(requires_grad=inputs[0].requires_grad)
 
 
-def _as_run(ref: TensorRef) -> TensorRef | None:
+def as_run(ref: TensorRef) -> TensorRef | None:
     """A tensor whose bytes lie in order, as one with a single dimension."""
     found = verbatim_range(ref)
     if found is None:

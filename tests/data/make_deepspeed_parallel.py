@@ -1,13 +1,14 @@
-"""Make the folders of tests/data/deepspeed_parallel with deepspeed itself: a pipeline of two stages
-under ZeRO 1, experts on two ranks each under ZeRO 2 and without ZeRO (plain; in fp16; in fp16 with
-one flat tensor for each group), and two tensor-parallel ranks under ZeRO 1 and under ZeRO 3, four
-processes each.
+"""Make the folders of tests/data/deepspeed_parallel with deepspeed itself: pipelines of two stages
+under ZeRO 1 and without ZeRO, with tied layers and with layers that are cut among two
+tensor-parallel ranks; experts on two ranks each under ZeRO 2 and without ZeRO (plain; in fp16; in
+fp16 with one flat tensor for each group), and two tensor-parallel ranks under ZeRO 1 and under
+ZeRO 3; two or four processes each.
 
     DS_ACCELERATOR=cpu python tests/data/make_deepspeed_parallel.py [pipeline|experts|tensor ...]
 
-Needs what make_deepspeed.py needs. pipeline/states.pt is what deepspeed gives of each parameter,
-experts_*/states.pt what its optimizers of all ranks keep of each, tensor/states.pt and
-tensor3/states.pt what its ds_to_universal makes of the folders.
+Needs what make_deepspeed.py needs. states.pt of a pipeline is what deepspeed gives of each
+parameter, experts_*/states.pt what its optimizers of all ranks keep of each, that of tied, cut,
+tensor and tensor3 what its ds_to_universal makes of the folder.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ CONFIG = {"zero_allow_untested_optimizer": True, "bf16": {"enabled": True}}
 KEPT = ("exp_avg", "exp_avg_sq")
 
 
-def begin(rank: int, port: int) -> None:
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+def begin(rank: int, port: int, world: int = RANKS) -> None:
+    torch.set_num_threads(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
     import deepspeed
 
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
 
@@ -81,9 +84,121 @@ def pipeline(rank: int, folder: Path, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
+def batches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
-        yield torch.randn(2, 6).bfloat16(), torch.randn(2, 4).bfloat16()
+        yield torch.randn(2, 6).to(dtype), torch.randn(2, 4).to(dtype)
+
+
+def transposed(module: nn.Module, x: Tensor) -> Tensor:
+    """What a tied layer does with a function of its own: no file has it."""
+    return nn.functional.linear(x, module.weight.t())
+
+
+def tied(rank: int, folder: Path, port: int, precision: str = "bf16", stage: int = 1) -> None:
+    """Two pairs of tied layers, the second layer of one with a function of its own."""
+    world = RANKS if precision == "bf16" else 2
+    begin(rank, port, world)
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    def word(**own: Any) -> Any:
+        return TiedLayerSpec("word", nn.Linear, 6, 8, bias=False, **own)
+
+    def norm() -> Any:
+        return TiedLayerSpec("norm", nn.LayerNorm, 8, tied_weight_attr=["weight", "bias"])
+
+    layers = [word(), norm(), LayerSpec(nn.Linear, 8, 8), norm(), word(forward_fn=transposed)]
+    model = PipelineModule(
+        [*layers, LayerSpec(nn.Linear, 6, 4)],
+        num_stages=2,
+        loss_fn=nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    train_stages(model, folder, precision, stage)
+
+
+def alone(rank: int, folder: Path, port: int, precision: str = "fp32") -> None:
+    """Stages of one rank each, without ZeRO, and groups with and without weight decay."""
+    begin(rank, port, 2)
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    layers = [LayerSpec(nn.Linear, 6, 8), LayerSpec(nn.LayerNorm, 8), LayerSpec(nn.Linear, 8, 4)]
+    model = PipelineModule(
+        layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+    )
+    train_stages(model, folder, precision, 0)
+
+
+def train_stages(model: Any, folder: Path, precision: str, stage: int) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # torch has the few operations on CPUs too
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtype = dtypes[precision[:4]]
+    config = {
+        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+    }
+    if precision.startswith("fp16"):
+        config["fp16"] = {"enabled": True, "initial_scale_power": 4}
+    if precision == "fp16":  # what its own FusedAdam gets, which needs a GPU
+        deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": 0.1},
+        {"params": [each for each in parameters if each.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(2):
+        engine.train_batch(batches(dtype))
+    engine.save_checkpoint(str(folder))
+    found = dict(states_of_stage(engine, precision)) if stage == 0 else {}
+    world = torch.distributed.get_world_size()
+    every: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(world)]
+    torch.distributed.all_gather_object(every, found)
+    if torch.distributed.get_rank() == 0 and stage == 0:
+        both: dict[str, dict[str, Tensor]] = {}
+        for name, state in [item for one in every for item in one.items()]:
+            both.setdefault(name, state)
+        torch.save(both, folder / "states.pt")
+    torch.distributed.destroy_process_group()
+
+
+def states_of_stage(engine: Any, precision: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What the optimizer of a stage has of each parameter, and its fp32 weight."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    named = {parameter: name for name, parameter in engine.module.named_parameters()}
+    if precision == "bf16":
+        for parameter, name in named.items():
+            states = {key: safe_get_full_optimizer_state(parameter, key) for key in KEPT}
+            yield name, {"fp32": safe_get_full_fp32_param(parameter), **states}
+    elif precision == "fp32":
+        for parameter, name in named.items():
+            states = engine.optimizer.state[parameter]
+            yield name, {"fp32": parameter.detach(), **{key: states[key] for key in KEPT}}
+    elif precision == "fp16_unfused":
+        inner = engine.optimizer
+        for group, masters in zip(inner.fp16_groups, inner.fp32_groups, strict=True):
+            for parameter, master in zip(group, masters, strict=True):
+                states = inner.optimizer.state[master]
+                kept = {key: states[key] for key in KEPT}
+                yield named[parameter], {"fp32": master.detach(), **kept}
+    else:
+        both = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups_flat, strict=True)
+        for group, flat in both:
+            states = engine.optimizer.optimizer.state[flat]
+            rows = {"fp32": flat.detach(), **{key: states[key] for key in KEPT}}
+            cut = {
+                key: torch._utils._unflatten_dense_tensors(value, group)
+                for key, value in rows.items()
+            }
+            for at, parameter in enumerate(group):
+                yield named[parameter], {key: values[at].clone() for key, values in cut.items()}
 
 
 class Mixture(nn.Module):
@@ -349,6 +464,73 @@ def tensor(rank: int, folder: Path, port: int, stage: int = 1) -> None:
     torch.distributed.destroy_process_group()
 
 
+class CutLayer(Cut):
+    """A layer whose inputs are a number that all ranks have, and the loss so far of this rank."""
+
+    def __init__(self, rank: int, seed: int) -> None:
+        super().__init__(rank)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lost = super().forward(x[0, 0].float().detach()) / 100
+        return torch.cat([x[:, :1], x[:, 1:] + lost.to(x.dtype)], 1)
+
+
+class CutWords(CutLayer):
+    """The embedding alone."""
+
+    def __init__(self, rank: int) -> None:
+        nn.Module.__init__(self)
+        torch.manual_seed(9 + rank)
+        self.embed = Piece(weight=(PADDED // TENSOR, ROWS))
+
+
+def cut(rank: int, folder: Path, port: int) -> None:
+    """Two stages of two tensor-parallel ranks, and a tied layer in both stages."""
+    begin(rank, port)
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    own = rank % TENSOR
+    words = partial(TiedLayerSpec, "words", CutWords, own, tied_weight_attr="embed.weight")
+    specs = [LayerSpec(CutLayer, own, seed) for seed in (0, 1)]
+    model = PipelineModule(
+        [words(), specs[0], specs[1], words()],
+        topology=PipeModelDataParallelTopology(2, TENSOR, 1),
+        loss_fn=lambda found, _: found[:, 1].float().mean(),
+        partition_method="uniform",
+    )
+    before = r"\w+\."
+    info = {
+        key: [before + text for text in listed] if type(listed[0]) is str else listed
+        for key, listed in INFO.items()
+        if isinstance(listed, list)
+    }
+    info["vocabulary_parameter_patterns"].append(r"tied_modules\.words\.embed\.weight")
+    info["tp_replicated_parameter_patterns"] = [before + r".*norm\.weight", before + r"dense\.bias"]
+    (parts,) = INFO["parameter_with_sub_params"]  # type: ignore[misc]
+    info["parameter_with_sub_params"] = [{**parts, "patterns": [before + r"qkv\.weight"]}]
+    info["pipeline_replicated_parameter_patterns"] = [r"tied_modules\.words\.embed\.weight"]
+    model.universal_checkpoint_info = {**INFO, **info}
+    config = {
+        **CONFIG,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+    }
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(2):
+        x = torch.tensor([[0.5 + step, 0.0]] * 2, dtype=torch.bfloat16, requires_grad=True)
+        engine.train_batch(iter([(x, torch.zeros(2, 2, dtype=torch.bfloat16))] * 2))
+    engine.save_checkpoint(str(folder))
+    torch.distributed.destroy_process_group()
+
+
 def universal_states(folder: Path) -> None:
     """Save what ds_to_universal makes of a step: of each parameter the weight and the states."""
     from deepspeed.checkpoint import ds_to_universal
@@ -360,7 +542,7 @@ def universal_states(folder: Path) -> None:
             input_folder=str(folder / "global_step2"),
             output_folder=str(made),
             strict=True,
-            inject_missing_state=False,
+            inject_missing_state=True,
             **options,
         )
     )
@@ -383,13 +565,22 @@ def main() -> None:
         "experts_flat": partial(experts_without_zero, fp16=True, flat=True),
         "tensor": tensor,
         "tensor3": partial(tensor, stage=3),
+        "tied": tied,
+        "tied_bf16": partial(tied, stage=0),
+        "tied_fp32": partial(tied, precision="fp32", stage=0),
+        "fp32": alone,
+        "fp16": partial(alone, precision="fp16"),
+        "fp16_unfused": partial(alone, precision="fp16_unfused"),
+        "cut": cut,
     }
+    of_two = ("tied_fp32", "fp32", "fp16", "fp16_unfused")
     for name in sys.argv[1:] or kinds:
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        torch.multiprocessing.spawn(kinds[name], (folder, free_port()), nprocs=RANKS)
-        if name.startswith("tensor"):
+        count = 2 if name in of_two else RANKS
+        torch.multiprocessing.spawn(kinds[name], (folder, free_port()), nprocs=count)
+        if name in ("tensor", "tensor3", "tied", "cut"):
             universal_states(folder)
         for script in folder.glob("*.py"):
             script.unlink()

@@ -40,11 +40,19 @@ from ckptconv.formats.folders.deepspeed_files import (
     require_ranks,
     step_files,
 )
-from ckptconv.formats.folders.deepspeed_parallel import (
-    layer_values,
+from ckptconv.formats.folders.deepspeed_numbers import flat_states, shapes_by_values
+from ckptconv.formats.folders.deepspeed_pipeline import (
+    Layers,
+    Stage,
+    buffers_of,
+    has_ties,
+    named_by_values,
     of_all_stages,
+    parameters_of,
     pipeline_weights,
-    require_whole_layers,
+    read_layers,
+    require_stages,
+    shape_in,
 )
 from ckptconv.formats.folders.deepspeed_universal import Universal, read_universal, zero_folder
 from ckptconv.formats.folders.ranks import Copies
@@ -56,6 +64,7 @@ from ckptconv.formats.folders.zero import (
     flat_groups,
     read_rank,
     read_shapes,
+    shapes_in_slices,
     spread_over_ranks,
 )
 from ckptconv.formats.folders.zero_optimizer import kept_beside, optimizer_of
@@ -188,7 +197,7 @@ def _open_tensor_ranks(ranks: Sequence[StepFiles], open_file: OpenFile) -> Check
     """The checkpoint of a model whose parameters were cut among tensor-parallel ranks."""
     from ckptconv.formats.folders.deepspeed_tensors import joined_trees  # seldom needed
 
-    opened = [_open_step(rank, open_file) for rank in ranks]
+    opened = [(_open_pipeline if rank.layers else _open_step)(rank, open_file) for rank in ranks]
     pairs, notes = joined_trees([one.root for one in opened])
     root = Dict([pair for pair in pairs if pair[0] not in (*_OF_TENSOR_RANKS, "param_shapes")])
     container = opened[0].container
@@ -198,35 +207,58 @@ def _open_tensor_ranks(ranks: Sequence[StepFiles], open_file: OpenFile) -> Check
 
 def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     """The checkpoint of a pipeline: the values of each layer are in a file of its own, the fp32
-    weights and the optimizer's states, with ZeRO, in those of the ranks of each stage.
+    weights and the optimizer's states, with ZeRO or in bf16, in those of the ranks of each stage.
     """
-    layers = {number: open_file(file) for number, file in files.layers.items()}
-    values = layer_values({number: layer.root for number, layer in layers.items()})
+    opened_layers = {number: open_file(file) for number, file in files.layers.items()}
+    layers = read_layers({number: layer.root for number, layer in opened_layers.items()})
     models = [open_file(file) for file in files.stages]
     states = [entries(model.root) for model in models]
     first = next(iter(files.layers.values())).name
-    require_whole_layers(states, is_named=first.count("-") > 1)
-    opened = [*models, *layers.values()]
-    parameters: list[tuple[str, TensorRef]] = []
-    made: list[Node] = []
+    require_stages(states, files.tensor_ranks, is_named=first.count("-") > 1)
+    opened = [*models, *opened_layers.values()]
+    stages: list[Stage] = []
     rest: Mapping[str, Node] = {}
     copies = Copies()
-    for stage, of_stage in zip(states, files.ranks_of_stages, strict=True):
-        if not of_stage or stage.get("param_shapes") is None:
-            continue
-        ranks, more = _read_ranks(of_stage, open_file, copies)
-        if len(set(ranks[0].counts)) > 1:
-            raise spread_over_ranks("optimizer_state_dict.partition_count")
+    for said, of_stage in zip(states, files.ranks_of_stages, strict=True):
+        of_ties = Copies() if has_ties(said) else copies  # what is tied fills partitions alike
+        ranks, more = _read_ranks(of_stage, open_file, of_ties) if of_stage else ([], [])
         opened += more
-        groups = flat_groups(ranks, read_shapes(stage["param_shapes"], "param_shapes"))
-        parameters += _parameters(ranks, groups)
-        made.append(optimizer_of(ranks, groups))
-        rest = rest or ranks[0].rest
-    module, notes = pipeline_weights(values, states, parameters)
-    optimizer, told = of_all_stages(made, len(models))
-    root = Dict([("module", module), *optimizer, *_others(models[0].root, rest)])
+        if not ranks and (alone := flat_states(said)) is not None:
+            ranks = [alone]
+        rest = rest or (ranks[0].rest if ranks else {})
+        stages.append(_stage(said, ranks, layers))
+    if not any(files.ranks_of_stages):
+        stages = named_by_values(layers, stages)
+    module, notes = pipeline_weights(layers, stages)
+    optimizer, told = of_all_stages(layers, stages)
+    pairs = [("module", module), *optimizer, *_others(models[0].root, rest)]
+    if files.is_tensor_rank:
+        pairs.append(("buffer_names", [name for said in states for name in buffers_of(said)]))
+        if not any(stage.weights for stage in stages):
+            pairs.append(("param_shapes", None))  # as of other ranks whose optimizers number theirs
+    root = Dict(pairs)
     container = CONTAINER.called(f"{CONTAINER.name} pipeline")
     return whole_of(opened, container, root, models[0].path, (told, *notes))
+
+
+def _stage(said: Mapping[str, Node], ranks: Sequence[RankStates], layers: Layers) -> Stage:
+    """A stage of a pipeline, of what its model states say and the ranks that it has partitions
+    of.
+    """
+    named: Node = said.get("param_shapes")
+    if not ranks:
+        shapes: Sequence[Shapes] = ()
+    elif named is not None:
+        shapes = read_shapes(named, "param_shapes")
+    else:
+        shapes = shapes_in_slices(ranks, partial(shape_in, layers))
+        shapes = shapes or shapes_by_values(ranks, parameters_of(layers, [said]))
+    if not ranks or (named is None and not shapes):
+        return Stage(said, {})
+    if len(set(ranks[0].counts)) > 1:
+        raise spread_over_ranks("optimizer_state_dict.partition_count")
+    groups = flat_groups(ranks, shapes)
+    return Stage(said, dict(_parameters(ranks, groups)), optimizer_of(ranks, groups))
 
 
 def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:

@@ -21,6 +21,7 @@ FETCH = "fetch the whole folder again"
 UNIVERSAL = "deepspeed's ds_to_universal makes a universal checkpoint of it, which is read"
 """What can be done about layouts of which that program can tell more."""
 _LAYER = re.compile(r"layer_([0-9]{1,6})((?:-[a-z]+_[0-9]+)*)-model_states\.pt").fullmatch
+_MODEL_RANK = re.compile(r"-model_([0-9]{1,6})").fullmatch
 _EXPERT = re.compile(
     r"layer_([0-9]{1,6})_expert_([0-9]{1,6})_mp_rank_0+_model_states\.pt"
 ).fullmatch
@@ -34,8 +35,8 @@ class StepFiles:
 
     Of a pipeline, `layers` by their numbers, the model states of its `stages`, and the optimizer
     states of the ranks of each stage. `experts` go by layer and expert; `sets` are the optimizer
-    states of each set of experts, without ZeRO. `of_tensor_ranks` are the files of each
-    tensor-parallel rank, which `is_tensor_rank` then.
+    states of each set of experts, without ZeRO. `of_tensor_ranks` are the files of each of the
+    `tensor_ranks`, which `is_tensor_rank` then.
     """
 
     whole: Location | None
@@ -104,17 +105,17 @@ Matched = Sequence[tuple[re.Match[str], Location]]
 def _pipeline_files(
     folder: Location, names: Sequence[str], model: Matched, optim: Matched
 ) -> StepFiles:
-    """The files of a pipeline whose layers are whole."""
-    layers: dict[int, Location] = {}
-    for name in sorted(names):
-        if (found := _LAYER(name)) is None:
-            continue
-        if int(found[1]) in layers:
-            what = "a pipeline-parallel checkpoint whose layers are cut (tensor parallelism)"
-            raise _not_read(folder, what, UNIVERSAL)
-        layers[int(found[1])] = folder.child(name)
+    """The files of a pipeline. Where its layers are cut, those of each tensor-parallel rank: of T
+    such ranks, rank R of stage S is ``mp_rank_`` S x T + R.
+    """
+    layers = _layers(folder, names)
+    every = sorted({rank for of_layer in layers.values() for rank in of_layer})
+    for number, of_layer in layers.items():
+        if every != list(range(len(every))) or len(of_layer) < len(every):
+            what = f"does not have the files of all {len(every)} tensor-parallel ranks"
+            raise MalformedCheckpoint(what, path=folder, where=f"layer {number}", hint=FETCH)
     stages = _by_rank((int(found[2]), file) for found, file in model if found[1] is None)
-    if list(stages) != list(range(len(stages))) or not stages:
+    if list(stages) != list(range(len(stages))) or not stages or len(stages) % len(every):
         what = f"has the model states of {len(stages)} stages, and not of the first {len(stages)}"
         raise MalformedCheckpoint(what, path=folder, hint=FETCH)
     ranks: list[list[tuple[int, Location]]] = [[] for _ in stages]
@@ -126,9 +127,36 @@ def _pipeline_files(
     if len({bool(each) for each in ranks}) > 1:
         what = "some stages have optimizer states, and others have none"
         raise MalformedCheckpoint(what, path=folder, hint=FETCH)
-    of_stages = list(map(_by_rank, ranks))
-    ordered = dict(sorted(layers.items()))
-    return StepFiles(None, {}, {}, 1, ordered, list(stages.values()), of_stages)
+    found_ranks = [
+        StepFiles(
+            None,
+            {},
+            {},
+            layers={number: of_layer[rank] for number, of_layer in layers.items()},
+            stages=list(stages.values())[rank :: len(every)],
+            ranks_of_stages=list(map(_by_rank, ranks))[rank :: len(every)],
+            tensor_ranks=len(every),
+            is_tensor_rank=len(every) > 1,
+        )
+        for rank in every
+    ]
+    whole = found_ranks[0]
+    return whole if len(every) == 1 else StepFiles(None, {}, {}, of_tensor_ranks=found_ranks)
+
+
+def _layers(folder: Location, names: Sequence[str]) -> dict[int, dict[int, Location]]:
+    """The files of each layer, by its number and that of the tensor-parallel rank."""
+    layers: dict[int, dict[int, Location]] = {}
+    for name in sorted(names):
+        if (found := _LAYER(name)) is None:
+            continue
+        rank = _MODEL_RANK(found[2] or "-model_0")
+        of_layer = layers.setdefault(int(found[1]), {})
+        if rank is None or int(rank[1]) in of_layer:
+            what = "a pipeline-parallel checkpoint whose layers are cut in more than one way"
+            raise _not_read(folder, what, UNIVERSAL)
+        of_layer[int(rank[1])] = folder.child(name)
+    return dict(sorted(layers.items()))
 
 
 def _tensor_ranks(folder: Location, model: Matched, optim: Matched) -> list[StepFiles]:

@@ -35,6 +35,7 @@ _HALVES = "parameter_with_2_sub_params_cat_dim_0"
 _PARTS = "parameter_with_sub_params"
 _WIDTHS = "sub_param_shard_widths"
 _VOCABULARY = "vocabulary_parameter_patterns"
+_STAGES = "pipeline_replicated_parameter_patterns"
 _WORDS = "original_vocab_size"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _KINDS = (_SAME, _AVERAGED, _COLUMNS, _HALVES, _VOCABULARY)
@@ -86,10 +87,7 @@ class TensorRanks:
 
     def _add(self, pattern: _Pattern) -> None:
         text = pattern.text
-        repeats = len(re.findall(r"(?<!\\)[*+?]", text))
-        if not _IS_SHORT(text) or repeats > _MOST_REPEATS:
-            what = f"has a pattern that is not read: {text!r:.100}"
-            raise UnsupportedCheckpoint(what, where=f"{INFO}.{pattern.kind}")
+        _require_short(text, pattern.kind)
         plain = re.sub(r"\\(.)", r"\1", text.removeprefix("^").removesuffix("$"))
         if text[:1] == "^" and text[-1:] == "$" and re.escape(plain) == text[1:-1]:
             self._exact.setdefault(plain, []).append(pattern)  # AutoTP has one for each parameter
@@ -176,6 +174,21 @@ def _texts(node: Node, kind: str) -> list[str]:
     if type(listed) not in (list, tuple) or not all(type(text) is str for text in listed):
         raise UnsupportedCheckpoint("is not a list of patterns", where=f"{INFO}.{kind}")
     return list(listed)
+
+
+def _require_short(text: str, kind: str) -> None:
+    repeats = len(re.findall(r"(?<!\\)[*+?]", text))
+    if not _IS_SHORT(text) or repeats > _MOST_REPEATS:
+        what = f"has a pattern that is not read: {text!r:.100}"
+        raise UnsupportedCheckpoint(what, where=f"{INFO}.{kind}")
+
+
+def stages_have_the_same(info: Node, name: str) -> bool:
+    """Whether `info` says that the stages of a pipeline which have a parameter have the same."""
+    patterns = _texts(entries(info).get(_STAGES), _STAGES)[:_MOST_PATTERNS]
+    for text in patterns:
+        _require_short(text, _STAGES)
+    return len(name) <= _LONGEST_NAME and any(re.match(text, name) for text in patterns)
 
 
 def _sizes(node: Node) -> list[Node]:

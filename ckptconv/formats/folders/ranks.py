@@ -26,6 +26,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few, first_few_in_short
 from ckptconv.tensors.assembly import assembled
+from ckptconv.tensors.element_pairs import aligned, words_of
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tree.checkpoint import Checkpoint, whole_of
@@ -230,8 +231,7 @@ def are_equal(one: TensorRef, other: TensorRef) -> bool:
         return False
     if _checksum(one) is not None and _checksum(one) == _checksum(other):
         return True
-    ours, theirs = iter_chunks(one), iter_chunks(other)
-    return all(mine == its for mine, its in zip(ours, theirs, strict=True))
+    return all((ours == its).all() for ours, its in aligned(words_of(one), words_of(other)))
 
 
 class Copies:
@@ -248,13 +248,13 @@ class Copies:
         """
         named = [(name, ref) for name, ref in parts if ref.numel > 1]
         refs = [ref for _, ref in named]
-        mark = len(named), *((name, _mark(ref)) for name, ref in named[:_MARKED])
+        mark = len(named), *((name, mark_of(ref)) for name, ref in named[:_MARKED])
         alike = self._known.setdefault(mark, [])
         if alike and not any(map(varies, refs)):
             return
         for other, theirs in alike:
             pairs = zip(refs, theirs, strict=True)
-            if all(_mark(one) == _mark(its) and are_equal(one, its) for one, its in pairs):
+            if all(mark_of(one) == mark_of(its) and are_equal(one, its) for one, its in pairs):
                 what = f"has the same of each tensor as {printable(other)}"
                 hint = "one was copied over the other: fetch both again"
                 raise MalformedCheckpoint(what, path=path, hint=hint)
@@ -264,7 +264,7 @@ class Copies:
 _MARKED = 64  # tensors that nearly always tell two files apart: no time goes into more of them
 
 
-def _mark(ref: TensorRef) -> object:
+def mark_of(ref: TensorRef) -> object:
     """What is equal for equal tensors that lie alike in their files, and differs for nearly all
     others; where a file has no checksums, its first bytes.
     """

@@ -10,7 +10,7 @@ deepspeed/runtime/zero (0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
 from math import prod
@@ -27,6 +27,8 @@ from ckptconv.tree.walk import tensor_of
 
 Shapes = Mapping[str, Shape]
 """The parameters of a group, by name, in the order in which they lie in its partitions."""
+
+_SLICES = "param_slice_mappings"
 
 WHOLE = "fetch the whole folder again: its files are from different runs, cut off or damaged"
 """What to do where the files of a step contradict each other."""
@@ -173,6 +175,28 @@ def _shape(node: Node, where: str) -> Shape:
     return sizes
 
 
+def shapes_in_slices(
+    ranks: Sequence[RankStates], shape_of: Callable[[str, int], Shape]
+) -> list[Shapes]:
+    """The shapes of the parameters by group where no model states name them, as each rank says
+    which slices it has (the bf16 optimizer without ZeRO); `shape_of` is asked for the shape of a
+    parameter of so many elements. None, where the ranks do not say it.
+    """
+    found: list[Shapes] = []
+    for number in range(len(ranks[0].groups)):
+        numels: dict[str, int] = {}
+        for rank in ranks:
+            told: Node = rank.rest.get(_SLICES)
+            said = told[number] if type(told) is list and len(told) > number else None
+            where = f"{_SLICES}.{number}"
+            for name, (_, numel) in _addresses(said):
+                if type(numel) is not int or not 0 <= numel < 1 << 63:
+                    raise MalformedCheckpoint("is not the number of its elements", where=where)
+                numels[_name(name, where)] = numels.get(_name(name, where), 0) + numel
+        found.append({name: shape_of(name, numel) for name, numel in numels.items()})
+    return found if any(found) else []
+
+
 # ------------------------------------------------------------------------------------------ joining
 
 
@@ -235,12 +259,12 @@ class FlatGroup:
         """
         held = self.in_partitions([rank.groups[self.number].numel for rank in ranks])
         for number, rank, slices in zip(self.ranks, ranks, held, strict=True):
-            told: Node = rank.rest.get("param_slice_mappings")
+            told: Node = rank.rest.get(_SLICES)
             said = told[self.number] if type(told) is list and len(told) > self.number else None
             found = dict(_addresses(said))
             if found and found != slices:
                 what = f"says that it holds other parameters than rank {number} has"
-                where = f"param_slice_mappings of rank {number}, {self.where}"
+                where = f"{_SLICES} of rank {number}, {self.where}"
                 hint = "files of ranks were exchanged, or are of different runs: fetch them again"
                 raise MalformedCheckpoint(what, where=where, hint=hint)
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from ckptconv import load_portable, open_checkpoint
+from ckptconv.formats.folders.ranks import are_equal
+from ckptconv.pickles.nodes import mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.assembly import assembled
 from helpers import zero
 from helpers.paths import DATA
 
@@ -206,3 +209,18 @@ def test_parameters_that_are_equal_by_training_are_no_copies(steps, lr, tmp_path
     assert torch.equal(found["2.plus"], -found["2.minus"])
     layers = (found[f"1.layers.{number}.linear1.weight"] for number in range(2))
     assert torch.equal(*layers) is (lr == 0)
+
+
+def test_tensors_that_lie_in_other_parts_are_equal(tmp_path):
+    """Chunks of a file end elsewhere than those of the parts that a tensor is put together of."""
+    whole = torch.arange(600_000, dtype=torch.float32)
+    parts = [part.clone() for part in whole.tensor_split([199_999, 200_001])]
+    torch.save({"whole": whole, "parts": parts, "other": whole.flip(0)}, tmp_path / "x.pt")
+    with open_checkpoint(tmp_path / "x.pt") as checkpoint:
+        found = dict(mapping_pairs(checkpoint.root))
+        starts = [(0,), (199_999,), (200_001,)]
+        joined = assembled(
+            found["whole"].dtype, (600_000,), list(zip(starts, found["parts"], strict=True))
+        )
+        assert are_equal(found["whole"], joined) and are_equal(joined, found["whole"])
+        assert not are_equal(found["other"], joined)

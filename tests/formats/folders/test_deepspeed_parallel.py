@@ -59,6 +59,78 @@ def test_the_stages_of_a_pipeline_are_joined_as_deepspeed_gives_them(tmp_path):
             assert all(torch.equal(state[key], values[key]) for key in STATES)
 
 
+def is_as_told(found: Any, expected: Any, steps: int = 2) -> None:
+    """The weights and states are those that deepspeed gives, by the names of its module."""
+    assert found["module"].keys() == expected.keys() == found["optimizer"]["state"].keys()
+    for name, values in expected.items():
+        weight, state = found["module"][name], found["optimizer"]["state"][name]
+        assert weight.dtype == torch.float32 and torch.equal(weight, values["fp32"])
+        assert state["step"] == steps
+        assert all(torch.equal(state[key], values[key]) for key in STATES)
+    groups = [group["params"] for group in found["optimizer"]["param_groups"]]
+    shapes = [{found["module"][name].ndim > 1 for name in group} for group in groups]
+    assert shapes == [{True}, {False}] and {*groups[0], *groups[1]} == {*expected}
+
+
+@pytest.mark.parametrize("name", ["tied", "tied_bf16", "fp16", "fp16_unfused"])
+def test_tied_layers_and_stages_without_zero_are_what_deepspeed_has(name, tmp_path):
+    """Under ZeRO 1; by the slices of the bf16 optimizer; by the values of fp16 layers, whose
+    optimizer makes a step when it is made.
+    """
+    expected = oracle.load(FOLDERS / name / "states.pt", weights_only=False)
+    convert_checkpoint(FOLDERS / name, tmp_path / "out.pt", fsync=False, verify=True)
+    steps = 3 if "fp16" in name else 2
+    is_as_told(load_portable(FOLDERS / name, whole=True), expected, steps)
+    is_as_told(oracle.load(tmp_path / "out.pt"), expected, steps)
+
+
+def test_layers_that_are_tied_are_told():
+    with open_checkpoint(FOLDERS / "tied") as checkpoint:
+        told = [note for note in checkpoint.notes if note.startswith("layer ")]
+    assert told == [
+        "layer 0 is tied_modules.word, which has its values",
+        "layer 1 is tied_modules.norm, which has its values",
+        "layer 3 is tied_modules.norm, which has its values",
+    ]
+
+
+def test_optimizers_that_number_their_parameters_number_those_of_all_stages(tmp_path):
+    """As torch's own does of one model; their names are those of the order, where it is asked."""
+    expected = oracle.load(FOLDERS / "fp32" / "states.pt", weights_only=False)
+    found = load_portable(FOLDERS / "fp32", whole=True)
+    assert {key: value["fp32"].tolist() for key, value in expected.items()} == {
+        key: value.tolist() for key, value in found["module"].items()
+    }
+    decayed, others = [group["params"] for group in found["optimizer"]["param_groups"]]
+    assert decayed + others == sorted(found["optimizer"]["state"]) == list(range(6))
+    convert_checkpoint(FOLDERS / "fp32", tmp_path / "out.pt", fsync=False)
+    convert_checkpoint(tmp_path / "out.pt", tmp_path / "named.pt", fsync=False, optimizer="names")
+    is_as_told(oracle.load(tmp_path / "named.pt"), expected)
+
+
+def test_tied_layers_without_zero_in_fp32_have_no_numbers():
+    expected = oracle.load(FOLDERS / "tied_fp32" / "states.pt", weights_only=False)
+    found = load_portable(FOLDERS / "tied_fp32", whole=True)
+    assert "optimizer" not in found
+    assert torch.equal(found["module"]["0.weight"], expected["tied_modules.word.weight"]["fp32"])
+    with open_checkpoint(FOLDERS / "tied_fp32") as checkpoint:
+        assert any("layers are tied, and nothing says which" in note for note in checkpoint.notes)
+
+
+def test_layers_that_are_cut_are_what_ds_to_universal_makes_of_them(tmp_path):
+    expected = oracle.load(FOLDERS / "cut" / "states.pt", weights_only=False)
+    convert_checkpoint(FOLDERS / "cut", tmp_path / "out.pt", fsync=False, verify=True)
+    for found in (load_portable(FOLDERS / "cut", whole=True), oracle.load(tmp_path / "out.pt")):
+        assert found["optimizer"]["state"].keys() == expected.keys()
+        for key, values in expected.items():
+            assert torch.equal(found["module"][key], values["fp32"])
+            state = found["optimizer"]["state"][key]
+            assert all(torch.equal(state[each], values[each]) for each in STATES)
+        assert found["module"]["tied_modules.words.embed.weight"].shape == (10, 4)
+        extra = found["module"].keys() - expected.keys()
+        assert extra == {f"{at}.{key}" for at in (1, 2) for key in ("frozen_norm.weight", "scale")}
+
+
 def test_a_pipeline_without_zero_is_its_layers(produced):
     found = load_portable(produced / "ds_pipeline", whole=True)
     for number in (0, 2):
@@ -66,9 +138,8 @@ def test_a_pipeline_without_zero_is_its_layers(produced):
         assert layer
         for key, value in layer.items():
             assert torch.equal(found["module"].pop(f"{number}.{key}"), value)
-    assert not found["module"] and "optimizer" not in found
-    with open_checkpoint(produced / "ds_pipeline") as checkpoint:
-        assert any("states are left out: each stage numbers" in note for note in checkpoint.notes)
+    assert not found["module"] and not found["optimizer"]["state"]  # it was saved at step 0
+    assert found["optimizer"]["param_groups"][0]["params"] == [0, 1, 2, 3]
 
 
 def test_experts_without_zero_are_the_weights_of_their_files(produced):
@@ -84,13 +155,28 @@ def test_experts_without_zero_are_the_weights_of_their_files(produced):
 
 def test_a_layer_that_is_missing_is_told(pipeline):
     (step(pipeline) / "layer_02-model_states.pt").unlink()
-    refused(pipeline, r"2\.\w+: is a parameter of two stages, or of no layer")
+    refused(pipeline, r"2\.\w+: is a parameter of a stage, and no layer has it in that shape")
 
 
 def test_without_zero_the_optimizers_tell_that_a_layer_is_missing(produced, tmp_path):
     folder = shutil.copytree(produced / "ds_pipeline", tmp_path / "made")
     (folder / "global_step0" / "layer_02-model_states.pt").unlink()
     refused(folder, "layers have 2 parameters, and the optimizers of its stages 4")
+
+
+def test_in_fp16_the_optimizers_tell_that_a_layer_is_missing(tmp_path):
+    folder = shutil.copytree(FOLDERS / "fp16", tmp_path / "fp16")
+    (step(folder) / "layer_01-model_states.pt").unlink()
+    refused(folder, "layers have 92 elements, and the optimizers of its stages 108")
+
+
+def test_in_fp16_values_that_no_layer_has_leave_the_states_out(tmp_path):
+    folder = shutil.copytree(FOLDERS / "fp16", tmp_path / "fp16")
+    changed(step(folder) / "layer_01-model_states.pt", bias=torch.randn(8).half())
+    found = load_portable(folder, whole=True)
+    assert "optimizer" not in found and found["module"]["0.weight"].dtype == torch.float16
+    with open_checkpoint(folder) as checkpoint:
+        assert any("no file says which parameters" in note for note in checkpoint.notes)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +203,7 @@ def test_more_stages_than_there_are_files_of_are_told(pipeline):
     refused(pipeline, "has the model states of 2 stages, but 3 wrote it")
 
 
-def test_layers_that_are_cut_are_refused_by_name(pipeline):
+def test_layers_that_are_cut_into_more_parts_than_there_are_are_refused(pipeline):
     changed(
         step(pipeline) / "mp_rank_00_model_states.pt",
         checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 2},
@@ -125,14 +211,49 @@ def test_layers_that_are_cut_are_refused_by_name(pipeline):
     refused(pipeline, "whose layers are cut .tensor parallelism..*ds_to_universal")
 
 
-def test_tied_layers_are_refused_by_name(pipeline):
-    file = step(pipeline) / "mp_rank_00_model_states.pt"
-    (shapes,) = torch.load(file, weights_only=False)["param_shapes"]
-    tied = {f"tied_modules.{name}": shape for name, shape in shapes.items()}
-    changed(file, param_shapes=[tied])
-    for rank in step(pipeline).glob("*mp_rank_00_optim_states.pt"):
-        torch.save(of_rank(rank)[0], rank)  # it does not name the parameters
-    refused(pipeline, "tied_modules: is a pipeline with tied layers")
+def test_layers_that_are_cut_need_all_their_files(tmp_path):
+    cut = shutil.copytree(FOLDERS / "cut", tmp_path / "cut")
+    model = step(cut) / "mp_rank_00_model_states.pt"
+    before = model.read_bytes()
+    changed(model, universal_checkpoint_info=None)
+    refused(cut, "and its model states have no universal_checkpoint_info")
+    model.write_bytes(before)
+    changed(model, mp_world_size=8)
+    refused(cut, "has the model states of 2 stages x 2, but 8 wrote it")
+    model.write_bytes(before)
+    (step(cut) / "layer_01-model_01-model_states.pt").unlink()
+    refused(cut, "layer 1: does not have the files of all 2 tensor-parallel ranks")
+
+
+@pytest.fixture
+def tied(tmp_path) -> Path:
+    """A copy of tied layers under ZeRO 1 that a test may break."""
+    return shutil.copytree(FOLDERS / "tied", tmp_path / "tied")
+
+
+def test_a_tied_layer_whose_file_has_other_values_is_refused(tied):
+    changed(step(tied) / "layer_00-model_states.pt", weight=torch.randn(8, 6).bfloat16())
+    refused(tied, "layer 0: has the keys and shapes of tied_modules.word, and other values")
+
+
+def test_what_a_rank_of_another_stage_saved_is_refused_where_layers_are_tied(tied):
+    first, other = (f"bf16_zero_pp_rank_1_mp_rank_0{at}_optim_states.pt" for at in (0, 1))
+    shutil.copy(step(tied) / first, step(tied) / other)
+    refused(tied, "says that it holds other parameters than rank 1 has")
+
+
+def test_a_tied_layer_that_differs_between_stages_is_refused_unless_it_is_told(tied):
+    """What deepspeed takes then is what the first stage has."""
+    expected = load_portable(tied)["tied_modules.norm.bias"]
+    for file in step(tied).glob("*mp_rank_01_optim_states.pt"):
+        root, states = of_rank(file)
+        states["single_partition_of_fp32_groups"][1].data += 1
+        torch.save(root, file)
+    refused(tied, "is of a tied layer, and differs in stage 1; universal_checkpoint_info does not")
+    model = step(tied) / "mp_rank_00_model_states.pt"
+    same = {"pipeline_replicated_parameter_patterns": [r"tied_modules\.norm\..*"]}
+    changed(model, universal_checkpoint_info=same)
+    assert torch.equal(load_portable(tied)["tied_modules.norm.bias"], expected)
 
 
 def test_an_expert_that_is_missing_is_told(produced, tmp_path):

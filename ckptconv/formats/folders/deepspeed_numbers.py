@@ -1,0 +1,184 @@
+"""The optimizers of a pipeline's stages without ZeRO: no file names their parameters.
+
+In fp32 the model states of each stage have what torch gives, which numbers the parameters of the
+stage from 0 on. In fp16 they have one flat fp32 tensor for each group, which holds its parameters
+end to end, and what the optimizer keeps in the shape of that; or, for all optimizers but the fused
+ones, each parameter in fp32. The order is that in which a script gave the parameters; in fp16 the
+values of the layers tell it. Source: `state_dict` in fused_optimizer.py and unfused_optimizer.py
+of deepspeed/runtime/fp16, `_common_checkpoint_state` in deepspeed/runtime/engine.py (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+from ckptconv.formats.folders.ranks import are_equal, mark_of, varies
+from ckptconv.formats.folders.zero import WHOLE, RankStates, Shapes, entries
+from ckptconv.formats.folders.zero_optimizer import PlainGroup, read_groups
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.computed import Widener, as_run
+from ckptconv.tensors.flat_runs import Flat, shaped
+from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.stream import iter_chunks
+from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
+from ckptconv.tree.walk import tensor_of
+
+_NAMES = "param_names"
+_FLAT, _UNFUSED = "fp32_groups_flat", "fp32_groups"
+_CLIP = "clip_grad"
+_OWN = "optimizer_state_dict"
+_FEW = 64  # elements that nearly always tell two parameters apart
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+def joined_numbers(stages: Sequence[Mapping[str, Node]]) -> Node:
+    """The optimizers of all stages as one that numbers the parameters of all, group by group, from
+    the first stage on; None where a stage has none, or other groups.
+    """
+    found = [entries(stage.get("optimizer")) for stage in stages]
+    if any(type(each.get("param_groups")) is not list for each in found):
+        return None
+    groups = [read_groups(each.get("param_groups"), "optimizer.param_groups") for each in found]
+    settings = [[{**said, _NAMES: None} for said, _ in each] for each in groups]
+    if any(each != settings[0] for each in settings[1:]):
+        return None
+    numbers: dict[tuple[int, int], int] = {}
+    joined: list[ParamGroup] = []
+    for together in zip(*groups, strict=True):
+        own = [(at, number) for at, (_, params) in enumerate(together) for number in params]
+        numbers.update({each: len(numbers) + at for at, each in enumerate(own)})
+        joined.append(ParamGroup(_settings(together), [numbers[each] for each in own]))
+    made: dict[Node, Mapping[str, Node]] = {}
+    for at, each in enumerate(found):
+        for number, state in mapping_pairs(each.get("state")) or ():
+            if type(number) is not int or (at, number) not in numbers:
+                what = f"has a state of a parameter that is in none of the groups of stage {at}"
+                raise MalformedCheckpoint(what, where="optimizer.state", hint=WHOLE)
+            made[numbers[at, number]] = entries(state)
+    return named_optimizer({number: made[number] for number in sorted(made)}, joined)
+
+
+def _settings(together: Iterable[PlainGroup]) -> Mapping[str, Node]:
+    """What is said of a group; the names that torch may have of its parameters, of all stages."""
+    said = [settings for settings, _ in together]
+    names = [each.get(_NAMES) for each in said]
+    if not all(type(each) is list for each in names):
+        return {key: value for key, value in said[0].items() if key != _NAMES}
+    return {**said[0], _NAMES: [name for each in names for name in _listed(each)]}
+
+
+def count_numbers(stages: Iterable[Mapping[str, Node]]) -> int:
+    """How many parameters the optimizers of all stages have."""
+    groups = [entries(stage.get("optimizer")).get("param_groups") for stage in stages]
+    params = [entries(group).get("params") for each in groups for group in _listed(each)]
+    return sum(len(_listed(each)) for each in params)
+
+
+def count_equal(stages: Sequence[Mapping[str, Node]]) -> int:
+    """How many parameters of stages have the same states as one of an earlier stage: those of tied
+    layers, whose gradients are added up.
+    """
+    found = [[*_marks_of_states(stage)] for stage in stages]
+    there: set[object] = set()
+    count = 0
+    for each in found:
+        count += sum(mark in there for mark in each)
+        there.update(each)
+    return count
+
+
+def _marks_of_states(stage: Mapping[str, Node]) -> Iterator[object]:
+    for _, state in mapping_pairs(entries(stage.get("optimizer")).get("state")) or ():
+        refs = {key: ref for key, value in entries(state).items() if (ref := tensor_of(value))}
+        whole = {key: ref for key, ref in refs.items() if ref.numel > 1}
+        if any(map(varies, whole.values())):
+            yield tuple((key, mark_of(ref)) for key, ref in whole.items())
+
+
+def _listed(node: Node) -> list[Node]:
+    return node if type(node) is list else []
+
+
+# --------------------------------------------------------------------------------------- by values
+
+
+def flat_states(stage: Mapping[str, Node]) -> RankStates | None:
+    """What the fp16 optimizer of a stage says, as a rank of ZeRO 1 that is alone says it; None
+    where it is another optimizer.
+    """
+    said = entries(stage.get("optimizer"))
+    own = entries(said.get(_OWN))
+    unfused = [value for group in _listed(said.get(_UNFUSED)) for value in _listed(group)]
+    groups = [_flat(value) for value in unfused or _listed(said.get(_FLAT))]
+    found = tuple(ref for ref in groups if ref is not None)
+    if not found or len(found) < len(groups):
+        return None
+    states = [
+        (number, Dict([(key, _flat(value) or value) for key, value in entries(state).items()]))
+        for number, state in mapping_pairs(own.get("state")) or ()
+    ]
+    base = Dict([("state", Dict([*states])), ("param_groups", own.get("param_groups"))])
+    scale = [pair for pair in said.items() if pair[0] not in (_FLAT, _UNFUSED, _OWN, _CLIP)]
+    kept = {_CLIP: said[_CLIP]} if _CLIP in said else {}
+    beside = {"base_optimizer_state": base, "loss_scaler": Dict([*scale]), **kept}
+    return RankStates(1, (1,), found, ends=(0,) * len(found), rest=beside)
+
+
+def count_elements(stage: Mapping[str, Node]) -> int:
+    """How many elements the fp16 optimizer of a stage has; none of any other."""
+    rank = flat_states(stage)
+    return 0 if rank is None else sum(ref.numel for ref in rank.groups)
+
+
+def _flat(node: Node) -> TensorRef | None:
+    """A tensor of some dimensions as one with a single one."""
+    ref = tensor_of(node)
+    return as_run(ref) if ref is not None and ref.shape else None
+
+
+def shapes_by_values(
+    ranks: Sequence[RankStates], parameters: Mapping[str, TensorRef]
+) -> list[Shapes]:
+    """The parameters that lie in each group of a rank that is alone, of those that layers have: the
+    values there are the same in the type of the training. None where they do not tell.
+    """
+    if len(ranks) > 1:
+        return []
+    free = dict(parameters)
+    begin = {name: _begin(ref) for name, ref in free.items() if ref.numel}
+    found: list[Shapes] = []
+    for number, group in enumerate(ranks[0].groups):
+        flat = Flat([group], f"group {number}")
+        shapes: dict[str, Shape] = {}
+        at = 0
+        while at < flat.numel:
+            fitting = [
+                name
+                for name, ref in free.items()
+                if ref.numel and _lies_at(flat, at, ref, begin[name])
+            ]
+            if len(fitting) != 1:
+                return []
+            shapes[fitting[0]] = free.pop(fitting[0]).shape
+            at += prod(shapes[fitting[0]])
+        found.append(shapes)
+    return found
+
+
+def _begin(ref: TensorRef) -> bytes:
+    return bytes(next(iter_chunks(ref))[: _FEW * ref.dtype.itemsize])
+
+
+def _lies_at(flat: Flat, at: int, ref: TensorRef, begin: bytes) -> bool:
+    """Whether a parameter of that value lies in a group from element `at` on."""
+    if at + ref.numel > flat.numel:
+        return False
+    few, narrow = min(_FEW, ref.numel), Widener(ref.dtype)
+    first = shaped(flat.runs(at, few), flat.dtype, (few,))
+    if _begin(narrow(first)) != begin:
+        return False
+    return are_equal(narrow(shaped(flat.runs(at, ref.numel), flat.dtype, ref.shape)), ref)
