@@ -8,7 +8,8 @@ any world size.
   weight itself; and ``exp_avg.pt``, ``exp_avg_sq.pt``, …: each ``{"param": tensor, "cat_dim": 0}``;
   ``step.pt`` is the number alone;
 - ``zero/optimizer_state.pt`` with the groups of parameters, for ZeRO 1 and 2 in ``param_groups``,
-  for ZeRO 3 in ``optimizer_state_dict``, which has one step for all;
+  for ZeRO 3 in ``optimizer_state_dict``, which has one step for all; and the loss scaler of fp16,
+  which has to be an object of deepspeed's own class;
 - ``mp_rank_00_model_states.pt`` with the weights, the names and shapes of the parameters of each
   group (``param_shapes``) and all else; ZeRO 3 looks for the same under the
   name ``zero_pp_rank_0_mp_rank_00_model_states.pt``, and reads no weights there.
@@ -26,6 +27,7 @@ from typing import NamedTuple
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree, one_item
 from ckptconv.formats.torch_output import TORCH
 from ckptconv.io.location import is_plain_name
+from ckptconv.objects.plain import loss_scaler
 from ckptconv.pickles.nodes import (
     Call,
     Dict,
@@ -58,6 +60,10 @@ _STEPS = ("global_steps", "global_step", "iteration", "step")
 _FLOAT32 = BY_NAME["float32"]
 _MASTER = "fp32_param"
 _SIZE = Global("torch", "Size")
+_EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
+_SCALER = "loss_scaler"
+_SCALES_NOTHING = {"cur_scale": 1.0, "dynamic": False}
+_WITH_SCALER = ("dynamic_loss_scale", "overflow")
 
 
 class _Model(NamedTuple):
@@ -109,6 +115,12 @@ class UniversalFolder(TargetFormat):
             yield (
                 f"fp32.pt of {some_text(made)} is made of the weight, which is not float32: "
                 "the optimizer has no master weights"
+            )
+        yield from _scaler_notes(model)
+        if any(_EXPERTS in name for name in model.optimizer.states):
+            yield (
+                "DeepSpeed looks for experts by their numbers on a rank: go on with all experts on "
+                "each rank (ep_size 1), else every rank takes the first ones"
             )
         left = _left(model)
         if left:
@@ -191,7 +203,7 @@ def _files(model: _Model) -> Iterator[tuple[str, Node]]:
                 yield f"zero/{name}/step.pt", value
             elif key != _MASTER:
                 yield f"zero/{name}/{key}.pt", _fragment(_in_shape(name, key, value, weight))
-    yield "zero/optimizer_state.pt", _optimizer_state(model.optimizer)
+    yield "zero/optimizer_state.pt", _optimizer_state(model)
     yield _MODEL_STATES, _model_states(model, model.weights.node)
     yield _MODEL_STATES_3, _model_states(model, Dict())
 
@@ -213,7 +225,8 @@ def _in_shape(name: str, key: str, value: Node, weight: TensorRef) -> TensorRef:
     return ref
 
 
-def _optimizer_state(parts: OptimizerParts) -> Dict:
+def _optimizer_state(model: _Model) -> Dict:
+    parts = model.optimizer
     groups = [
         Dict([*group.settings.items(), ("params", [number])])
         for number, group in enumerate(parts.groups)
@@ -221,18 +234,35 @@ def _optimizer_state(parts: OptimizerParts) -> Dict:
     steps = [state["step"] for state in parts.states.values() if "step" in state]
     first = Dict([(0, Dict([("step", step) for step in steps[:1]]))])
     of_stage_3 = Dict([("state", first), ("param_groups", groups)])
-    own = {"ds_version": _VERSION, "param_groups": groups, "optimizer_state_dict": of_stage_3}
+    own = {
+        "ds_version": _VERSION,
+        "param_groups": groups,
+        "optimizer_state_dict": of_stage_3,
+        **_scaling(model),
+    }
     return Dict([*((key, value) for key, value in parts.others if key not in own), *own.items()])
 
 
+def _scaling(model: _Model) -> dict[str, Node]:
+    """The loss scaler as DeepSpeed's own object, and what goes with it. None that scales nothing:
+    DeepSpeed makes one as its config says, which may be fp16's.
+    """
+    scaler = loss_scaler(model.others.get(_SCALER))
+    if scaler is None or dict(scaler.state.pairs) == _SCALES_NOTHING:
+        return {}
+    beside = {key: model.others[key] for key in _WITH_SCALER if key in model.others}
+    return {_SCALER: scaler, **beside}
+
+
 def _model_states(model: _Model, weights: Node) -> Dict:
+    scaling = _scaling(model)
     states: dict[str, Node] = {
         "lr_scheduler": model.others.get("scheduler"),
         "skipped_steps": 0,
         "dp_world_size": 1,
         "ds_version": _VERSION,
         "universal_checkpoint_info": _INFO,
-        **model.others,
+        **{key: value for key, value in model.others.items() if key not in scaling},
         "module": weights,
         "param_shapes": _param_shapes(model),
         "optimizer": None,
@@ -275,3 +305,20 @@ def _without_master(model: _Model) -> list[str]:
         and ref.dtype is not _FLOAT32
         and _MASTER not in model.optimizer.states[key]
     ]
+
+
+def _scaler_notes(model: _Model) -> Iterator[str]:
+    """Tell of the loss scaler: whether it is an object, or is not carried over."""
+    scaling = _scaling(model)
+    if scaling:
+        name = scaling[_SCALER].name
+        yield (
+            f"optimizer_state.pt has the loss scaler as an object of {name}, which DeepSpeed asks "
+            "for: torch.load(weights_only=True) refuses that file"
+        )
+    elif {_SCALER, "cur_scale"} & model.others.keys() and not loss_scaler(
+        model.others.get(_SCALER)
+    ):
+        yield (
+            "the loss scaler is not what DeepSpeed's classes have in 0.19.8: the scale starts anew"
+        )

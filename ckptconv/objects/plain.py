@@ -288,7 +288,35 @@ def _raw_bytes(node: Node) -> bytes | None:
 
 
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_SCALERS = ("LossScaler", "DynamicLossScaler")
+_SCALERS = {
+    "LossScaler": frozenset({"cur_scale", "dynamic"}),
+    "DynamicLossScaler": frozenset({
+        "cur_scale", "dynamic", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
+        "min_scale", "delayed_shift", "cur_hysteresis", "consecutive_hysteresis",
+        "raise_error_at_min_scale", "dtype",
+    }),
+}  # fmt: skip
+"""DeepSpeed's loss scalers, with the names of their attributes (0.19.8)."""
+
+
+def loss_scaler(numbers: Node) -> Call | None:
+    """The loss scaler of DeepSpeed that has `numbers` for its plain form; None where they are not
+    all that an object of its classes has.
+    """
+    said = {key: value for key, value in _pairs_of_state(numbers) or () if type(key) is str}
+    dtype = said.get("dtype")
+    is_type = type(dtype) is Global and dtype.module == "torch" and dtype.name in BY_NAME
+    plain = [value for key, value in said.items() if key != "dtype"]
+    if not all(type(value) in (bool, int, float) for value in plain) or ("dtype" in said) > is_type:
+        return None
+    name = "DynamicLossScaler" if said.get("dynamic") is True else "LossScaler"
+    if said.keys() != _SCALERS[name]:
+        return None
+    made = Call(Global(_LOSS_SCALERS, name), (), new=True)
+    made.state = Dict(list(said.items()))
+    return made
+
+
 _FORMS: dict[str, Form] = {
     **training.FORMS,
     "argparse.Namespace": Form(_namespace, "state"),

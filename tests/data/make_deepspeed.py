@@ -108,6 +108,9 @@ class Case:
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
 BF16 = {"bf16": {"enabled": True}}
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 3}
+}
 CASES = {
     "stage0": Case(0, 1, config=BF16),
     "stage1": Case(1, 3, config={"fp16": {"enabled": False}}, frozen=("conv.weight",)),
@@ -116,6 +119,7 @@ CASES = {
     ),
     "stage2": Case(2, 2, steps=2, config=BF16, groups=two_groups, client_state={"epoch": 3}),
     "stage2_frozen": Case(2, 4, config=BF16, frozen=("embed.weight", "scale")),
+    "stage2_fp16": Case(2, 2, steps=2, config=FP16),
     "stage2_robin": Case(
         2, 3, config=BF16, groups=two_groups, zero={"round_robin_gradients": True}
     ),
@@ -142,7 +146,9 @@ def train(rank: int, case: Case, folder: Path, port: int) -> None:
     os.environ.update({name: str(value) for name, value in ranks.items()})
     import deepspeed
 
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else each rank compiles it
     deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch computes it on a CPU
     torch.manual_seed(0)
     model = Small()
     for name, parameter in model.named_parameters():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptconv import convert_checkpoint
 from helpers.resumed import STEPS, batch, model
@@ -25,15 +26,19 @@ ROUNDING = 1e-6
 
 @pytest.fixture(scope="module", params=["zero2", "zero3"])
 def runs(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Runs]:
+    made = ten_steps(tmp_path_factory.mktemp(request.param), request.param)
+    swapped(made.folder / "ours", made.folder / "swapped")
+    return request.param, made
+
+
+def ten_steps(folder: Path, way: str) -> Runs:
     """Ten steps at two ranks, what ckptconv makes of them, and what deepspeed does."""
-    folder = tmp_path_factory.mktemp(request.param)
     made = Runs(folder, "helpers.resumed_deepspeed")
-    made.add("trained", way=request.param, world=2, save="ranks")
+    made.add("trained", way=way, world=2, save="ranks")
     made.go()
     convert_checkpoint(folder / "ranks", folder / "ours", to="universal")
     by_deepspeed(folder / "ranks", folder / "own")
-    swapped(folder / "ours", folder / "swapped")
-    return request.param, made
+    return made
 
 
 def by_deepspeed(source: Path, out: Path) -> None:
@@ -92,3 +97,28 @@ def test_fsdp2_goes_on_from_what_deepspeed_saved(runs):
     made.add("beside", way=way, load="own", **MORE)
     assert fsdp[0] == pytest.approx(first_loss(made.folder / "ranks"), rel=ROUNDING)
     assert fsdp == pytest.approx(made.go()["beside"], rel=ROUNDING)
+
+
+@pytest.mark.parametrize("way", ["zero2-fp16", "zero3-fp16"])
+def test_the_scale_of_the_loss_goes_on_from_where_it_was(way, tmp_path):
+    """The scale, its hysteresis and the last overflow, also by way of a torch file; without the
+    scaler the scale starts anew, and steps overflow.
+    """
+    made = ten_steps(tmp_path, way)
+    convert_checkpoint(tmp_path / "ranks", tmp_path / "run.pt")
+    convert_checkpoint(tmp_path / "run.pt", tmp_path / "again", to="universal")
+    shutil.copytree(tmp_path / "ours", tmp_path / "without")
+    for file in (tmp_path / "without").glob("*/zero/optimizer_state.pt"):
+        said = torch.load(file, weights_only=False)
+        assert {*said} >= {"loss_scaler", "dynamic_loss_scale", "overflow"}
+        del said["loss_scaler"]
+        torch.save(said, file)
+    for source, world in (("own", 1), ("own", 4), ("ours", 1), ("ours", 4), ("again", 1)):
+        made.add(f"{source}{world}", way=way, world=world, load=source, **MORE)
+    made.add("without1", way=way, load="without", **MORE)
+    losses = made.go()
+    assert losses["ours1"] == losses["own1"] == losses["again1"]
+    assert losses["ours4"] == losses["own4"]
+    (_, scale, _, count, _), *_ = losses["own1"]
+    assert count == STEPS + 1 and scale < 1 << 20
+    assert losses["without1"] != losses["own1"]

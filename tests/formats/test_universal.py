@@ -5,15 +5,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from ckptconv import CheckpointError, convert_checkpoint
 from helpers.examples import some
-from helpers.paths import NUMBERS
+from helpers.paths import DATA, NUMBERS
 from helpers.program import run
 
 STATES = ("exp_avg", "exp_avg_sq", "step")
@@ -172,6 +174,129 @@ def test_it_is_told_of_what_is_written_under_the_keys_there(tmp_path):
     torch.save(tree, tmp_path / "in.pt")
     made = convert_checkpoint(tmp_path / "in.pt", tmp_path / "tied", to="universal", rules=[rule])
     assert not any("has no state" in note for note in made.plan.notes)
+
+
+# ------------------------------------------------------------------------- the scale of the loss
+
+SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+DYNAMIC: dict[str, Any] = {
+    "cur_scale": 8192.0, "dynamic": True, "cur_iter": 10, "last_overflow_iter": 6,
+    "scale_factor": 2.0, "scale_window": 3, "min_scale": 1, "delayed_shift": 2,
+    "cur_hysteresis": 1, "consecutive_hysteresis": False, "raise_error_at_min_scale": True,
+    "dtype": torch.float16,
+}  # fmt: skip
+STATIC = {"cur_scale": 128.0, "dynamic": False}
+
+
+class Scaler:
+    """Stands in for the classes of deepspeed that a file names."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+class Named(pickle.Unpickler):
+    """Gives a `Scaler` for what is of deepspeed, and keeps the names."""
+
+    names: ClassVar[set[str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not module.startswith("deepspeed"):
+            return super().find_class(module, name)
+        self.names.add(f"{module}.{name}")
+        return Scaler
+
+
+def with_scalers(file: Path) -> tuple[dict[str, Any], set[str]]:
+    """What is in a file, and the classes of deepspeed that it names."""
+    Named.names.clear()
+    reader = SimpleNamespace(__name__="reader", Unpickler=Named)
+    root: dict[str, Any] = torch.load(file, weights_only=False, pickle_module=reader)
+    return root, set(Named.names)
+
+
+@pytest.mark.parametrize(
+    ("scaler", "name"), [(DYNAMIC, "DynamicLossScaler"), (STATIC, "LossScaler")]
+)
+def test_the_loss_scaler_is_an_object_of_the_class_that_deepspeed_looks_for(scaler, name, tmp_path):
+    is_dynamic = bool(scaler["dynamic"])
+    tree = small(loss_scaler=scaler, dynamic_loss_scale=is_dynamic, overflow=True)
+    torch.save(tree, tmp_path / "in.pt")
+    done = run("convert", "in.pt", "out", "--to", "universal", "--verify", cwd=tmp_path)
+    assert done.exit == 0
+    assert f"the loss scaler as an object of {SCALERS}.{name}" in done.err
+    convert_checkpoint(tmp_path / "out", tmp_path / "again", to="universal", verify=True)
+    for folder in (tmp_path / "out", tmp_path / "again"):
+        step = folder / (folder / "latest_universal").read_text()
+        found, names = with_scalers(step / "zero" / "optimizer_state.pt")
+        assert names == {f"{SCALERS}.{name}"}
+        assert vars(found["loss_scaler"]) == scaler
+        assert (found["dynamic_loss_scale"], found["overflow"]) == (is_dynamic, True)
+        for file in step.glob("*_model_states.pt"):
+            assert torch.load(file).keys().isdisjoint({"loss_scaler", "overflow"})
+    convert_checkpoint(tmp_path / "again", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["loss_scaler"] == scaler
+
+
+def test_the_loss_scaler_of_a_run_in_fp16_goes_from_its_ranks_to_a_universal_checkpoint(tmp_path):
+    """The scale has doubled after the second step, as its window is 1."""
+    source = DATA / "deepspeed" / "stage2_fp16"
+    (file, *_) = sorted(source.glob("global_step2/*optim_states.pt"))
+    own, _ = with_scalers(file)
+    expected = vars(own["optimizer_state_dict"]["loss_scaler"])
+    assert (expected["cur_scale"], expected["cur_iter"]) == (32, 2)
+    assert expected.keys() == DYNAMIC.keys()
+    convert_checkpoint(source, tmp_path / "out", to="universal", verify=True)
+    convert_checkpoint(source, tmp_path / "dcp", to="dcp")
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "again", to="universal", verify=True)
+    for out in (tmp_path / "out", tmp_path / "again"):
+        (file,) = out.glob("*/zero/optimizer_state.pt")
+        found, names = with_scalers(file)
+        assert names == {f"{SCALERS}.DynamicLossScaler"}
+        assert vars(found["loss_scaler"]) == expected
+
+
+def test_experts_are_told_of_that_each_rank_would_take_for_its_own(tmp_path):
+    source = DATA / "deepspeed_parallel" / "experts_fp16"
+    done = run("convert", source, "out", "--to", "universal", cwd=tmp_path)
+    assert done.exit == 0
+    assert "DeepSpeed looks for experts by their numbers on a rank" in done.err
+    expected = torch.load(source / "states.pt")
+    (zero,) = (tmp_path / "out").glob("*/zero")
+    for name, state in expected.items():
+        assert torch.equal(torch.load(zero / name / "fp32.pt")["param"], state["fp32"])
+
+
+def test_a_scaler_that_scales_nothing_is_left_to_deepspeed(tmp_path):
+    """Of a run in bfloat16, say: what goes on in fp16 has the scale of its config."""
+    idle = {"cur_scale": 1.0, "dynamic": False}
+    step = written(tmp_path, small(loss_scaler=idle, dynamic_loss_scale=False, overflow=False))
+    assert "loss_scaler" not in torch.load(step / "zero" / "optimizer_state.pt")
+    kept = torch.load(step / "mp_rank_00_model_states.pt")
+    assert kept["loss_scaler"] == idle
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"loss_scaler": {key: value for key, value in DYNAMIC.items() if key != "cur_hysteresis"}},
+        {"loss_scaler": {**DYNAMIC, "another": 1}},
+        {"loss_scaler": {**DYNAMIC, "dynamic": False}},
+        {"loss_scaler": {**DYNAMIC, "cur_scale": "8192"}},
+        {"loss_scaler": {**DYNAMIC, "cur_scale": {"a": 1}}},
+        {"loss_scaler": {**DYNAMIC, "dtype": 16}},
+        {"loss_scaler": {"scale": 65536.0, "growth_factor": 2.0}},
+        {"cur_scale": 16.0, "cur_iter": 2},
+    ],
+)
+def test_numbers_that_are_no_scaler_of_deepspeed_make_no_object(said, tmp_path):
+    tree = small(**said)
+    step = written(tmp_path, tree)
+    assert "loss_scaler" not in torch.load(step / "zero" / "optimizer_state.pt")
+    kept = torch.load(step / "mp_rank_00_model_states.pt")
+    assert {key: kept[key] for key in said} == said
+    done = run("convert", "in.pt", "again", "--to", "universal", cwd=tmp_path)
+    assert "the scale starts anew" in done.err
 
 
 def refused(folder: Path, tree: dict[str, Any], **options: Any) -> str:

@@ -2,8 +2,9 @@
 
     DS_ACCELERATOR=cpu python -m helpers.resumed_deepspeed JOBS.json
 
-The jobs are those of `helpers.resumed`; their ways are ``zero2`` and ``zero3``. They load universal
-checkpoints and save DeepSpeed's own. Nothing of ckptconv.
+The jobs are those of `helpers.resumed`; their ways are ``zero2`` and ``zero3``, also with
+``-fp16``, where each loss stands in a list with the state of the loss scaler after the step. They
+load universal checkpoints and save DeepSpeed's own. Nothing of ckptconv.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ import torch.distributed as dist
 
 from helpers.resumed import SAMPLES, Job, batch, main, model, optimizer_of
 
+# torch computes it on any CPU, and deepspeed asks for one that has instructions of its own for it
+deepspeed.get_accelerator().is_fp16_supported = lambda: True
 # Else each rank compiles it, and waits for ever where a run that was ended left its lock.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+SCALING = ("cur_scale", "cur_hysteresis", "cur_iter", "last_overflow_iter")
 
 
 def trained(job: Job, rank: int) -> None:
@@ -41,15 +47,19 @@ def trained(job: Job, rank: int) -> None:
     if job.load:
         path, _ = engine.load_checkpoint(job.load)
         assert path is not None, job.load
-    losses = []
+    losses: list[Any] = []
     for step in range(job.first, job.first + job.steps):
         inputs, targets = batch(step, rank, job.world)
-        loss = (engine(inputs) - targets).square().mean()
+        dtype = next(net.parameters()).dtype
+        loss = (engine(inputs.to(dtype)) - targets.to(dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append((total / job.world).item())
+        if job.way.endswith("fp16"):
+            scaler = vars(engine.optimizer.loss_scaler)
+            losses[-1] = [losses[-1], *(scaler[name] for name in SCALING)]
     if job.save:
         engine.save_checkpoint(job.save)
     if rank == 0:
@@ -58,11 +68,19 @@ def trained(job: Job, rank: int) -> None:
 
 
 def config_of(job: Job) -> dict[str, Any]:
+    """In fp16 the first scale is so large that steps overflow before the checkpoint."""
+    stage, _, fp16 = job.way.removeprefix("zero").partition("-")
     return {
+        "fp16": {
+            "enabled": bool(fp16),
+            "initial_scale_power": 20,
+            "loss_scale_window": 3,
+            "hysteresis": 3,
+        },
         "train_micro_batch_size_per_gpu": SAMPLES // job.world,
         "gradient_clipping": 0.0,  # it clips at 1 by default, which FSDP2 does not
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": int(job.way.removeprefix("zero"))},
+        "zero_optimization": {"stage": int(stage)},
         "checkpoint": {"load_universal": bool(job.load)},
     }
 
