@@ -19,8 +19,9 @@ from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFor
 from ckptconv.formats.torch_output import TORCH
 from ckptconv.io.destination import new_file
 from ckptconv.objects.plain import plain_form
-from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs, seen_through
 from ckptconv.support.errors import OutputRefused, RefusedObject, printable
+from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tree.optimizer_forms import OF_LOADER
 from ckptconv.tree.optimizer_order import refuse_shares
@@ -61,9 +62,15 @@ class DcpFolder(TargetFormat):
                 refuse_shares(parts, models, state.path, None)
 
     def part_notes(self, tree: Tree) -> Iterator[str]:
-        """Tell of keys that DCP keeps as text: an optimizer's state has numbers
-        (torch/distributed/checkpoint/_nested_dict.py).
+        """Tell of master weights, and of keys that DCP keeps as text: an optimizer's state has
+        numbers (torch/distributed/checkpoint/_nested_dict.py).
         """
+        masters = _masters(seen_through(tree.root, tree.overlay))
+        if masters:
+            yield (
+                f"FSDP2 does not use fp32_param, the weight in float32 that the optimizer keeps of "
+                f"{some_text(masters)}: it goes on from the weights as they are"
+            )
         for place, node in walk(tree.root, tree.overlay):
             if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
                 where = printable(place_text(place)) or "the root"
@@ -80,6 +87,20 @@ class DcpFolder(TargetFormat):
 
 
 DCP = DcpFolder()
+
+
+def _masters(root: Node) -> list[str]:
+    """The names of parameters of which an optimizer's state has a master weight, but in Megatron's
+    form, whose loader takes it.
+    """
+    found: dict[str, None] = {}
+    for state in optimizer_states(root, {}):
+        try:
+            parts = parts_of(state, state.node)
+        except RefusedObject:
+            continue
+        found |= {str(name): None for name, kept in parts.states.items() if "fp32_param" in kept}
+    return list(found)
 
 
 def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:

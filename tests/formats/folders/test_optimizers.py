@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from ckptconv import convert_checkpoint, scan_checkpoint
 from ckptconv.support.errors import UnsupportedCheckpoint
@@ -113,3 +118,49 @@ def test_flat_parameters_are_refused_by_name(count, trained_worlds, tmp_path):
 def test_the_files_of_ranks_are_ordinary_ones(name, trained_worlds):
     for path in ranks_of(trained_worlds, name):
         assert scan_checkpoint(path).level == "plain"
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+def test_master_weights_in_a_dcp_folder_are_told_of_for_torch_does_not_use_them(form, tmp_path):
+    """As Megatron and DeepSpeed's fp16 keep them beside weights of 16 bits."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    weights = {key: value.bfloat16() for key, value in model.state_dict().items()}
+    states = {
+        key: {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn_like(value),
+            "exp_avg_sq": torch.rand_like(value),
+            "fp32_param": value + 0.001,
+        }
+        for key, value in model.state_dict().items()
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    (group,) = optimizer.state_dict()["param_groups"]
+    named = {"state": states, "param_groups": [{**group, "params": list(weights)}]}
+    torch.save({"model": weights, "optimizer": named}, tmp_path / "in.pt")
+    made = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out", to="dcp", optimizer=form)
+    told = (
+        "FSDP2 does not use fp32_param, the weight in float32 that the optimizer keeps of weight, "
+    )
+    assert any(told in note for note in made.plan.notes)
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    model_states, optimizer_states = get_state_dict(model, optimizer, options=options)
+    state: Any = {"model": model_states, "optimizer": optimizer_states}
+    dcp.load(state, checkpoint_id=tmp_path / "out")
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, weights[key].float())
+        kept = optimizer.state[model.get_parameter(key)]
+        assert "fp32_param" not in kept and torch.equal(kept["exp_avg"], states[key]["exp_avg"])
+    for state_of in states.values():
+        del state_of["fp32_param"]
+    torch.save({"model": weights, "optimizer": named}, tmp_path / "in.pt")
+    again = convert_checkpoint(tmp_path / "in.pt", tmp_path / "again", to="dcp", optimizer=form)
+    assert not any("fp32_param" in note for note in again.plan.notes)
