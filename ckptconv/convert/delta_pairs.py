@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.objects.encodings import holds_tensors
 from ckptconv.support.errors import KeyConflict, KeyMismatch, RefusedObject, printable
 from ckptconv.support.progress import Meter
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few
 from ckptconv.tensors.comparison import compare_bytes
 from ckptconv.tensors.refs import TensorRef, view_identity

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ckptconv.diff.report import Difference, ValueChange
 from ckptconv.diff.walk import Differences, walk_together
@@ -38,6 +38,7 @@ from ckptconv.support.errors import (
     warn,
 )
 from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.ahead import read_soon

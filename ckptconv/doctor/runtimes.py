@@ -6,7 +6,7 @@ ComfyUI, torchao's own objects) has the word of its scheme here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from ckptconv.support.records import NamedTuple
 
 
 class Runtime(NamedTuple):

@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location
 from ckptconv.io.source import Range, Source
 from ckptconv.support.errors import ErrorCode, LimitExceeded, UnsupportedCheckpoint
 from ckptconv.support.limits import in_force
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.settings import set_within
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.io.source import Source
 from ckptconv.objects.encodings import ENCODINGS
 from ckptconv.pickles.nodes import mapping_pairs, ordered_dict
 from ckptconv.support.errors import LimitExceeded, UnsupportedCheckpoint, malformed
 from ckptconv.support.limits import in_force
-from ckptconv.support.records import made
+from ckptconv.support.records import NamedTuple, made
 from ckptconv.support.text import some_text
 from ckptconv.tensors.dtypes import BLOCKS, BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorRef, whole_view

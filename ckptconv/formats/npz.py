@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from math import prod
 from pathlib import Path, PurePath
-from typing import NamedTuple
 
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat
 from ckptconv.formats.zip_archive import Record, record_source
@@ -36,6 +35,7 @@ from ckptconv.support.errors import (
     VerificationFailed,
     printable,
 )
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import (
     Shape,

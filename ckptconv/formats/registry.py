@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.formats.containers import NotForetold, first_reads, named, open_file
 from ckptconv.formats.folders.alone import (
@@ -39,7 +39,7 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened, printable
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import DANGER
 from ckptconv.support.settings import collector_paused
 from ckptconv.tree.checkpoint import Checkpoint

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from ckptconv.formats import safetensors, torch_legacy, torch_zip
 from ckptconv.formats.containers import HEAD, is_safetensors, is_torch_legacy, is_zip
@@ -44,7 +44,7 @@ from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, printable
 from ckptconv.support.limits import in_force, refuse_beyond
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import check_storage
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage

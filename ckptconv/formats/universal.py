@@ -22,7 +22,6 @@ runtime/base_optimizer.py, runtime/zero/stage3.py and runtime/engine.py; and wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, Tree, one_item
 from ckptconv.formats.torch_output import TORCH
@@ -38,6 +37,7 @@ from ckptconv.pickles.nodes import (
     seen_through,
 )
 from ckptconv.support.errors import KeyConflict, RefusedObject
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.computed import Widener

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.formats.zip_directory import (
     CENTRAL,
@@ -34,7 +34,7 @@ from ckptconv.io.inflate import InflatedSource, Spool
 from ckptconv.io.source import Source
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.limits import refuse_beyond
-from ckptconv.support.records import made
+from ckptconv.support.records import NamedTuple, made
 
 
 class Record(NamedTuple):

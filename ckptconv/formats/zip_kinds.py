@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import PurePath, PurePosixPath
-from typing import NamedTuple
 
 from ckptconv.formats.containers import named, open_source
 from ckptconv.formats.folders.alone import are_parts, refuse_without_index
@@ -24,6 +23,7 @@ from ckptconv.io.source import RangeSource, Source
 from ckptconv.pickles.nodes import Dict
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import refuse_beyond
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.settings import set_within
 from ckptconv.support.text import count_text
 from ckptconv.tree.checkpoint import Checkpoint

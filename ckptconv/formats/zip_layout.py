@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from ckptconv.formats.target_format import Layout, WriteItem
 from ckptconv.formats.zip_directory import (
@@ -27,7 +26,7 @@ from ckptconv.formats.zip_directory import (
     local_header,
 )
 from ckptconv.io.crc import combined_crc, crc32
-from ckptconv.support.records import made
+from ckptconv.support.records import NamedTuple, made
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef
 

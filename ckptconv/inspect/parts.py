@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 from ckptconv.inspect.inspection import Part, TensorFacts
 from ckptconv.keys.rules import find_wrappers
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, children, mapping_pairs, spoken
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import natural_key
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tree.state_dicts import StateDict

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
-from typing import NamedTuple
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import Range, Source
 from ckptconv.io.stream import Sink
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Counting
+from ckptconv.support.records import NamedTuple
 
 _WORTH_THREADS = 1 << 16
 """Bytes from which to hand them to a thread takes less time than to hash them."""

@@ -12,11 +12,12 @@ import stat
 from pathlib import Path
 from shlex import quote
 from struct import Struct
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal
 from zlib import crc32
 
 from ckptconv.support import platforms
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.records import NamedTuple
 
 _MAGIC = b"ckptconv edit 1\n"
 _NUMBERS = Struct("<2Q")  # the size of the file, and the bytes of each of its beginnings

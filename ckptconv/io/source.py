@@ -6,10 +6,11 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.io.crc import crc32
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.records import NamedTuple
 
 CHUNK = 1 << 20
 """The size in bytes of every copy buffer, and so of the views that the readers yield."""

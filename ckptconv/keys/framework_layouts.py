@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.name_lists import lines_beside
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import first_few, some_text
 
 Operations = tuple[Operation, ...]

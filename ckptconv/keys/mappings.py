@@ -7,11 +7,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import NamedTuple
 
 from ckptconv.keys.rules import Called, Patience, Regex, Rule, Step
 from ckptconv.support.errors import KeyConflict, printable
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 
 MOVES = {
     "stack": 2,

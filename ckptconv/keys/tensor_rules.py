@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptconv.keys.config_numbers import Number, number_in
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.support.errors import KeyConflict, KeyMismatch, printable
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import count_text, first_few
 
 LIST = ""

@@ -21,14 +21,14 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ckptconv.keys.config_numbers import number_in
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.name_lists import data_beside
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import first_few
 
 Direction = Literal["v5", "original"]

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import field, fields
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
 from ckptconv.devices.host import require_torch
@@ -21,7 +21,7 @@ from ckptconv.live.load import load_portable
 from ckptconv.support.choices import refuse_no_flag, spelling_checked
 from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject, printable, warn
 from ckptconv.support.progress import OnProgress
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.scaled_weights import find_scaled

@@ -24,12 +24,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.objects.plain import is_array, spoken_name, tensor_form
 from ckptconv.objects.torch_read import Window, is_tensor_call, plain_sizes
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, PersistentId, children
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, contiguous_stride, view_of
 

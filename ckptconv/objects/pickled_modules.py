@@ -18,7 +18,6 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptconv.io.source import MemorySource
 from ckptconv.objects.encodings import PARAMETERS, holds_tensors
@@ -26,6 +25,7 @@ from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node, mapping_pairs
 from ckptconv.support.errors import LimitExceeded
 from ckptconv.support.limits import Limits, in_force
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.checksums import check_storage
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, view_of

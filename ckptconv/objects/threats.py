@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import _compat_pickle
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ckptconv.objects.known_names import ALWAYS_THERE, MAKERS, PLAIN
 from ckptconv.pickles.making import CALLED_RESULT
@@ -22,6 +22,7 @@ from ckptconv.pickles.nodes import Call, Global
 from ckptconv.pickles.traces import CHANGERS, rebuilds
 from ckptconv.support.errors import printable
 from ckptconv.support.name_lists import names_beside
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.report import DANGER
 
 Level = Literal["plain", "unknown", "dangerous"]

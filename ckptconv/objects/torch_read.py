@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptconv.io.source import MemorySource
 from ckptconv.objects.known_names import UTILS
 from ckptconv.pickles.making import Reducer
 from ckptconv.pickles.nodes import Call, Dict, Global, Node, spoken
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS, UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, requiring_grad, view_of
 

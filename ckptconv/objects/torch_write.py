@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ckptconv.objects.known_names import UTILS
 from ckptconv.objects.torch_read import (
@@ -15,6 +14,7 @@ from ckptconv.objects.torch_read import (
 from ckptconv.pickles.nodes import ORDERED_DICT, Call, Dict, Global, Node
 from ckptconv.pickles.writer import PickleWriter, integer, integers
 from ckptconv.support.errors import RefusedObject
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node
+from ckptconv.support.records import NamedTuple
 
 
 class Form(NamedTuple):

@@ -13,12 +13,11 @@ import re
 from collections.abc import Sequence
 from html import escape
 from statistics import median
-from typing import NamedTuple
 
 from ckptconv.pages.columns import shown_name
 from ckptconv.pages.facts import PageFacts, PageTensor
 from ckptconv.pages.html import filled
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import count_text, number_text
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d{1,6}(?=\.|$)")

@@ -7,9 +7,10 @@ size takes little memory.
 from __future__ import annotations
 
 import codecs
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptconv.io.source import CHUNK, Source
+from ckptconv.support.records import NamedTuple
 
 Form: TypeAlias = Literal["bytes", "utf-8", "raw-unicode-escape", "quoted", "quoted-utf-8"]
 

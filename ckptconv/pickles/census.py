@@ -12,11 +12,11 @@ from __future__ import annotations
 import codecs
 import struct
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.pickles.opcodes import FIXED, LINES, SIZED, STOP
 from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 
 _UINT32 = struct.Struct("<I").unpack_from
 

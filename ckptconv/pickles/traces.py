@@ -5,10 +5,10 @@ the functions in checkpoints whose arguments matter for that.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckptconv.pickles.nodes import Global
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 
 if TYPE_CHECKING:
     from ckptconv.pickles.byte_window import Held

@@ -7,10 +7,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ckptconv.pickles.nodes import ABSENT, ENCODE, Call, Dict, Global, Node
 from ckptconv.support.errors import RefusedObject
+from ckptconv.support.records import NamedTuple
 
 Leaf: TypeAlias = "Callable[[Node, PickleWriter], bytes | Node]"
 _BATCH = 1000

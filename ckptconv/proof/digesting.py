@@ -8,7 +8,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
 from ckptconv.io.digests import digested, refuse_other
 from ckptconv.io.location import Location
@@ -18,6 +17,7 @@ from ckptconv.proof.manifest import Algorithm, TensorDigest
 from ckptconv.support.json_text import strict
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.progress import Counting, Meter
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef

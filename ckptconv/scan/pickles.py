@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field
-from typing import NamedTuple
 
 from ckptconv.io.source import CHUNK, MemorySource, RangeSource, Source
 from ckptconv.objects.threats import Level, Verdict, gives_what_was_there, judge
@@ -16,7 +15,7 @@ from ckptconv.pickles.byte_window import Held
 from ckptconv.pickles.tracer import held_bytes, trace_pickle
 from ckptconv.pickles.traces import ATTRIBUTES, NESTED_LOADERS, NamedGlobal, Trace
 from ckptconv.support.limits import in_force
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 
 _BEGINS = re.compile(rb"\x80[\0-\5]").match
 _SHORT = 16  # bytes that may be a pickle by chance: a text may begin with "N." or "I1\n."

@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptconv.objects.threats import Verdict, judge_script_class
 from ckptconv.support.json_text import read_object
 from ckptconv.support.name_lists import names_beside
+from ckptconv.support.records import NamedTuple
 
 Kind: TypeAlias = Literal["text", "bytecode", "model"]
 

@@ -1,17 +1,21 @@
-"""Records: dataclasses that cost little to define, those that are made 100,000 at a time, and what
-one says that is not as usual.
+"""Records: dataclasses and named tuples that cost little to define, those that are made 100,000 at
+a time, and what one says that is not as usual.
 
-The standard library compiles six functions for each dataclass as its module is imported: 0.8 ms,
-which was a third of the start of `ckptconv inspect`, and most of these classes are never used by
-one command. Here the fields are those of the standard library (so `fields`, `replace` and `asdict`
-hold), the constructor is compiled when it is first asked for, and the rest is shared.
+The standard library compiles up to six functions for each such class as its module is imported:
+0.8 ms for a dataclass, which was a third of the start of `ckptconv inspect`, and most of these
+classes make no record in one command, or few. Here a constructor is compiled when many are made;
+the standard library makes the fields when they are asked for (so `fields`, `replace` and `asdict`
+hold), and the rest is shared. A named tuple is that of `collections`: that of `typing` compiles the
+types of its fields besides, for which nobody asks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, FrozenInstanceError, fields
+from functools import partial
 from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
@@ -30,6 +34,7 @@ def given_fields(record: Any) -> dict[str, Any]:
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
+    from typing import NamedTuple as NamedTuple
 else:
 
     def dataclass(
@@ -38,63 +43,180 @@ else:
         slots: bool = False,
         eq: bool = True,
         repr: bool = True,
-        **more: bool,
+        kw_only: bool = False,
     ) -> Callable[[type], type]:
         """As `dataclasses.dataclass`, of which these are the settings in use."""
 
         def made_of(cls: type) -> type:
-            told = {"slots": slots, **more}
-            if any(map(dataclasses.is_dataclass, cls.__bases__)):  # few are, and it has all rules
-                return dataclasses.dataclass(frozen=frozen, eq=eq, repr=repr, **told)(cls)
-            own = set(cls.__dict__)
-            cls = dataclasses.dataclass(init=False, eq=False, repr=False, **told)(cls)
-            cls.__dataclass_params__.frozen = frozen  # for what is derived from it
-            methods: dict[str, Any] = {"__init__": _Constructor(cls)}
+            bases = [base for base in cls.__mro__[:0:-1] if "__dataclass_fields__" in vars(base)]
+            inherited = [vars(base).get("_declared") for base in bases]
+            if not slots or any(base is None or base.kw_only != kw_only for base in inherited):
+                # few are so, or derived from others, and the standard library has all rules
+                told = {"frozen": frozen, "slots": slots, "kw_only": kw_only}
+                return dataclasses.dataclass(eq=eq, repr=repr, **told)(cls)
+            declared = _Declared(cls, inherited, frozen=frozen, kw_only=kw_only)
+            cls = declared.with_slots(cls)
+            methods = declared.methods(cls)
             if frozen:
                 methods |= _FROZEN
             if repr:
                 methods["__repr__"] = _represented
             if eq:
-                named = [item.name for item in fields(cls) if item.compare]
-                methods |= _compared(named, is_hashed=frozen)
-            for name in methods.keys() - own:
+                compared = declared.that_are("compare", declared.names)
+                methods |= _compared(compared, is_hashed=frozen)
+            for name in methods.keys() - vars(cls).keys():
                 setattr(cls, name, methods[name])
             return cls
 
         return made_of
 
+    class _NamedTuples(type):
+        """What makes a named tuple of a class as it is written."""
 
-class _Constructor:
-    """The `__init__` of a class until it is first asked for."""
+        def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> type:
+            if not bases:
+                return super().__new__(cls, name, bases, space)
+            names = space.get("__annotations__", ())
+            defaults = [space.pop(name) for name in names if name in space]
+            kind = namedtuple(name, names, defaults=defaults, module=space["__module__"])
+            for key, value in space.items():
+                setattr(kind, key, value)
+            return kind
 
-    def __init__(self, cls: type) -> None:
-        self._cls = cls
+    class NamedTuple(metaclass=_NamedTuples):
+        """As `typing.NamedTuple`."""
+
+
+class _Declared:
+    """The fields of a class and of those that it is derived from, as they are written: their types,
+    which are texts as in all modules here, and the defaults of some.
+    """
+
+    def __init__(
+        self, cls: type, inherited: list[_Declared], *, frozen: bool, kw_only: bool
+    ) -> None:
+        own: dict[str, str] = vars(cls).get("__annotations__", {})
+        self.types: dict[str, str] = {}
+        self.defaults: dict[str, Any] = {}
+        for base in inherited:
+            self.types |= base.types
+            self.defaults |= base.defaults
+        self.types |= {name: kind for name, kind in own.items() if "ClassVar" not in kind}
+        self.defaults |= {name: vars(cls)[name] for name in own if name in vars(cls)}
+        self.names = [name for name, kind in self.types.items() if "InitVar" not in kind]
+        self.frozen, self.kw_only = frozen, kw_only
+
+    def that_are(self, setting: str, names: Iterable[str]) -> list[str]:
+        """The fields of which a setting of `dataclasses.field` holds, as it does by default."""
+        given = ((name, self.defaults.get(name)) for name in names)
+        return [name for name, it in given if not isinstance(it, Field) or getattr(it, setting)]
+
+    def with_slots(self, cls: type) -> type:
+        """The class once more, with a slot for each field that it adds."""
+        space = dict(vars(cls))
+        for name in (*self.names, "__dict__", "__weakref__"):
+            space.pop(name, None)
+        there = {name for base in cls.__mro__[1:] for name in getattr(base, "__slots__", ())}
+        space["__slots__"] = tuple(name for name in self.names if name not in there)
+        made = type(cls)(cls.__name__, cls.__bases__, space)
+        made.__qualname__ = cls.__qualname__
+        return made
+
+    def methods(self, cls: type) -> dict[str, Any]:
+        """What a class has by its fields."""
+        named = [] if self.kw_only else self.that_are("init", self.types)
+        return {
+            "_declared": self,
+            "__match_args__": tuple(named),
+            "__init__": _Constructor(self, cls),
+            "__dataclass_fields__": _OfLibrary("__dataclass_fields__", self, cls),
+            "__dataclass_params__": _OfLibrary("__dataclass_params__", self, cls),
+        }
+
+    def in_library(self, cls: Any, *, init: bool) -> Any:
+        """A class of the standard library with the same fields and nothing else."""
+        space = {
+            **self.defaults,
+            "__annotations__": self.types,
+            "__doc__": cls.__doc__ or "",
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        if hasattr(cls, "__post_init__"):
+            space["__post_init__"] = cls.__post_init__
+        return dataclasses.dataclass(
+            init=init,
+            frozen=init and self.frozen,
+            slots=init,  # fields that are no parameters are set then
+            kw_only=self.kw_only,
+            eq=False,
+            repr=False,
+        )(type(cls.__name__, (), space))
+
+    def bound(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The values of the fields, as a constructor is called with them; None where it may not
+        be, or where not each parameter is a field.
+        """
+        values = {**dict(zip(self.names, args, strict=False)), **given}
+        if len(values) < len(args) + len(given) or (args and self.kw_only):
+            return None
+        for name in self.names:
+            if name not in values:
+                default = self.defaults.get(name, MISSING)
+                if isinstance(default, Field):
+                    make = default.default_factory
+                    default = default.default if make is MISSING else make()
+                if default is MISSING:
+                    return None
+                values[name] = default
+        is_plain = len(values) == len(self.types) and self.that_are("init", values) == [*values]
+        return values if is_plain else None
+
+
+class _OfLibrary:
+    """An attribute that the standard library makes for a class when it is first asked for."""
+
+    def __init__(self, name: str, declared: _Declared, cls: type) -> None:
+        self._name, self._declared, self._cls = name, declared, cls
 
     def __get__(self, record: object, owner: type) -> Any:
-        compiled = _constructor_of(self._cls)
+        alike = self._declared.in_library(self._cls, init=False)
+        alike.__dataclass_params__.frozen = self._declared.frozen  # for what is derived from it
+        found = getattr(alike, self._name)
+        setattr(self._cls, self._name, found)
+        return found
+
+
+_FEW = 200
+"""So many records are made before it pays to compile a constructor, which takes 0.4 ms."""
+
+
+class _Constructor:
+    """The `__init__` of a class until many records are made, or it is asked what it takes."""
+
+    def __init__(self, declared: _Declared, cls: type) -> None:
+        self._declared, self._cls, self._count = declared, cls, 0
+
+    def __get__(self, record: object, owner: type) -> Any:
+        if record is not None and self._count < _FEW:
+            self._count += 1
+            return partial(self._fill, record)
+        return self._compiled().__get__(record, owner)
+
+    def _compiled(self) -> Any:
+        compiled = self._declared.in_library(self._cls, init=True).__init__
         self._cls.__init__ = compiled  # type: ignore[misc]
-        return compiled.__get__(record, owner)
+        return compiled
 
-
-def _constructor_of(cls: Any) -> Any:
-    """An `__init__` with a parameter for each field, from a class that has nothing else."""
-    members: dict[str, Any] = cls.__dataclass_fields__  # with those that are `InitVar`
-    space = {
-        **members,
-        "__annotations__": {name: item.type for name, item in members.items()},
-        "__doc__": cls.__doc__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-    }
-    if hasattr(cls, "__post_init__"):
-        space["__post_init__"] = cls.__post_init__
-    alike: Any = dataclasses.dataclass(
-        frozen=cls.__setattr__ is _refuse_to_set,
-        slots="__slots__" in vars(cls),  # fields that are no parameters are set then
-        eq=False,
-        repr=False,
-    )(type(cls.__name__, (), space))
-    return alike.__init__
+    def _fill(self, record: Any, *args: Any, **given: Any) -> None:
+        values = self._declared.bound(args, given)
+        if values is None:
+            self._compiled()(record, *args, **given)  # which says what is wrong with a call
+            return
+        for name, value in values.items():
+            object.__setattr__(record, name, value)
+        if hasattr(record, "__post_init__"):
+            record.__post_init__()
 
 
 def _refuse_to_set(record: object, name: str, value: object) -> None:

@@ -12,10 +12,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 from ckptconv.support.errors import RefusedObject
-from ckptconv.support.records import made
+from ckptconv.support.records import NamedTuple, made
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import (
     Storage,

@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, SMALL
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.element_pairs import aligned, words_of
 from ckptconv.tensors.refs import Storage, TensorRef

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptconv.io.crc import CrcOf
 from ckptconv.io.guarded import check_places
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support.platforms import cores
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.signals import held_back
 from ckptconv.tensors.computed import ReadRun, fresh, read_cast, step_in
 from ckptconv.tensors.dtypes import DType

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Fingerprint, Source, WrappedSource
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, beyond, cast, every_value
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.plain_numbers import number_of, rounded

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.support.records import made
+from ckptconv.support.records import NamedTuple, made
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, contiguous_stride
 from ckptconv.tensors.stream import verbatim_range

@@ -13,8 +13,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.dtypes import BLOCKS, BY_NAME, DType
 from ckptconv.tensors.refs import Shape

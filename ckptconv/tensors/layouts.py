@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.io.source import CHUNK
 from ckptconv.support.errors import KeyMismatch, RefusedObject
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text
 from ckptconv.tensors.flat_runs import flat_boxes
 from ckptconv.tensors.refs import (

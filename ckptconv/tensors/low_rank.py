@@ -19,8 +19,9 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.plain_numbers import rounded

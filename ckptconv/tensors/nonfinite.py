@@ -6,8 +6,9 @@ torch/headeronly/util/Float8_*.h for 8.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef
 

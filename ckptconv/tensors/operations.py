@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.decoding import decode_needs, decode_plain, decode_values
 from ckptconv.tensors.dtypes import BY_NAME, DType

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.io.source import MemorySource, Reopening, Source
 from ckptconv.support.errors import CheckpointError
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, ComputedSource
 from ckptconv.tensors.dtypes import DType

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import NamedTuple
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import DType
 
 

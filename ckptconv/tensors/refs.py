@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptconv.io.source import Source
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from ckptconv.support.limits import in_force
-from ckptconv.support.records import dataclass, made
+from ckptconv.support.records import NamedTuple, dataclass, made
 from ckptconv.support.report import short_repr
 from ckptconv.tensors.dtypes import UINT8, DType
 

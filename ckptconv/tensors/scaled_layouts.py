@@ -8,9 +8,9 @@ that are not whole, or mix the codes of several ones, it is refused: no scale wo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from ckptconv.support.errors import RefusedObject
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.layouts import Move, apart, are_alike, in_shape, size_groups
 from ckptconv.tensors.refs import Shape, TensorRef
 

@@ -32,9 +32,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from functools import lru_cache
-from typing import NamedTuple
 
 from ckptconv.support.errors import RefusedObject, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.refs import TensorRef, view_identity

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.objects.plain import is_array, plain_form, tensor_form
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import MAPPINGS, Call, Dict, Node, attributes, children, mapping_pairs
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.labels import (
     USUAL,

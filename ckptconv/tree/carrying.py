@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ckptconv.support.errors import CheckpointError, RefusedObject
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.layouts import Move

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.io.source import Source
 from ckptconv.objects.threats import DO_NOT_LOAD
@@ -14,7 +14,7 @@ from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.support.limits import Limits, held, in_force, merged
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.refs import TensorRef

@@ -22,10 +22,11 @@ import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.io.source import MemorySource
 from ckptconv.support.errors import KeyMismatch, RefusedObject
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.layouts import Move

@@ -10,9 +10,10 @@ lycoris-lora 4.1 (``lycoris_``); each Apache-2.0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ckptconv.support.errors import KeyMismatch
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.refs import Shape
 from ckptconv.tree.lora_adapters import PEFT_PREFIX
 from ckptconv.tree.lora_names import Names, Naming, Place, Spelling

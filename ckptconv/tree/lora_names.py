@@ -5,9 +5,10 @@ model, and looked up. What was written with underscores is never taken apart.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from ckptconv.support.errors import KeyMismatch, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few, some_text
 from ckptconv.tree.diffusion_names import (
     as_in_diffusers,

@@ -9,10 +9,10 @@ and shape leave; where they leave two, it is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.errors import KeyConflict, RefusedObject, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text
 from ckptconv.tensors.refs import Shape, view_identity
 from ckptconv.tree.candidates import metadata_of

@@ -15,12 +15,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import NamedTuple
 
 from ckptconv.keys.rules import bare_key, drop_unmistakable
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import RefusedObject, printable
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.plain_numbers import number_of
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from ckptconv.keys.rules import all_start
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
+from ckptconv.support.records import NamedTuple
 from ckptconv.tree.walk import kinds_in
 
 Labels = Mapping[str, Node]

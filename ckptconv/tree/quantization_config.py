@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.io.location import Location
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.schemes.base import QUANTIZATION_KEYS, Facts, known_dtype
 from ckptconv.tree.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.keys.key_map import KeyMap, KeyRules, map_keys
 from ckptconv.keys.mappings import Mapped, MappedKeys, MappedTensors, PathStep
@@ -34,7 +34,7 @@ from ckptconv.support.errors import (
     RefusedObject,
     printable,
 )
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import count_text
 from ckptconv.tensors.layouts import COMPUTING, Move, if_turned, settled
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins

@@ -11,13 +11,12 @@ from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import PurePath
-from typing import NamedTuple
 
 from ckptconv.objects.encodings import holds_tensors
 from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.support.limits import in_force
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few, look_hint, part_text, quoted
 from ckptconv.tensors.refs import TensorRef

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from ckptconv.objects.encodings import LEAVES
 from ckptconv.objects.pickled_modules import (
@@ -23,6 +22,7 @@ from ckptconv.objects.pickled_modules import (
 )
 from ckptconv.pickles.nodes import Call, Dict, Node, children, spoken
 from ckptconv.support.errors import RefusedObject
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint, Stray

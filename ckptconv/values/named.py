@@ -7,13 +7,13 @@ from fnmatch import fnmatchcase
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.errors import KeyConflict, OptionRefused, UnsupportedCheckpoint, printable
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import quoted
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.gguf_blocks import DECODERS

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
 
 from ckptconv.formats.containers import all_open, open_file
 from ckptconv.formats.folders.alone import has_shards, refuse_flat
@@ -26,6 +25,7 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, calls_of, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.tree.checkpoint import Checkpoint, whole_of
 from ckptconv.tree.containers import Container
 

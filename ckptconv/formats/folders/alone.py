@@ -19,12 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import PurePath
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.formats.folders.steps import weight_files
 from ckptconv.io.location import Location, is_plain_name, read_small
 from ckptconv.pickles.nodes import Call, Global, Node, mapping_pairs
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import TensorRef

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from ckptconv.formats.folders.dcp_metadata import with_key
 from ckptconv.formats.folders.dcp_runs import Item
@@ -25,7 +24,7 @@ from ckptconv.io.guarded import GuardedSource
 from ckptconv.io.source import SMALL, RangeSource, Source
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.errors import CheckpointError
-from ckptconv.support.records import made
+from ckptconv.support.records import NamedTuple, made
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef
 

@@ -16,12 +16,12 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, Path
 from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.refs import Storage, whole_storage
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.containers import Container

@@ -17,7 +17,6 @@ from itertools import chain
 from math import prod
 from operator import attrgetter
 from pathlib import PurePosixPath
-from typing import NamedTuple
 
 from ckptconv.formats.containers import open_source
 from ckptconv.formats.folders.dcp_alike import SHORT, Chunk, Kinds, Wanted, with_ends_checked
@@ -36,6 +35,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.limits import held, in_force
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 from ckptconv.tensors.stream import iter_chunks, verbatim_range

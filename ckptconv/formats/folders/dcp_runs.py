@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptconv.pickles.memo import UNMADE, Memo
 from ckptconv.pickles.nodes import Global, Node
 from ckptconv.pickles.opcodes import LONG_INTEGER, integer_of, integers_of, tuple_of
 from ckptconv.pickles.reader import Run
 from ckptconv.support.limits import in_force
-from ckptconv.support.records import made
+from ckptconv.support.records import NamedTuple, made
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape
 

@@ -16,12 +16,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import NamedTuple
 
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import refuse_beyond
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, refuse_dimensions, requiring_grad
 from ckptconv.tensors.stream import iter_chunks

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from ckptconv.formats.folders.ranks import Copies, are_equal
 from ckptconv.pickles.nodes import Node, mapping_pairs
@@ -24,6 +23,7 @@ from ckptconv.support.errors import (
     errors_at,
     printable,
 )
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import TensorRef, box_of
 from ckptconv.tree.checkpoint import Checkpoint

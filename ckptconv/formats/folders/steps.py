@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import NamedTuple
 
 from ckptconv.formats.containers import SUFFIXES
 from ckptconv.io.location import Location, is_plain_name, read_start, within
@@ -22,6 +21,7 @@ from ckptconv.support.errors import (
     UnsupportedCheckpoint,
     printable,
 )
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few
 
 Test = Callable[[Location], bool]

@@ -11,7 +11,7 @@ import re
 import ssl
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -19,6 +19,7 @@ from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import read_small
 from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.support.records import NamedTuple
 
 EXTRA = "pip install 'obstore>=0.8' 'botocore>=1.36' 'urllib3>=2.2'"
 

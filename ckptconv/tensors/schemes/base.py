@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from struct import unpack
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ckptconv.support.errors import MalformedCheckpoint, RefusedObject
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed
 from ckptconv.tensors.decoding import Decoding, decode_needs

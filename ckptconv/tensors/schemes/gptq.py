@@ -7,8 +7,7 @@ AWQ packs along the outputs, in an order of its own.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.decoding import Decoding, unpacked
 from ckptconv.tensors.refs import TensorRef

@@ -7,8 +7,9 @@ rounds the product before the bias is added.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.schemes.base import Facts, Group, Scheme, Weight, decoded, grid_of
 

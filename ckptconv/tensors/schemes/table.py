@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
 
 from ckptconv.support.errors import CheckpointError, OptionRefused, RefusedObject, printable
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.tensors.schemes.base import Facts, Group, Scheme
