@@ -10,8 +10,9 @@ from dataclasses import field, replace
 from functools import cached_property, partial
 from pathlib import PurePath
 
+from ckptconv.convert.fixes import Fix, Prescription
 from ckptconv.convert.key_targets import key_target
-from ckptconv.convert.prescriptions import Fix, Prescription, workable
+from ckptconv.convert.prescriptions import workable
 from ckptconv.devices.host import Host, survey_host
 from ckptconv.devices.mapping import tag_map
 from ckptconv.doctor import torch_words as words

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from ckptconv.convert.prescriptions import Fix, command, output_beside, workable
+from ckptconv.convert.fixes import Fix, command, output_beside
+from ckptconv.convert.prescriptions import workable
 from ckptconv.doctor import cases
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.cases import Asked, Case, Symptom, some

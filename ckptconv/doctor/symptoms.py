@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ckptconv.convert.prescriptions import Fix, command, workable
+from ckptconv.convert.fixes import Fix, command
+from ckptconv.convert.prescriptions import workable
 from ckptconv.devices.host import require_device
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, warning

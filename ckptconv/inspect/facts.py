@@ -45,7 +45,7 @@ from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import PLAIN, label_text, place_text, tensor_of, walk
 
 if TYPE_CHECKING:
-    from ckptconv.convert.prescriptions import Prescription
+    from ckptconv.convert.fixes import Prescription
     from ckptconv.tensors.schemes.table import Decoded
 
 
@@ -400,9 +400,18 @@ def _surveyed(
         fix = None
         # a delta says itself what is done with it
         if has_fix and not found.portable and not found.opening.is_delta:
-            from ckptconv.convert.prescriptions import Fix, workable  # planning is slow to import
-
-            fix = workable(Fix(), checkpoint)
+            fix = _fix(checkpoint)
     if len(paths) > 1:
         found = replace(found, named=tuple(map(str, paths)))
     return Surveyed(paths, found, fix)
+
+
+def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:
+    """The conversion that makes it portable, or why none does."""
+    from ckptconv.convert.fixes import Fix, Prescription, surely_works  # few ask
+
+    if surely_works(checkpoint):
+        return Prescription(Fix())
+    from ckptconv.convert.prescriptions import workable  # planning is slow to import
+
+    return workable(Fix(), checkpoint)

@@ -34,7 +34,7 @@ from ckptconv.support.text import (
 )
 
 if TYPE_CHECKING:
-    from ckptconv.convert.prescriptions import Prescription
+    from ckptconv.convert.fixes import Prescription
     from ckptconv.tree.checkpoint import Checkpoint
 
 
@@ -183,7 +183,7 @@ def verdict_and_command(found: Inspection, fix: _Fix) -> tuple[str, str]:
         return said, ""
     if isinstance(fix, CheckpointError):
         return f"{said}. No conversion fixes it: {fix}", ""
-    from ckptconv.convert.prescriptions import command
+    from ckptconv.convert.fixes import command
 
     lost = f". The fix leaves out {some_text(list(fix.lost))}" if fix.lost else ""
     files = [path_of(path) for path in found.named or (found.path,)]

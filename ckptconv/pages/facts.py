@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
-from ckptconv.convert.prescriptions import Fix, command, workable
+from ckptconv.convert.fixes import Fix, command
+from ckptconv.convert.prescriptions import workable
 from ckptconv.diff.report import Changed, Difference, Reshaped, ValueChange
 from ckptconv.formats.registry import Named
 from ckptconv.inspect.facts import inspect_checkpoint

@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from ckptconv import diagnose, open_checkpoint
-from ckptconv.convert.prescriptions import Fix, workable
+from ckptconv import CheckpointError, diagnose, open_checkpoint
+from ckptconv.convert.fixes import Fix, Prescription, surely_works
+from ckptconv.convert.prescriptions import workable
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from helpers import oracle
@@ -160,3 +163,67 @@ def test_an_object_that_holds_most_of_the_tensors_is_not_dropped(tmp_path):
     with open_checkpoint(path) as opened:
         assert inspect_checkpoint(opened).reasons
         assert "its tensors are lost without it" in str(workable(Fix(), opened))
+
+
+SEGMENT = st.sampled_from(["module", "_orig_mod", "a", "weight", "", "step", "_checkpoint"])
+KEY = st.one_of(st.just(0), st.lists(SEGMENT, min_size=1, max_size=4).map(".".join))
+VALUE = st.sampled_from(
+    [
+        torch.ones(2),
+        torch.ones(2, 2).T,
+        torch.ones(2, dtype=torch.int8),
+        torch.nn.Parameter(torch.ones(2)),
+        3,
+        {"module.b": torch.ones(2)},
+    ]
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lead=st.sampled_from(["", "module.", "module.module."]),
+    pairs=st.dictionaries(KEY, VALUE, min_size=1, max_size=4),
+    plain=st.booleans(),
+)
+def test_what_surely_works_does(tmp_path, lead, pairs, plain):
+    tree = {
+        f"{lead}{key}" if lead else key: torch.ones(2) if plain else value
+        for key, value in pairs.items()
+    }
+    with open_checkpoint(saved(tmp_path, tree)) as checkpoint:
+        if surely_works(checkpoint):
+            assert workable(Fix(), checkpoint) == Prescription(Fix())
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_sure"),
+    [
+        ({f"module.{key}": value for key, value in W.items()}, True),
+        (W, True),
+        ({"module.fc.weight": torch.ones(2), "fc.weight": torch.ones(2)}, True),
+        ({"module.fc.weight": torch.ones(2), "module._orig_mod.fc.weight": torch.ones(2)}, False),
+        ({"model": W}, False),
+        ({**W, "step": 3}, False),
+        ({"fc.weight": torch.ones(2, dtype=torch.int8)}, False),
+        ({}, False),
+    ],
+)
+def test_what_surely_works(tmp_path, tree, is_sure):
+    with open_checkpoint(saved(tmp_path, tree)) as checkpoint:
+        assert surely_works(checkpoint) is is_sure
+
+
+def test_what_surely_works_does_in_real_files():
+    sure = 0
+    for path in real_files():
+        try:
+            checkpoint = open_checkpoint(path)
+        except CheckpointError:
+            continue
+        with checkpoint:
+            if surely_works(checkpoint):
+                sure += 1
+                assert workable(Fix(), checkpoint) == Prescription(Fix()), path
+    assert sure

@@ -1,0 +1,122 @@
+"""The command that fixes a checkpoint: a conversion in words, and where its output may be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
+from pathlib import Path, PurePath
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.keys.rules import LEAD, all_start, find_wrappers
+from ckptconv.pickles.nodes import Dict
+from ckptconv.support.addresses import UrlPath
+from ckptconv.support.records import dataclass
+from ckptconv.support.text import STANDARD_INPUT, as_argument
+from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ckptconv.tree.settling import Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A conversion that fixes: options of `ckptconv convert`, None where the default will do.
+
+    `suffix` is that of the output's name, which decides its format; empty for a folder, whose
+    format `to` says.
+    """
+
+    suffix: str | None = None
+    to: str | None = None
+    tag: str | None = None
+    device: str | None = None
+    only: str | None = None
+    strip_prefix: str | None = None
+    preset: str | None = None
+    dtype: str | None = None
+    like: str | None = None
+    model: str | None = None
+    tied: str | None = None
+    unknown: Unknown | None = None
+    drop_unexpected: bool | None = None
+    dequantize: bool | None = None
+    with_files: bool | None = None
+
+    @property
+    def ending(self) -> str:
+        """How the name of the output ends."""
+        return ".pt" if self.suffix is None else self.suffix
+
+    def with_(self, other: Fix) -> Fix:
+        """Both: what the other one asks for goes before what this one does."""
+        return replace(self, **other.given())
+
+    def given(self) -> dict[str, Any]:
+        """What is asked for, by its name, in the order of a command line."""
+        named = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in named if value is not None}
+
+    def arguments(self) -> list[str]:
+        """The same as words of a command line."""
+        words: list[str] = []
+        for name, value in self.given().items():
+            if name != "suffix" and value is not False:
+                words.append(f"--{name.replace('_', '-')}")
+                words += [] if value is True else [value]
+        return words
+
+
+@dataclass(frozen=True, slots=True)
+class Prescription:
+    """A conversion that works; `lost` says what its output lacks because it has no plain form."""
+
+    fix: Fix
+    lost: tuple[str, ...] = ()
+
+
+def command(fix: Fix, paths: Sequence[PurePath], output: PurePath | None = None) -> str:
+    """The command line, ready for a POSIX shell; without an `output` it gets a free name."""
+    made = output or output_beside(paths[0], fix.ending)
+    return " ".join(
+        map(quote, ("ckptconv", "convert", *map(as_argument, (*paths, made)), *fix.arguments()))
+    )
+
+
+def output_beside(path: PurePath, suffix: str, taken: Collection[PurePath] = ()) -> Path:
+    """A free name beside `path`, not `taken`: ``model-portable.pt``, ``model-portable-2.pt``, … For
+    a checkpoint that is elsewhere it is one of the working folder.
+    """
+    given = Path(path.name) if isinstance(path, UrlPath) else Path(path)
+    given = Path("model") if str(path) == STANDARD_INPUT else given
+    given = given if given.name else given.absolute()
+    stem = given.name.removesuffix(".index.json")
+    stem = stem if given.is_dir() else Path(stem).stem
+    names = (
+        f"{stem}-portable{number}{suffix}" for number in ("", *(f"-{n}" for n in range(2, 1000)))
+    )
+    places = (given.parent / name for name in names)
+    return next(place for place in places if not place.exists() and place not in taken)
+
+
+_USUAL = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "bool"})
+"""Dtypes that are never codes."""
+
+
+def surely_works(checkpoint: Checkpoint) -> bool:
+    """Whether `Fix()` works for a checkpoint, as can be told without a plan: a whole torch file of
+    nothing but a dict of tensors, whose keys stay apart without the lead that all of them have. To
+    import what plans takes longer than all else that `inspect` does.
+    """
+    one, root = checkpoint, checkpoint.root
+    if not one.container.has_version or one.files or one.part or one.modules or one.metadata:
+        return False
+    pairs = root.pairs if type(root) is Dict else ()
+    keys = [key for key, _ in pairs if type(key) is str and "." in key]
+    if not keys or len(set(keys)) < len(pairs):
+        return False
+    lead = LEAD * len(find_wrappers(keys))  # an inner wrapper counts, so no key starts so
+    return all_start(keys, lead) and all(
+        type(value) is TensorRef and value.dtype.name in _USUAL for _, value in pairs
+    )
