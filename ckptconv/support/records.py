@@ -15,7 +15,7 @@ import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, FrozenInstanceError, fields
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
@@ -111,6 +111,11 @@ class _Declared:
         given = ((name, self.defaults.get(name)) for name in names)
         return [name for name, it in given if not isinstance(it, Field) or getattr(it, setting)]
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the fields are the parameters."""
+        return self.names == [*self.types] == self.that_are("init", self.names)
+
     def with_slots(self, cls: type) -> type:
         """The class once more, with a slot for each field that it adds."""
         space = dict(vars(cls))
@@ -169,8 +174,7 @@ class _Declared:
                 if default is MISSING:
                     return None
                 values[name] = default
-        is_plain = len(values) == len(self.types) and self.that_are("init", values) == [*values]
-        return values if is_plain else None
+        return values if len(values) == len(self.names) and self.is_plain else None
 
 
 class _OfLibrary:
@@ -187,7 +191,7 @@ class _OfLibrary:
         return found
 
 
-_FEW = 200
+_FEW = 100
 """So many records are made before it pays to compile a constructor, which takes 0.4 ms."""
 
 
