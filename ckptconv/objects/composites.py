@@ -24,7 +24,6 @@ from ckptconv.pickles.nodes import Call, Global, Node
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape, Storage, TensorRef, refuse_dimensions, view_of
-from ckptconv.tensors.stream import iter_chunks, read_box
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,6 +87,8 @@ def _read_integers(ref: TensorRef) -> Iterator[tuple[int, Numbers]]:
     """The values of an integer tensor in C order, each run with the number of its first."""
     import numpy as np
 
+    from ckptconv.tensors.stream import iter_chunks  # what reads values, for few objects
+
     first = 0
     for chunk in iter_chunks(ref):
         numbers = np.frombuffer(chunk, f"<i{ref.dtype.itemsize}")
@@ -96,6 +97,8 @@ def _read_integers(ref: TensorRef) -> Iterator[tuple[int, Numbers]]:
 
 
 def _read_integer_box(ref: TensorRef, start: Shape, shape: Shape) -> Numbers:
+    from ckptconv.tensors.stream import read_box
+
     return read_box(ref, start, shape).view(f"<i{ref.dtype.itemsize}").reshape(shape)
 
 

@@ -20,7 +20,6 @@ from ckptconv.objects.known_names import COPIES
 from ckptconv.objects.training import Form
 from ckptconv.pickles.nodes import ABSENT, DICT, ORDERED_DICT, SET, Call, Dict, Global, Node
 from ckptconv.support.limits import in_force
-from ckptconv.tensors.computed import iter_cast_chunks
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 
@@ -271,6 +270,8 @@ def _copied(call: Call, _: Node) -> Node:
         return call
     storage, offset, stride = ref.storage._replace(location=device), ref.storage_offset, ref.stride
     if dtype is not ref.dtype:
+        from ckptconv.tensors.computed import iter_cast_chunks  # what computes, for few objects
+
         data = b"".join(bytes(chunk) for chunk in iter_cast_chunks(ref, dtype, [0]))
         storage = Storage(MemorySource(data, _NOWHERE), 0, len(data), device, storage.name, dtype)
         offset, stride = 0, contiguous_stride(ref.shape)
