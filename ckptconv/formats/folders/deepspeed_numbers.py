@@ -11,7 +11,6 @@ of deepspeed/runtime/fp16, `_common_checkpoint_state` in deepspeed/runtime/engin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 
 from ckptconv.formats.folders.ranks import are_equal, mark_of, varies
 from ckptconv.formats.folders.zero import WHOLE, RankStates, Shapes, entries
@@ -146,27 +145,37 @@ def shapes_by_values(
     """The parameters that lie in each group of a rank that is alone, of those that layers have: the
     values there are the same in the type of the training. None where they do not tell.
     """
-    if len(ranks) > 1:
-        return []
-    free = dict(parameters)
-    begin = {name: _begin(ref) for name, ref in free.items() if ref.numel}
-    found: list[Shapes] = []
-    for number, group in enumerate(ranks[0].groups):
+    found: list[dict[str, Shape]] = [{} for _ in ranks[0].groups]
+    for number, fitting in _fitting(ranks[0], parameters) if len(ranks) == 1 else ():
+        if len(fitting) != 1:
+            return []
+        found[number][fitting[0]] = parameters[fitting[0]].shape
+    return list(found) if len(ranks) == 1 else []
+
+
+def holds_others(stage: Mapping[str, Node], parameters: Mapping[str, TensorRef]) -> bool:
+    """Whether the fp16 optimizer of a stage holds a parameter whose values no layer has."""
+    rank = flat_states(stage)
+    return rank is not None and not all(names for _, names in _fitting(rank, parameters))
+
+
+def _fitting(
+    rank: RankStates, parameters: Mapping[str, TensorRef]
+) -> Iterator[tuple[int, list[str]]]:
+    """What may be the next parameter of each group, by the number of the group; the first of these
+    is taken for it. Ends where none is.
+    """
+    free = {name: ref for name, ref in parameters.items() if ref.numel}
+    begin = {name: _begin(ref) for name, ref in free.items()}
+    for number, group in enumerate(rank.groups):
         flat = Flat([group], f"group {number}")
-        shapes: dict[str, Shape] = {}
         at = 0
         while at < flat.numel:
-            fitting = [
-                name
-                for name, ref in free.items()
-                if ref.numel and _lies_at(flat, at, ref, begin[name])
-            ]
-            if len(fitting) != 1:
-                return []
-            shapes[fitting[0]] = free.pop(fitting[0]).shape
-            at += prod(shapes[fitting[0]])
-        found.append(shapes)
-    return found
+            names = [name for name, ref in free.items() if _lies_at(flat, at, ref, begin[name])]
+            yield number, names
+            if not names:
+                return
+            at += free.pop(names[0]).numel
 
 
 def _begin(ref: TensorRef) -> bytes:

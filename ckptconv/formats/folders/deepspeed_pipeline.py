@@ -18,6 +18,7 @@ from ckptconv.formats.folders.deepspeed_numbers import (
     count_elements,
     count_equal,
     count_numbers,
+    holds_others,
     joined_numbers,
 )
 from ckptconv.formats.folders.deepspeed_tensors import INFO, stages_have_the_same
@@ -113,6 +114,7 @@ def pipeline_weights(layers: Layers, stages: Sequence[Stage]) -> tuple[Node, tup
             what = "is a parameter of a stage, and no layer has it in that shape"
             raise MalformedCheckpoint(what, where=name, hint=WHOLE)
     ties = dict(_ties(layers, parameters, tied, stages))
+    _refuse_copies(layers, parameters)
     module: dict[str, Node] = {}
     for key, refs in tied.items():
         module.update({f"{_TIED}{key}.{own}": ref for own, ref in refs.items()})
@@ -129,6 +131,25 @@ def pipeline_weights(layers: Layers, stages: Sequence[Stage]) -> tuple[Node, tup
     joined = entries(weights.join(parameters.items()))
     told = [f"layer {at} is {_TIED}{key}, which has its values" for at, key in ties.items()]
     return ordered_dict([(name, joined[name]) for name in module]), (*told, *weights.notes)
+
+
+def _refuse_copies(layers: Layers, parameters: Mapping[str, TensorRef]) -> None:
+    """Raise where two layers have the same values, and one has other fp32 weights: its file is the
+    other's. Layers without trained parameters do not tell.
+    """
+    there: dict[object, int] = {}
+    for at, values in layers.items():
+        refs = {own: ref for own, value in values.items() if (ref := tensor_of(value)) is not None}
+        mark = tuple((own, mark_of(refs[own])) for own in sorted(refs))
+        first = there.setdefault(mark, at)
+        for number in (first, at) if first != at else ():
+            for own, ref in refs.items():
+                weight = parameters.get(f"{number}.{own}")
+                if weight is not None and not are_equal(Widener(ref.dtype)(weight), ref):
+                    same = f"the same values as layer {first + at - number}"
+                    what = f"has {same}, and others than its fp32 weights"
+                    hint = "one was copied over the other: fetch both again"
+                    raise MalformedCheckpoint(what, where=f"layer {number}", hint=hint)
 
 
 def _of_all_stages(stages: Sequence[Stage]) -> dict[str, TensorRef]:
@@ -239,8 +260,14 @@ def named_by_values(layers: Layers, stages: Sequence[Stage]) -> list[Stage]:
     if all(stage.weights for stage in stages):
         return list(stages)
     states = [stage.states for stage in stages]
+    parameters = parameters_of(layers, states)
+    pair = _of_one_value(layers)
+    if pair is not None and any(holds_others(each, parameters) for each in states):
+        what = f"has the same values as layer {pair[1]}, and the optimizer has others"
+        hint = "one was copied over the other: fetch both again"
+        raise MalformedCheckpoint(what, where=f"layer {pair[0]}", hint=hint)
     elements = sum(map(count_elements, states))
-    there = sum(ref.numel for ref in parameters_of(layers, states).values())
+    there = sum(ref.numel for ref in parameters.values())
     if elements > there:
         what = f"layers have {there} elements, and the optimizers of its stages {elements}"
         raise MalformedCheckpoint(what, hint=WHOLE)
@@ -289,7 +316,10 @@ def _of_numbers(layers: Layers, states: Sequence[Mapping[str, Node]]) -> tuple[s
     if count > names + count_equal(states):
         what = f"layers have {names} parameters, and the optimizers of its stages {count}"
         raise MalformedCheckpoint(what, hint=WHOLE)
-    if count > names or _share_values(layers):
+    if pair := _of_one_value(layers):
+        what = "layers {} and {} have the same values, so they are tied, or one was copied over"
+        return f"{what.format(*pair)} the other", None
+    if count > names:
         return "layers are tied, and nothing says which numbers are theirs", None
     return "no file says which parameters they are of", joined_numbers(states)
 
@@ -312,16 +342,17 @@ def buffers_of(states: Mapping[str, Node]) -> list[Node]:
     return list(listed) if type(listed) in (list, tuple) else []
 
 
-def _share_values(layers: Layers) -> bool:
-    """Whether two layers have a tensor of the same values, as tied ones have."""
-    there: set[object] = set()
-    for values in layers.values():
+def _of_one_value(layers: Layers) -> tuple[int, int] | None:
+    """Two layers that have a tensor of the same values, as tied ones have."""
+    there: dict[object, int] = {}
+    for at, values in layers.items():
         refs = [ref for ref in map(tensor_of, values.values()) if ref is not None]
         own = {mark_of(ref): ref for ref in refs if ref.numel > 1}
-        if any(mark in there and varies(ref) for mark, ref in own.items()):
-            return True
-        there.update(own)
-    return False
+        for mark, ref in own.items():
+            if mark in there and varies(ref):
+                return there[mark], at
+        there.update(dict.fromkeys(own, at))
+    return None
 
 
 def _add_group(groups: list[dict[str, Node]], group: dict[str, Node]) -> None:

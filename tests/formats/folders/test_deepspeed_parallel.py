@@ -114,7 +114,9 @@ def test_tied_layers_without_zero_in_fp32_have_no_numbers():
     assert "optimizer" not in found
     assert torch.equal(found["module"]["0.weight"], expected["tied_modules.word.weight"]["fp32"])
     with open_checkpoint(FOLDERS / "tied_fp32") as checkpoint:
-        assert any("layers are tied, and nothing says which" in note for note in checkpoint.notes)
+        assert any(
+            "layers 1 and 3 have the same values, so they" in note for note in checkpoint.notes
+        )
 
 
 def test_layers_that_are_cut_are_what_ds_to_universal_makes_of_them(tmp_path):
@@ -168,6 +170,36 @@ def test_in_fp16_the_optimizers_tell_that_a_layer_is_missing(tmp_path):
     folder = shutil.copytree(FOLDERS / "fp16", tmp_path / "fp16")
     (step(folder) / "layer_01-model_states.pt").unlink()
     refused(folder, "layers have 92 elements, and the optimizers of its stages 108")
+
+
+LAYER = "layer_0{}-model_states.pt"
+COPIED = [
+    ("cut", ("layer_01-model_00-model_states.pt", "layer_02-model_00-model_states.pt"),
+     "has the same values as layer [12], and others than its fp32 weights"),
+    ("fp16", (LAYER.format(0), LAYER.format(1)), "as layer 1, and the optimizer has others"),
+    ("fp16_unfused", (LAYER.format(0), LAYER.format(1)), "layer 1, and the optimizer has others"),
+    ("tied", (LAYER.format(2), LAYER.format(5)), "and no layer has it in that shape"),
+    ("tied_bf16", (LAYER.format(2), LAYER.format(5)), "elements, and no layer has it so"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "files", "what"), COPIED)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_layer_that_was_copied_over_another_is_refused(name, files, what, is_first, tmp_path):
+    folder = shutil.copytree(FOLDERS / name, tmp_path / name)
+    one, other = (step(folder) / file for file in (files if is_first else files[::-1]))
+    shutil.copy(one, other)
+    refused(folder, what)
+
+
+def test_in_fp32_layers_of_one_value_are_told(tmp_path):
+    """They may be tied, or one file a copy: nothing tells."""
+    folder = shutil.copytree(FOLDERS / "fp32", tmp_path / "fp32")
+    shutil.copy(step(folder) / LAYER.format(0), step(folder) / LAYER.format(1))
+    with open_checkpoint(folder) as checkpoint:
+        (told,) = [note for note in checkpoint.notes if "layers 0 and 1" in note]
+    assert "so they are tied, or one was copied over the other" in told
+    assert "optimizer" not in load_portable(folder, whole=True)
 
 
 def test_in_fp16_values_that_no_layer_has_leave_the_states_out(tmp_path):
