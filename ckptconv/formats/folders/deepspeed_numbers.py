@@ -26,7 +26,6 @@ from ckptconv.tree.walk import tensor_of
 
 _NAMES = "param_names"
 _FLAT, _UNFUSED = "fp32_groups_flat", "fp32_groups"
-_CLIP = "clip_grad"
 _OWN = "optimizer_state_dict"
 _FEW = 64  # elements that nearly always tell two parameters apart
 
@@ -121,10 +120,10 @@ def flat_states(stage: Mapping[str, Node]) -> RankStates | None:
         for number, state in mapping_pairs(own.get("state")) or ()
     ]
     base = Dict([("state", Dict([*states])), ("param_groups", own.get("param_groups"))])
-    scale = [pair for pair in said.items() if pair[0] not in (_FLAT, _UNFUSED, _OWN, _CLIP)]
-    kept = {_CLIP: said[_CLIP]} if _CLIP in said else {}
-    beside = {"base_optimizer_state": base, "loss_scaler": Dict([*scale]), **kept}
-    return RankStates(1, (1,), found, ends=(0,) * len(found), rest=beside)
+    gone = (_FLAT, _UNFUSED, _OWN)
+    rest = {key: value for key, value in said.items() if key not in gone}
+    rest["base_optimizer_state"] = base
+    return RankStates(1, (1,), found, ends=(0,) * len(found), rest=rest)
 
 
 def count_elements(stage: Mapping[str, Node]) -> int:

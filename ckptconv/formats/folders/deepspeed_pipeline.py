@@ -246,6 +246,11 @@ def require_stages(
         there = f"{len(states)} stages" + (f" x {tensor_ranks}" if tensor_ranks > 1 else "")
         what = f"has the model states of {there}, but {count} wrote it"
         raise MalformedCheckpoint(what, hint=WHOLE)
+    steps = [stage.get("global_steps") for stage in states]
+    for number, step in enumerate(steps):
+        if step != steps[0]:
+            what = f"is {steps[0]!s:.20} in stage 0, and {step!s:.20} in stage {number}"
+            raise MalformedCheckpoint(what, where="global_steps", hint=WHOLE)
 
 
 def named_by_values(layers: Layers, stages: Sequence[Stage]) -> list[Stage]:

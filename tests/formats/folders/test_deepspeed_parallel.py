@@ -235,6 +235,11 @@ def test_more_stages_than_there_are_files_of_are_told(pipeline):
     refused(pipeline, "has the model states of 2 stages, but 3 wrote it")
 
 
+def test_stages_of_different_steps_are_told(pipeline):
+    changed(step(pipeline) / "mp_rank_01_model_states.pt", global_steps=1)
+    refused(pipeline, "global_steps: is 2 in stage 0, and 1 in stage 1")
+
+
 def test_layers_that_are_cut_into_more_parts_than_there_are_are_refused(pipeline):
     changed(
         step(pipeline) / "mp_rank_00_model_states.pt",
