@@ -27,12 +27,12 @@ from ckptconv.formats.folders.zero import (
 from ckptconv.formats.folders.zero_optimizer import own_number, require_equal
 from ckptconv.pickles.nodes import ABSENT, Call, Node, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, names_of_numbers
 from ckptconv.tree.optimizer_parts import OptimizerParts, parts_of
-from ckptconv.tree.optimizer_states import OptimizerState, ParamGroup, named_optimizer
+from ckptconv.tree.optimizer_states import SHAPED, OptimizerState, ParamGroup, named_optimizer
 from ckptconv.tree.walk import tensor_of
 
 _OTHER_ORDER = "use_data_before_expert_parallelism"
@@ -203,8 +203,8 @@ def _orders(
 ) -> tuple[ParameterOrder, ParameterOrder]:
     """The parameters that all ranks have, and the experts of set `number`, in their order."""
     listed: Node = states.get("buffer_names")
-    named = [name for name in listed or () if type(name) is str]
-    buffers = {_local(name) for name in named}
+    named = listed if type(listed) in (list, tuple) else ()
+    buffers = {_local(name) for name in named if type(name) is str}
     counts = Counter(layer for layer, _ in experts)
     for layer, count in counts.items():
         if count % sets:
@@ -278,7 +278,14 @@ class _SetOptimizer:
             states = {at: state for at, state in parts.states.items() if at in numbers}
             of_kind = OptimizerParts(states, groups)
             names |= names_of_numbers(of_kind, order, "optimizer")
-        return parts.called(names)
+        if lost := parts.states.keys() - names.keys():
+            what = "is of a parameter in none of the groups"
+            raise MalformedCheckpoint(
+                what, where=f"optimizer.state.{min(map(str, lost))}", hint=WHOLE
+            )
+        made = parts.called(names)
+        _require_shapes(made, dict([*common.parameters, *experts.parameters]))
+        return made
 
     def _groups(self, is_of_experts: bool) -> list[ParamGroup]:
         both = zip(self.parts.groups, self._is_of_experts, strict=True)
@@ -289,8 +296,9 @@ class _SetOptimizer:
         if self._masters is None:
             return self.parts
         groups = self.parts.groups
-        masters = [list(group) for group in self._masters] if type(self._masters) is list else []
-        if [len(group) for group in masters] != [len(group.params) for group in groups]:
+        masters: list[Node] = self._masters if type(self._masters) is list else []
+        counts = [len(group) if type(group) is list else None for group in masters]
+        if counts != [len(group.params) for group in groups]:
             what = "does not have a weight for each parameter"
             raise MalformedCheckpoint(what, where="optimizer.fp32_groups", hint=WHOLE)
         states = {name: dict(state) for name, state in self.parts.states.items()}
@@ -321,6 +329,16 @@ class _SetOptimizer:
                     states.setdefault(name, {})[key] = part
             made.append(ParamGroup(group.settings, list(shapes)))
         return replace(self.parts, states=states, groups=made)
+
+
+def _require_shapes(parts: OptimizerParts, shapes: Mapping[str, Shape | None]) -> None:
+    """Raise where what is kept in the shape of a parameter does not have it."""
+    for name, state in parts.states.items():
+        for key in state.keys() & {*SHAPED, "fp32_param"}:
+            ref = tensor_of(state[key])
+            if ref is None or ref.shape != shapes[str(name)]:
+                what = "does not have the shape of its parameter"
+                raise UnsupportedCheckpoint(what, where=f"optimizer.state.{name}.{key}")
 
 
 def _cut(group: FlatGroup, key: str, value: Node) -> Iterable[tuple[str, Node]]:

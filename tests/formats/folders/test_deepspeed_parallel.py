@@ -656,3 +656,45 @@ def test_experts_under_zero_3_are_refused_by_name(experts, tmp_path):
         states["zero_stage"], states["ds_zero_partition_groups"] = 3, [{"sub_group": 0}]
         torch.save(root, file)
     refused(folder, "ds_zero_partition_groups: is ZeRO 3 with experts .AutoEP. of DeepSpeed, which")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "what"),
+    [
+        (("fp32_groups", 0), 5, "optimizer.fp32_groups: does not have a weight for each parameter"),
+        (("fp32_groups", 0, 0), 5, "state.a.weight.fp32_param does not have the shape"),
+        (
+            ("optimizer_state_dict", "state", 0, "exp_avg"),
+            torch.zeros(2),
+            "state.a.weight.exp_avg does not have the shape",
+        ),
+        (("optimizer_state_dict", "state", 77), {}, "state.77: is of a parameter in none of the"),
+        (("optimizer_state_dict", "param_groups"), 5, "optimizer holds no states of a torch"),
+    ],
+)
+@pytest.mark.parametrize("sets", ["experts_fp16"], indirect=True)
+def test_what_is_not_as_the_optimizers_write_it_is_refused_or_left_out(place, value, what, sets):
+    for number in range(2):
+        root = torch.load(states_of(sets, number))
+        node = root["optimizer"]
+        for key in place[:-1]:
+            node = node[key]
+        node[place[-1]] = value
+        torch.save(root, states_of(sets, number))
+    if ":" in what:
+        refused(sets, what)
+    else:
+        assert what in notes_of(sets) and "optimizer" not in load_portable(sets, whole=True)
+
+
+def test_without_a_list_of_buffers_shapes_tell_the_parameters_or_states_are_left_out(tmp_path):
+    for name in WITHOUT_ZERO:
+        folder = shutil.copytree(FOLDERS / name, tmp_path / name)
+        changed(step(folder) / "mp_rank_00_model_states.pt", buffer_names=5)
+        found = load_portable(folder, whole=True)
+        if name == "experts_flat":
+            assert "optimizer" not in found
+            assert "has 127 elements, and its parameters have 129" in notes_of(folder)
+        else:
+            expected = oracle.load(folder / "states.pt")
+            assert found["optimizer"]["state"].keys() == expected.keys()
