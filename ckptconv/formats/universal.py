@@ -197,7 +197,9 @@ def _files(model: _Model) -> Iterator[tuple[str, Node]]:
         if not master.dtype.is_floating:  # Megatron may keep the low bits of bfloat16 as int16
             what = f"is {master.dtype.name}, and not the whole of a weight in floating point"
             raise RefusedObject(what, where=f"{name}.{_MASTER}")
-        yield f"zero/{name}/fp32.pt", _fragment(widened(master))
+        # another object than the weight, by which casts know what they are for: rounding would
+        # spoil what training goes on from
+        yield f"zero/{name}/fp32.pt", _fragment(widened(master)._replace())
         for key, value in state.items():
             if key == "step":
                 yield f"zero/{name}/step.pt", value

@@ -127,6 +127,21 @@ def test_weights_are_float32_once_and_keep_their_type_in_the_model_states(tmp_pa
     assert {value.dtype for value in kept.values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"cast": ["*.weight=f16"]}], ids=str)
+def test_a_cast_is_of_the_weights_in_the_model_states_alone(options, tmp_path):
+    """Training goes on from `fp32.pt`, which would have lost what rounding takes."""
+    tree = small()
+    step = written(tmp_path, tree, **options)
+    kept = torch.load(step / "mp_rank_00_model_states.pt")["module"]
+    for name, value in tree["module"].items():
+        made = torch.load(step / "zero" / name / "fp32.pt")["param"]
+        assert made.dtype == torch.float32 and torch.equal(made, value)
+        is_cast = "dtype" in options or name.endswith("weight")
+        to = torch.bfloat16 if "dtype" in options else torch.float16
+        assert torch.equal(kept[name], value.to(to) if is_cast else value)
+        assert kept[name].dtype is (to if is_cast else torch.float32)
+
+
 def test_numbered_flat_and_wrapped_states_get_the_names_of_the_weights(tmp_path):
     tree = small()
     names = list(tree["module"])
