@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptconv import merge_lora_checkpoint
+from helpers.unets import UNETS, unet
 
 pytestmark = [pytest.mark.families, pytest.mark.filterwarnings("ignore")]
 
@@ -202,36 +203,13 @@ def test_gpt2_whose_layers_are_transposed(tmp_path, dtype):
     check(tmp_path, saved(tmp_path, made, config, dtype))
 
 
-BLOCKS = {
-    "Stable Diffusion 1.5": (
-        (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
-        ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
-        {"cross_attention_dim": 16, "attention_head_dim": 8},
-    ),
-    "SDXL": (
-        ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2),
-        (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"),
-        {
-            "cross_attention_dim": 16, "attention_head_dim": 8, "use_linear_projection": True,
-            "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
-            "projection_class_embeddings_input_dim": 40, "transformer_layers_per_block": 2,
-        },
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", UNETS)
 def test_names_of_unets_are_those_of_diffusers(name):
-    from diffusers import UNet2DConditionModel
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
     from ckptconv.tree.diffusion_names import as_in_diffusers, as_in_original
 
-    down, up, settings = BLOCKS[name]
-    sizes = tuple(32 for _ in down)
-    model = UNet2DConditionModel(
-        block_out_channels=sizes, down_block_types=down, up_block_types=up, **settings
-    )
+    model = unet(name)
     state = model.state_dict()
     modules = dict.fromkeys(key.rpartition(".")[0] for key in state)
     original = {module: as_in_original(module, modules) for module in modules}

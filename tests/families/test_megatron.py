@@ -28,7 +28,11 @@ def by_megatron(what: str, folder: Path, out: Path) -> list[dict[str, Any]]:
     store = out.with_suffix(".store")
     words = [str(WORLD), str(store), what, str(folder), str(out)]
     ranks = [subprocess.Popen([sys.executable, SCRIPT, str(at), *words]) for at in range(WORLD)]
-    assert [rank.wait(300) for rank in ranks] == [0] * WORLD
+    try:
+        assert [rank.wait(300) for rank in ranks] == [0] * WORLD
+    finally:
+        for rank in ranks:  # one that failed leaves the other waiting
+            rank.kill()
     store.unlink(missing_ok=True)
     found = [Path(f"{out}.{rank}") for rank in range(WORLD)]
     return [torch.load(file, weights_only=False) for file in found if file.exists()]

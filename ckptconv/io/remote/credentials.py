@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ckptconv.io.remote.causes import credentials_failed, in_words_of_obstore
-from ckptconv.io.remote.network import Trusted, certificates, needed, proxy_for
+from ckptconv.io.remote.network import Trusted, certificates, needed, proxy_for, tls_of
 from ckptconv.support import platforms
 from ckptconv.support.errors import UnsupportedCheckpoint
 
@@ -215,10 +215,8 @@ def _region_told(bucket: str) -> str | None:
     from ckptconv.io.remote.traffic import count
 
     count(requests=1)
-    context = ssl.create_default_context()
     trusted = certificates_of_aws()
-    if trusted is not None:
-        context.load_verify_locations(cadata=trusted.pem.decode("ascii"))
+    context = ssl.create_default_context() if trusted is None else tls_of(trusted.pem)
     request = Request(f"{AWS}/{bucket}", method="HEAD")
     try:
         with urlopen(request, timeout=5, context=context) as answer:

@@ -88,7 +88,7 @@ def _read(path: Path, name: str) -> bytes:
         found = b"\n".join(dict.fromkeys(one for text in texts for one in _ONE(text)))
         if not found:
             raise ValueError(path)
-        ssl.create_default_context(cadata=found.decode("ascii"))
+        tls_of(found)
     except CheckpointError as error:
         what = error.what
     except (ValueError, OSError):
@@ -96,6 +96,12 @@ def _read(path: Path, name: str) -> bytes:
     else:
         return found
     raise UnsupportedCheckpoint(what, path=path, hint=hint)
+
+
+@lru_cache(maxsize=4)
+def tls_of(pem: bytes) -> ssl.SSLContext:
+    """What trusts these certificates alone; they are parsed once."""
+    return ssl.create_default_context(cadata=pem.decode("ascii"))
 
 
 @lru_cache(maxsize=4)

@@ -27,7 +27,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from ckptconv import __version__
 from ckptconv.io.remote.causes import Headers, length_of, not_connected
 from ckptconv.io.remote.hosts import AllowedHosts, Reach, allowed_hosts, reach_of, reach_of_host
-from ckptconv.io.remote.network import certificates, proxy_for
+from ckptconv.io.remote.network import certificates, proxy_for, tls_of
 from ckptconv.io.remote.store import StoreError
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.errors import CheckpointError
@@ -289,8 +289,7 @@ class Wire:
         """What certificates are trusted: those of the host, or of the file that is named."""
         if self._tls is None:
             found = certificates()
-            cadata = None if found is None else found.pem.decode("ascii")
-            self._tls = ssl.create_default_context(cadata=cadata)
+            self._tls = ssl.create_default_context() if found is None else tls_of(found.pem)
         return self._tls
 
     # -------------------------------------------------------------------------------- failures
