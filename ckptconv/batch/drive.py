@@ -125,13 +125,14 @@ def receipts_of(
     """The receipts of jobs that were checked, as they end."""
     with ExitStack() as leaving:
         ledger = None
+        keys = [key_of(job) for job in jobs]
         if path is not None:
             ledger = leaving.enter_context(closing(Ledger(path)))
             told = {"ckptconv": code_version(), "engine": engine.name}
-            ledger.begin(map(key_of, jobs), told)
+            ledger.begin(keys, told)
             engine.hold(ledger.descriptor())
         with engine:
-            yield from _Run(jobs, engine, wanted, ledger).receipts()
+            yield from _Run(jobs, keys, engine, wanted, ledger).receipts()
         clear_kept(place_of(job.output) for job in jobs)  # of workers that were lost, now or before
 
 
@@ -139,9 +140,15 @@ class _Run:
     """One run of a batch."""
 
     def __init__(
-        self, jobs: Sequence[Job], engine: Engine, wanted: Wanted, ledger: Ledger | None
+        self,
+        jobs: Sequence[Job],
+        keys: Sequence[str],
+        engine: Engine,
+        wanted: Wanted,
+        ledger: Ledger | None,
     ) -> None:
-        self._jobs, self._engine, self._wanted, self._ledger = jobs, engine, wanted, ledger
+        self._jobs, self._keys = jobs, keys
+        self._engine, self._wanted, self._ledger = engine, wanted, ledger
         self._known = Known() if ledger is None else ledger.known
         self._todo = iter(range(len(jobs)))
         self._ready: deque[Task] = deque()
@@ -192,7 +199,7 @@ class _Run:
             if len(chosen) == _AHEAD:
                 break
         if chosen and self._ledger is not None:
-            self._ledger.started(key_of(task.job) for task in chosen)
+            self._ledger.started(self._keys[task.number] for task in chosen)
         self._ready.extend(chosen)
 
     def _looked_at(self, number: int) -> Task | Receipt:
@@ -201,7 +208,7 @@ class _Run:
         task = Task(number, job, hosts=self._hosts, code=code_version())
         if self._ledger is None:
             return task
-        key = key_of(job)
+        key = self._keys[number]
         known = self._known.receipts.get(key)
         made = None if known is None else known.made
         is_there = made is not None and _by_now(made) == made
@@ -240,7 +247,7 @@ class _Run:
             self._tell(Event("again", task.number, task.job, error.message, wait))
             return None
         if self._ledger is not None:
-            self._ledger.ended(key_of(task.job), receipt)
+            self._ledger.ended(self._keys[task.number], receipt)
         if error is not None and self._wanted.on_error == "stop":
             self._is_over = True
         return receipt

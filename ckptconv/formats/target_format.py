@@ -7,6 +7,7 @@ and its name in `Target`. Whatever else depends on the format asks it here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -209,6 +210,7 @@ FOR_FOLDERS: Target = "safetensors"
 """What a folder of shards is written in where nobody says."""
 
 
+@functools.cache
 def target_named(name: str) -> TargetFormat:
     """The output format that users call so."""
     found: TargetFormat = defined(_DEFINED_IN[name])
