@@ -5,6 +5,7 @@ fp16 with one flat tensor for each group), and two tensor-parallel ranks under Z
 ZeRO 3; two or four processes each.
 
     DS_ACCELERATOR=cpu python tests/data/make_deepspeed_parallel.py [pipeline|experts|tensor ...]
+    DS_ACCELERATOR=cpu python tests/data/make_deepspeed_parallel.py loaded UNIVERSAL STAGES
 
 Needs what make_deepspeed.py needs. states.pt of a pipeline is what deepspeed gives of each
 parameter, experts_*/states.pt what its optimizers of all ranks keep of each, that of tied, cut,
@@ -37,6 +38,7 @@ def begin(rank: int, port: int, world: int = RANKS) -> None:
     torch.set_num_threads(1)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
@@ -94,10 +96,8 @@ def transposed(module: nn.Module, x: Tensor) -> Tensor:
     return nn.functional.linear(x, module.weight.t())
 
 
-def tied(rank: int, folder: Path, port: int, precision: str = "bf16", stage: int = 1) -> None:
+def tied_model(stages: int) -> Any:
     """Two pairs of tied layers, the second layer of one with a function of its own."""
-    world = RANKS if precision == "bf16" else 2
-    begin(rank, port, world)
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     def word(**own: Any) -> Any:
@@ -107,13 +107,28 @@ def tied(rank: int, folder: Path, port: int, precision: str = "bf16", stage: int
         return TiedLayerSpec("norm", nn.LayerNorm, 8, tied_weight_attr=["weight", "bias"])
 
     layers = [word(), norm(), LayerSpec(nn.Linear, 8, 8), norm(), word(forward_fn=transposed)]
-    model = PipelineModule(
+    return PipelineModule(
         [*layers, LayerSpec(nn.Linear, 6, 4)],
-        num_stages=2,
+        num_stages=stages,
         loss_fn=nn.functional.mse_loss,
         partition_method="uniform",
     )
-    train_stages(model, folder, precision, stage)
+
+
+def tied(rank: int, folder: Path, port: int, precision: str = "bf16", stage: int = 1) -> None:
+    begin(rank, port, RANKS if precision == "bf16" else 2)
+    train_stages(tied_model(2), folder, precision, stage)
+
+
+def loaded(rank: int, folder: Path, port: int, stages: int) -> None:
+    """Load a universal checkpoint of `tied` with two ranks, and save what each has then."""
+    begin(rank, port, 2)
+    torch.manual_seed(1)
+    engine = engine_of(tied_model(stages), "bf16", 1, checkpoint={"load_universal": True})
+    path, _ = engine.load_checkpoint(str(folder))
+    assert path is not None
+    torch.save(dict(states_of_stage(engine, "bf16")), folder / f"{stages}_{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 def alone(rank: int, folder: Path, port: int, precision: str = "fp32") -> None:
@@ -128,18 +143,17 @@ def alone(rank: int, folder: Path, port: int, precision: str = "fp32") -> None:
     train_stages(model, folder, precision, 0)
 
 
-def train_stages(model: Any, folder: Path, precision: str, stage: int) -> None:
+def engine_of(model: Any, precision: str, stage: int, **others: Any) -> Any:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True  # torch has the few operations on CPUs too
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    dtype = dtypes[precision[:4]]
     config = {
         "zero_allow_untested_optimizer": True,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage},
+        **others,
         **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
     }
     if precision.startswith("fp16"):
@@ -153,6 +167,13 @@ def train_stages(model: Any, folder: Path, precision: str, stage: int) -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def train_stages(model: Any, folder: Path, precision: str, stage: int) -> None:
+    engine = engine_of(model, precision, stage)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtype = dtypes[precision[:4]]
     for _ in range(2):
         engine.train_batch(batches(dtype))
     engine.save_checkpoint(str(folder))
@@ -573,6 +594,11 @@ def main() -> None:
         "fp16_unfused": partial(alone, precision="fp16_unfused"),
         "cut": cut,
     }
+    if sys.argv[1:2] == ["loaded"]:
+        folder, stages = Path(sys.argv[2]), int(sys.argv[3])
+        job = partial(loaded, stages=stages)
+        torch.multiprocessing.spawn(job, (folder, free_port()), nprocs=2)
+        return
     of_two = ("tied_fp32", "fp32", "fp16", "fp16_unfused")
     for name in sys.argv[1:] or kinds:
         folder = HERE / name

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckptconv import convert_checkpoint
+from helpers.paths import DATA
 from helpers.resumed import STEPS, batch, model
 from helpers.training_runs import Runs, in_time
 
@@ -122,3 +123,19 @@ def test_the_scale_of_the_loss_goes_on_from_where_it_was(way, tmp_path):
     (_, scale, _, count, _), *_ = losses["own1"]
     assert count == STEPS + 1 and scale < 1 << 20
     assert losses["without1"] != losses["own1"]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pipeline_with_tied_layers_is_loaded_at_other_numbers_of_stages(stages, tmp_path):
+    """Of two stages of two ranks each; two ranks load it."""
+    source = DATA / "deepspeed_parallel" / "tied"
+    expected = torch.load(source / "states.pt", weights_only=False)
+    convert_checkpoint(source, tmp_path / "out", to="universal")
+    script = str(DATA / "make_deepspeed_parallel.py")
+    in_time([sys.executable, script, "loaded", str(tmp_path / "out"), str(stages)])
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for rank in range(2):
+        found |= torch.load(tmp_path / "out" / f"{stages}_{rank}.pt")
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert all(torch.equal(value, expected[name][key]) for key, value in values.items())
