@@ -93,6 +93,11 @@ class FormOptimizer:
         where = printable(state.path) or "the optimizer state"
         count = count_text(len(parts.parameters), "parameter")
         notes = []
+        if parts.is_numbered and self.form == "numbers" and self.order is not None:
+            source = printable(self.order.source)
+            what = f"numbers its parameters already, and {source} may list them in another order"
+            hint = "write it by names first, then the result by numbers, each with its own order"
+            raise RefusedObject(what, where=state.path or None, hint=hint)
         if parts.is_numbered and self.form != "numbers":
             names, source = self._names(parts, state, checkpoint, models)
             parts = parts.called(names)

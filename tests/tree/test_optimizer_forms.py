@@ -230,6 +230,9 @@ def test_an_order_that_is_not_known_is_refused(tmp_path):
         order_from=tmp_path / "order.txt",
     )
     assert "is in the optimizer's state, and not in" in told
+    numbered = {**tree, "optimizer": optimizer.state_dict()}
+    told = refused(tmp_path, numbered, optimizer="numbers", order_from=tmp_path / "order.pt")
+    assert "numbers its parameters already" in told
     assert "no optimizer state" in refused(tmp_path, {"model": tree["model"]}, optimizer="names")
     assert "--order-from" in refused(tmp_path, tree, order_from=tmp_path / "order.txt")
 
