@@ -155,7 +155,10 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     everything, first = [*models, *opened], models[0]
     # the bf16 optimizer without ZeRO, whose model states are whole
     if states[0].get("param_shapes") is None:
-        told = "the weights are those of the model states, in the dtype of the training"
+        told = (
+            "the weights are those of the model states, in the dtype of the training; the fp32 "
+            "weights and the optimizer's states are left out: no param_shapes name their parameters"
+        )
         sources = tuple(source for checkpoint in everything for source in checkpoint.sources)
         return replace(first, container=CONTAINER, notes=(told, *first.notes), sources=sources)
     if len(set(ranks[0].counts)) > 1:

@@ -520,6 +520,9 @@ def test_without_the_names_of_the_parameters_only_model_states_that_are_whole_ar
         refused(made, "param_shapes: names no parameters of its partitions")
     else:
         assert {value.dtype for value in load_portable(made).values()} == {torch.bfloat16}
+        with open_checkpoint(made) as checkpoint:
+            told = "the optimizer's states are left out: no param_shapes name"
+            assert any(told in note for note in checkpoint.notes)
 
 
 @pytest.mark.parametrize(
