@@ -26,6 +26,9 @@ instead of 0.3 s when nothing else had used that memory lately.
 """
 
 
+_A_READ = 1 << 16
+"""A buffer with less room than that goes out as it is: a read more for what fits costs more."""
+
 RESERVE_FROM = 16 << 20
 
 _BEGUN_EVERY = 8 << 20
@@ -162,6 +165,8 @@ class OutputStream:
         """
         crc = 0
         while nbytes:
+            if len(self._buffer) - self._filled < min(nbytes, _A_READ):
+                self._hand_over()
             room = min(len(self._buffer) - self._filled, nbytes)
             view = self._buffer[self._filled : self._filled + room]
             source.read_into(offset, view)
@@ -230,7 +235,7 @@ class OutputStream:
 
     def _hand_over(self) -> None:
         if len(self._buffer) < CHUNK:  # it is longer than was said
-            self._sink.write(self._buffer)
+            self._sink.write(self._buffer[: self._filled])
             self._buffer, self._filled = memoryview(bytearray(CHUNK)), 0
             return
         if self._thread is None:
@@ -239,7 +244,7 @@ class OutputStream:
             thread = threading.Thread(target=self._drain, name="ckptconv-writer", daemon=True)
             thread.start()  # there may be no memory for it, and then there is nobody to wait for
             self._thread = thread
-        self._full.put(self._buffer)
+        self._full.put(self._buffer[: self._filled])
         self._buffer, self._filled = self._free.get(), 0
         self._raise_failure()
 
@@ -254,7 +259,7 @@ class OutputStream:
                 except Exception as error:  # raised again by the thread that writes
                     self._failure = error
             if not isinstance(given, int):
-                self._free.put(given)
+                self._free.put(memoryview(given.obj))  # all of a buffer that was not full
 
     def _stop(self) -> None:
         assert self._thread is not None
