@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+from contextlib import closing
 
 import pytest
 
 from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK
 from ckptconv.io.stream import FileSink, OutputStream
 from ckptconv.support import platforms
@@ -108,3 +111,19 @@ def test_a_stream_that_is_left_out_to_a_closed_file_is_an_error(made):
 def test_the_checksum_of_two_runs_follows_from_theirs(first, nbytes):
     second = os.urandom(nbytes)
     assert combined_crc(crc32(first), crc32(second), nbytes) == crc32(first + second)
+
+
+def test_what_is_copied_to_a_buffer_that_is_nearly_full_follows_it(made, tmp_path):
+    """The buffer goes out as it is, and is used whole again."""
+    stream, path = made
+    raw = random.Random(0).randbytes(3 * CHUNK)
+    (tmp_path / "in").write_bytes(raw)
+    sizes = [CHUNK - 7, 40, CHUNK // 2, 70_000, 9, CHUNK, 1]
+    with closing(FileSource(tmp_path / "in")) as source:
+        for _ in range(3):
+            for size in sizes:
+                stream.copy(source, 11, size)
+            stream.write(raw[:CHUNK])
+    stream.settle(fsync=False)
+    expected = b"".join(raw[11 : 11 + size] for size in sizes) + raw[:CHUNK]
+    assert path.read_bytes() == 3 * expected
