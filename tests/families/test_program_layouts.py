@@ -33,10 +33,7 @@ from ckptconv.tensors.refs import Storage, whole_view
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.reshaping import apply_rules
 from ckptconv.tree.state_dicts import StateDict
-from helpers import families
 from helpers.paths import ROOT
-
-families.stand_in_for_torchvision()  # also where this module alone is run
 
 pytestmark = [pytest.mark.families, pytest.mark.filterwarnings("ignore")]
 
