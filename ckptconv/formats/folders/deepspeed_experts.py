@@ -310,7 +310,8 @@ class _SetOptimizer:
     def _unflattened(self, common: ParameterOrder, experts: ParameterOrder) -> OptimizerParts:
         """The states of flat groups, of which the parameters lie end to end."""
         groups, flat = self.parts.groups, self._flat
-        if type(flat) is not list or len(flat) != len(groups):
+        is_one_each = all(len(group.params) == 1 for group in groups)
+        if type(flat) is not list or len(flat) != len(groups) or not is_one_each:
             what = "does not have one tensor for each group"
             raise MalformedCheckpoint(what, where="optimizer.fp32_groups_flat", hint=WHOLE)
         if sorted(self._is_of_experts) != [False, True]:
@@ -322,8 +323,7 @@ class _SetOptimizer:
             order = experts if self._is_of_experts[at] else common
             shapes = {name: shape for name, shape in order.parameters if shape is not None}
             held = FlatGroup(at, (0,), shapes, (0,) * len(shapes), is_cut=False)
-            own = [self.parts.states.get(number, {}) for number in group.params]
-            kept = {**(own[0] if len(own) == 1 else {}), "fp32_param": weights}
+            kept = {**self.parts.states.get(group.params[0], {}), "fp32_param": weights}
             for key, value in kept.items():
                 for name, part in _cut(held, key, value):
                     states.setdefault(name, {})[key] = part

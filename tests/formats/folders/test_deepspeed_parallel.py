@@ -634,6 +634,15 @@ def test_flat_groups_of_which_no_file_says_the_parameters_are_left_out(sets):
     assert "no file says which parameters are in each of its flat groups" in notes_of(sets)
 
 
+@pytest.mark.parametrize("sets", ["experts_flat"], indirect=True)
+def test_flat_groups_of_several_tensors_are_refused(sets):
+    for number in range(2):
+        root = torch.load(states_of(sets, number))
+        root["optimizer"]["optimizer_state_dict"]["param_groups"][0]["params"] = [0, 7]
+        torch.save(root, states_of(sets, number))
+    refused(sets, "fp32_groups_flat: does not have one tensor for each group")
+
+
 # ------------------------------------------------------------------------- experts under ZeRO 3
 
 
