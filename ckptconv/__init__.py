@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ckptconv.pages.make import report_checkpoint as report_checkpoint
     from ckptconv.proof.making import manifest_checkpoint as manifest_checkpoint
     from ckptconv.proof.manifest import Manifest as Manifest
-    from ckptconv.proof.verify import Verification as Verification
+    from ckptconv.proof.report import Verification as Verification
     from ckptconv.proof.verify import verify_checkpoint as verify_checkpoint
     from ckptconv.scan.files import Scan as Scan
     from ckptconv.scan.files import scan_checkpoint as scan_checkpoint
@@ -163,7 +163,7 @@ _HOMES = {
     "UnknownOption": "support.errors",
     "UnreadableFile": "support.errors",
     "UnsupportedCheckpoint": "support.errors",
-    "Verification": "proof.verify",
+    "Verification": "proof.report",
     "VerificationFailed": "support.errors",
     "apply_deltas": "convert.applying",
     "average_checkpoints": "convert.combining",

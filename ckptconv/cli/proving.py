@@ -55,8 +55,8 @@ def manifest(
     ckptconv verify holds a checkpoint against it. (The manifests of ckptconv batch are something
     else: lists of jobs.)
     """
-    from ckptconv.proof import report
     from ckptconv.proof.making import manifest_checkpoint
+    from ckptconv.proof.manifest import MANIFEST, manifest_headline
 
     if force and output is None:
         raise click.UsageError("--force needs -o")
@@ -66,9 +66,9 @@ def manifest(
             source, output, only=only, tag=tag, force=force, on_progress=on_progress
         )
     if as_json:
-        terminal.print_json(report.manifest_document(made))
+        terminal.print_json(MANIFEST.of(made))
     elif output is not None:
-        click.echo(report.manifest_headline(output, made), err=True)
+        click.echo(manifest_headline(output, made), err=True)
     else:
         sys.stdout.write(made.text())
 

@@ -20,8 +20,13 @@ from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
 from ckptconv.io.places import place_of
 from ckptconv.io.stream import OutputStream
-from ckptconv.proof.digesting import files_in, lying, tensor_digests
-from ckptconv.proof.making import manifest_of_place, write_text
+from ckptconv.proof.making import (
+    files_in,
+    lying,
+    manifest_of_place,
+    tensor_digests,
+    write_text,
+)
 from ckptconv.proof.manifest import FileDigest, TensorDigest, manifest_of
 from ckptconv.support.errors import OutputRefused
 from ckptconv.support.limits import held

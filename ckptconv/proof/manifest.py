@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, Literal
 
-from ckptconv.support.errors import MalformedCheckpoint, malformed
+from ckptconv.support.errors import MalformedCheckpoint, malformed, printable
 from ckptconv.support.json_text import value_at
 from ckptconv.support.records import dataclass
-from ckptconv.support.report import short_repr
+from ckptconv.support.report import Fields, short_repr
 from ckptconv.support.text import count_text
 
 Kind = Literal["manifest", "sha256sum list", "list of the Hub", "LFS pointer", "OMS signature"]
@@ -107,6 +107,7 @@ _FOLDER = " (a folder)"
 
 
 def _lines(manifest: Manifest) -> Iterator[str]:
+    # the first line tells how many lines there have to be: a text that was cut is not a shorter one
     yield _HEAD + counts_text(manifest) + (_FOLDER if manifest.is_whole else "")
     for tensor in manifest.tensors or ():
         yield f"# {json.dumps(tensor_document(tensor))}"
@@ -116,16 +117,32 @@ def _lines(manifest: Manifest) -> Iterator[str]:
 
 def tensor_document(tensor: TensorDigest) -> dict[str, Any]:
     """A tensor as JSON values."""
-    told = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+    told: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype}
+    told["shape"] = list(tensor.shape)
     told["sha256"] = tensor.sha256
-    return told if tensor.recipe is None else {**told, "recipe": dict(tensor.recipe)}
+    if tensor.recipe is not None:
+        told["recipe"] = dict(tensor.recipe)
+    return told
 
 
 def _file_line(file: FileDigest) -> str:
     """As sha256sum writes it: a backslash in front says that line breaks are escaped."""
     escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    mark = "\\" if escaped != file.name else ""
-    return f"{mark}{file.digest}  {escaped}"
+    line = f"{file.digest}  {escaped}"
+    return line if escaped == file.name else f"\\{line}"
+
+
+MANIFEST = Fields(
+    "is_folder=is_whole files tensors",
+    files=Fields("name sha256=digest"),
+    tensors=lambda tensors: [tensor_document(each) for each in tensors],
+)
+"""The document of a manifest, which `ckptconv verify` reads too."""
+
+
+def manifest_headline(path: object, made: Manifest) -> str:
+    """The line that says what was written."""
+    return f"{printable(path)}: {counts_text(made)}"
 
 
 # ----------------------------------------------------------------------------------------- read
@@ -180,6 +197,7 @@ def tensor_in(found: Any, path: PurePath, where: str) -> TensorDigest:
         raise malformed("does not tell of a tensor", path=path, where=where)
     if any(type(found.get(name)) is not kind for name, kind in _TENSOR.items()):
         raise malformed("does not tell name, dtype, shape and sha256", path=path, where=where)
+    # `type`, for JSON's true is an int to `isinstance`
     if any(type(size) is not int or size < 0 for size in found["shape"]):
         raise malformed("its shape holds something other than sizes", path=path, where=where)
     recipe = found.get("recipe")
@@ -222,6 +240,7 @@ def plain_path(name: object, path: PurePath, where: str) -> str:
     """The name of a file in a folder, which leads nowhere else; a list may come from anybody."""
     if not isinstance(name, str) or "\0" in name:
         raise malformed("does not name a file", path=path, where=where)
+    # `find . -type f | xargs sha256sum` writes ./name
     parts = [part for part in name.split("/") if part != "."]
     if not all(parts) or ".." in parts:
         what = f"names {name!r:.200}, which is not a path within the folder"

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
@@ -42,10 +41,8 @@ def read_manifest(place: Location) -> Manifest:
     `UnsupportedCheckpoint` for anything else.
     """
     raw, path = read_small(place, "text_bytes"), place.path
-    try:
-        text = raw.decode("utf-8", "surrogateescape")  # names of files may be any bytes
-    except UnicodeDecodeError:  # pragma: no cover (surrogateescape takes all)
-        raise malformed("is not a text", path=path, where="text") from None
+    # names of files may be any bytes, so this decodes whatever there is
+    text = raw.decode("utf-8", "surrogateescape")
     if is_own(text):
         return read_own(text, path)
     if text.startswith(_POINTER):
@@ -78,8 +75,8 @@ _OID = re.compile(r"^oid sha256:(.*)$", re.M)
 
 
 def _pointer(text: str, path: PurePath) -> Manifest:
-    found = _OID.search(text)
-    digest = hexadecimal(found[1].strip() if found else None, 64, path, "oid")
+    found = _OID.findall(text) or [""]
+    digest = hexadecimal(found[0].strip(), 64, path, "oid")
     return Manifest((FileDigest("", digest),), kind="LFS pointer")
 
 
@@ -107,12 +104,16 @@ def _own_document(found: dict[str, Any], path: PurePath) -> Manifest:
         raise malformed("does not tell files, tensors and is_folder", path=path, where="manifest")
     made = []
     for number, file in enumerate(files, 1):
-        where = f"file {number}"
-        told = file if isinstance(file, dict) else {}
+        where, told = f"file {number}", _fields(file)
         digest = hexadecimal(told.get("sha256"), 64, path, where)
         made.append(FileDigest(plain_path(told.get("name"), path, where), digest))
     listed = [tensor_in(each, path, f"tensor {number}") for number, each in enumerate(tensors, 1)]
     return Manifest(tuple(made), tuple(listed), is_whole=is_folder)
+
+
+def _fields(value: object) -> dict[str, Any]:
+    """A JSON object; of anything else there are no fields, which whoever asks for one then says."""
+    return value if isinstance(value, dict) else {}
 
 
 def _model_info(found: dict[str, Any], path: PurePath) -> Manifest:
@@ -163,10 +164,8 @@ def _signature(found: dict[str, Any], path: PurePath) -> Manifest:
         what = f"its predicate is of the type {statement.get('predicateType')!r:.200}"
         hint = f"only {_PREDICATE} is known"
         raise UnsupportedCheckpoint(what, path=path, where="dsseEnvelope", hint=hint)
-    predicate = statement.get("predicate")
-    told = predicate if isinstance(predicate, dict) else {}
-    resources, serialization = told.get("resources"), told.get("serialization")
-    how = serialization if isinstance(serialization, dict) else {}
+    predicate = _fields(statement.get("predicate"))
+    resources, how = predicate.get("resources"), _fields(predicate.get("serialization"))
     if how.get("method") != "files":
         what = f"its files were hashed by the method {how.get('method')!r:.100}"
         hint = "only whole files are compared: sign it without shards"
@@ -181,13 +180,12 @@ def _signature(found: dict[str, Any], path: PurePath) -> Manifest:
 
 
 def _statement(found: dict[str, Any], path: PurePath) -> dict[str, Any]:
-    envelope = found["dsseEnvelope"]
-    payload = envelope.get("payload") if isinstance(envelope, dict) else None
+    payload = _fields(found["dsseEnvelope"]).get("payload", "")
     try:
-        raw = base64.b64decode(payload if isinstance(payload, str) else "", validate=True)
+        raw = base64.b64decode(payload, validate=True)
         refuse_crowded(raw, path, "payload")
         statement, _ = value_at(raw.decode(), 0)
-    except (binascii.Error, ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):  # TypeError: the payload is not a text
         raise malformed("is not a statement in base64", path=path, where="payload") from None
     if not isinstance(statement, dict):
         raise malformed("is not a JSON object", path=path, where="payload")
@@ -195,7 +193,7 @@ def _statement(found: dict[str, Any], path: PurePath) -> dict[str, Any]:
 
 
 def _resource(resource: Any, path: PurePath, where: str) -> FileDigest:
-    told = resource if isinstance(resource, dict) else {}
+    told = _fields(resource)
     if told.get("algorithm") != "sha256":
         what = f"is hashed by {told.get('algorithm')!r:.100}"
         raise UnsupportedCheckpoint(what, path=path, where=where, hint="only sha256 is compared")

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.location import Location, require
 from ckptconv.io.places import Named, Place, local_path, place_of, places_of
-from ckptconv.proof.digesting import (
+from ckptconv.keys.rules import MODULE
+from ckptconv.proof.making import (
     Listed,
-    Sha256,
+    components_of,
     file_digest,
     files_in,
     files_of,
     tensor_digests,
     told_of,
 )
-from ckptconv.proof.making import components_of
-from ckptconv.proof.manifest import FileDigest, Kind, Manifest, TensorDigest
-from ckptconv.proof.prefixes import prefix_notes
+from ckptconv.proof.manifest import FileDigest, Manifest, TensorDigest
 from ckptconv.proof.reading import read_manifest
+from ckptconv.proof.report import Mismatch, Verification
 from ckptconv.support.choices import (
     refuse_no_flag,
     refuse_no_path,
@@ -41,64 +41,11 @@ from ckptconv.support.errors import (
     VerificationFailed,
 )
 from ckptconv.support.progress import Meter, OnProgress
-from ckptconv.support.records import dataclass
-from ckptconv.support.report import short_repr
-from ckptconv.support.text import count_text
+from ckptconv.support.text import count_text, quoted
 from ckptconv.tensors.fold import fold
+from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.state_dicts import find
 from ckptconv.values.named import Component
-
-What = Literal["values", "bytes", "dtype", "shape", "recipe", "missing", "unexpected", "unreadable"]
-"""What is wrong: other values (of a tensor) or bytes (of a file), another dtype, shape or recipe;
-it is in the manifest and not there, there and not in the manifest, or cannot be read.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A tensor (or a file, with `is_file`) that is not what the manifest says, and how it is not.
-    `detail` is what the checkpoint has and what the manifest says, where that is short.
-    """
-
-    name: str
-    what: What
-    detail: str = ""
-    is_file: bool = False
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Verification:
-    """What became of the checkpoint `path` held against the `manifest`, a file of that `kind`.
-
-    So many `tensors` and `files` were compared; None: none, for they were not to be, or the
-    manifest does not tell of any. `signature`: ``good``, by model-signing; ``unverified``; empty
-    where the manifest has none.
-    """
-
-    path: str
-    manifest: str
-    kind: Kind
-    tensors: int | None
-    files: int | None
-    mismatches: tuple[Mismatch, ...]
-    signature: Literal["", "good", "unverified"] = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def same(self) -> bool:
-        """Whether all that was compared is what the manifest says."""
-        return not self.mismatches
-
-    def __bool__(self) -> bool:
-        """Raises `TypeError`: a result that is always true would be taken for a proof."""
-        raise TypeError("a Verification is neither true nor false: write .same")
-
-    def __repr__(self) -> str:
-        verdict = "same" if self.same else f"{len(self.mismatches):,} differ"
-        told = [
-            None if count is None else count_text(count, noun)
-            for count, noun in ((self.tensors, "tensor"), (self.files, "file"))
-        ]
-        return short_repr("Verification", self.path, verdict, *told)
 
 
 @spelling_checked
@@ -130,9 +77,8 @@ def verify_checkpoint(
     wanted = read_manifest(place)
     _refuse_options(wanted, place, only, public_key, files=files)
     told = (str(places_of(source)[0]), str(place.path), wanted.kind)
-    is_of_tensors = wanted.tensors is not None and not files
-    if is_of_tensors:
-        count, found, notes = _tensors(source, wanted, only, tag, on_progress)
+    if wanted.tensors is not None and not files:
+        count, found, notes = _tensors(source, wanted.tensors, only, tag, on_progress)
         return Verification(*told, count, None, tuple(found), notes=notes)
     count, found, notes = _files(source, place, wanted, tag, on_progress)
     signature = _signature(source, wanted, place, public_key)
@@ -148,13 +94,12 @@ def _refuse_options(
     files: bool,
 ) -> None:
     """Refuse what would change nothing: somebody would rely on it."""
-    is_signature = wanted.kind == "OMS signature"
-    if public_key is not None and not is_signature:
+    if public_key is not None and wanted.kind != "OMS signature":
         what = f"is a {wanted.kind}, which has no signature"
         raise UnsupportedCheckpoint(what, path=place.path, hint="leave --public-key out")
     if only is not None and (files or wanted.tensors is None):
-        hint = "leave --only out"
-        raise OptionRefused("--only picks tensors, and files are compared", hint=hint)
+        what = "--only picks tensors, and files are compared"
+        raise OptionRefused(what, hint="leave --only out")
 
 
 # ------------------------------------------------------------------------------------- tensors
@@ -165,21 +110,20 @@ _Outcome = tuple[int, list[Mismatch], tuple[str, ...]]
 
 def _tensors(
     source: Named,
-    wanted: Manifest,
+    wanted: Sequence[TensorDigest],
     only: str | None,
     tag: str | None,
     on_progress: OnProgress | None,
 ) -> _Outcome:
-    assert wanted.tensors is not None
     with open_certain(source, tag=tag) as checkpoint:
         components = components_of(checkpoint, only)
-        asked = {each.name for each in wanted.tensors}
+        names = {each.name for each in components}
+        asked = {each.name for each in wanted}
         both = [each for each in components if each.name in asked]
-        others = {each.name for each in components} - asked
         there, unreadable = _digests(both, on_progress)
-        found = [*unreadable, *_differing(wanted.tensors, there, {one.name for one in unreadable})]
-        found += (Mismatch(name, "unexpected") for name in sorted(others))
-        notes = tuple(prefix_notes(checkpoint, only, asked, {each.name for each in components}))
+        found = [*unreadable, *_differing(wanted, there, {one.name for one in unreadable})]
+        found += (Mismatch(name, "unexpected") for name in sorted(names - asked))
+        notes = _name_notes(checkpoint, only, asked, names)
         return len(both), found, (*checkpoint.notes, *notes)
 
 
@@ -189,27 +133,21 @@ def _digests(
     """The digests of tensors, and those that cannot be read. No checksum of their file is looked
     at: a digest says more, and it says it of one tensor.
     """
+
+    def meter(nbytes: int) -> Meter:
+        return Meter("read", nbytes, on_progress)
+
     try:
-        meter = partial(_meter, on_progress)
         return tensor_digests(components, lambda _: None, meter, is_checked=False), []
     except CheckpointError:
-        return _each_digest(components)
-
-
-def _meter(on_progress: OnProgress | None, nbytes: int) -> Meter:
-    return Meter("read", nbytes, on_progress)
-
-
-def _each_digest(
-    components: Iterable[Component],
-) -> tuple[list[TensorDigest], list[Mismatch]]:
-    """As `_digests`, of a checkpoint some of whose tensors cannot be read."""
+        pass
+    # one of them cannot be read: which, each by itself tells
     made, unreadable = [], []
     for each in components:
-        folder = Sha256()
+        digest = hashlib.sha256()
         try:
-            fold(each.ref, folder)
-            made.append(told_of(each, folder.value))
+            fold(each.ref, digest)
+            made.append(told_of(each, digest.hexdigest()))
         except CheckpointError as error:
             unreadable.append(Mismatch(each.name, "unreadable", error.what))
     return made, unreadable
@@ -219,26 +157,26 @@ def _differing(
     wanted: Sequence[TensorDigest], there: Sequence[TensorDigest], passed: set[str]
 ) -> Iterator[Mismatch]:
     """What differs, in the order of the manifest; names may occur more than once in a tree."""
-    by_name: dict[str, list[TensorDigest]] = defaultdict(list)
-    for each in there:
-        by_name[each.name].append(each)
-    asked: dict[str, list[TensorDigest]] = defaultdict(list)
-    for each in wanted:
-        asked[each.name].append(each)
-    for name, ours in asked.items():
+    theirs = _by_name(there)
+    for name, asked in _by_name(wanted).items():
+        found = theirs.get(name, [])
         if name in passed:
             continue
-        theirs = by_name.get(name, [])
-        if len(theirs) != len(ours):
+        if len(found) != len(asked):
             yield Mismatch(name, "missing")
             continue
-        in_order = sorted(ours, key=_sorting), sorted(theirs, key=_sorting)
-        for one, other in zip(*in_order, strict=True):
+        for one, other in zip(asked, found, strict=True):
             yield from _compared(one, other)
 
 
-def _sorting(tensor: TensorDigest) -> str:
-    return tensor.sha256
+def _by_name(tensors: Iterable[TensorDigest]) -> dict[str, list[TensorDigest]]:
+    """The tensors of each name; those of one name by their digests, for a tree and a manifest may
+    have them in another order.
+    """
+    found: dict[str, list[TensorDigest]] = {}
+    for each in tensors:
+        found.setdefault(each.name, []).append(each)
+    return {name: sorted(alike, key=attrgetter("sha256")) for name, alike in found.items()}
 
 
 def _compared(wanted: TensorDigest, there: TensorDigest) -> Iterator[Mismatch]:
@@ -251,6 +189,63 @@ def _compared(wanted: TensorDigest, there: TensorDigest) -> Iterator[Mismatch]:
         yield Mismatch(name, "values")
     elif there.recipe != wanted.recipe:
         yield Mismatch(name, "recipe", f"{there.recipe}, not {wanted.recipe}")
+
+
+# ----------------------------------------------------------------------------- names that differ
+
+
+def _name_notes(
+    checkpoint: Checkpoint, only: str | None, asked: set[str], there: set[str]
+) -> Iterator[str]:
+    """What helps where names differ by what is before them: a part, or a prefix of keys."""
+    if not asked or not there or not asked.isdisjoint(there):
+        return
+    ours, theirs = _before(asked, there), _before(there, asked)
+    if ours is not None:
+        part, keys = _parted(checkpoint, only, ours)
+        if not keys:
+            yield f"the names of the manifest are those in {part}: add --only {quoted(part)}"
+            return
+        chosen = f" --only {quoted(part)}" if part else ""
+        told = f"the keys here have {keys}. before the names of the manifest"
+        yield f"{told}: verify{chosen} what {_renaming('strip', keys)} writes"
+    elif theirs is not None:
+        told = f"the names of the manifest have {theirs}. before those here"
+        yield f"{told}: verify what {_renaming('add', theirs)} writes"
+
+
+def _renaming(what: str, prefix: str) -> str:
+    """The command that strips a prefix from all keys, or adds it."""
+    if prefix == MODULE:
+        return f"ckptconv {what}-module IN OUT"
+    return f"ckptconv convert IN OUT --keys keep --{what}-prefix {quoted(f'{prefix}.')}"
+
+
+def _parted(checkpoint: Checkpoint, only: str | None, prefix: str) -> tuple[str, str]:
+    """What stands before names, as the path of the part that they are in, and what is left of it:
+    that is in the keys there, where --only finds nothing.
+    """
+    segments = prefix.split(".")
+    above = [] if only is None else [only]
+    for count in range(len(segments), 0, -1):
+        part = ".".join([*above, *segments[:count]])
+        try:
+            find(checkpoint.root, part, checkpoint.path)
+        except CheckpointError:
+            continue
+        return part, ".".join(segments[count:])
+    return only or "", prefix
+
+
+def _before(names: set[str], longer: set[str]) -> str | None:
+    """What stands before all names, with a dot behind it, in the longer ones."""
+    # one name tells the few prefixes there may be; with all names this took their square
+    rarest = max(names, key=len)
+    found = (name.removesuffix(f".{rarest}") for name in longer if name.endswith(f".{rarest}"))
+    for prefix in sorted(found)[:8]:
+        if all(f"{prefix}.{name}" in longer for name in names):
+            return prefix
+    return None
 
 
 # --------------------------------------------------------------------------------------- files
@@ -273,8 +268,8 @@ def _files(
         if wanted.is_whole:
             found += (Mismatch(name, "unexpected", "", True) for name in beside)
         elif beside:
-            notes += (f"the manifest does not tell of {count_text(len(beside), 'file')}: "
-                      f"{', '.join(beside[:5])}",)  # fmt: skip
+            counted = count_text(len(beside), "file")
+            notes += (f"the manifest does not tell of {counted}: {', '.join(beside[:5])}",)
     return len(there), found, notes
 
 
@@ -302,8 +297,8 @@ def _pairs(listed: Listed, wanted: Manifest, place: Location) -> tuple[_Pairs, t
     """Each file of the manifest with what is there; of one that was named, what is told of it."""
     if listed.is_folder:
         if any(not file.name for file in wanted.files):
-            hint = "name the file that it stands for"
             what = f"is a {wanted.kind}, of one file"
+            hint = "name the file that it stands for"
             raise UnsupportedCheckpoint(what, path=place.path, hint=hint)
         return [(file, _found(listed, file.name)) for file in wanted.files], ()
     if wanted.kind == "manifest" and len(wanted.files) > 1:
@@ -316,8 +311,9 @@ def _pairs(listed: Listed, wanted: Manifest, place: Location) -> tuple[_Pairs, t
             met = [*wanted.files]
             notes.append(f"the manifest calls it {met[0].name}")
         if len(met) != 1:
-            how = "does not tell of" if not met else "tells of several files called"
-            what = f"{how} {name}"
+            what = f"tells of several files called {name}"
+            if not met:
+                what = f"does not tell of {name}"
             hint = "name the folder, or the file that it tells of"
             raise UnsupportedCheckpoint(what, path=place.path, hint=hint)
         pairs.append((met[0], own))
@@ -326,9 +322,8 @@ def _pairs(listed: Listed, wanted: Manifest, place: Location) -> tuple[_Pairs, t
 
 def _found(listed: Listed, name: str) -> Location | None:
     """The file of a name in a folder, also where it lies in a folder that is passed over."""
-    own = listed.files.get(name)
-    if own is not None:
-        return own
+    if name in listed.files:
+        return listed.files[name]
     place = listed.home.child(name)
     return place if place.is_file() else None
 
@@ -347,6 +342,7 @@ def _other_bytes(
     meter.finish()
 
 
+# what model-signing leaves out unless it is told otherwise (`ignore_git_paths`)
 _OF_GIT = (".git", ".github", ".gitattributes", ".gitignore")
 
 
@@ -354,21 +350,19 @@ def _beside(listed: Listed, wanted: Manifest, manifest: Location) -> list[str]:
     """The files in a folder that a manifest does not tell of, itself apart."""
     known = {file.name for file in wanted.files}
     own = str(manifest.absolute.path)
-    found = []
-    for name, place in listed.files.items():
-        if name in known or str(place.absolute.path) == own:
-            continue
-        if wanted.kind == "OMS signature" and _is_ignored(name, wanted.ignored):
-            continue
-        found.append(name)
-    return found
+    return [
+        name
+        for name, place in listed.files.items()
+        if name not in known
+        and str(place.absolute.path) != own
+        and not (wanted.kind == "OMS signature" and _is_ignored(name, wanted.ignored))
+    ]
 
 
 def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
     """Whether model-signing passes over a file: what is git's, and what its signer left out."""
-    return any(name == path or name.startswith(f"{path}/") for path in (*_OF_GIT, *ignored)) or any(
-        fnmatch.fnmatchcase(name, path) for path in ignored
-    )
+    within = (name == path or name.startswith(f"{path}/") for path in (*_OF_GIT, *ignored))
+    return any(within) or any(fnmatch.fnmatchcase(name, path) for path in ignored)
 
 
 # ----------------------------------------------------------------------------------- signatures
@@ -383,17 +377,15 @@ def _signature(
     if public_key is None:
         return "unverified"
     refuse_no_path(public_key=public_key)
-    from ckptconv.proof.verify import verify_signature
-
     told = "is to be on this machine, where model-signing reads it"
     model, signature, key = (
         local_path(one, told) for one in (places_of(source)[0], place, place_of(public_key))
     )
-    verify_signature(model, signature, key)
+    _refuse_bad(model, signature, key)
     return "good"
 
 
-def verify_signature(model: Path, signature: Path, public_key: Path) -> None:
+def _refuse_bad(model: Path, signature: Path, public_key: Path) -> None:
     """Have model-signing verify that the owner of a key signed a model as it is now. It hashes the
     files itself. Raises `VerificationFailed` where it says no, and `MissingDependency` without it.
     """

@@ -30,7 +30,7 @@ class Folder(Protocol):
     own.
     """
 
-    def update(self, chunk: memoryview) -> None:
+    def update(self, chunk: memoryview, /) -> None:
         """Take the next values."""
 
 
