@@ -59,7 +59,7 @@ def open_torch_zip(source: Source, records: Records) -> Checkpoint:
         source.size,
         notes=tuple(notes),
         sources=(source, *storages.inflated),
-        facts=FileFacts(pickle[:PICKLE_HEAD], dead, strays, storages.version),
+        facts=FileFacts(pickle[:PICKLE_HEAD], dead, strays, storages.version, root.rstrip("/")),
     )
 
 

@@ -31,13 +31,15 @@ class FileFacts:
 
     `dead` are the bytes of a zip file that the pickle does not refer to: records that were added or
     left over, and what lies between records; `strays` are the records outside the pickle's folder;
-    `version` is that of a zip file's format (None: it says none).
+    `version` is that of a zip file's format (None: it says none); `folder` is the name of the
+    folder of a zip file's records, which torch takes of the file that it is told to write.
     """
 
     head: bytes = b""
     dead: int = 0
     strays: tuple[str, ...] = ()
     version: int | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

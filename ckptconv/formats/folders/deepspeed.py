@@ -55,7 +55,7 @@ from ckptconv.formats.folders.deepspeed_pipeline import (
     shape_in,
 )
 from ckptconv.formats.folders.deepspeed_universal import Universal, read_universal, zero_folder
-from ckptconv.formats.folders.ranks import Copies
+from ckptconv.formats.folders.ranks import Copies, refuse_other_name
 from ckptconv.formats.folders.zero import (
     FlatGroup,
     RankStates,
@@ -125,7 +125,9 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
         pool = FilePool() if many or zero is not None else None
 
         def open_file(file: Location) -> Checkpoint:
-            return opened.enter_context(containers.open_file(within(file, home), pool))
+            checkpoint = opened.enter_context(containers.open_file(within(file, home), pool))
+            refuse_other_name(checkpoint, file)
+            return checkpoint
 
         if zero is not None:
             checkpoint = _open_universal(zero, files, open_file)
@@ -308,7 +310,8 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     states = [_model_states(model, files) for model in models]
     listed = states[0].get("param_shapes") if states else None
     shapes = [] if listed is None else read_shapes(listed, "param_shapes")
-    found = read_universal(zero, shapes, open_file)
+    module = entries(states[0]["module"]) if states and files.tensor_ranks == 1 else {}
+    found = read_universal(zero, shapes, module, open_file)
     ranks = states[0].get("dp_world_size") if states else None
     if files.whole is None and states and mapping_pairs(states[0].get("frozen_param_shapes")):
         require_ranks(files.model, ranks if type(ranks) is int else len(files.model), "model")

@@ -9,7 +9,7 @@ Source: deepspeed/checkpoint/ds_to_universal.py (0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -97,11 +97,14 @@ class Universal:
         )
 
 
-def read_universal(zero: Location, shapes: Sequence[Shapes], open_file: OpenFile) -> Universal:
+def read_universal(
+    zero: Location, shapes: Sequence[Shapes], module: Mapping[str, Node], open_file: OpenFile
+) -> Universal:
     """What the files under `zero` say; `shapes` are those of the parameters that the model states
-    name.
+    name, and `module` their own weights, in the type of the training.
 
-    Raises `MalformedCheckpoint` where a file does not hold one tensor of its parameter's shape.
+    Raises `MalformedCheckpoint` where a file does not hold one tensor of its parameter's shape, or
+    is a copy of another one's.
     """
     known = {name: shape for group in shapes for name, shape in group.items()}
     opened: list[Checkpoint] = []
@@ -122,7 +125,7 @@ def read_universal(zero: Location, shapes: Sequence[Shapes], open_file: OpenFile
             states[folder.name] = found
     universal = Universal(weights, states, (), {}, opened)
     universal = _with_groups(zero.child(_GROUPS), universal, shapes, open_file)
-    _refuse_copies(zero, universal)
+    _refuse_copies(zero, universal, module)
     return universal
 
 
@@ -139,7 +142,6 @@ def _of_parameter(
         key = file.name.removesuffix(".pt")
         with errors_at(path=file):
             value = _value(checkpoint.root, shape)
-            _refuse_other_name(key, value, [item.stem for item in files])
             yield key, value
 
 
@@ -168,16 +170,6 @@ def _viewed(ref: TensorRef, shape: Shape) -> TensorRef:
     return ref._replace(shape=shape, stride=stride, pieces=(piece,))
 
 
-def _refuse_other_name(key: str, value: Node, names: Collection[str]) -> None:
-    """Raise for a file that was saved under the name of another one of its folder, which is that
-    of the archive's own folder too, as `torch.save` to a path has it.
-    """
-    saved_as = value.storage.name.partition("/")[0] if type(value) is TensorRef else key
-    if saved_as != key and saved_as in names:
-        what = f"was saved as {saved_as}.pt: another file was copied over it"
-        raise MalformedCheckpoint(what, hint=_AGAIN)
-
-
 def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) -> None:
     shape = weight.shape if type(weight) is TensorRef else None
     for key, value in states.items():
@@ -195,12 +187,13 @@ _FEW = 16  # elements: so many that vary are not equal by chance
 _NO_SIGN = bytes(range(128)) * 2
 
 
-def _refuse_copies(zero: Location, found: Universal) -> None:
+def _refuse_copies(zero: Location, found: Universal, module: Mapping[str, Node]) -> None:
     """Raise `MalformedCheckpoint` where a file was copied over that of another parameter.
 
     Equal values alone do not tell: the moments of two biases that are added (LSTM) are equal, and
     the weights of layers that start as copies. One of several files that is equal does: no other
-    weight has the same first moment and not the same second one.
+    weight has the same first moment and not the same second one. So do weights that are equal in
+    float32 and differ in the type of the training: that tells of whole folders.
     """
     known: dict[object, tuple[str, str]] = {}
     for name in found.weights:
@@ -209,7 +202,7 @@ def _refuse_copies(zero: Location, found: Universal) -> None:
             if mark is None:
                 continue
             other = known.setdefault(mark, (name, key))
-            if other != (name, key) and _is_copy(found, (name, key), other):
+            if other != (name, key) and _is_copy(found, module, (name, key), other):
                 first = zero.child(other[0]).child(f"{other[1]}.pt")
                 what = f"has the values of {printable(first)}: one was copied over the other"
                 path = zero.child(name).child(f"{key}.pt")
@@ -219,7 +212,7 @@ def _refuse_copies(zero: Location, found: Universal) -> None:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _mark(ref: Node) -> object:
+def _mark(ref: Node) -> tuple[object, ...] | None:
     """What is equal for equal files of many elements, and for nearly no others; None: unknown."""
     if type(ref) is not TensorRef or ref.numel < _FEW or verbatim_range(ref) is None:
         return None
@@ -227,12 +220,16 @@ def _mark(ref: Node) -> object:
     return (ref.dtype, ref.numel, ref.storage.crc32) if is_whole else None
 
 
-def _is_copy(found: Universal, one: tuple[str, str], other: tuple[str, str]) -> bool:
+def _is_copy(
+    found: Universal, module: Mapping[str, Node], one: tuple[str, str], other: tuple[str, str]
+) -> bool:
     """Whether two files that seem equal are what no training makes."""
     (name, key), (before, kind) = one, other
     first, second = ([found.held(of, moment) for of in (name, before)] for moment in _MOMENTS)
-    if key == kind == _WEIGHT and not (_differ(*first) and found.has_moved(name, before)):
-        return False
+    if key == kind == _WEIGHT:
+        is_told = _differ(*first) and found.has_moved(name, before)
+        if not is_told and not _differ(*(_rounded(found, module, of) for of in (name, before))):
+            return False
     if key == kind == "exp_avg" and not _differ(*second):
         return False
     if key == kind == "exp_avg_sq" and not (_differ(*first) and _differ_in_size(*first)):
@@ -241,10 +238,18 @@ def _is_copy(found: Universal, one: tuple[str, str], other: tuple[str, str]) -> 
     return varies(ref) and all(map(bytes.__eq__, _chunks(ref), _chunks(its)))
 
 
+def _rounded(found: Universal, module: Mapping[str, Node], name: str) -> Node:
+    """What the weight of a parameter was rounded to, in the type of the training."""
+    ref = tensor_of(module.get(name))
+    if ref is None or not ref.dtype.is_floating or ref.shape != found.weights[name].shape:
+        return None
+    return ref
+
+
 def _differ(one: Node, other: Node) -> bool:
-    """Whether two tensors are known to be different ones."""
-    marks = {_mark(one), _mark(other)}
-    return len(marks) > 1 and None not in marks
+    """Whether two tensors of one type are known to be different ones."""
+    ours, its = _mark(one), _mark(other)
+    return ours is not None and its is not None and ours[0] is its[0] and ours != its
 
 
 def _differ_in_size(one: TensorRef, other: TensorRef) -> bool:

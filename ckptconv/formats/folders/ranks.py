@@ -15,6 +15,7 @@ from pathlib import PurePath
 
 from ckptconv.formats.folders.alone import is_shard, refuse_flat
 from ckptconv.formats.folders.dtensors import Shard, read_shard
+from ckptconv.io.location import Location, is_plain_name
 from ckptconv.pickles.nodes import Node, substituted
 from ckptconv.support.errors import (
     IncompleteCheckpoint,
@@ -261,6 +262,20 @@ class Copies:
         alike.append((path, refs))
 
 
+def refuse_other_name(checkpoint: Checkpoint, file: Location) -> None:
+    """Raise `MalformedCheckpoint` for a file that `torch.save` wrote under the name of another one
+    of its folder: nothing else may tell what is whose.
+    """
+    saved_as = checkpoint.facts.folder
+    if saved_as in ("", _NAMELESS, file.stem) or not is_plain_name(saved_as):
+        return
+    if file.beside(f"{saved_as}{file.suffix}").is_file():
+        what = f"was saved as {printable(saved_as)}{file.suffix}: "
+        what += "one was copied over the other, or they were exchanged"
+        raise MalformedCheckpoint(what, path=file, hint="fetch both again")
+
+
+_NAMELESS = "archive"  # what torch calls it where it is given an open file, and no name
 _MARKED = 64  # tensors that nearly always tell two files apart: no time goes into more of them
 
 

@@ -4,7 +4,9 @@ refused, and both files are named.
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from ckptconv.tensors.assembly import assembled
 from helpers import zero
 from helpers.paths import DATA
 
+Copy = Callable[[Path, Path], object]
 PARTITION = "bf16_zero_pp_rank_{}_mp_rank_{}_optim_states.pt"
 COPIES = {
     "ZeRO 1": ("deepspeed/stage1", "zero_pp_rank_{}_mp_rank_{}_optim_states.pt", "1 00", "2 00"),
@@ -36,13 +39,20 @@ COPIES = {
 }
 
 
-def refused(folder: Path, source: Path, target: Path) -> None:
-    shutil.copy(source, target)
+def refused(folder: Path, source: Path, target: Path, copy: Copy = shutil.copy) -> None:
+    copy(source, target)
     files = sorted((source, target))
     with pytest.raises(MalformedCheckpoint, match="has the same of each tensor as") as error:
         load_portable(folder)
     assert all(str(file) in str(error.value) for file in files)
     assert "\n" not in str(error.value)
+
+
+def refused_by_name(folder: Path, source: Path, target: Path) -> None:
+    """Torch has written the name of the file into it."""
+    what = f"{target}: was saved as {source.name}: one was copied over the other, or they were"
+    with pytest.raises(MalformedCheckpoint, match=re.escape(what)):
+        load_portable(folder)
 
 
 @pytest.mark.parametrize("kind", COPIES)
@@ -52,7 +62,12 @@ def test_a_rank_that_was_copied_over_another_is_refused(kind, tmp_path):
     step = max((item for item in folder.glob("global_step*")), default=folder)
     source, target = (step / pattern.format(*rank.split()) for rank in ranks)
     assert source.is_file() and target.is_file()
-    refused(folder, source, target)
+    if source.stem == target.stem:
+        refused(folder, source, target)
+        return
+    refused(folder, source, target, zero.nameless)
+    shutil.copy(source, target)
+    refused_by_name(folder, source, target)
 
 
 def test_a_file_of_dcp_that_was_copied_over_another_is_refused(produced, tmp_path):
@@ -80,13 +95,28 @@ def test_a_copy_without_checksums_is_told_by_its_values(tmp_path):
     refused(folder, *files)
 
 
-def test_ranks_of_zero_that_were_exchanged_are_refused(tmp_path):
-    """Stages 1 and 2 say what each rank has. The files of stage 3 do not."""
+def exchanged(one: Path, other: Path, copy: Copy) -> None:
+    kept = one.parent / "kept"
+    kept.mkdir()
+    first = one.rename(kept / one.name)
+    copy(other, one)
+    copy(first, other)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_of_zero_that_were_exchanged_are_refused(stage, tmp_path):
+    folder = shutil.copytree(DATA / f"deepspeed/stage{stage}", tmp_path / "made")
+    step = folder / (folder / "latest").read_text().strip()
+    one, other = sorted(step.glob("*zero_pp_rank_[01]_mp_rank_00_optim_states.pt"))
+    exchanged(one, other, shutil.copy)
+    refused_by_name(folder, other, one)
+
+
+def test_ranks_of_zero_say_what_they_have(tmp_path):
+    """Those of stages 1 and 2, whatever their files are called. Those of stage 3 do not."""
     folder = shutil.copytree(DATA / "deepspeed/stage2", tmp_path / "made")
-    one, other = (folder / "global_step2" / PARTITION.format(rank, "00") for rank in range(2))
-    one.rename(tmp_path / "kept")
-    other.rename(one)
-    (tmp_path / "kept").rename(other)
+    files = (folder / "global_step2" / PARTITION.format(rank, "00") for rank in range(2))
+    exchanged(*files, zero.nameless)
     with pytest.raises(MalformedCheckpoint, match="rank 0, group 0: says that it holds other"):
         load_portable(folder)
 
@@ -173,6 +203,22 @@ def test_a_file_of_another_parameter_is_refused(key, tmp_path):
     with pytest.raises(MalformedCheckpoint, match="one was copied over the other") as error:
         load_portable(step)
     assert all(str(file) in str(error.value) for file in (source, target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_folder_of_another_parameter_is_refused(dtype, tmp_path):
+    """The model states have what each weight was rounded to."""
+    step = universal(tmp_path / "made")
+    file = step / "mp_rank_00_model_states.pt"
+    states = torch.load(file)
+    states["module"] = {key: value.to(dtype) for key, value in states["module"].items()}
+    torch.save(states, file)
+    load_portable(step)
+    source, target = (step / f"zero/1.layers.{at}.linear1.weight" for at in range(2))
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    with pytest.raises(MalformedCheckpoint, match="one was copied over the other") as error:
+        load_portable(step)
+    assert all(str(folder / "fp32.pt") in str(error.value) for folder in (source, target))
 
 
 @pytest.mark.parametrize("keeps_name", [True, False])

@@ -323,7 +323,7 @@ def test_a_missing_rank(case, rank):
 @breaking
 def test_a_rank_too_many(case):
     step = case / "global_step2"
-    shutil.copy(
+    zero.nameless(
         step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
         step / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
     )

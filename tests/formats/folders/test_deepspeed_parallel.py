@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
-from helpers import oracle
+from helpers import oracle, zero
 from helpers.paths import DATA
 
 FOLDERS = DATA / "deepspeed_parallel"
@@ -188,14 +188,41 @@ COPIED = [
 def test_a_layer_that_was_copied_over_another_is_refused(name, files, what, is_first, tmp_path):
     folder = shutil.copytree(FOLDERS / name, tmp_path / name)
     one, other = (step(folder) / file for file in (files if is_first else files[::-1]))
-    shutil.copy(one, other)
+    zero.nameless(one, other)
     refused(folder, what)
+    shutil.copy(one, other)
+    refused(folder, f"{other.stem}.*: was saved as {one.name}: one was copied over the other")
+
+
+def test_layers_of_which_nothing_is_trained_are_told_by_the_names_in_them(tmp_path):
+    """A pipeline without any states of an optimizer, whose first two layers have equal shapes."""
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    layers = [torch.randn(4, 4) for _ in range(3)]
+    for at, weight in enumerate(layers):
+        torch.save({"weight": weight}, folder / LAYER.format(at))
+    torch.save({"module": None, "mp_world_size": 1}, folder / "mp_rank_00_model_states.pt")
+    found = load_portable(folder)
+    assert all(torch.equal(found[f"{at}.weight"], value) for at, value in enumerate(layers))
+    one, other = (folder / LAYER.format(at) for at in range(2))
+    exchanged(one, other)
+    refused(folder, f"{one.stem}.*: was saved as {other.name}: one was copied over the other, or")
+    exchanged(one, other)
+    load_portable(folder)
+    shutil.copy(one, other)
+    refused(folder, f"{other.stem}.*: was saved as {one.name}")
+
+
+def exchanged(one: Path, other: Path) -> None:
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
 
 
 def test_in_fp32_layers_of_one_value_are_told(tmp_path):
     """They may be tied, or one file a copy: nothing tells."""
     folder = shutil.copytree(FOLDERS / "fp32", tmp_path / "fp32")
-    shutil.copy(step(folder) / LAYER.format(0), step(folder) / LAYER.format(1))
+    zero.nameless(step(folder) / LAYER.format(0), step(folder) / LAYER.format(1))
     with open_checkpoint(folder) as checkpoint:
         (told,) = [note for note in checkpoint.notes if "layers 0 and 1" in note]
     assert "so they are tied, or one was copied over the other" in told
@@ -275,7 +302,7 @@ def test_a_tied_layer_whose_file_has_other_values_is_refused(tied):
 
 def test_what_a_rank_of_another_stage_saved_is_refused_where_layers_are_tied(tied):
     first, other = (f"bf16_zero_pp_rank_1_mp_rank_0{at}_optim_states.pt" for at in (0, 1))
-    shutil.copy(step(tied) / first, step(tied) / other)
+    zero.nameless(step(tied) / first, step(tied) / other)
     refused(tied, "says that it holds other parameters than rank 1 has")
 
 
@@ -569,8 +596,8 @@ def test_the_optimizer_of_a_set_of_experts_that_is_missing_is_told(sets):
     refused(sets, "says that there are 2 sets of experts, and 1 have states")
     states_of(sets, 0).rename(states_of(sets, 1))
     refused(sets, "has the optimizer states of 1 ranks, but 2 wrote it; those of rank 0")
-    states_of(sets, 0).write_bytes(kept)
     states_of(sets, 1).write_bytes(kept)
+    zero.nameless(states_of(sets, 1), states_of(sets, 0))
     refused(sets, "has the same of each tensor as")
     for number in range(2):
         states_of(sets, number).unlink()
