@@ -53,6 +53,7 @@ def test_too_little_memory_is_one_line(command, space, checkpoints, tmp_path):
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.trust
 @pytest.mark.skipif(not shutil.which("prlimit"), reason="prlimit is not installed")
 @pytest.mark.parametrize(("space", "goes"), [(110, False), (180, True)])
 def test_the_workers_of_a_batch_take_no_more_than_they_need(space, goes, checkpoints, tmp_path):
@@ -67,6 +68,7 @@ def test_the_workers_of_a_batch_take_no_more_than_they_need(space, goes, checkpo
     assert "lost" not in ended.err
 
 
+@pytest.mark.trust
 @pytest.mark.skipif(not shutil.which("prlimit"), reason="prlimit is not installed")
 @pytest.mark.parametrize(
     "command",

@@ -287,6 +287,7 @@ def ours() -> list[str]:
     return [name for name in names if name.startswith("ckptconv-") and name != "ckptconv-fetcher"]
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"max_shard_size": "20MB"}])
 def test_memory_is_bounded(options, tmp_path):
     """At the sizes that are really used: 4 threads, whatever this machine has."""

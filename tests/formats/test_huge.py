@@ -51,7 +51,7 @@ def test_safetensors_reads_shards_of_holes_and_so_does_ckptconv(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["dcp", "hf"])
+@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.trust), "hf"])
 def test_a_terabyte_is_planned_in_little_disk_time_and_memory(kind, tmp_path):
     """The figures are those of docs/benchmarks.md; here it is only seen that it is a terabyte."""
     write = make_huge.write_dcp if kind == "dcp" else make_huge.write_hf

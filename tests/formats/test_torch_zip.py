@@ -488,6 +488,7 @@ def test_deeply_nested_containers_are_written(tmp_path):
     assert_same(oracle.load(convert(deep, tmp_path)), deep)
 
 
+@pytest.mark.trust
 def test_an_archive_of_many_records_is_one_for_everybody(tmp_path):
     """More than 65,535 records need the zip64 end record."""
     path = tmp_path / "many.zip"

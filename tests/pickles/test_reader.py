@@ -193,6 +193,7 @@ def test_objects_and_calls_in_runs_read_as_their_opcodes_one_by_one(protocol, mo
     assert all(first is second for first, second in zip(quick[:300], quick[300:600], strict=True))
 
 
+@pytest.mark.trust
 def test_objects_without_end_on_the_stack_are_limited():
     with pytest.raises(LimitExceeded, match="side by side"):
         read_pickle(b"\x80\4N" + b")\x81\x94}\x94" * 500_001 + b".")

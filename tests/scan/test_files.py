@@ -312,6 +312,7 @@ def test_what_stops_the_scan_is_told_whatever_it_begins_with(tmp_path):
         assert level(tmp_path, b"(" + b"N" * 51 + b"1" + CALL + b".") == "unknown"
 
 
+@pytest.mark.trust
 def test_many_alarms_and_names_take_little_memory(tmp_path):
     for content in (
         b"\x82\x010" * 200_000,

@@ -348,7 +348,7 @@ def suite_answers(system: str, folder: Path) -> tuple[list[Any], dict[str, bytes
 
 
 @EMULATED
-@pytest.mark.property  # all samples in `make trust`
+@pytest.mark.trust
 def test_every_command_does_the_same_elsewhere(tmp_path):
     answers, left = suite_answers("here", tmp_path)
     assert_does_what_it_is_to(answers, left)
@@ -766,6 +766,7 @@ finally:
 """
 
 
+@pytest.mark.trust
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again(tmp_path):
     parts = {

@@ -984,6 +984,7 @@ def test_who_looks_at_codes_is_told_how_to_look_at_values(tmp_path):
     assert same.exit == 0 and "beside scales" not in same.out
 
 
+@pytest.mark.trust
 def test_many_weights_take_no_more_time_each_than_few(tmp_path):
     """Sets made anew for each tensor took an hour for the 90,000 of DeepSeek-V3."""
 

@@ -128,6 +128,7 @@ def test_values_beyond_the_range_of_their_type_are_counted(tmp_path, shape, opti
     assert path == "a.weight" and f"{int(beyond.sum()):,} value" in what
 
 
+@pytest.mark.trust
 def test_the_time_to_plan_grows_with_the_weights_and_not_with_their_square(tmp_path):
     """4,000 took 5 s of a processor: sets were made anew for each weight. Now it is half a second;
     the largest models have 60,000.

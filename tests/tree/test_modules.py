@@ -247,6 +247,7 @@ def test_a_parameter_without_values_is_not_lost_silently(tmp_path):
         convert_checkpoint(tmp_path / "model.pt", tmp_path / "out.pt")
 
 
+@pytest.mark.trust
 def test_modules_that_double_at_each_level_end_in_a_limit(tmp_path):
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1))

@@ -188,6 +188,7 @@ def test_keys_with_very_many_wrappers_are_inspected(tmp_path):
     assert diagnose(source).findings
 
 
+@pytest.mark.trust
 def test_dicts_of_very_many_tuple_keys_are_compared(tmp_path):
     # Each key was told from the others by counting through all before it: minutes for 30,000 of
     # them.
@@ -253,6 +254,7 @@ def archives_of_archives(folder: Path) -> Path:
     return write(folder / "in.zip", zipped([("middle", middle, 8)]))
 
 
+@pytest.mark.trust
 def test_the_members_of_archives_in_an_archive_are_counted_together(tmp_path):
     # Each archive was held against the limit by itself, and all of them were looked into: 3 s, and
     # as many as one likes.

@@ -385,6 +385,7 @@ def scalars(folder: Path, count: int, length: int = 700) -> Path:
     return folder
 
 
+@pytest.mark.trust
 def test_deep_paths_cost_what_they_are_long(tmp_path):
     """A folder may nest each key a thousand levels deep, at a kilobyte of its index."""
     folder = tmp_path / "deep"

@@ -160,6 +160,7 @@ def test_it_says_what_torch_wrote(name, protocol):
     assert_says_what_torch_wrote(pickle.dumps(SCENES[name](), protocol=protocol))
 
 
+@pytest.mark.trust
 def test_a_large_one_says_what_torch_wrote():
     """Of more memo entries than are kept."""
     assert_says_what_torch_wrote(pickle.dumps(usual(4000)))
@@ -195,6 +196,7 @@ def test_what_a_run_did_not_make_is_made_when_something_fetches_it():
     assert len(found.entries) == COUNT + 2
 
 
+@pytest.mark.trust
 def test_of_a_long_memo_little_is_kept():
     raw = pickle.dumps(usual(8_000))
     kept = []
