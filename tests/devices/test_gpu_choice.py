@@ -293,7 +293,7 @@ def test_a_list_that_is_not_whole_is_no_list(script, program, tmp_path):
 
 @pytest.mark.parametrize("which", ["mig.mode", "memory.free"])
 def test_an_nvidia_smi_that_hangs_is_given_up_and_ended(which, program, monkeypatch, tmp_path):
-    sleep = shutil.which("sleep")
+    sleep = shutil.which("sleep", path=os.defpath)
     script = (
         f'case "$1" in *{which}*) echo $$ > {tmp_path}/pid; exec {sleep} 60;; *) '
         f"{rows('0, GPU-aa-1, A, 9, 5')};; esac"
