@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ckptconv.batch.drive import convert_many as convert_many
     from ckptconv.batch.receipts import Receipt as Receipt
     from ckptconv.convert.applying import apply_deltas as apply_deltas
-    from ckptconv.convert.combining import average as average
-    from ckptconv.convert.combining import average_checkpoints as average_checkpoints
+    from ckptconv.convert.applying import merge_lora_checkpoint as merge_lora_checkpoint
+    from ckptconv.convert.averaging import average as average
+    from ckptconv.convert.averaging import average_checkpoints as average_checkpoints
     from ckptconv.convert.combining import merge as merge
     from ckptconv.convert.combining import merge_checkpoints as merge_checkpoints
     from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ckptconv.convert.execute import ConversionResult as ConversionResult
     from ckptconv.convert.execute import execute_plan as execute_plan
     from ckptconv.convert.job import Job as Job
-    from ckptconv.convert.lora import merge_lora_checkpoint as merge_lora_checkpoint
     from ckptconv.convert.options import Options as Options
     from ckptconv.convert.plan import ConversionPlan as ConversionPlan
     from ckptconv.convert.planner import plan_conversion as plan_conversion
@@ -166,7 +166,7 @@ _HOMES = {
     "Verification": "proof.report",
     "VerificationFailed": "support.errors",
     "apply_deltas": "convert.applying",
-    "average_checkpoints": "convert.combining",
+    "average_checkpoints": "convert.averaging",
     "best_device": "devices.host",
     "convert_checkpoint": "convert.convert_checkpoint",
     "convert_many": "batch.drive",
@@ -182,7 +182,7 @@ _HOMES = {
     "load_portable": "live.load",
     "manifest_checkpoint": "proof.making",
     "merge_checkpoints": "convert.combining",
-    "merge_lora_checkpoint": "convert.lora",
+    "merge_lora_checkpoint": "convert.applying",
     "open_checkpoint": "live.opened",
     "plan_conversion": "convert.planner",
     "read_key_rules": "keys.rule_files",
@@ -196,7 +196,7 @@ _HOMES = {
 """Public name → its module, imported on first use, so that `import ckptconv` costs nothing."""
 
 _EARLIER = {
-    "average": "convert.combining",
+    "average": "convert.averaging",
     "diagnose": "doctor.diagnose",
     "edit": "convert.edit",
     "merge": "convert.combining",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -160,7 +160,7 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
         if not equals or not name:
             raise click.UsageError(f"--prefix {printable(word)} is not IN=PREFIX")
         named[name] = text
-    _combine(given, merged_plan, prefix=named)
+    _combine(given, partial(merged_plan, prefix=named))
 
 
 @command(
@@ -190,10 +190,10 @@ def average(weights: str | None, integers: Any, **given: Any) -> None:
     The sum is kept in float64 and cast to the dtype of the tensors. All must have the same keys,
     dtypes and shapes.
     """
-    from ckptconv.convert.combining import averaged_plan
+    from ckptconv.convert.averaging import averaged_plan
 
     numbers = None if weights is None else _numbers(weights, "--weights", "1,1,2")
-    _combine(given, averaged_plan, weights=numbers, integers=integers)
+    _combine(given, partial(averaged_plan, weights=numbers, integers=integers))
 
 
 @command(
@@ -217,25 +217,19 @@ def merge_lora(scale: str | None, **given: Any) -> None:
     ADAPTER is a folder of peft, or a file of peft, kohya, diffusers or ComfyUI. A part of it that
     finds no tensor in BASE is an error. Values are those of peft's merge_and_unload.
     """
-    from ckptconv.convert.lora import lora_plan
+    from ckptconv.convert.applying import lora_plan
 
-    numbers = [1.0] if scale is None else _numbers(scale, "--scale", "0.8 or 0.7,0.3")
+    numbers = _numbers(scale or "1", "--scale", "0.8 or 0.7,0.3")
+    # one number is for all adapters, however many there are
+    strengths = numbers if len(numbers) > 1 else numbers[0]
 
-    def planned(output: Path, _: Options, request: Request) -> Any:
-        from ckptconv.convert.targets import check_place
+    def plan_of(sources: Sequence[Any], *others: Any, force: bool) -> Any:
+        base, *adapters = sources
+        tag = given["tag"]
+        return lora_plan(base, adapters, *others, scale=strengths, tag=tag, force=force)
 
-        base, *adapters = given["sources"]
-        strengths = numbers if len(numbers) > 1 else numbers[0]
-        # a dry run tells apart that the output exists
-        wanted = {"tag": given["tag"], "force": given["force"] or given["dry_run"]}
-        check = partial(check_place, output, request, force=given["force"])
-        plan = lora_plan(base, adapters, output, request, scale=strengths, **wanted)
-        return plan, lambda: refused_by(check)
-
-    refuse_missing(given)
-    if len(given["sources"]) < 2:
-        raise click.UsageError("there is no adapter; name BASE, one ADAPTER or more, then OUT")
-    make_output(given, "strip", planned)
+    too_few = "there is no adapter; name BASE, one ADAPTER or more, then OUT"
+    make_of_several(given, "strip", plan_of, too_few)
 
 
 def _numbers(words: str, name: str, example: str) -> list[float]:
@@ -246,24 +240,33 @@ def _numbers(words: str, name: str, example: str) -> list[float]:
         raise click.UsageError(what) from None
 
 
-def _combine(given: dict[str, Any], plan_of: Callable[..., Any], **options: Any) -> None:
-    """As `convert`, of several: `plan_of` plans it, with `options` of its own."""
+def _combine(given: dict[str, Any], plan_of: Callable[..., Any]) -> None:
+    if given["tag"] is not None:
+        raise click.UsageError("--tag picks a step of one folder; name the folders of the steps")
+    too_few = "there is only one checkpoint; name two or more, then OUT"
+    make_of_several(given, "keep", plan_of, too_few)
+
+
+def make_of_several(
+    given: dict[str, Any], wrappers: str, plan_of: Callable[..., Any], too_few: str
+) -> None:
+    """As `make_output`, of two INs or more: `plan_of` is given these, the place of the output, the
+    request, and `force`.
+    """
 
     def planned(output: Path, _: Options, request: Request) -> Any:
         from ckptconv.convert.targets import check_place
 
-        request = replace(request, only=None)
-        # a dry run tells apart that the output exists
-        wanted = {"only": given["only"], "force": given["force"] or given["dry_run"], **options}
         check = partial(check_place, output, request, force=given["force"])
-        return plan_of(given["sources"], output, request, **wanted), lambda: refused_by(check)
+        # a dry run tells apart that the output exists
+        force = given["force"] or given["dry_run"]
+        plan = plan_of(given["sources"], output, request, force=force)
+        return plan, lambda: refused_by(check)
 
     refuse_missing(given)
     if len(given["sources"]) < 2:
-        raise click.UsageError("there is only one checkpoint; name two or more, then OUT")
-    if given["tag"] is not None:
-        raise click.UsageError("--tag picks a step of one folder; name the folders of the steps")
-    make_output(given, "keep", planned)
+        raise click.UsageError(too_few)
+    make_output(given, wrappers, planned)
 
 
 def make_output(

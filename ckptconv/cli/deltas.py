@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from ckptconv.cli import terminal
-from ckptconv.cli.asked import refuse_missing
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts, offer_steps
-from ckptconv.cli.converting import make_output, refused_by
+from ckptconv.cli.converting import make_of_several
 from ckptconv.cli.options import FILE, JSON, LIMIT, OUTPUT, TAG, applying_options, run_options
 from ckptconv.cli.progress_display import DIFFING, progress_shown
-
-if TYPE_CHECKING:
-    from ckptconv.convert.options import Options, Request
 
 _NUMBER = click.IntRange(0)
 
@@ -118,16 +113,9 @@ def apply(**given: Any) -> None:
     """
     from ckptconv.convert.applying import applied_plan
 
-    def planned(output: Path, _: Options, request: Request) -> Any:
-        from ckptconv.convert.targets import check_place
+    def plan_of(sources: Sequence[Any], *others: Any, force: bool) -> Any:
+        base, *deltas = sources
+        return applied_plan(base, deltas, *others, tag=given["tag"], force=force)
 
-        base, *deltas = given["sources"]
-        # a dry run tells apart that the output exists
-        wanted = {"tag": given["tag"], "force": given["force"] or given["dry_run"]}
-        check = partial(check_place, output, request, force=given["force"])
-        return applied_plan(base, deltas, output, request, **wanted), lambda: refused_by(check)
-
-    refuse_missing(given)
-    if len(given["sources"]) < 2:
-        raise click.UsageError("there is no delta; name BASE, one DELTA or more, then OUT")
-    make_output(given, "keep", planned)
+    too_few = "there is no delta; name BASE, one DELTA or more, then OUT"
+    make_of_several(given, "keep", plan_of, too_few)

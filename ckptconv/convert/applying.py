@@ -1,4 +1,6 @@
-"""Deltas applied to what they were made from, as a conversion."""
+"""What is applied to a base, as a conversion: LoRA adapters to the weights that they were trained
+for, deltas to the version that they were made from.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from ckptconv.formats.registry import open_certain
 from ckptconv.formats.target_format import Target
 from ckptconv.io.files import one_run
 from ckptconv.io.guarded import check_places
+from ckptconv.io.open_files import Readable
 from ckptconv.io.places import Output, Place, place_of
 from ckptconv.io.zstd import require_zstd
 from ckptconv.pickles.nodes import Node, containers, substituted
@@ -43,7 +46,85 @@ from ckptconv.tensors.digests import digest
 from ckptconv.tensors.patched import Change, patched
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.edits import Edit, refuse_no_edits
+from ckptconv.tree.merging_lora import MergeLora
 from ckptconv.tree.walk import tensor_of
+
+
+@one_run()
+def merge_lora_checkpoint(
+    base: Place | Readable,
+    adapters: Place | Readable | Sequence[Place | Readable],
+    output: Output,
+    *,
+    scale: float | Sequence[float] = 1.0,
+    tag: str | None = None,
+    edits: Sequence[Edit] = (),
+    force: bool = False,
+    fsync: bool = True,
+    verify: bool = False,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> ConversionResult:
+    """Add what LoRA adapters say to the weights of their base, and write the result.
+
+    `adapters` is one or several of them: files, or folders with ``adapter_config.json``; `scale`
+    multiplies what is added (one number for all, or one for each). `tag` and `edits` are for the
+    base, which is edited first; the other options are those of `Options`. `MergeLora` says what is
+    computed. Raises `CheckpointError`; a part of an adapter that finds no tensor in the base is an
+    error, and nothing is written.
+
+    >>> merge_lora_checkpoint("llama", "my-adapter", "merged", scale=0.8,
+    ...                       max_shard_size="5GB", with_files=True)  # doctest: +SKIP
+    """
+    begin = time.perf_counter()
+    refuse_no_flag(force=force, fsync=fsync, verify=verify)
+    refuse_no_callback(on_progress)
+    refuse_no_text(tag=tag)
+    request = request_of(Options(**options))
+    with lora_plan(
+        base, adapters, output, request, scale=scale, tag=tag, force=force, edits=edits
+    ) as plan:
+        return execute_plan(
+            plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
+        ).since(begin)
+
+
+@contextlib.contextmanager
+def lora_plan(
+    base: Place | Readable,
+    adapters: Place | Readable | Iterable[Place | Readable],
+    output: Output,
+    request: Request,
+    *,
+    scale: float | Sequence[float],
+    tag: str | None,
+    force: bool,
+    edits: Sequence[Edit] = (),
+) -> Iterator[ConversionPlan]:
+    """The plan of merging adapters into a base; the files are open within the block."""
+    refuse_no_output(output)
+    refuse_no_edits(edits)
+    check_place(output, request, force=force)
+    named = _named(adapters)
+    if not named:
+        raise OptionRefused("there is no adapter", hint="name one or more")
+    with contextlib.ExitStack() as leaving:
+        checkpoint = leaving.enter_context(open_certain(base, tag=tag, whole_modules=True))
+        opened = [leaving.enter_context(open_certain(each)) for each in named]
+        for each in opened:
+            check_places(each.sources)
+        merge = MergeLora(opened, scale, request.only)
+        wanted = replace(request, edits=(*edits, *request.edits, merge))
+        yield plan_conversion(checkpoint, output, wanted)
+
+
+def _named(given: Any) -> list[Any]:
+    """One or several that were named; an open file is one, though it gives its lines."""
+    return [*given] if isinstance(given, (list, tuple)) else [given]
+
+
+# ------------------------------------------------------------------------------------------ deltas
 
 
 @one_run()
@@ -79,26 +160,13 @@ def apply_deltas(
     begin = time.perf_counter()
     refuse_no_flag(force=force, fsync=fsync, verify=verify)
     refuse_no_callback(on_progress)
-    request = applying_request(
-        to=to, max_shard_size=max_shard_size, with_files=with_files, only=only
+    request = request_of(
+        Options(keys="keep", to=to, max_shard_size=max_shard_size, with_files=with_files, only=only)
     )
     with applied_plan(base, deltas, output, request, tag=tag, force=force) as plan:
-        result = execute_plan(
+        return execute_plan(
             plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
-        )
-        return result.since(begin)
-
-
-def applying_request(
-    *,
-    to: Target | None,
-    max_shard_size: int | str | None,
-    with_files: bool,
-    only: str | None,
-) -> Request:
-    """What these options stand for."""
-    told = {"to": to, "max_shard_size": max_shard_size, "with_files": with_files, "only": only}
-    return request_of(Options(keys="keep", **told))  # type: ignore[arg-type]
+        ).since(begin)
 
 
 @contextlib.contextmanager
@@ -115,7 +183,7 @@ def applied_plan(
     refuse_no_output(output)
     refuse_no_text(tag=tag)
     refuse_no_paths("base", base)
-    named: list[Any] = [*deltas] if isinstance(deltas, (list, tuple)) else [deltas]
+    named = _named(deltas)
     refuse_no_paths("deltas", named)
     if not named:
         raise OptionRefused("there is no delta", hint="name one or more")

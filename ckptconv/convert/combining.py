@@ -1,4 +1,4 @@
-"""One checkpoint of several: state dicts put together (`merge`), or their mean (`average`)."""
+"""One checkpoint of several: their state dicts side by side, and `merge`, which is no more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
@@ -28,48 +28,23 @@ from ckptconv.support.choices import (
     refuse_no_flag,
     refuse_no_output,
     refuse_no_paths,
-    refuse_no_text,
 )
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
-    KeyMismatch,
     OptionRefused,
-    RefusedObject,
     printable,
     warn,
 )
-from ckptconv.support.progress import Meter, OnProgress
+from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, some_text
-from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.comparison import compare_bytes
-from ckptconv.tensors.computed import elementwise
-from ckptconv.tensors.operations import can_average
-from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
-from ckptconv.tensors.scaled_weights import refuse_mean
 from ckptconv.tree.candidates import metadata_of
-from ckptconv.tree.checkpoint import Checkpoint, FileFacts
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited, refuse_no_edits
 from ckptconv.tree.modules import flatten_modules
-from ckptconv.tree.state_dicts import StateDict, renamed_state_dict
+from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import label_text
-
-Integers = Literal["same", "first", "last"]
-INTEGERS = ("same", "first", "last")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of the sources: where it was, the keys that it has in the output, and their values; the
-    state dict that these are of, under its new names, and what else the source has.
-    """
-
-    path: PurePath
-    values: Mapping[str, Node]
-    found: StateDict
-    renamed: KeyMap
-    left_out: tuple[str, ...]
 
 
 @one_run()
@@ -97,79 +72,29 @@ def merge_checkpoints(
     ...                   prefix={"head.pt": "head."})  # doctest: +SKIP
     """
     begin = time.perf_counter()
-    request = _request(options, only, on_progress, force=force, fsync=fsync, verify=verify)
-    with merged_plan(
-        sources, output, request, prefix=prefix or {}, only=only, force=force, edits=edits
-    ) as plan:
-        result = execute_plan(
+    refuse_no_flag(force=force, fsync=fsync, verify=verify)
+    refuse_no_callback(on_progress)
+    request = request_of_all(options, only)
+    planned = merged_plan(sources, output, request, prefix=prefix or {}, force=force, edits=edits)
+    with planned as plan:
+        return execute_plan(
             plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
-        )
-        return result.since(begin)
+        ).since(begin)
 
 
-@one_run()
-def average_checkpoints(
-    sources: Iterable[Place | Readable],
-    output: Output,
-    *,
-    weights: Iterable[float] | None = None,
-    integers: Integers = "same",
-    only: str | None = None,
-    edits: Sequence[Edit] = (),
-    force: bool = False,
-    fsync: bool = True,
-    verify: bool = False,
-    on_progress: OnProgress | None = None,
-    **options: Any,
-) -> ConversionResult:
-    """Write the weighted mean of the state dicts of several checkpoints of one model.
-
-    `weights` are positive (None: all the same). The sum is kept in float64, divided by that of the
-    weights, and cast to the type of the tensors. All must have the same keys, dtypes and shapes.
-    Integers and bools have no mean: they must be the `same` in all, or are those of the ``first``
-    or the ``last``. `edits` are made to each source first. The other
-    options are those of `Options`, but for the rules of keys. Raises `CheckpointError`.
-
-    >>> average_checkpoints(["epoch_8.pt", "epoch_9.pt"], "swa.pt",
-    ...                     weights=[1, 2])  # doctest: +SKIP
-    """
-    begin = time.perf_counter()
-    request = _request(options, only, on_progress, force=force, fsync=fsync, verify=verify)
-    with averaged_plan(
-        sources,
-        output,
-        request,
-        weights=weights,
-        integers=integers,
-        only=only,
-        force=force,
-        edits=edits,
-    ) as plan:
-        result = execute_plan(
-            plan, force=force, fsync=fsync, verify=verify, on_progress=on_progress
-        )
-        return result.since(begin)
-
-
-merge, average = merge_checkpoints, average_checkpoints  # the names that they had first
-
+merge = merge_checkpoints  # the name that it had first
 
 _RULES = ("keys", "rules", "reverse", "preset", "strip_prefix", "rename", "regex", "add_prefix")
 
 
-def _request(
-    options: dict[str, Any], only: object, on_progress: object, **flags: object
-) -> Request:
-    """What the options stand for, all of them checked."""
-    refuse_no_text(only=only)
-    refuse_no_flag(**flags)
-    refuse_no_callback(on_progress)
+def request_of_all(options: dict[str, Any], only: str | None) -> Request:
+    """What the options stand for that all sources have in common, all of them checked."""
     taken = next((name for name in _RULES if name in options), None)
     if taken:
         raise OptionRefused(
             f"{taken} is not an option here", hint="change the keys before, or of the output"
         )
-    return request_of(Options(**options))
+    return request_of(Options(only=only, **options))
 
 
 @contextlib.contextmanager
@@ -179,33 +104,19 @@ def merged_plan(
     request: Request,
     *,
     prefix: Mapping[Any, str],
-    only: str | None,
     force: bool,
     edits: Sequence[Edit] = (),
 ) -> Iterator[ConversionPlan]:
     """The plan of a merge; the sources are open within the block."""
-    if not isinstance(prefix, Mapping):
-        raise OptionRefused(
-            f"prefix={prefix!r:.100} is not a dict", hint="write it as prefix={'head.pt': 'head.'}"
-        )
-    sources = _several(sources)
-    prefix = {_spelled(name): text for name, text in prefix.items()}
+    sources = several(sources)
     names = [_spelled(source) for source in sources]
-    unknown = [name for name in prefix if name not in names]
-    if unknown:
-        raise OptionRefused(
-            f"--prefix names {printable(unknown[0])}, which is not one of the sources",
-            hint=f"they are: {first_few(names, 5)}",
-        )
-    _refuse_mapping(request)
-    request, edits = _edits_apart(request, edits)
-    opening = _opened(sources, output, request, only=only, force=force, edits=edits)
-    with opening as (opened, parts):
+    prefixes = _prefixes(prefix, names)
+    with opened_parts(sources, output, request, force=force, edits=edits) as (parts, common):
         values: dict[str, Node] = {}
         owners: dict[str, PurePath] = {}
-        for part, named in zip(parts, names, strict=True):
+        for part, named, before in zip(parts, names, prefixes, strict=True):
             for key, value in part.values.items():
-                new = prefix.get(named, "") + key
+                new = before + key
                 if new in owners:
                     raise KeyConflict(
                         f"{printable(owners[new])} and {printable(part.path)} both have this key",
@@ -213,44 +124,42 @@ def merged_plan(
                         hint=f"give the keys of one a prefix: --prefix {printable(named)}=NAME.",
                     )
                 owners[new], values[new] = part.path, value
-        metadata = _metadata(opened, parts, [prefix.get(named, "") for named in names])
         notes = [
-            f"{count_text(len(part.values), 'key')} of {part.path} get {prefix[named]} before them"
-            for part, named in zip(parts, names, strict=True)
-            if prefix.get(named)
+            f"{count_text(len(part.values), 'key')} of {part.path} get {before} before them"
+            for part, before in zip(parts, prefixes, strict=True)
+            if before
         ]
         if any(mapping_pairs(metadata_of(part.found.node)) for part in parts):
             notes.append("the module versions of the sources (_metadata) are not put together")
-        combined = _combined(opened, parts, Dict(list(values.items())), notes)
-        combined = replace(combined, metadata={**combined.metadata, **metadata})
-        plan = plan_conversion(combined, output, _as_they_are(request))
-        yield _with_renamed(plan, parts, [prefix.get(named, "") for named in names])
+        combined = combined_checkpoint(
+            parts, Dict(list(values.items())), notes, _metadata(parts, prefixes)
+        )
+        yield with_renamed(plan_conversion(combined, output, common), parts, prefixes)
 
 
-def _with_renamed(
-    plan: ConversionPlan, parts: Sequence[Part], prefixes: Sequence[str]
-) -> ConversionPlan:
-    """The plan, which says of keys what they were in the first of the sources that have them."""
-    (written,) = plan.state_dicts
-    before: dict[str, str] = {}
-    for part, prefix in zip(parts, prefixes, strict=True):
-        for old, new in zip(part.renamed.old, part.renamed.new, strict=True):
-            if new is not None:
-                before.setdefault(prefix + new, old)
-    gone = set(written.left_out)
-    changed = [(old, new) for new, old in before.items() if old != new and new not in gone]
-    return replace(plan, state_dicts=(replace(written, changed=tuple(changed)),))
+def _prefixes(prefix: Mapping[Any, str], names: Sequence[str]) -> list[str]:
+    """What is put before the keys of each source."""
+    if not isinstance(prefix, Mapping):
+        raise OptionRefused(
+            f"prefix={prefix!r:.100} is not a dict", hint="write it as prefix={'head.pt': 'head.'}"
+        )
+    known = {_spelled(name): text for name, text in prefix.items()}
+    unknown = [name for name in known if name not in names]
+    if unknown:
+        raise OptionRefused(
+            f"--prefix names {printable(unknown[0])}, which is not one of the sources",
+            hint=f"they are: {first_few(names, 5)}",
+        )
+    return [known.get(name, "") for name in names]
 
 
-def _metadata(
-    opened: Sequence[Checkpoint], parts: Sequence[Part], prefixes: Sequence[str]
-) -> dict[str, str]:
+def _metadata(parts: Sequence[Part], prefixes: Sequence[str]) -> dict[str, str]:
     """What the metadata of the sources say about codes, under the names of the merge."""
     found: dict[str, str] = {}
-    for checkpoint, part, prefix in zip(opened, parts, prefixes, strict=True):
-        keys = zip(part.renamed.old, part.renamed.new, strict=True)
-        names = {old: None if new is None else prefix + new for old, new in keys}
-        needed = naming_entries(followed(checkpoint.metadata, names))
+    for part, prefix in zip(parts, prefixes, strict=True):
+        names: dict[str, str | None] = dict.fromkeys(part.renamed.old)
+        names |= {old: prefix + new for old, new in part.names()}
+        needed = naming_entries(followed(part.checkpoint.metadata, names))
         both = found.keys() & needed.keys()
         if both:
             raise KeyConflict(
@@ -263,78 +172,33 @@ def _metadata(
     return found
 
 
-@contextlib.contextmanager
-def averaged_plan(
-    sources: Iterable[Place | Readable],
-    output: Output,
-    request: Request,
-    *,
-    weights: Iterable[float] | None,
-    integers: Integers,
-    only: str | None,
-    force: bool,
-    edits: Sequence[Edit] = (),
-) -> Iterator[ConversionPlan]:
-    """The plan of a mean; the sources are open within the block."""
-    sources = _several(sources)
-    numbers = _checked_weights(weights, len(sources))
-    if integers not in INTEGERS:
-        raise OptionRefused(f"integers={integers!r:.50} is not one of {', '.join(INTEGERS)}")
-    _refuse_mapping(request)
-    request, edits = _edits_apart(request, edits)
-    opening = _opened(sources, output, request, only=only, force=force, edits=edits)
-    with opening as (opened, parts):
-        for part in parts:
-            try:
-                refuse_mean(dict(part.found.tensors()))
-            except CheckpointError as error:
-                raise error.at(path=part.path) from None
-        _refuse_other_keys(parts)
-        checksums = Checksums()
-        known: dict[object, TensorRef] = {}
-        values: dict[str, Node] = {}
-        for key in parts[0].values:
-            refs = [_tensor(part, key) for part in parts]
-            _refuse_others(key, refs, parts)
-            view = tuple(view_identity(ref) for ref in refs)
-            if view not in known:
-                known[view] = _mean(key, refs, numbers, integers, parts, checksums)
-            values[key] = known[view]
-        combined = _combined(opened, parts, _like(parts[0], values))
-        plan = plan_conversion(combined, output, _as_they_are(request))
-        yield _with_renamed(plan, parts, [""] * len(parts))
+# -------------------------------------------------------------------------------- several sources
 
 
-def _refuse_mapping(request: Request) -> None:
-    if request.save_mapping is not None:
-        raise OptionRefused(
-            "several checkpoints become one, which a mapping cannot undo",
-            hint="leave --save-mapping out",
-        )
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the sources, open: the keys that it has in the output, and their values; the state
+    dict that these are of, what became of its keys, and what else the source has.
+    """
+
+    checkpoint: Checkpoint
+    values: Mapping[str, Node]
+    found: StateDict
+    renamed: KeyMap
+    left_out: tuple[str, ...]
+
+    @property
+    def path(self) -> PurePath:
+        """Where it is."""
+        return self.checkpoint.path
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """The old and the new key of each that stays."""
+        pairs = zip(self.renamed.old, self.renamed.new, strict=True)
+        yield from ((old, new) for old, new in pairs if new is not None)
 
 
-def _checked_weights(weights: Iterable[float] | None, count: int) -> list[float]:
-    """The weights, whose sum is a number."""
-    if weights is None:
-        return [1.0] * count
-    try:
-        given = [] if isinstance(weights, str) else [float(weight) for weight in weights]
-    except (TypeError, ValueError):
-        given = []
-    if not given:
-        raise OptionRefused(
-            f"weights={weights!r:.100} are not numbers", hint="write them as weights=[1, 1, 2]"
-        )
-    if len(given) != count:
-        raise OptionRefused(f"there are {len(given)} weights for {count_text(count, 'checkpoint')}")
-    if not all(0 < weight < float("inf") for weight in given):
-        raise OptionRefused("a weight is a positive number")
-    if sum(given) == float("inf"):
-        given = [weight / max(given) for weight in given]
-    return given
-
-
-def _several(sources: Iterable[Place | Readable]) -> list[Place | Readable]:
+def several(sources: Iterable[Place | Readable]) -> list[Place | Readable]:
     """The sources, of which a generator gives each once."""
     if isinstance(sources, (str, bytes, os.PathLike)) or is_open_file(sources):
         raise OptionRefused("sources is one checkpoint", hint="give a list of two or more")
@@ -354,31 +218,23 @@ def _spelled(source: Place | Readable) -> str:
     return str(path_of(source))
 
 
-def _edits_apart(request: Request, edits: Sequence[Edit]) -> tuple[Request, Sequence[Edit]]:
-    """The request without what is done to each source first, and the edits of each source: codes of
-    several are not put together, nor averaged.
-    """
-    if not request.edits:
-        return request, edits
-    from ckptconv.tree.dequantizing import Dequantize  # seldom needed
-
-    first = [edit for edit in request.edits if isinstance(edit, Dequantize)]
-    rest = tuple(edit for edit in request.edits if not isinstance(edit, Dequantize))
-    each = [replace(edit, if_quantized=True) for edit in first]
-    return replace(request, edits=rest), (*edits, *each)
-
-
 @contextlib.contextmanager
-def _opened(
+def opened_parts(
     sources: Sequence[Place | Readable],
     output: Output,
     request: Request,
     *,
-    only: str | None,
     force: bool,
     edits: Sequence[Edit],
-) -> Iterator[tuple[list[Checkpoint], list[Part]]]:
-    """The sources, open, and the state dict of each, its keys without wrappers."""
+) -> Iterator[tuple[list[Part], Request]]:
+    """The state dict of each source, its keys without wrappers, and what is to be done to that
+    which is made of all of them: keys stay as they are, but for the globs, which choose among them.
+    """
+    if request.save_mapping is not None:
+        raise OptionRefused(
+            "several checkpoints become one, which a mapping cannot undo",
+            hint="leave --save-mapping out",
+        )
     refuse_no_output(output)
     refuse_no_flag(force=force)
     refuse_no_edits(edits)
@@ -387,27 +243,34 @@ def _opened(
             "there is only one checkpoint", hint="name two or more, then the output"
         )
     check_place(output, request, force=force)
+    first, rest = _edits_apart(request.edits)
+    keys = KeyRules.of(request.keys.globs.rules, KEEP.wrappers)
     with contextlib.ExitStack() as leaving:
-        opened: list[Checkpoint] = []
         parts = []
         for source in sources:
             checkpoint = leaving.enter_context(open_certain(source, whole_modules=True))
             check_places(checkpoint.sources)
             checkpoint.refuse_part()
-            checkpoint = edited(flatten_modules(checkpoint), edits)
-            opened.append(checkpoint)
-            found = _state_dict(checkpoint, only)
-            keys = map_keys(found.keys, STRIP, found.path, found.telling_keys, found.keys_beside)
-            new = [key for key in keys.new if key is not None]
-            values = dict(zip(new, found.values, strict=True))
-            left_out = tuple(_left_out(checkpoint, found))
-            parts.append(Part(checkpoint.path, values, found, keys, left_out))
-        yield opened, parts
+            parts.append(_part(edited(flatten_modules(checkpoint), (*edits, *first)), request.only))
+        yield parts, replace(request, only=None, keys=keys, edits=rest)
 
 
-def _state_dict(checkpoint: Checkpoint, only: str | None) -> StateDict:
+def _edits_apart(edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], tuple[Edit, ...]]:
+    """What is done to each source, and what is done to all of them together: codes of several are
+    not put together, nor averaged.
+    """
+    if not edits:
+        return (), ()
+    from ckptconv.tree.dequantizing import Dequantize  # seldom needed
+
+    # what is not quantised may stand beside what is
+    each = [replace(edit, if_quantized=True) for edit in edits if isinstance(edit, Dequantize)]
+    return tuple(each), tuple(edit for edit in edits if not isinstance(edit, Dequantize))
+
+
+def _part(checkpoint: Checkpoint, only: str | None) -> Part:
     try:
-        return checkpoint.state_dict(only)
+        found = checkpoint.state_dict(only)
     except CheckpointError as error:
         if only is not None:
             error.hint = (
@@ -415,162 +278,84 @@ def _state_dict(checkpoint: Checkpoint, only: str | None) -> StateDict:
                 "first: ckptconv convert IN PART --only PATH"
             )
         raise
+    keys = map_keys(found.keys, STRIP, found.path, found.telling_keys, found.keys_beside)
+    new = [key for key in keys.new if key is not None]
+    values = dict(zip(new, found.values, strict=True))
+    return Part(checkpoint, values, found, keys, tuple(_left_out(checkpoint, found)))
 
 
 def _left_out(checkpoint: Checkpoint, found: StateDict) -> Iterator[str]:
     """What a source has beside its state dict."""
-    pairs = mapping_pairs(checkpoint.root) or ()
-    first = found.path.partition(".")[0]
-    if found.path:
-        yield from (name for key, _ in pairs if (name := label_text(key)) != first)
-    else:
-        taken = set(found.keys)
-        yield from (name for key, _ in pairs if (name := label_text(key)) not in taken)
-    names = {*found.keys}
+    keys = {*found.keys}
+    taken = {found.path.partition(".")[0]} if found.path else keys
+    names = (label_text(key) for key, _ in mapping_pairs(checkpoint.root) or ())
+    yield from (name for name in names if name not in taken)
     needed = naming_entries(checkpoint.metadata)
     yield from (
         f"metadata {name}"
         for name, value in checkpoint.metadata.items()
-        if name not in ("format", "device", *needed) and not (name in names and value in names)
+        # a pair of keys is a second name of a tensor, which the state dict has
+        if name not in ("format", "device", *needed) and not (name in keys and value in keys)
     )
 
 
-def _combined(
-    opened: Sequence[Checkpoint],
+def combined_checkpoint(
     parts: Sequence[Part],
     root: Node,
     notes: Sequence[str] = (),
+    metadata: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """A checkpoint of the tree `root`, out of several."""
-    first = opened[0]
+    opened = [part.checkpoint for part in parts]
     warn(dict.fromkeys(note for part in parts for note in part.found.notes))
-    told: dict[str, list[str]] = {}
-    for part in parts:
-        if part.renamed.wrappers:
-            what = f"{', '.join(part.renamed.wrappers)} is stripped from its keys"
-            told.setdefault(what, []).append(part.path.name)
-        for note in part.found.notes:
-            told.setdefault(note, []).append(part.path.name)
-        if part.left_out:
-            what = f"only the state dict is taken; left out: {some_text([*part.left_out])}"
-            told.setdefault(what, []).append(part.path.name)
-    of_parts = [f"{some_text(names)}: {what}" for what, names in told.items()]
-    of_sources = dict.fromkeys(note for item in opened for note in item.notes)
     kinds = {item.metadata.get("format", "pt") for item in opened}
-    container = replace(
-        first.container,
-        name=f"{len(opened)} checkpoints",
-        names_storages=all(item.container.names_storages for item in opened),
-    )
-    return replace(
-        first,
+    form = {"format": kinds.pop()} if len(kinds) == 1 else {}
+    # made anew, for what else is known of the first source is not true of all of them
+    return Checkpoint(
         path=Path(" + ".join(item.path.name for item in opened)),
-        container=container,
+        container=replace(
+            opened[0].container,
+            name=f"{len(opened)} checkpoints",
+            names_storages=all(item.container.names_storages for item in opened),
+        ),
         root=root,
         nbytes=sum(item.nbytes for item in opened),
-        metadata={"format": kinds.pop()} if len(kinds) == 1 else {},
-        notes=(*of_sources, *of_parts, *notes),
+        metadata={**form, **(metadata or {})},
+        notes=(
+            *dict.fromkeys(note for item in opened for note in item.notes),
+            *_told_of(parts),
+            *notes,
+        ),
         sources=tuple(source for item in opened for source in item.sources),
-        facts=FileFacts(),
-        index_metadata={},
-        modules=0,
-        module_strays=(),
-        module_parts=(),
-        files=(),
-        reread=None,
+        limits=opened[0].limits,
         dropped=tuple(item.root for item in opened),
     )
 
 
-def _like(part: Part, values: Mapping[str, Node]) -> Node:
-    """The state dict of a source under its new names, with other values."""
-    kept = [
-        values[key] if key is not None else value
-        for key, value in zip(part.renamed.new, part.found.values, strict=True)
-    ]
-    state_dict = replace(part.found, values=tuple(kept))
-    return renamed_state_dict(state_dict, part.renamed.new, part.renamed.renamed_modules)
+def _told_of(parts: Sequence[Part]) -> Iterator[str]:
+    """What is to be said of the sources, the same of several in one note."""
+    told: dict[str, list[str]] = {}
+    for part in parts:
+        notes = [*part.found.notes]
+        if part.renamed.wrappers:
+            notes.insert(0, f"{', '.join(part.renamed.wrappers)} is stripped from its keys")
+        if part.left_out:
+            left = some_text([*part.left_out])
+            notes.append(f"only the state dict is taken; left out: {left}")
+        for note in notes:
+            told.setdefault(note, []).append(part.path.name)
+    yield from (f"{some_text(names)}: {what}" for what, names in told.items())
 
 
-def _as_they_are(request: Request) -> Request:
-    """The request with the keys as they are, but for the globs, which choose among them."""
-    return replace(request, keys=KeyRules.of(request.keys.globs.rules, KEEP.wrappers))
-
-
-def _refuse_other_keys(parts: Sequence[Part]) -> None:
-    first = parts[0]
-    for other in parts[1:]:
-        missing = [key for key in first.values if key not in other.values]
-        more = [key for key in other.values if key not in first.values]
-        if missing or more:
-            told = [
-                f"lacks {count_text(len(missing), 'key')} of {printable(first.path)} "
-                f"({first_few(missing, 3)})" if missing else "",
-                f"has {count_text(len(more), 'key')} that it does not have "
-                f"({first_few(more, 3)})" if more else "",
-            ]  # fmt: skip
-            raise KeyMismatch(
-                " and ".join(filter(None, told)), path=other.path,
-                hint="an average needs checkpoints of one model",
-            )  # fmt: skip
-
-
-def _tensor(part: Part, key: str) -> TensorRef:
-    value = part.values[key]
-    ref = value.tensor if type(value) is TensorObject else value
-    if type(ref) is not TensorRef:
-        raise RefusedObject(
-            "is not a plain tensor, so it has no mean", path=part.path, where=key,
-            hint="leave it out before: ckptconv convert IN OUT --exclude",
-        )  # fmt: skip
-    return ref
-
-
-def _refuse_others(key: str, refs: Sequence[TensorRef], parts: Sequence[Part]) -> None:
-    first = refs[0]
-    for ref, part in zip(refs[1:], parts[1:], strict=True):
-        for name, ours, theirs in (
-            ("dtype", first.dtype.name, ref.dtype.name),
-            ("shape", list(first.shape), list(ref.shape)),
-        ):
-            if ours != theirs:
-                raise KeyMismatch(
-                    f"has the {name} {theirs}, but {ours} in {printable(parts[0].path)}",
-                    path=part.path, where=key,
-                )  # fmt: skip
-
-
-def _mean(
-    key: str,
-    refs: Sequence[TensorRef],
-    weights: Sequence[float],
-    integers: Integers,
-    parts: Sequence[Part],
-    checksums: Checksums,
-) -> TensorRef:
-    first = refs[0]
-    if can_average(first.dtype):
-        name = f"the mean of {first.storage.name}"
-        return elementwise("mean", refs, tuple(weights), first.dtype, name, checksums)
-    if integers == "same":
-        _refuse_unequal(key, refs, parts, checksums)
-    return refs[-1 if integers == "last" else 0]
-
-
-def _refuse_unequal(
-    key: str, refs: Sequence[TensorRef], parts: Sequence[Part], checksums: Checksums
-) -> None:
-    """Refuse values without a mean that are not the same in all."""
-    for ref in refs:
-        for piece in ref.pieces:
-            checksums.read(piece.storage)
-    pairs = [(refs[0], ref) for ref in refs[1:]]
-    differing = compare_bytes(pairs, Meter("read", 0, None)).differing
-    if differing:
-        raise KeyMismatch(
-            f"{refs[0].dtype.name} has no mean, and its values are others than in "
-            f"{printable(parts[0].path)}",
-            path=parts[1 + min(differing)].path,
-            where=key,
-            hint="take those of one: --integers first or --integers last",
-        )
+def with_renamed(
+    plan: ConversionPlan, parts: Sequence[Part], prefixes: Sequence[str]
+) -> ConversionPlan:
+    """The plan, which says of keys what they were in the first of the sources that have them."""
+    (written,) = plan.state_dicts
+    before: dict[str, str] = {}
+    for part, prefix in zip(parts, prefixes, strict=True):
+        for old, new in part.names():
+            before.setdefault(prefix + new, old)
+    gone = set(written.left_out)
+    changed = [(old, new) for new, old in before.items() if old != new and new not in gone]
+    return replace(plan, state_dicts=(replace(written, changed=tuple(changed)),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ckptconv import (
     merge,
 )
 from helpers.examples import crossed
+from helpers.paths import DATA
 from helpers.program import run
 
 FLOATS = [
@@ -299,3 +301,14 @@ def test_what_is_not_an_option_is_said_in_python_too(tmp_path, sources, given):
         average(sources, tmp_path / "o.pt", **given)
     with pytest.raises(OptionRefused):
         merge(sources, tmp_path / "o.pt", prefix="a.pt=x.")
+
+
+@pytest.mark.parametrize("combine", [average, merge])
+def test_several_folders_of_megatron_are_not_written_as_the_first_of_them(combine, tmp_path):
+    """Its tree under Megatron's own names stood for all: neither mean nor second was in it."""
+    folder, out = DATA / "megatron_optimizer" / "plain", tmp_path / "out"
+    other = shutil.copytree(folder, tmp_path / "other")
+    more = {} if combine is average else {"prefix": {other: "b."}}
+    with pytest.raises(OptionRefused, match="not a torch_dist folder of Megatron"):
+        combine([folder, other], out, to="dcp", optimizer="megatron", **more)
+    assert not out.exists()
