@@ -18,13 +18,14 @@ from ckptconv.io.files import refuse_changed
 from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
-from ckptconv.io.places import Named, Place, place_of, places_of
+from ckptconv.io.places import Named, Place, place_of, places_of, resolved
 from ckptconv.io.source import Range, Source
 from ckptconv.proof.manifest import (
     Algorithm,
     FileDigest,
     Manifest,
     TensorDigest,
+    is_own,
     manifest_of,
 )
 from ckptconv.support.choices import (
@@ -33,7 +34,7 @@ from ckptconv.support.choices import (
     refuse_no_text,
     spelling_checked,
 )
-from ckptconv.support.errors import errors_at
+from ckptconv.support.errors import OutputRefused, errors_at
 from ckptconv.support.json_text import strict
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.progress import Counting, Meter, OnProgress
@@ -270,14 +271,24 @@ def manifest_of_place(
         listed = files_of(places_of(source), checkpoint, tag)
         files = dict(listed.files)
         if besides is not None:
-            own = str(place_of(besides).absolute.path)
-            files = {
-                name: place for name, place in files.items() if str(place.absolute.path) != own
-            }
+            own = resolved(place_of(besides).absolute.path)
+            for name, place in listed.files.items():
+                if resolved(place.absolute.path) == own:
+                    _refuse_no_manifest(place)
+                    del files[name]
         components = components_of(checkpoint, only)
         made = _Pass(listed._replace(files=files), components).run(on_progress)
         refuse_changed(checkpoint.sources)
         return made
+
+
+def _refuse_no_manifest(place: Location) -> None:
+    """Raise `OutputRefused` for a file of the checkpoint that is no earlier manifest."""
+    with closing(place.open()) as source:
+        is_earlier = is_own(source.read(0, min(source.size, 80)).decode("latin-1"))
+    if not is_earlier:
+        what = "is a file of the checkpoint, so it cannot also be the manifest"
+        raise OutputRefused(what, path=place.path, hint="name another file")
 
 
 def components_of(checkpoint: Checkpoint, only: str | None) -> list[Component]:

@@ -169,6 +169,22 @@ def test_the_text_is_one_that_sha256sum_takes_and_that_names_odd_files(tmp_path)
     assert again.exit == 0 and (tmp_path / "m.sha256").read_text("utf-8").splitlines() == lines
 
 
+@pytest.mark.parametrize(
+    ("of", "over"),
+    [("model.pt", "model.pt"), (".", "model.pt"), (".", "config.json"), ("model.pt", "link.pt")],
+)
+def test_a_file_of_the_checkpoint_is_never_replaced_by_its_manifest(of, over, tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text("{}")
+    if over == "link.pt":
+        (tmp_path / over).symlink_to("model.pt")
+    before = (tmp_path / over).read_bytes()
+    done = run("manifest", of, "-o", over, "--force", cwd=tmp_path)
+    told = "is a file of the checkpoint, so it cannot also be the manifest; name another file"
+    assert done.exit == 1 and done.err.endswith(f": {told}\n")
+    assert (tmp_path / over).read_bytes() == before
+
+
 def test_an_existing_manifest_is_not_replaced_and_nothing_is_left_where_it_fails(tmp_path):
     (tmp_path / "m").write_text("mine")
     done = run("manifest", SAMPLES / "tied.pt", "-o", "m", cwd=tmp_path)
