@@ -280,7 +280,7 @@ class _Patching:
             other = found.setdefault(self._views[key], key)
             if other != key and delta.after.get(other) != delta.after.get(key):
                 what = f"is the same tensor as {printable(other)} in BASE, which becomes another"
-                hint = "write BASE with --tied duplicate first"
+                hint = "write BASE as safetensors with --tied duplicate first"
                 raise KeyConflict(what, path=delta.path, where=key, hint=hint)
         return found
 

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.objects.encodings import holds_tensors
-from ckptconv.support.errors import KeyConflict, KeyMismatch, RefusedObject, printable
+from ckptconv.support.errors import (
+    KeyConflict,
+    KeyMismatch,
+    RefusedObject,
+    errors_at,
+    printable,
+)
 from ckptconv.support.progress import Meter
 from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few
@@ -50,7 +56,8 @@ def matched(
     if extra:
         what = "is in NEW, but not in BASE, and a delta adds no tensors"
         raise KeyMismatch(what, path=new.path, where=extra[0], hint="publish NEW as a whole")
-    return list(_each_once(pairs, base)), tuple(notes)
+    with errors_at(path=new.path):
+        return list(_each_once(pairs, base)), tuple(notes)
 
 
 def _tensors(
@@ -110,6 +117,6 @@ def _each_once(pairs: list[Pair], base: Checkpoint) -> Iterator[Pair]:
                 and compare_bytes([(kept.new, other.new)], Meter("read", 0, None)).differing
             ):
                 what = f"is the same tensor as {printable(kept.key)} in BASE, but not in NEW"
-                hint = "write BASE with --tied duplicate first"
+                hint = "write BASE as safetensors with --tied duplicate first"
                 raise KeyConflict(what, where=other.key, hint=hint)
         yield kept

@@ -77,7 +77,8 @@ def salvage(place: Location) -> Salvaged:
             head = source.read(0, min(HEAD, source.size))
         for is_one, open_damaged in _KINDS:
             if is_one(head):
-                return replace(open_damaged(place), damage=error.what)
+                told = f"{printable(error.where)}: {error.what}" if error.where else error.what
+                return replace(open_damaged(place), damage=told)
         raise
 
 

@@ -456,8 +456,13 @@ def test_names_of_one_tensor_are_changed_together(tmp_path):
     assert sorted(applied) == ["head", "w"]
     assert all((applied[name].numpy() == new["w"]).all() for name in applied)
     save_file({**new, "head": np.zeros(40)}, tmp_path / "apart.safetensors")
-    with pytest.raises(KeyConflict, match="is the same tensor as w in BASE, but not in NEW"):
+    told = r"apart.*head: is the same tensor as w in BASE, but not in NEW; write .* safetensors"
+    with pytest.raises(KeyConflict, match=told):
         delta_checkpoints(base, tmp_path / "apart.safetensors", tmp_path / "e")
+    ckptconv.convert_checkpoint(base, tmp_path / "two.safetensors", tied="duplicate")
+    delta_checkpoints(tmp_path / "two.safetensors", tmp_path / "apart.safetensors", tmp_path / "e")
+    apply_deltas(tmp_path / "two.safetensors", tmp_path / "e", out, force=True)
+    assert equal(out, tmp_path / "apart.safetensors")
 
 
 def test_wrappers_of_what_training_saved_are_stripped(room):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 import zipfile
 
@@ -220,6 +221,9 @@ def test_a_legacy_file_that_is_cut_off_anywhere(tmp_path, tree, step):
     assert counts == sorted(counts) and len({*counts}) > 2 - (step > 1)
     (tmp_path / "m.pt").write_bytes(raw)
     assert recovered(tmp_path / "m.pt", tree) == ({*flat(tree)}, set())
+    (tmp_path / "m.pt").write_bytes(raw[:-9])
+    damage = recover_checkpoint(tmp_path / "m.pt", tmp_path / "again.pt").damage
+    assert re.fullmatch(r"storage \d+: its \d+ bytes at \d+ lie beyond the end .*", damage)
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(7, marks=pytest.mark.trust)])
