@@ -164,6 +164,8 @@ def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
 
 def _place_text(path: str) -> str:
     """The place of a state dict; of one in a module kept whole, that of the module."""
+    if path == ".":
+        return "the root"
     if _STATE not in path.split("."):
         return printable(path)
     names = [
