@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ckptconv import convert_checkpoint, plan_conversion
 from ckptconv.convert.options import Options
 from ckptconv.formats.registry import open_certain
+from ckptconv.support import platforms
+from ckptconv.support.limits import limits
 from helpers import oracle
 from helpers.paths import ROOT
 
@@ -62,6 +64,19 @@ def test_a_terabyte_is_planned_in_little_disk_time_and_memory(kind, tmp_path):
     with open_certain(tmp_path / "in") as checkpoint:
         plan = plan_conversion(checkpoint, tmp_path / "out", Options(max_shard_size="5GB"))
     assert len(plan.files) > 190 and plan.nbytes > 990_000_000_000
+
+
+def test_a_file_is_opened_once_for_all_of_its_items(tmp_path, monkeypatch):
+    """Each tensor has a chunk in each file, as ranks save them, and few files may be open."""
+    make_huge.write_dcp(tmp_path / "in", 200, 1_000_000, 20, chunks=20)
+    opened = []
+    really = platforms.open_to_read
+    monkeypatch.setattr(
+        platforms, "open_to_read", lambda path: opened.append(path.name) or really(path)
+    )
+    with limits(open_files=4), open_certain(tmp_path / "in"):
+        pass
+    assert max(map(opened.count, opened)) <= 3 and len({*opened}) == 21
 
 
 def test_what_an_input_is_made_of_is_what_its_writers_make(tmp_path):

@@ -65,6 +65,7 @@ class Items:
         self._read: dict[str, _ReadAhead] = {}
         self._coming: Iterator[Coming] = iter(())
         self._ends: dict[Item, list[tuple[int, bytes]]] = {}
+        self._met: dict[Item, Node] = {}
         self._kinds = Kinds()
         self._guarded: dict[str, GuardedSource] = {}
 
@@ -74,17 +75,37 @@ class Items:
         Those of them that are chunks may be known by others of their kind, but not over a network:
         there, their ends would have to be fetched a second time to be checked.
         """
-        self._coming, self._ends = iter(coming), {}
+        self._coming, self._ends, self._met = iter(coming), {}, {}
+        if self._folder.is_far():
+            return
         chunks: dict[str, list[Wanted]] = {}
-        for item, chunk in coming if not self._folder.is_far() else ():
+        for item, chunk in coming:
             if chunk is not None and not item.transforms:
                 chunks.setdefault(item.relative_path, []).append((item, chunk))
         for name, wanted in chunks.items():
             with contextlib.suppress(CheckpointError):  # said when the very item is opened
                 self._guarded[name] = with_ends_checked(self._file(name), wanted)
+        self._meet(coming)
+
+    def _meet(self, coming: Sequence[Coming]) -> None:
+        """Open the items file by file. A tensor has a chunk in each rank's file, so in the order of
+        the tree each of 100,000 items would open its file again: few may be open at a time.
+
+        The first error ends it: it is said in the order of the tree, when the very item is needed.
+        """
+        ordered = sorted(coming, key=_place_of)
+        self._coming = iter(ordered)
+        with contextlib.suppress(CheckpointError):
+            for item, chunk in ordered:
+                self._met[item] = self._root_of(item, chunk)
+        self._coming, self._ends = iter(()), {}
 
     def root_of(self, item: Item, chunk: Chunk | None = None) -> Node:
         """What the stream at the place of an item holds, which is said to be a `chunk` or not."""
+        met = self._met.pop(item, None)
+        return self._root_of(item, chunk) if met is None else met
+
+    def _root_of(self, item: Item, chunk: Chunk | None) -> Node:
         if item.transforms:
             what = f"was written through {', '.join(item.transforms)}, which ckptconv does not undo"
             raise UnsupportedCheckpoint(what, hint="save it without extensions, or dcp.load it")
@@ -181,6 +202,10 @@ class Items:
         """Close all that was opened."""
         for source in (*self._read.values(), *self.sources):
             source.close()
+
+
+def _place_of(one: Coming) -> tuple[str, int]:
+    return one[0].relative_path, one[0].offset
 
 
 def _ends(item: Item, behind: int) -> list[Range]:
