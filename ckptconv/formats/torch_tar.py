@@ -31,7 +31,13 @@ from ckptconv.objects.torch_read import (
 from ckptconv.pickles.nodes import Global, Node, mapping_pairs
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at, malformed
+from ckptconv.support.errors import (
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+    errors_at,
+    malformed,
+)
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions
@@ -48,7 +54,6 @@ CONTAINER = Container(
 )
 _BLOCK = 512
 _MEMBERS = ("storages", "tensors", "pickle")
-_MOST_MEMBERS = 256  # of what a model is saved with; torch wrote four
 _SMALL = 4096  # the first window for pickles of one tuple
 _HINT = "if it is an ordinary archive, unpack it and name a file in it"
 
@@ -118,9 +123,15 @@ def _add(source: Source, found: dict[str, Source], name: str, start: int, size: 
     if start + size > source.size:
         what = f"its {size} bytes at {start} lie beyond the end of the file ({source.size})"
         raise malformed(what, source.path, name)
-    if len(found) == _MOST_MEMBERS:
-        what = f"is a tar file of more than {_MOST_MEMBERS} members"
-        raise UnsupportedCheckpoint(what, path=source.path, hint=_HINT)
+    allowed = in_force().zip_members
+    if len(found) == allowed:
+        raise LimitExceeded(
+            f"is a tar file of more than {allowed} members",
+            limit="zip_members",
+            allowed=allowed,
+            path=source.path,
+            advice="unpack it and name what is meant",
+        )
     found[name] = RangeSource(source, start, size)
 
 

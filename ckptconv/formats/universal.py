@@ -8,8 +8,8 @@ any world size.
   weight itself; and ``exp_avg.pt``, ``exp_avg_sq.pt``, …: each ``{"param": tensor, "cat_dim": 0}``;
   ``step.pt`` is the number alone;
 - ``zero/optimizer_state.pt`` with the groups of parameters, for ZeRO 1 and 2 in ``param_groups``,
-  for ZeRO 3 in ``optimizer_state_dict``, which has one step for all; and the loss scaler of fp16,
-  which has to be an object of deepspeed's own class;
+  for ZeRO 3 in ``optimizer_state_dict``, which has one step for all; the norm that gradients are
+  clipped at; and the loss scaler of fp16, which has to be an object of deepspeed's own class;
 - ``mp_rank_00_model_states.pt`` with the weights, the names and shapes of the parameters of each
   group (``param_shapes``) and all else; ZeRO 3 looks for the same under the
   name ``zero_pp_rank_0_mp_rank_00_model_states.pt``, and reads no weights there.
@@ -63,6 +63,7 @@ _SIZE = Global("torch", "Size")
 _EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
 _SCALER = "loss_scaler"
 _SCALES_NOTHING = {"cur_scale": 1.0, "dynamic": False}
+_CLIPPING = "clip_grad"
 _WITH_SCALER = ("dynamic_loss_scale", "overflow")
 
 
@@ -240,9 +241,16 @@ def _optimizer_state(model: _Model) -> Dict:
         "ds_version": _VERSION,
         "param_groups": groups,
         "optimizer_state_dict": of_stage_3,
-        **_scaling(model),
+        **_beside(model),
     }
     return Dict([*((key, value) for key, value in parts.others if key not in own), *own.items()])
+
+
+def _beside(model: _Model) -> dict[str, Node]:
+    """What ZeRO keeps of the training besides the optimizer's states."""
+    clipping = model.others.get(_CLIPPING)
+    kept = {_CLIPPING: clipping} if type(clipping) in (int, float) else {}
+    return {**kept, **_scaling(model)}
 
 
 def _scaling(model: _Model) -> dict[str, Node]:
@@ -257,14 +265,14 @@ def _scaling(model: _Model) -> dict[str, Node]:
 
 
 def _model_states(model: _Model, weights: Node) -> Dict:
-    scaling = _scaling(model)
+    gone = _beside(model)
     states: dict[str, Node] = {
         "lr_scheduler": model.others.get("scheduler"),
         "skipped_steps": 0,
         "dp_world_size": 1,
         "ds_version": _VERSION,
         "universal_checkpoint_info": _INFO,
-        **{key: value for key, value in model.others.items() if key not in scaling},
+        **{key: value for key, value in model.others.items() if key not in gone},
         "module": weights,
         "param_shapes": _param_shapes(model),
         "optimizer": None,

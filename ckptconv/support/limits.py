@@ -39,8 +39,8 @@ class Limits:
     archive_records: int = 4_000_000
     """Records in one zip archive."""
     zip_members: int = 1000
-    """Members of a zip archive of another program that is looked into for checkpoints, with those
-    of archives in it.
+    """Members of a zip or tar archive of another program that is looked into for checkpoints, with
+    those of zip archives in it.
     """
     small_record_bytes: int = 4096
     """Size of a record that holds one word, as ``version`` or ``byteorder`` do."""

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import CheckpointError, convert_checkpoint, limits, load_portable, open_checkpoint
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from ckptconv.io.files import FileSource
@@ -362,6 +362,25 @@ def test_other_tar_files_are_named(tmp_path):
     ):
         with pytest.raises(UnsupportedCheckpoint, match=r"is a tar file .*unpack it"):
             open_checkpoint(write(tmp_path / "other.tar", content))
+
+
+def test_the_folder_of_many_ranks_in_a_tar_is_read_and_the_limit_of_members_is_named(tmp_path):
+    """As in NeMo's files; torch writes a file of each tensor here."""
+    from torch.distributed import checkpoint as dcp
+
+    state = {f"w{number}": torch.randn(2) for number in range(300)}
+    folder = tmp_path / "made" / "model_weights"
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    path = tmp_path / "model.nemo"
+    with tarfile.open(path, "w") as archive:
+        archive.add(folder.parent, arcname=".")
+    found = load_portable(path)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    told = "more than 200 members, beyond the limit zip_members=200; unpack it and name what is"
+    with limits(zip_members=200), pytest.raises(LimitExceeded, match=told):
+        load_portable(path)
 
 
 def test_a_pax_header_may_carry_the_size(tmp_path):

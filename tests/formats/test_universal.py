@@ -282,6 +282,18 @@ def test_experts_are_told_of_that_each_rank_would_take_for_its_own(tmp_path):
         assert torch.equal(torch.load(zero / name / "fp32.pt")["param"], state["fp32"])
 
 
+@samples
+def test_gradients_are_clipped_as_ds_to_universal_says(tmp_path):
+    convert_checkpoint(NUMBERS / "ds_uni_z2" / "in", tmp_path / "out", to="universal")
+    step = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
+    own, _ = with_scalers(NUMBERS / "ds_uni_z2" / "zero" / "optimizer_state.pt")
+    found, _ = with_scalers(step / "zero" / "optimizer_state.pt")
+    assert found["clip_grad"] == own["clip_grad"] == 1.0
+    assert "clip_grad" not in torch.load(step / "mp_rank_00_model_states.pt")
+    convert_checkpoint(step, tmp_path / "again.pt")
+    assert torch.load(tmp_path / "again.pt")["clip_grad"] == 1.0
+
+
 def test_a_scaler_that_scales_nothing_is_left_to_deepspeed(tmp_path):
     """Of a run in bfloat16, say: what goes on in fp16 has the scale of its config."""
     idle = {"cur_scale": 1.0, "dynamic": False}
