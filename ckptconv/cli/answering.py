@@ -20,6 +20,7 @@ from ckptconv.cli.completion import (
     offer_steps_of_b,
 )
 from ckptconv.cli.options import (
+    ANSWER_ALONE,
     DEQUANTIZE,
     FILE,
     JSON,
@@ -79,8 +80,9 @@ def inspect(
         terminal.print_table(report.survey_lines(items, terminal.width()))
     elif not isinstance(items[0], Unread):
         _show_inspection(items[0], as_json)
-    unread = any(isinstance(item, Unread) for item in items)
-    sys.exit(1 if unread or (portable and not all(map(report.is_portable, items))) else 0)
+    if any(isinstance(item, Unread) for item in items):
+        sys.exit(1)
+    sys.exit(int(portable and not all(map(report.is_portable, items))))
 
 
 def _show_inspection(item: Surveyed, as_json: bool) -> None:
@@ -238,7 +240,7 @@ Exit code: 0 same, 1 different, 2 wrong usage, or a file that is damaged or cann
 @option("-f --force", "With --html: replace a file that exists.", section="Safety")
 @LIMIT
 @JSON
-@option("-q --quiet", "Print nothing; only the exit code answers.", section="General")
+@ANSWER_ALONE
 def diff(
     a: Path, b: Path, html: Path | None, force: bool, as_json: bool, quiet: bool, **given: Any
 ) -> None:
@@ -269,7 +271,7 @@ def diff(
             terminal.print_lines([Row("page", printable(html))])
     if difference.damaged:
         sys.exit(2)
-    sys.exit(0 if difference.same else 1)
+    sys.exit(int(not difference.same))
 
 
 def _difference(a: Path, b: Path, html: Path | None, force: bool, **given: Any) -> Difference:
@@ -298,7 +300,7 @@ gzip, bzip2, xz, 7z, ...""",
 @option("--strict", "Exit with 1 also if something is unknown.")
 @LIMIT
 @JSON
-@option("-q --quiet", "Print nothing; only the exit code answers.", section="General")
+@ANSWER_ALONE
 def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> None:
     """Say whether the files and folders at PATH are safe to load.
 
@@ -306,33 +308,32 @@ def scan(paths: tuple[Path, ...], strict: bool, as_json: bool, quiet: bool) -> N
     pickles, are searched too. Nothing is executed.
     """
     from ckptconv.scan import files as report
-    from ckptconv.scan.files import scan_checkpoint
 
-    scans: list[Scan | CheckpointError] = []
+    scans: list[Scan] = []
+    errors: list[CheckpointError] = []
     for path in paths:
         try:
             with progress_shown(SCANNING, silent=as_json or quiet) as on_progress:
-                item = scan_checkpoint(path, on_progress=on_progress)
+                item = report.scan_checkpoint(path, on_progress=on_progress)
         except CheckpointError as error:
-            scans.append(error)
+            errors.append(error)
             continue
         scans.append(item)
+        # at once: a scan of many files takes long, and what it found so far may be enough
         if not (as_json or quiet):
             color = {"plain": "green", "unknown": "yellow", "dangerous": "red"}[item.level]
             terminal.print_headline(report.scan_headline(item), fg=color)
             terminal.print_lines(report.scan_lines(item))
-    errors = [item for item in scans if isinstance(item, CheckpointError)]
-    levels = ["unread" if isinstance(item, CheckpointError) else item.level for item in scans]
+    levels = [*(item.level for item in scans), *("unread" for _ in errors)]
     if as_json:
         failed = [error_document(error, 2)["error"] for error in errors]
-        first = {"error": failed[0]} if failed else {}
-        scanned = [report.SCAN.of(one) for one in scans if not isinstance(one, CheckpointError)]
-        terminal.print_json({"scans": scanned, "errors": failed, **first})
-    elif len(scans) > 1 and not quiet:
+        document = {"scans": list(map(report.SCAN.of, scans)), "errors": failed}
+        # the first one also where all commands have theirs
+        terminal.print_json(document | dict(zip(["error"], failed, strict=False)))
+    elif len(levels) > 1 and not quiet:
         click.echo(report.scans_headline(levels))
     for unread in errors:
         terminal.show_error(str(unread))
-    refused = {"dangerous", "unknown"} if strict else {"dangerous"}
     if errors:
         sys.exit(2)
-    sys.exit(1 if refused.intersection(levels) else 0)
+    sys.exit(int("dangerous" in levels or (strict and "unknown" in levels)))

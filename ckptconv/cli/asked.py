@@ -16,7 +16,7 @@ from ckptconv.convert.words import RULES, OptionWords
 from ckptconv.formats.target_format import target_named
 from ckptconv.io.location import Location
 from ckptconv.support.choices import KEYS
-from ckptconv.support.errors import CheckpointError, OptionRefused, printable
+from ckptconv.support.errors import OptionRefused, printable
 
 if TYPE_CHECKING:
     from ckptconv.convert.options import Options
@@ -99,22 +99,11 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
     return True
 
 
-def key_rules(wrappers: Any, *, reverse: bool = False) -> KeyRules:
+def key_rules(given: dict[str, Any]) -> KeyRules:
     """The rules of the command that runs, in their order; `CheckpointError` for what is not a rule
-    or no file of rules.
+    or not a file of rules.
     """
-    from ckptconv.keys.key_map import KeyRules
-    from ckptconv.keys.rule_files import read_rules
-
-    rules: list[Any] = []
-    given = click.get_current_context().meta.get(GIVEN, [])
-    for word, text in given:
-        rules += read_rules(text, reverse=reverse) if word == "rules" else [(word, text)]
-    if reverse and all(word != "rules" for word, _ in given):
-        raise CheckpointError(
-            "--reverse undoes a mapping, but there is none", hint="name it with --rules FILE"
-        )
-    return KeyRules.of(rules, wrappers)
+    return options_of({"reverse": given["reverse"]}, given["keys"]).request(None).keys
 
 
 def to_look_through(dequantize: bool, *, if_quantized: bool = False) -> tuple[Edit, ...]:
@@ -131,7 +120,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     from ckptconv.keys.key_map import KEEP
     from ckptconv.tensors.element_pairs import Tolerance
 
-    keys = key_rules(given["keys"], reverse=given["reverse"])
+    keys = key_rules(given)
     loose = given["atol"] is not None or given["rtol"] is not None
     if given["equal_nan"] and not loose:
         raise click.UsageError(

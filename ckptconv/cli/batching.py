@@ -257,7 +257,9 @@ def _show_jobs(
             "jobs_planned": [json.dumps(manifest_line(job)) for job in jobs],
             "passed_over": [{"path": item.path, "reason": item.reason} for item in passed],
         }
-        terminal.print_json(document | ({} if refused is None else _problems(refused)))
+        if refused is not None:
+            document |= _problems(refused)
+        terminal.print_json(document)
     else:
         terminal.print_headline(f"{count_text(len(jobs), 'conversion')} would be done", err=True)
         named = ((job.output, ", ".join(map(printable, names_of(job)))) for job in jobs)
@@ -298,9 +300,11 @@ def _run(jobs: Sequence[Job], ledger: Path, given: dict[str, Any]) -> None:
         for receipt in receipts_of(jobs, engine, wanted, ledger):
             totals.add(receipt)
             display.ended(receipt)
-            ended += [] if receipt.earlier else [receipt]
-    are_seen = not silent and len(ended) <= _SEEN
-    _show_totals(totals, [ledger], given, told=ended if are_seen else ())
+            if not receipt.earlier:
+                ended.append(receipt)
+    if silent or len(ended) > _SEEN:
+        ended.clear()
+    _show_totals(totals, [ledger], given, told=ended)
 
 
 _SEEN = 20

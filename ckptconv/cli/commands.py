@@ -51,6 +51,7 @@ class Command(click.Command):
                 # it lacks its value, which would be an error that keeps the files from being seen
                 args = args[:-1]
             return super().parse_args(ctx, args)
+        # click keeps the values of each option apart; only its parser knows which came first
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
         values = {name: iter(texts) for name, texts in given.items() if name in _RULING}
         names = [str(param.name) for param in order if param.name in values]

@@ -312,8 +312,10 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
     from ckptconv.convert import report
 
     if given["as_json"]:
-        error = {} if refused is None else error_document(refused, 1)
-        terminal.print_json({"dry_run": True, **report.PLAN.of(plan), **error})
+        document = {"dry_run": True, **report.PLAN.of(plan)}
+        if refused is not None:
+            document |= error_document(refused, 1)
+        terminal.print_json(document)
     elif not given["quiet"]:
         terminal.print_summary(
             report.plan_headline(_as_named(plan, given)), report.plan_lines(plan)

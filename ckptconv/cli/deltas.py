@@ -11,7 +11,18 @@ from ckptconv.cli import terminal
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts, offer_steps
 from ckptconv.cli.converting import make_of_several
-from ckptconv.cli.options import FILE, JSON, LIMIT, OUTPUT, TAG, applying_options, run_options
+from ckptconv.cli.options import (
+    FILE,
+    FORCE,
+    JSON,
+    LIMIT,
+    NO_FSYNC,
+    OUTPUT,
+    QUIET,
+    TAG,
+    applying_options,
+    run_options,
+)
 from ckptconv.cli.progress_display import DIFFING, progress_shown
 
 _NUMBER = click.IntRange(0)
@@ -67,10 +78,10 @@ Exit code: 0 written, 1 failed, and nothing is left behind, 2 wrong usage.""",
     shell_complete=offer_steps,
 )
 @LIMIT
-@option("-f --force", "Replace OUT if it exists.", section="Safety")
-@option("--no-fsync", "Do not wait until the disk has it (fsync).", section="Safety")
+@FORCE
+@NO_FSYNC
 @JSON
-@option("-q --quiet", "Print only errors.", section="General")
+@QUIET
 def delta(**given: Any) -> None:
     """Write what changed from BASE to NEW into the folder OUT, for engines that pull weights.
 
@@ -78,15 +89,14 @@ def delta(**given: Any) -> None:
     frame, and the checksum of its new bytes. BASE and NEW may be in any containers, and have the
     same tensors. ckptconv apply makes NEW again.
     """
-    from ckptconv.convert.deltas import delta_checkpoints
-    from ckptconv.convert.report import delta_document, delta_headline, delta_lines
+    from ckptconv.convert.deltas import DELTA, delta_checkpoints, delta_headline, delta_lines
 
     as_json, quiet, fsync = given.pop("as_json"), given.pop("quiet"), not given.pop("no_fsync")
     shown = progress_shown(DIFFING, silent=quiet or as_json)
     with terminal.errors_shown(as_json), shown as on_progress:
         result = delta_checkpoints(**given, fsync=fsync, on_progress=on_progress)
     if as_json:
-        terminal.print_json(delta_document(result))
+        terminal.print_json(DELTA.of(result))
     elif not quiet:
         terminal.print_summary(delta_headline(result), delta_lines(result))
 

@@ -36,7 +36,9 @@ def page_text(topic: str) -> str | None:
     there is none.
     """
     name = _plain(topic)
-    return (_folder() / f"{name}.md").read_text(encoding="utf-8") if name in topics() else None
+    if name not in topics():  # else the name might lead out of the folder
+        return None
+    return (_folder() / f"{name}.md").read_text(encoding="utf-8")
 
 
 def near_matches(topic: str, commands: list[str]) -> list[str]:

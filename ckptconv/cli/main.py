@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -36,7 +37,7 @@ COMMANDS = {
     },
     "Look": {
         "inspect": ("answering", "Show what is in a checkpoint."),
-        "ls": ("listing", "List the tensors of a checkpoint, one line each."),
+        "ls": ("viewing", "List the tensors of a checkpoint, one line each."),
         "show": ("viewing", "Show the values of a tensor, or write them to a numpy file."),
         "stats": ("viewing", "Show statistics of the tensors of a checkpoint."),
         "report": ("viewing", "Write a page about a checkpoint, to look at in a browser."),
@@ -51,9 +52,9 @@ COMMANDS = {
     "Fix": {
         "strip-module": ("converting", "Strip `module.` (DataParallel, DDP) from the keys."),
         "add-module": ("converting", "Add `module.` (DataParallel, DDP) to the keys."),
-        "edit": ("editing", "Change names and metadata of a safetensors file in place."),
-        "recover": ("proving", "Save the whole tensors of a damaged file."),
-        "cleanup": ("cleaning", "List and abort uploads that a killed process left."),
+        "edit": ("fixing", "Change names and metadata of a safetensors file in place."),
+        "recover": ("fixing", "Save the whole tensors of a damaged file."),
+        "cleanup": ("fixing", "List and abort uploads that a killed process left."),
     },
     "Many": {
         "batch": ("batching", "Convert many checkpoints; resume where an earlier run stopped."),
@@ -159,7 +160,10 @@ def _nearest(typed: str) -> str:
         return f"; ckptconv inspect {quote(printable(typed))} shows what is in a file"
     word = typed.lower().replace("_", "-")
     meant = [name for name, words in MEANT.items() if word in words.split()]
-    near = meant or difflib.get_close_matches(word, _ROWS, 3, 0.65)
+    return _meant(meant or difflib.get_close_matches(word, _ROWS, 3, 0.65))
+
+
+def _meant(near: Sequence[str] | None) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -198,13 +202,14 @@ def main() -> None:
 
     They are 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped).
     """
-    stop_in_good_order()
+    stop_in_good_order()  # first: a signal from here on leaves nothing behind
     terminal.fill_closed_streams()
     terminal.take_any_text()
     try:
         with one_run(), warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # notes say the same
             colors = terminal.colors()
+            # not standalone: click would tell of errors in its own words, and without a document
             cli.main(_arguments(), prog_name="ckptconv", standalone_mode=False, color=colors)
         sys.stdout.flush()
         _stop_if_missed()
@@ -217,10 +222,7 @@ def _usage_text(error: click.UsageError) -> str:
     """What is wrong with a command line; click's words of an option change with its versions."""
     if not isinstance(error, click.NoSuchOption):
         return error.format_message()
-    near = error.possibilities
-    return f"{error.option_name} is not an option" + (
-        f"; did you mean {' or '.join(near)}?" if near else ""
-    )
+    return f"{error.option_name} is not an option{_meant(error.possibilities)}"
 
 
 _INTERRUPTED = "interrupted; no unfinished file was left behind"

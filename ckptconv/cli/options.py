@@ -254,6 +254,10 @@ applying_options = together(*_words(["to", "max_shard_size", "with_files", "only
 """The options of an output whose tensors are given by something else."""
 
 _safe = partial(option, section="Safety")
+FORCE = _safe("-f --force", "Replace OUT if it exists.")
+NO_FSYNC = _safe("--no-fsync", "Do not wait until the disk has it (fsync).")
+QUIET = option("-q --quiet", "Print only errors.", section="General")
+ANSWER_ALONE = option("-q --quiet", "Print nothing; only the exit code answers.", section="General")
 run_options = together(
     _safe("-f --force", "Replace OUT if it exists. OUT may be IN."),
     _safe("-n --dry-run", "Write nothing; say what would be written."),
@@ -266,7 +270,7 @@ run_options = together(
         "Do not wait until the disk has it (fsync). OUT is still replaced in one step.",
     ),
     JSON,
-    option("-q --quiet", "Print only errors.", section="General"),
+    QUIET,
 )
 """The options of how outputs are made, and what is printed of them."""
 

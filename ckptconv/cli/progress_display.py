@@ -60,6 +60,7 @@ def progress_shown(words: Mapping[Phase, str], *, silent: bool) -> Iterator[OnPr
     state = _State(words)
     show = _on_terminal if _can_draw() else _in_lines
     over = threading.Event()
+    # daemon: what is interrupted does not wait for who only shows it
     thread = threading.Thread(
         target=show, args=(state, over), name="ckptconv-progress", daemon=True
     )

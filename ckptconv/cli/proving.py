@@ -1,6 +1,4 @@
-"""The commands that prove what a checkpoint is, and save what is left of one: manifest, verify and
-recover.
-"""
+"""The commands that prove what a checkpoint is: manifest and verify."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ import click
 from ckptconv.cli import terminal
 from ckptconv.cli.commands import command, option
 from ckptconv.cli.completion import offer_parts
-from ckptconv.cli.options import FILE, JSON, LIMIT, NEW_FILE, TAG, recovery_options
-from ckptconv.cli.progress_display import COPYING, READING, progress_shown
+from ckptconv.cli.options import ANSWER_ALONE, FILE, JSON, LIMIT, NEW_FILE, TAG
+from ckptconv.cli.progress_display import READING, progress_shown
 
 _ONLY = option(
     "--only PATH",
@@ -96,7 +94,7 @@ Exit code: 0 the same, 1 something differs or cannot be read, 2 wrong usage.""",
 @TAG
 @LIMIT
 @JSON
-@option("-q --quiet", "Print nothing; only the exit code answers.", section="General")
+@ANSWER_ALONE
 def verify(source: Path, manifest: Path, as_json: bool, quiet: bool, **given: Any) -> None:
     """Hold checkpoint IN against MANIFEST: a manifest of ckptconv, lines of sha256sum, an LFS
     pointer or a list of files of the Hub, or a model.sig of OpenSSF model signing.
@@ -118,43 +116,4 @@ def verify(source: Path, manifest: Path, as_json: bool, quiet: bool, **given: An
         color = "green" if found.same else "red"
         terminal.print_headline(report.verification_headline(found), fg=color)
         terminal.print_lines(report.verification_rows(found, most=most))
-    sys.exit(0 if found.same else 1)
-
-
-@command(
-    """
-  ckptconv recover cut_off.pt saved.pt
-  ckptconv recover half_downloaded.safetensors saved.safetensors
-  ckptconv recover train.pt model.safetensors --only state_dict
-  ckptconv recover damaged.pt saved.pt --json | jq .lost
-
-Exit code: 0 everything was there, 1 something is lost (or all, and nothing is written), \
-2 wrong usage.""",
-)
-@click.argument("source", metavar="FILE", type=FILE)
-@click.argument("output", metavar="OUT", type=NEW_FILE)
-@recovery_options
-@LIMIT
-@option("-f --force", "Replace OUT if it exists.", section="Safety")
-@JSON
-@option("-q --quiet", "Print only errors.", section="General")
-def recover(source: Path, output: Path, as_json: bool, quiet: bool, **given: Any) -> None:
-    """Write the tensors of a damaged FILE that are whole to OUT, and name those that are lost: of a
-    zip archive that lost its directory or its end, of an older torch file that was cut short, of a
-    safetensors file whose data end early.
-
-    A tensor is whole if all its bytes are there and have the checksum that a zip file declares.
-    Names and device tags stay as they are.
-    """
-    from ckptconv.convert import recover as recovering
-
-    shown = progress_shown(COPYING, silent=as_json or quiet)
-    with terminal.errors_shown(as_json), shown as on_progress:
-        found = recovering.recover_checkpoint(source, output, **given, on_progress=on_progress)
-    if as_json:
-        terminal.print_json(recovering.RECOVERY.of(found))
-    elif not quiet:
-        color = "green" if found.is_complete else "yellow"
-        terminal.print_headline(recovering.recovery_headline(found), fg=color)
-        terminal.print_lines(recovering.recovery_rows(found))
-    sys.exit(0 if found.is_complete else 1)
+    sys.exit(int(not found.same))

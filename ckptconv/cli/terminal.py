@@ -69,12 +69,13 @@ def errors_shown(as_json: bool, usage: bool = False, code: int = 1) -> Iterator[
     try:
         yield
     except CheckpointError as error:
-        is_usage = usage and not isinstance(error, OSError)
-        exit_code = 2 if is_usage else code
+        message = str(error)
+        if usage and not isinstance(error, OSError):
+            code = 2
+            message = f"{error}; see {click.get_current_context().command_path} --help"
         if as_json:
-            print_json(error_document(error, exit_code))
-        command = click.get_current_context().command_path
-        fail(f"{error}; see {command} --help" if is_usage else str(error), exit_code)
+            print_json(error_document(error, code))
+        fail(message, code)
 
 
 def traffic_told() -> Traffic | None:
@@ -122,7 +123,11 @@ def stop(kind: str, what: str, code: int, *, hint: str | None = None) -> NoRetur
     for, a document.
     """
     print_ending_json(kind, what, code, hint=hint)
-    fail(f"{what}; {hint}" if hint else what, code)
+    fail(_hinted(what, hint), code)
+
+
+def _hinted(what: str, hint: str | None) -> str:
+    return f"{what}; {hint}" if hint else what
 
 
 def print_ending_json(kind: str, what: str, code: int, *, hint: str | None = None) -> None:
@@ -131,10 +136,9 @@ def print_ending_json(kind: str, what: str, code: int, *, hint: str | None = Non
     """
     if _PRINTED or not is_asked("--json"):
         return
-    message = f"{what}; {hint}" if hint else what
     facts = {"path": None, "where": None, "what": what, "hint": hint, "exit_code": code}
     with suppress(OSError):  # there may be nobody to read it any more
-        print_json({"error": {"kind": kind, "message": message, **facts}})
+        print_json({"error": {"kind": kind, "message": _hinted(what, hint), **facts}})
         sys.stdout.flush()
 
 
@@ -160,7 +164,7 @@ def fail(message: str, code: int) -> NoReturn:
 def show_error(message: str) -> None:
     """One line on stderr; on a terminal as many as it takes."""
     click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colors())
-    click.echo(_wrapped(message, len("error: "), err=True), err=True)
+    click.echo(_wrapped(message, len("error: "), len("error: "), err=True), err=True)
 
 
 class Unprinted(Exception):
@@ -210,7 +214,7 @@ def print_headline(
     err: bool = False,
 ) -> None:
     """The line that says it all; a command is not broken."""
-    shown = text if is_command else _wrapped(text, 2, err=err, first=0)
+    shown = text if is_command else _wrapped(text, 0, 2, err=err)
     click.secho(shown, fg=fg, bold=bold, err=err)
 
 
@@ -233,7 +237,7 @@ def print_table(rows: Iterable[Row], *, indent: str = "") -> None:
     """The texts of rows that are broken into lines already, each in the colour of its level."""
     for _, alike in groupby(rows, key=attrgetter("level")):
         while some := [*islice(alike, 1000)]:  # in one go: there may be 100,000
-            bold = True if some[0].level == "heading" else None  # False is a code of its own
+            bold = some[0].level == "heading" or None  # False is a code of its own
             text = "\n".join(indent + row.text for row in some)
             click.secho(text, bold=bold, fg=_COLORS[some[0].level])
 
@@ -256,7 +260,7 @@ def print_lines(rows: Iterable[Row], err: bool = False) -> None:
     width = max((len(row.label) for row in listed), default=0)
     for row in listed:
         label = click.style(row.label.ljust(width), fg=_COLORS[row.level] or "cyan")
-        shown = row.text if row.is_command else _wrapped(row.text, width + 4, err=err)
+        shown = row.text if row.is_command else _wrapped(row.text, width + 4, width + 4, err=err)
         click.echo(f"  {label}  {shown}", err=err)
 
 
@@ -268,21 +272,20 @@ def print_notes(notes: Iterable[str]) -> None:
 def print_rows(rows: Iterable[str], *, err: bool = False) -> None:
     """Rows of a table, somewhat to the right."""
     for row in rows:
-        click.echo("  " + _wrapped(row, 6, err=err, first=2), err=err)
+        click.echo("  " + _wrapped(row, 2, 6, err=err), err=err)
 
 
 _NARROWEST = 30  # columns for a text, below which it is not worth the breaks
 
 
-def _wrapped(text: str, indent: int, *, err: bool, first: int | None = None) -> str:
-    """A text behind `first` columns (or `indent`), its further lines behind `indent`; as it is
-    where no terminal shows it.
+def _wrapped(text: str, first: int, indent: int, *, err: bool) -> str:
+    """A text behind `first` columns, its further lines behind `indent`; as it is where no terminal
+    shows it.
     """
     room = width(err=err)
     if room == _ENDLESS or room - indent < _NARROWEST:
         return text
-    before = " " * (indent if first is None else first)
-    return "\n".join(wrapped(text, room, " " * indent, before))[len(before) :]
+    return "\n".join(wrapped(text, room, " " * indent, " " * first))[first:]
 
 
 # ---------------------------------------------------------------------------------- standard output

@@ -1,7 +1,10 @@
-"""The commands that look at values, and the one that writes a page: stats, show, report."""
+"""The commands that list and look at tensors, and the one that writes a page: ls, stats, show and
+report.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,49 @@ from ckptconv.cli.options import DEQUANTIZE, FILE, JSON, LIMIT, NEW_FILE, TAG
 from ckptconv.cli.progress_display import READING, READING_BOTH, progress_shown
 from ckptconv.support.errors import printable
 from ckptconv.support.text import count_text
+
+
+@command(
+    """
+  ckptconv ls model.safetensors
+  ckptconv ls model.pt 'layers.0.*' '*.bias'
+  ckptconv ls model.pt --sort size | head
+  ckptconv ls model.pt --long
+  ckptconv ls hf://org/name
+
+Exit code: 0 listed, 1 it cannot be opened, or a GLOB meets no name, 2 wrong usage.""",
+)
+@click.argument("source", metavar="IN", type=FILE)
+@click.argument("globs", metavar="[GLOB]...", nargs=-1)
+@option("-l --long", "Also show device tags, offsets, files, strides and tied names.")
+@option(
+    "--sort",
+    "Sort by name, as the checkpoint has them, or the largest first.",
+    ("name", "order", "size"),
+    default="name",
+)
+@TAG
+@LIMIT
+@JSON
+def ls(
+    source: Path, globs: tuple[str, ...], long: bool, sort: Any, tag: str | None, as_json: bool
+) -> None:
+    """List the tensors of checkpoint IN whose names match a GLOB (all without one), one line each:
+    name, dtype, shape, size. Their values are not read.
+
+    Numbers in names are sorted as numbers. On a terminal there is a head, and a sum at the end.
+    """
+    from ckptconv.inspect import listing
+
+    with terminal.errors_shown(as_json):
+        found = listing.list_tensors(source, globs, sort=sort, is_long=long, tag=tag)
+    if as_json:
+        terminal.print_json(listing.listing_document(found))
+    else:
+        is_piped = not sys.stdout.isatty()
+        terminal.print_table(listing.listing_lines(found, terminal.width(), is_bare=is_piped))
+        terminal.print_notes(found.notes)
+
 
 SORTS = ("order", "name", "min", "max", "abs-max", "mean", "std", "zeros", "nan", "size")
 _BINS = 64
@@ -185,7 +231,8 @@ def _with_indices(words: tuple[str, ...], *, several: bool) -> list[tuple[str, s
             raise click.UsageError(
                 "only one tensor can be shown at a time; --npz FILE writes several"
             )
-        return [(words[0], words[1] if len(words) > 1 else "")]
+        name, *indices = words
+        return [(name, "".join(indices))]
     found: list[tuple[str, str]] = []
     for word in words:
         if found and not found[-1][1] and word.startswith("[") and word.endswith("]"):

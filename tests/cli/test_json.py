@@ -332,7 +332,7 @@ def test_cleanup_prints_what_the_page_says(room, monkeypatch):
 
     aborted: list[str] = []
     place = RemotePlace(Site(Left(room)), "a/")
-    monkeypatch.setattr("ckptconv.cli.cleaning.place_of", lambda _: place)
+    monkeypatch.setattr("ckptconv.cli.fixing.place_of", lambda _: place)
     found = []
     for words in ((), ("--older-than", "1"), ("--abort",)):
         done = CliRunner().invoke(cli, ["cleanup", str(room), *words, "--json"])
