@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ckptconv.convert.convert_checkpoint import convert_checkpoint as convert_checkpoint
     from ckptconv.convert.deltas import DeltaResult as DeltaResult
     from ckptconv.convert.deltas import delta_checkpoints as delta_checkpoints
-    from ckptconv.convert.edit import EditResult as EditResult
     from ckptconv.convert.edit import edit as edit
     from ckptconv.convert.edit import edit_checkpoint as edit_checkpoint
     from ckptconv.convert.execute import ConversionResult as ConversionResult
     from ckptconv.convert.execute import execute_plan as execute_plan
+    from ckptconv.convert.header_edits import EditResult as EditResult
     from ckptconv.convert.job import Job as Job
     from ckptconv.convert.options import Options as Options
     from ckptconv.convert.plan import ConversionPlan as ConversionPlan
@@ -123,7 +123,7 @@ _HOMES = {
     "Drop": "tree.dropping",
     "FormOptimizer": "tree.optimizer_forms",
     "Finding": "doctor.report",
-    "EditResult": "convert.edit",
+    "EditResult": "convert.header_edits",
     "Fit": "keys.fits",
     "IncompleteCheckpoint": "support.errors",
     "Inspection": "inspect.inspection",

@@ -33,6 +33,7 @@ from ckptconv.support.limits import held
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
 from ckptconv.tree.old_tensors import complete_tensors
+from ckptconv.tree.walk import tensor_of
 
 _HINT = "please report this; without --verify it is still converted"
 
@@ -143,7 +144,8 @@ def found_in(roots: Iterable[Node], *, but: frozenset[str] = frozenset()) -> Fou
         if kind is TensorRef or kind is Storage or kind is Window or kind is TensorObject:
             found.tensors += 1
             found.storages.update(_key(storage) for storage in _storages_of(node) if storage.nbytes)
-            work += (node.cls, node.state) if kind is TensorObject else ()
+            if kind is TensorObject:
+                work += (node.cls, node.state)
         elif kind is Dict:
             work.extend(part for pair in node.pairs for part in pair)
         elif kind is list or kind is tuple:
@@ -156,7 +158,8 @@ def found_in(roots: Iterable[Node], *, but: frozenset[str] = frozenset()) -> Fou
                 *node.items,
                 *(part for pair in node.pairs for part in pair),
             )
-            work += () if node.state is ABSENT else (node.state,)
+            if node.state is not ABSENT:
+                work.append(node.state)
         elif kind is PersistentId:
             work.append(node.pid)
     return found
@@ -170,17 +173,15 @@ def _storages_of(node: Node) -> Iterable[Storage]:
         return (node,)
     if type(node) is Window:
         return (node.storage,)
-    return origins([node.tensor if type(node) is TensorObject else node])
+    return origins(filter(None, [tensor_of(node)]))
 
 
 def _key(storage: Storage) -> Key:
     whole = storage.part_of or storage
-    return (
-        str(whole.source.path),
-        whole.name,
-        whole.offset,
-        id(whole.source) if whole.source.is_in_memory() else 0,
-    )
+    stream = 0
+    if whole.source.is_in_memory():  # a stream within the file, where offsets begin anew
+        stream = id(whole.source)
+    return str(whole.source.path), whole.name, whole.offset, stream
 
 
 def _with_modules(plan: ConversionPlan, tree: Found) -> Found:

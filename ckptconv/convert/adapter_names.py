@@ -122,10 +122,10 @@ def _told(plan: ConversionPlan, item: RenamedKeys, preset: str) -> RenamedKeys:
     targets = tuple(new for new in after if new not in kept)
     made: tuple[MadeKeys, ...] = ()
     if targets:
-        told = [_shape_text(before[key]) for key in sources[:1]] or [""]
-        first = told[0], _shape_text(after[targets[0]])
+        first = "".join(_shape_text(before[key]) for key in sources[:1])
+        shapes = first, _shape_text(after[targets[0]])
         counts = len(sources), len(targets)
-        made = (MadeKeys(Preset(preset), counts, sources, targets, first),)
+        made = (MadeKeys(Preset(preset), counts, sources, targets, shapes),)
     return replace(
         item,
         count=len(before),

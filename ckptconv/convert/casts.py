@@ -55,16 +55,19 @@ class Casts:
                 where=key,
                 hint="make one of the globs narrower",
             )
-        return next(iter(found.values())) if found else self.default
+        return next(iter(found.values()), self.default)
 
     def target(self, key: str, ref: TensorRef) -> DType:
         """The type in which the tensor under this key is written: only floating ones are cast."""
-        asked = self.asked(key) if ref.dtype.is_floating else None
-        return ref.dtype if asked is None else asked
+        if not ref.dtype.is_floating:
+            return ref.dtype
+        return self.asked(key) or ref.dtype
 
     def everywhere(self, ref: TensorRef) -> DType:
         """The type of a tensor where there are no globs."""
-        return self.default if self.default is not None and ref.dtype.is_floating else ref.dtype
+        if not ref.dtype.is_floating:
+            return ref.dtype
+        return self.default or ref.dtype
 
     def refuse_scaled(
         self, tensors: Mapping[str, TensorRef], new: Mapping[str, str], path: str
@@ -154,7 +157,9 @@ def cast_rule(
         tensors = dict(tensors_of(tree.root, tree.overlay))
         casts.refuse_scaled(tensors, {key: key for key in tensors}, "")
     values = (tree.overlay.get(id(value), value) for item in found for value in item.values)
-    weights = {id(tensor_of(value)) for value in values} if found else _not_states(tree)
+    weights = {id(tensor_of(value)) for value in values}
+    if not found:
+        weights = _not_states(tree)
     # they stay as they are, and so do the tensors over them
     bare = {id(storage) for storage in tree.storages}
     weights -= {
@@ -162,7 +167,9 @@ def cast_rule(
     }
     if not casts.has_globs:
         return lambda ref: casts.everywhere(ref) if id(ref) in weights else ref.dtype
-    named = [] if found else list(tensors_of(tree.root, tree.overlay))
+    named: list[tuple[str, TensorRef]] = []
+    if not found:
+        named += tensors_of(tree.root, tree.overlay)
     for item, names in zip(found, kept, strict=True):
         for key, value in zip(item.keys, item.values, strict=True):
             tensor = tensor_of(tree.overlay.get(id(value), value))

@@ -20,7 +20,7 @@ from ckptconv.formats.folders.alone import MODULES, module_folders
 from ckptconv.io.destination import Destination
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
-from ckptconv.io.source import CHUNK, Source
+from ckptconv.io.source import CHUNK, MemorySource, Source
 from ckptconv.io.stream import OutputStream
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, VerificationFailed
 from ckptconv.support.json_text import read_object
@@ -121,7 +121,8 @@ def _holds_model(home: Location) -> bool:
 
 
 def _is_named(name: str) -> bool:
-    return bool(_TEMPLATE(name.partition("/")[2])) if "/" in name else is_companion(name)
+    _, slash, inner = name.partition("/")
+    return bool(_TEMPLATE(inner)) if slash else is_companion(name)
 
 
 def _candidates(home: Location) -> Iterator[tuple[str, Location]]:
@@ -153,16 +154,16 @@ def _why_left(name: str, place: Location, home: Location, *, is_named: bool) -> 
         return "code"
     if name.endswith(".index.json"):
         return "a shard index"
+    if not is_named and suffix in _WEIGHTS:
+        return "weights, or the state of a training"
     if not is_named:
-        return "weights, or the state of a training" if suffix in _WEIGHTS else _UNNAMED
+        return "not a name of a model's companion files"
     if kind == "nothing":
         return "a broken link"
     if kind == "other":
         return "a pipe, socket or device"
+    # what lies elsewhere may be anything that this user can read, under a harmless name
     return None if place.stays_within(home) else "a link that leads out of the folder"
-
-
-_UNNAMED = "not a name of a model's companion files"
 
 
 def _companion(name: str, place: Location) -> Companion:
@@ -211,12 +212,13 @@ def write_companion(item: Companion, source: Source, stream: OutputStream) -> No
 
 
 def _compare(item: Companion, made: Location) -> None:
-    with closing(item.open()) as theirs, closing(made.open()) as ours:
+    with closing(item.open()) as source, closing(made.open()) as ours:
+        theirs = source
+        if item.raw is not None:
+            theirs = MemorySource(item.raw, source.path)
         runs = ((at, min(CHUNK, ours.size - at)) for at in range(0, ours.size, CHUNK))
         is_same = ours.size == item.nbytes and all(
-            (theirs.read(at, count) if item.raw is None else item.raw[at : at + count])
-            == ours.read(at, count)
-            for at, count in runs
+            theirs.read(*run) == ours.read(*run) for run in runs
         )
     if not is_same:
         raise VerificationFailed("its copy differs from it", path=theirs.path)
@@ -277,9 +279,11 @@ def _unquantized(item: Companion) -> Companion:
         return item
     raw = read_small(item.place, "index_bytes")
     config = read_object(raw, item.place.path, "config", of_python=True)
+    # also in parts: `text_config` of a model of several
     for part in (config, *config.values()):
-        for name in QUANTIZATION_KEYS if isinstance(part, dict) else ():
-            part.pop(name, None)
+        if isinstance(part, dict):
+            for name in QUANTIZATION_KEYS:
+                part.pop(name, None)
     try:
         raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can say

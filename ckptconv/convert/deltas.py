@@ -35,14 +35,11 @@ from ckptconv.support.choices import (
     refuse_other,
     spelling_checked,
 )
-from ckptconv.support.errors import (
-    OptionRefused,
-    RefusedObject,
-)
+from ckptconv.support.errors import OptionRefused, RefusedObject, printable
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.records import dataclass
-from ckptconv.support.report import short_repr
-from ckptconv.support.text import count_text, size_text
+from ckptconv.support.report import Fields, Row, note_rows, short_repr
+from ckptconv.support.text import count_text, seconds_text, size_text
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.digests import ALGORITHMS, Algorithm, digest
@@ -128,9 +125,9 @@ def delta_checkpoints(
     refuse_other("encoding", encoding, ENCODINGS)
     refuse_other("checksum", checksum, ALGORITHMS)
     require_zstd()
-    digest(checksum)
+    digest(checksum)  # its package is missed now, not in the middle
     place = place_of(output)
-    numbers = _versions(place, base, version, base_version)
+    before, after = _versions(place, base, version, base_version)
     with (
         open_certain(base, tag=tag) as first,
         open_certain(new, tag=tag if tag_new is None else tag_new) as second,
@@ -141,16 +138,15 @@ def delta_checkpoints(
         pairs, notes = matched(first, second, only, only if only_new is None else only_new)
         changes = _Changes(encoding, checksum, spool, Checksums())
         changes.find(pairs, on_progress)
-        files = _files(changes, numbers)
-        output_files = _destination(place, files, force=force, fsync=fsync)
-        with output_files as destination:
+        files = _files(changes, before, after)
+        with _destination(place, files, force=force, fsync=fsync) as destination:
             _draft(files, destination, on_progress)
             refuse_changed(sources)
             destination.commit()
     return DeltaResult(
         path=place.path,
-        version=numbers[1],
-        base_version=numbers[0],
+        version=after,
+        base_version=before,
         encoding=encoding,
         checksum=checksum,
         tensors=len(pairs),
@@ -169,18 +165,20 @@ def _versions(
     for name, given in (("version", version), ("base_version", base_version)):
         if given is not None and (type(given) is not int or given < 0):
             raise OptionRefused(f"{name}={given!r:.50} is not the number of a version")
+    before, after = base_version, version
     places = places_of(base)
-    known = version_of(places[0]) if len(places) == 1 else None
-    before = known if base_version is None else base_version
-    named = version_named(output.absolute.name) if version is None else version
-    if named is None:
-        named = 1 if before is None else before + 1
+    if before is None and len(places) == 1:
+        before = version_of(places[0])
+    if after is None:
+        after = version_named(output.absolute.name)
+    if after is None:
+        after = 1 + (before or 0)
     if before is None:
-        before = max(0, named - 1)
-    if named <= before:
-        what = f"version {named} does not come after version {before}, which is the base"
+        before = max(0, after - 1)
+    if after <= before:
+        what = f"version {after} does not come after version {before}, which is the base"
         raise OptionRefused(what, hint="give --version and --base-version")
-    return before, named
+    return before, after
 
 
 # ----------------------------------------------------------------------------------- what changed
@@ -288,25 +286,22 @@ def _overwritten(pairs: Iterable[tuple[Array, Array]], again: Any) -> Iterator[b
 # -------------------------------------------------------------------------------- what is written
 
 
-def _files(changes: _Changes, numbers: tuple[int, int]) -> list[tuple[str, Layout]]:
+def _files(changes: _Changes, before: int, after: int) -> list[tuple[str, Layout]]:
     """The files of a delta, the index last."""
-    found: list[tuple[str, Layout]] = []
-    if changes.frames:
-        tensors = [(key, ref, UINT8) for key, ref in changes.frames.items()]
-        to = target_named("safetensors")
-        found.append((SHARD, to.lay_out(tensors, changes.after, str)))
     metadata: dict[str, Any] = {
-        "version": f"{numbers[1]:06d}",
-        "base_version": f"{numbers[0]:06d}",
+        "version": f"{after:06d}",
+        "base_version": f"{before:06d}",
         DELTA_ENCODING: changes.encoding,
         "compression_format": ZSTD,
         "checksum_format": changes.algorithm,
         BASE_CHECKSUMS: changes.before,
     }
-    return [
-        *found,
-        (INDEX, one_item("index", _index(metadata, dict.fromkeys(changes.frames, SHARD)))),
-    ]
+    index = one_item("index", _index(metadata, dict.fromkeys(changes.frames, SHARD)))
+    if not changes.frames:  # then there is no shard either
+        return [(INDEX, index)]
+    tensors = [(key, ref, UINT8) for key, ref in changes.frames.items()]
+    shard = target_named("safetensors").lay_out(tensors, changes.after, str)
+    return [(SHARD, shard), (INDEX, index)]
 
 
 def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
@@ -351,8 +346,36 @@ def _draft(
             write_layout(layout, draft.stream, Tally(), Checksums())
             draft.commit()
         written.at(before + layout.nbytes)
-        path = None if isinstance(output.path, UrlPath) else draft.place.local()  # else it is sent
-        if name == SHARD and path is not None:
+        # what is sent to another machine is no file here that the library could read
+        path = draft.place.local()
+        if name == SHARD and path is not None and not isinstance(output.path, UrlPath):
             named = output.path.parent / name
             target_named("safetensors").check_written(path, named, len(layout.items))
     written.finish()
+
+
+# --------------------------------------------------------------------------------- text and JSON
+
+
+def delta_headline(result: DeltaResult) -> str:
+    """The line that says what a delta is."""
+    of = f"of {size_text(result.whole_nbytes)}"
+    seconds = seconds_text(result.seconds)
+    return f"{printable(result.path)}: {size_text(result.nbytes)} {of}, done in {seconds}"
+
+
+def delta_lines(result: DeltaResult) -> Iterator[Row]:
+    """What a delta holds, as rows."""
+    yield Row("version", f"{result.base_version} → {result.version}")
+    whole = count_text(result.tensors, "tensor")
+    yield Row("tensors", f"{result.changed:,} of {whole} changed")
+    yield Row("layout", f"{result.encoding}, zstd, {result.checksum}")
+    yield from note_rows(result.notes)
+
+
+DELTA = Fields(
+    "path version base_version encoding checksum tensors changed bytes=nbytes "
+    "whole_bytes=whole_nbytes notes seconds",
+    seconds=lambda seconds: round(seconds, 6),
+)
+"""The document of a delta."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptconv.convert.given_metadata import read_metadata
-from ckptconv.convert.header_edits import ChangedHeader, HeaderEdit, changed_header
+from ckptconv.convert.header_edits import ChangedHeader, EditResult, HeaderEdit, changed_header
 from ckptconv.convert.options import Options, listed_strings
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import indexes_naming
@@ -51,57 +51,22 @@ from ckptconv.support.choices import (
     spelling_checked,
 )
 from ckptconv.support.errors import (
-    CheckpointError,
     OutputRefused,
     UnsupportedCheckpoint,
     VerificationFailed,
+    errors_at,
     printable,
 )
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.records import dataclass
-from ckptconv.support.report import short_repr
 from ckptconv.support.signals import held_back
-from ckptconv.support.text import as_argument, count_text, quoted, size_text
+from ckptconv.support.text import as_argument, quoted, size_text
 from ckptconv.tensors.scaled_weights import refuse_apart
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import tensors_of
 
 _ROOM = 1024  # bytes for later edits that a file has at least when it is written again
 _PAGE = 4096  # bytes; the data of such a file begin at a multiple of it
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class EditResult:
-    """What an edit changed, or would change in a dry run.
-
-    `renamed` are (old, new) pairs of names; `metadata` the entries that were set, `removed` the
-    names of those that are gone. `in_place` says whether only the header was written (None: there
-    was nothing to write). `undone`: an edit that was interrupted was undone first. `nbytes` is the
-    size of the file, `grown` the bytes that it has more than before, `tensors` how many it has,
-    `verified` how many of them were looked at again (None: not asked for).
-    """
-
-    path: Path
-    nbytes: int
-    tensors: int
-    renamed: tuple[tuple[str, str], ...] = ()
-    metadata: tuple[tuple[str, str], ...] = ()
-    removed: tuple[str, ...] = ()
-    in_place: bool | None = None
-    undone: bool = False
-    mapping: Path | None = None
-    verified: int | None = None
-    seconds: float = 0.0
-    grown: int = 0
-
-    def __repr__(self) -> str:
-        strings = (*self.metadata, *self.removed)
-        told = (
-            count_text(len(self.renamed), "name") + " changed" if self.renamed else None,
-            count_text(len(strings), "string") + " changed" if strings else None,
-            "header in place" if self.in_place else None,
-            f"{self.seconds:.2f} s",
-        )
-        return short_repr("EditResult", self.path.name, *told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +163,7 @@ def given_strings(
 ) -> tuple[tuple[str, str], ...]:
     """The strings to set: given ones, those in a file, the device tag."""
     given = read_metadata(metadata, file, may_set=("format",))
-    return (*given, *(() if device is None else [("device", check_tag(device))]))
+    return given if device is None else (*given, ("device", check_tag(device)))
 
 
 def edit_header(
@@ -215,47 +180,33 @@ def edit_header(
     """Make an edit, as `edit` does; an edit that was interrupted before is undone first."""
     begin = time.perf_counter()
     refuse_no_flag(rewrite=rewrite, dry_run=dry_run, fsync=fsync, verify=verify)
-    path = local_path(place_of(named), _HERE)
+    path = local_path(place_of(named), "is edited in place, so it has to be a file on this machine")
     kept = None
     if save_mapping is not None:
         kept = local_path(place_of(save_mapping), "is a mapping of an edit, which is written here")
     _refuse_link(path)
     undone = not dry_run and undo_unfinished(path, fsync=fsync)
-    try:
-        with open_checkpoint(path) as checkpoint:
-            if checkpoint.container is not CONTAINER or len(checkpoint.sources) != 1:
-                raise UnsupportedCheckpoint(
-                    f"is {checkpoint.format}, and only safetensors files are edited in place",
-                    path=path,
-                    hint=f"make a new file with: ckptconv convert {quoted(as_argument(path))} OUT",
-                )
-            plan = _planned(checkpoint.sources[0], asked, path, rewrite=rewrite)
-            if plan.changed.renamed:
-                before = dict(tensors_of(checkpoint.root))
-                refuse_apart(before, {plan.changed.names[key]: before[key] for key in before})
-            result = EditResult(
-                path,
-                plan.nbytes,
-                len(plan.changed.header) - (RESERVED in plan.changed.header),
-                plan.changed.renamed,
-                plan.changed.metadata,
-                plan.changed.removed,
-                plan.in_place if plan.changed.is_change else None,
-                undone,
-                kept,
-                grown=plan.nbytes - plan.source.size if plan.changed.is_change else 0,
-            )
-            mapping = None if kept is None else _mapping(plan, kept)
-            if not dry_run and plan.changed.is_change:
-                _write(plan, path, mapping, fsync=fsync, verify=verify, tell=on_progress)
-                if verify:
-                    result = replace(result, verified=result.tensors)
-    except CheckpointError as error:
-        raise error.at(path=path) from error.__cause__
+    with errors_at(path=path), open_checkpoint(path) as checkpoint:
+        plan = _planned(checkpoint, asked, path, rewrite=rewrite)
+        mapping = _mapping(plan, kept)
+        result = replace(_result_of(plan, path), undone=undone, mapping=kept)
+        if not dry_run and plan.changed.is_change:
+            _write(plan, path, mapping, fsync=fsync, verify=verify, tell=on_progress)
+            if verify:
+                result = replace(result, verified=result.tensors)
     return replace(result, seconds=time.perf_counter() - begin)
 
 
-_HERE = "is edited in place, so it has to be a file on this machine"
+def _result_of(plan: _Plan, path: Path) -> EditResult:
+    """What is told of an edit; of one that changes nothing, that nothing is to be written."""
+    changed = plan.changed
+    tensors = len(changed.header.keys() - {RESERVED})
+    made = EditResult(
+        path, plan.nbytes, tensors, changed.renamed, changed.metadata, changed.removed
+    )
+    if not changed.is_change:
+        return made
+    return replace(made, in_place=plan.in_place, grown=plan.nbytes - plan.source.size)
 
 
 def _refuse_link(path: Path) -> None:
@@ -275,11 +226,20 @@ def _refuse_link(path: Path) -> None:
         require(place_of(path))
 
 
-def _planned(source: Source, asked: HeaderEdit, path: Path, *, rewrite: bool) -> _Plan:
+def _planned(checkpoint: Checkpoint, asked: HeaderEdit, path: Path, *, rewrite: bool) -> _Plan:
+    if checkpoint.container is not CONTAINER or len(checkpoint.sources) != 1:
+        raise UnsupportedCheckpoint(
+            f"is {checkpoint.format}, and only safetensors files are edited in place",
+            path=path,
+            hint=f"make a new file with: ckptconv convert {quoted(as_argument(path))} OUT",
+        )
+    (source,) = checkpoint.sources
     header, start = read_header(source)
     changed = changed_header(header, asked)
     if changed.renamed:
         _refuse_index(path)
+        before = dict(tensors_of(checkpoint.root))
+        refuse_apart(before, {changed.names[key]: before[key] for key in before})
     text = header_text(changed.header)
     # a file of several names is written again: who uses another name has the old one
     fits = 8 + len(text) <= start and not rewrite and path.stat().st_nlink == 1
@@ -347,19 +307,20 @@ class _Mapping:
             output.commit()
 
 
-def _mapping(plan: _Plan, path: Path) -> _Mapping | None:
-    """The mapping of an edit, where it renames. One that is there may be of an edit that was
-    killed: only that is taken for it.
+def _mapping(plan: _Plan, path: Path | None) -> _Mapping | None:
+    """The mapping of an edit, where one is asked for and it renames. One that is there may be of an
+    edit that was killed: only that is taken for it.
     """
-    raw = mapping_text([MappedKeys("", plan.changed.names, {})])
-    if not plan.changed.renamed:
+    if path is None or not plan.changed.renamed:
         return None
+    raw = mapping_text([MappedKeys("", plan.changed.names, {})])
     remove_leftovers(path)
     is_same = path.is_file() and read_start(place_of(path), "rules_bytes") == raw
     try:
         check_output(path, force=is_same)
     except OutputRefused as error:
-        error.hint = "name another file" if path.exists() else error.hint
+        if path.exists():  # the hint is --force, which an edit does not have
+            error.hint = "name another file"
         raise
     return _Mapping(path, raw, is_same)
 

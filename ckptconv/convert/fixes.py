@@ -64,7 +64,8 @@ class Fix:
         for name, value in self.given().items():
             if name != "suffix" and value is not False:
                 words.append(f"--{name.replace('_', '-')}")
-                words += [] if value is True else [value]
+            if name != "suffix" and type(value) is not bool:
+                words.append(value)
         return words
 
 
@@ -88,15 +89,18 @@ def output_beside(path: PurePath, suffix: str, taken: Collection[PurePath] = ())
     """A free name beside `path`, not `taken`: ``model-portable.pt``, ``model-portable-2.pt``, … For
     a checkpoint that is elsewhere it is one of the working folder.
     """
-    given = Path(path.name) if isinstance(path, UrlPath) else Path(path)
-    given = Path("model") if str(path) == STANDARD_INPUT else given
-    given = given if given.name else given.absolute()
+    given = Path(path)
+    if isinstance(path, UrlPath):
+        given = Path(path.name)
+    if str(path) == STANDARD_INPUT:
+        given = Path("model")
+    if not given.name:  # the working folder, which is called something
+        given = given.absolute()
     stem = given.name.removesuffix(".index.json")
-    stem = stem if given.is_dir() else Path(stem).stem
-    names = (
-        f"{stem}-portable{number}{suffix}" for number in ("", *(f"-{n}" for n in range(2, 1000)))
-    )
-    places = (given.parent / name for name in names)
+    if not given.is_dir():
+        stem = Path(stem).stem
+    numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+    places = (given.parent / f"{stem}-portable{number}{suffix}" for number in numbers)
     return next(place for place in places if not place.exists() and place not in taken)
 
 

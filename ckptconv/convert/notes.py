@@ -16,7 +16,7 @@ from ckptconv.keys.rules import UNMISTAKABLE
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force
-from ckptconv.support.text import count_text, size_text, some_text
+from ckptconv.support.text import agreeing, count_text, size_text, some_text
 from ckptconv.tensors.compaction import CastRule, count_parted
 from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.refs import TensorRef
@@ -45,14 +45,13 @@ def key_notes(state_dicts: Sequence[RenamedKeys], rules: KeyRules) -> Iterator[s
     """Keys with control characters, and wrappers that the rules leave on them."""
     odd = [key for item in state_dicts for key in item.odd]
     if odd:
-        hold = "holds" if len(odd) == 1 else "hold"
-        yield f"{count_text(len(odd), 'key')} {hold} control characters, e.g. {printable(odd[0])}"
+        keys = f"{count_text(len(odd), 'key')} {agreeing(len(odd), 'hold')}"
+        yield f"{keys} control characters, e.g. {printable(odd[0])}"
     for item in state_dicts:
         for key, twin in item.filled:
-            where = f" of {printable(item.path)}" if item.path else ""
             yield (
-                f"{printable(key)}{where} is missing and filled from {printable(twin)}, its "
-                "other name in the target"
+                f"{printable(key)}{_of(item.path)} is missing and filled from {printable(twin)}, "
+                "its other name in the target"
             )
     left = sorted({name for item in state_dicts for name in item.wrappers if name in UNMISTAKABLE})
     if left and rules.wrappers in ("module", "add-module"):
@@ -81,8 +80,8 @@ def optimizer_notes(
     from ckptconv.tree.optimizer_states import left_behind  # seldom needed
 
     found = left_behind(root, overlay, before, after)
-    yield from _in_short([_followed_text(item) for item in followed if item.names])
-    yield from _in_short([_unclear_text(item) for item in followed if item.unclear])
+    yield from _in_short([[_followed_text(item)] for item in followed if item.names])
+    yield from _in_short([[_unclear_text(item)] for item in followed if item.unclear])
     settled = {
         (item.path, name) for item in followed for name in (*dict(item.names), *item.unclear)
     }
@@ -91,10 +90,10 @@ def optimizer_notes(
     yield from _in_short([texts for texts in map(list, left) if texts])
 
 
-def _in_short(told: Sequence[str | Sequence[str]]) -> Iterator[str]:
+def _in_short(told: Sequence[Sequence[str]]) -> Iterator[str]:
     """What is to be told of each optimizer state, of many of them in one line."""
     for texts in told[:_MOST]:
-        yield from [texts] if isinstance(texts, str) else texts
+        yield from texts
     more = told[_MOST:]
     if more:
         yield f"the same is true of {count_text(len(more), 'more optimizer state')}"
@@ -103,9 +102,10 @@ def _in_short(told: Sequence[str | Sequence[str]]) -> Iterator[str]:
 def _followed_text(item: Followed) -> str:
     old, new = item.names[0]
     where = printable(item.path) or "the optimizer state"
-    names = "names" if len(item.names) > 1 else "name"
-    count = count_text(len(item.names), "parameter")
-    return f"{where} has the new {names} of {count} too, e.g. {printable(old)} → {printable(new)}"
+    of = "name of 1 parameter"
+    if len(item.names) > 1:
+        of = f"names of {len(item.names):,} parameters"
+    return f"{where} has the new {of} too, e.g. {printable(old)} → {printable(new)}"
 
 
 def _unclear_text(item: Followed) -> str:
@@ -134,9 +134,8 @@ def _left_texts(
         held, first = count_text(len(made), "parameter"), printable(made[0])
         yield f"{where} still holds {held} of which rules made other tensors, e.g. {first}"
     if gone:
-        are = "is" if len(gone) == 1 else "are"
         held, first = count_text(len(gone), "parameter"), printable(gone[0])
-        yield f"{where} still holds {held} that {are} left out, e.g. {first}"
+        yield f"{where} still holds {held} that {agreeing(len(gone), 'are')} left out, e.g. {first}"
     if item.is_short and not item.gone:
         yield (
             f"{where} knows its {count_text(len(item.state.shapes), 'parameter')} by number "
@@ -151,10 +150,8 @@ def text_notes(found: StateDict) -> Iterator[str]:
     other = [key for key, value in own if type(key) is not str and tensor_of(value) is not None]
     if other:
         named = ", ".join(_key_text(key) for key in other[:3])
-        verb = "is" if len(other) == 1 else "are"
-        yield (
-            f"{count_text(len(other), 'key')} that {verb} not text {verb} written as text: {named}"
-        )
+        keys, are = count_text(len(other), "key"), agreeing(len(other), "are")
+        yield f"{keys} that {are} not text {are} written as text: {named}"
 
 
 def prefix_notes(
@@ -166,22 +163,23 @@ def prefix_notes(
     for item in found:
         prefix = offered_prefix(checkpoint.root, item.keys)
         if prefix:
-            where = f" of {printable(item.path)}" if item.path else ""
             yield (
-                f"all keys{where} start with {printable(prefix)}; --strip-prefix "
+                f"all keys{_of(item.path)} start with {printable(prefix)}; --strip-prefix "
                 f"{quote(printable(prefix))} removes it"
             )
+
+
+def _of(path: str) -> str:
+    """The part that keys are in; nothing for the root."""
+    return f" of {printable(path)}" if path else ""
 
 
 def parted_notes(before: Sequence[RenamedKeys], after: Sequence[RenamedKeys]) -> Iterator[str]:
     """Tell of tensors that share no bytes in the output, because their casts differ."""
     parted = sum(item.shared for item in before) - sum(item.shared for item in after)
     if parted:
-        verb = "shares" if parted == 1 else "share"
-        yield (
-            f"{count_text(parted, 'key')} no longer {verb} the storage of another, which has "
-            "another dtype now"
-        )
+        keys = f"{count_text(parted, 'key')} no longer {agreeing(parted, 'share')}"
+        yield f"{keys} the storage of another, which has another dtype now"
 
 
 def still_shared(applied: Applied, done: RenamedKeys, cast: CastRule) -> RenamedKeys:
@@ -210,10 +208,10 @@ def shard_notes(keys: Sequence[str], sizes: Sequence[int], limit: int | None) ->
         return
     large = [key for key, size in zip(keys, sizes, strict=True) if size > limit]
     if large:
-        verb = "is" if len(large) == 1 else "are"
+        tensors = f"{count_text(len(large), 'tensor')} {agreeing(len(large), 'are')}"
         yield (
-            f"{count_text(len(large), 'tensor')} {verb} larger than --max-shard-size "
-            f"{size_text(limit)}, and not split: {some_text(large)}"
+            f"{tensors} larger than --max-shard-size {size_text(limit)}, and not split: "
+            f"{some_text(large)}"
         )
 
 
@@ -266,4 +264,6 @@ def is_codes(before: str) -> bool:
 
 def _key_text(key: Node) -> str:
     """A key that is not text, in a few words; of an int of millions of digits its size."""
-    return printable(repr(key)) if type(key) in (float, bool, bytes) else printable(label_text(key))
+    if type(key) in (float, bool, bytes):
+        return printable(repr(key))
+    return printable(label_text(key))

@@ -24,10 +24,14 @@ def workable(
     try:
         plan = plan_trial(checkpoint, f"OUT{fix.ending}", _request(fix, target))
     except RefusedObject as error:
-        return error if fix.unknown == "drop" else _dropping(fix, checkpoint, target, error)
+        if fix.unknown != "drop":
+            return _dropping(fix, checkpoint, target, error)
+        return error
     except CheckpointError as error:
         return error
-    lost = _lost(plan, checkpoint) if fix.unknown == "drop" else []
+    if fix.unknown != "drop":
+        return Prescription(fix)
+    lost = _lost(plan, checkpoint)
     if sum(count for _, count in lost) >= max(1, sum(1 for _ in plan.made_of.tensors())):
         return AmbiguousStateDict("most of its tensors would be lost", path=checkpoint.path)
     return Prescription(fix, tuple(text for text, _ in lost))
@@ -51,15 +55,14 @@ def _dropping(
     found = workable(replace(fix, unknown="drop"), checkpoint, target)
     if not isinstance(found, AmbiguousStateDict):
         return found
-    hint = DO_NOT_LOAD if refused.code == "dangerous" else _ELSEWHERE
+    hint = (
+        "load it where its classes are and save its state_dict(), or keep it as it is with "
+        "--unknown keep"
+    )
+    if refused.code == "dangerous":
+        hint = DO_NOT_LOAD
     what = f"{refused.what}, and its tensors are lost without it"
     return RefusedObject(what, path=refused.path, where=refused.where, hint=hint)
-
-
-_ELSEWHERE = (
-    "load it where its classes are and save its state_dict(), or keep it as it is with --unknown "
-    "keep"
-)
 
 
 def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]:

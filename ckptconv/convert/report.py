@@ -1,4 +1,4 @@
-"""Conversions and edits as text and JSON; everything that came out of a file is escaped here."""
+"""Conversions as text and JSON; everything that came out of a file is escaped here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from ckptconv.keys.tensor_rules import TensorRule
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import Phase
 from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows
-from ckptconv.support.text import count_text, first_few, seconds_text, size_text, some_text, starred
+from ckptconv.support.text import (
+    agreeing,
+    count_text,
+    first_few,
+    seconds_text,
+    size_text,
+    some_text,
+    starred,
+)
 
 if TYPE_CHECKING:
-    from ckptconv.convert.deltas import DeltaResult
-    from ckptconv.convert.edit import EditResult
     from ckptconv.convert.execute import ConversionResult
     from ckptconv.convert.plan import ConversionPlan
     from ckptconv.keys.rules import Rule
@@ -45,57 +51,61 @@ def _key_lines(plan: ConversionPlan) -> Iterator[Row]:
     for renamed in plan.state_dicts:
         yield Row("keys", _keys_text(plan, renamed))
         if renamed.shared and not plan.tied:
-            verb = "shares" if renamed.shared == 1 else "share"
+            keys = f"{count_text(renamed.shared, 'key')} {agreeing(renamed.shared, 'share')}"
             then = ", as before" if plan.target.shares_storages else "; each has its own copy now"
-            yield Row(
-                "shared", f"{count_text(renamed.shared, 'key')} {verb} the storage of another{then}"
-            )
+            yield Row("shared", f"{keys} the storage of another{then}")
 
 
 def _made_lines(plan: ConversionPlan) -> Iterator[Row]:
     """What tensor rules make, of each state dict in a line."""
     for renamed in plan.state_dicts:
-        if renamed.made:
-            sources = len(renamed.consumed)
-            targets = sum(len(item.targets) for item in renamed.made)
-            first = renamed.made[0]
-            eg = f", e.g. {_made_text([first])}"
-            verb = "becomes" if sources == 1 else "become"
-            told = f"{count_text(sources, 'key')} {verb} {targets:,}{eg}"
-            yield Row("tensors", told if sources else f"made: {_made_text([first])}")
+        if not renamed.made:
+            continue
+        sources = len(renamed.consumed)
+        targets = sum(len(item.targets) for item in renamed.made)
+        example = _made_text(renamed.made[:1])
+        told = f"made: {example}"
+        if sources:
+            keys = f"{count_text(sources, 'key')} {agreeing(sources, 'become')}"
+            told = f"{keys} {targets:,}, e.g. {example}"
+        yield Row("tensors", told)
 
 
 def _made_text(uses: Sequence[MadeKeys]) -> str:
     """What uses of one rule make: so many tensors of so many, as the rule names them."""
     first = uses[0]
     before, after = (sum(item.counts[side] for item in uses) for side in (0, 1))
-    ours, theirs = (not first.goes_along and _patterns(first.rule)) or (
-        list(dict.fromkeys(starred(key) for item in uses for key in keys(item)))
-        for keys in (attrgetter("sources"), attrgetter("targets"))
-    )
-    how = "as their codes" if first.goes_along else getattr(first.rule, "operations_text", "")
+    how = getattr(first.rule, "operations_text", "")
+    ours, theirs = _patterns(first.rule)
+    if first.goes_along:
+        how, ours = "as their codes", []
+    if not ours:
+        ours, theirs = (
+            list(dict.fromkeys(starred(key) for item in uses for key in keys(item)))
+            for keys in (attrgetter("sources"), attrgetter("targets"))
+        )
+    made = f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})"
     if not before:
-        return f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})"
-    return (
-        f"{before:,} × {first_few(ours, 2)} ({first.first[0]}) → "
-        f"{after:,} × {first_few(theirs, 2)} ({first.first[1]})" + (how and f": {how}")
-    )
+        return made
+    told = f"{before:,} × {first_few(ours, 2)} ({first.first[0]}) → {made}"
+    return f"{told}: {how}" if how else told
 
 
-def _patterns(rule: Rule) -> tuple[list[str], list[str]] | None:
-    """The sources and targets of a rule as somebody wrote them; None of a regular expression and
+def _patterns(rule: Rule) -> tuple[list[str], list[str]]:
+    """The sources and targets of a rule as somebody wrote them; none of a regular expression and
     of a mapping, of which the keys themselves are easier to read.
     """
     if not isinstance(rule, TensorRule):
-        return None
-    sources = [source for source in rule.sources if isinstance(source, str)]
-    return (sources, list(rule.targets)) if sources else None
+        return [], []
+    return [source for source in rule.sources if isinstance(source, str)], list(rule.targets)
 
 
 def _tensor_lines(plan: ConversionPlan) -> Iterator[Row]:
     tags = []
     for (before, after), count in plan.locations.items():
-        change = f" → {printable(after)}" if before != after else ", as before"
+        change = f" → {printable(after)}"
+        if before == after:
+            change = ", as before"
         tags.append(f"{printable(before)}{change} ({count_text(count, 'storage')})")
     yield from listed("device", tags)
     for (before, after), count in plan.casts.items():
@@ -152,7 +162,9 @@ def _object_lines(plan: ConversionPlan) -> Iterator[Row]:
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
-    where = f" in {_place_text(renamed.path)}" if renamed.path and plan.target.holds_trees else ""
+    where = ""
+    if renamed.path and plan.target.holds_trees:
+        where = f" in {_place_text(renamed.path)}"
     if not renamed.changed:
         return f"{count_text(renamed.written, 'key')}{where}, none renamed"
     old, new = renamed.changed[0]
@@ -206,9 +218,9 @@ def _by_reason(skipped: Iterable[Skipped]) -> dict[str, list[str]]:
 
 def plan_headline(plan: ConversionPlan) -> str:
     """The line that says what a plan would do."""
-    size = (
-        "of a size that torch decides" if plan.target.is_made_by_torch else size_text(plan.nbytes)
-    )
+    size = size_text(plan.nbytes)
+    if plan.target.is_made_by_torch:
+        size = "of a size that torch decides"
     return f"would write {_output_text(plan, size)}, source {size_text(plan.source_nbytes)}"
 
 
@@ -222,10 +234,10 @@ def keys_table(plan: ConversionPlan) -> Iterator[str]:
     for item in plan.state_dicts:
         rows = [*item.changed, *((old, "(left out)") for old in item.left_out)]
         where = f" of {_place_text(item.path)}" if item.path else ""
-        shown = [
-            (printable(old), printable(new))
-            for old, new in (rows if len(rows) <= _ROWS else rows[: _ROWS - 1])
-        ]
+        most = _ROWS
+        if len(rows) > _ROWS:  # the last line counts the others
+            most -= 1
+        shown = [(printable(old), printable(new)) for old, new in rows[:most]]
         width = max((len(old) for old, _ in shown), default=0)
         if item.made:
             yield f"tensors{where}:"
@@ -286,8 +298,9 @@ def _time_text(result: ConversionResult) -> str:
     ]
     if not others:
         return f"written in {seconds_text(result.seconds)}{rate}"
-    first = [f"{seconds_text(wrote)} writing{rate}"] if wrote else []
-    return f"done in {seconds_text(result.seconds)}: {', '.join([*first, *others])}"
+    if wrote:
+        others.insert(0, f"{seconds_text(wrote)} writing{rate}")
+    return f"done in {seconds_text(result.seconds)}: {', '.join(others)}"
 
 
 _SPENT: dict[Phase, str] = {
@@ -315,9 +328,9 @@ def _equal_text(plan: ConversionPlan) -> str:
     """What was read back is equal to the source, or to what was to be made of it."""
     casts = ", ".join(dict.fromkeys(after for before, after in plan.casts if not is_codes(before)))
     if any(is_codes(before) for before, _ in plan.casts):
-        cast = f" and cast to {casts}" if casts else ""
-        return f"equal to the source, dequantised{cast}"
-    return f"equal to the source{f' after the cast to {casts}' if casts else ''}"
+        told = "equal to the source, dequantised"
+        return f"{told} and cast to {casts}" if casts else told
+    return f"equal to the source after the cast to {casts}" if casts else "equal to the source"
 
 
 def _named_text(result: ConversionResult) -> str:
@@ -327,17 +340,21 @@ def _named_text(result: ConversionResult) -> str:
             f"whether the reader saw everything in the source is not checked a second way ({kind})"
         )
     reads = result.plan.reads
-    has_all = not result.plan.skipped and reads is not None and not reads.checkpoint.dropped
-    return f"nothing {'' if has_all else 'else '}that the source names is missing"
+    if result.plan.skipped or reads is None or reads.checkpoint.dropped:
+        return "nothing else that the source names is missing"
+    return "nothing that the source names is missing"
 
 
 # ------------------------------------------------------------------------------------------- JSON
 
 
 def _output(plan: ConversionPlan) -> dict[str, Any]:
-    output = {"path": str(plan.output), "format": plan.to}
-    shards = {} if plan.index is None else _SHARDS.of(plan)
-    return {**output, "bytes": None if plan.target.is_made_by_torch else plan.nbytes, **shards}
+    output = {"path": str(plan.output), "format": plan.to, "bytes": plan.nbytes}
+    if plan.target.is_made_by_torch:
+        output["bytes"] = None
+    if plan.index is not None:
+        output |= _SHARDS.of(plan)
+    return output
 
 
 _SHARDS = Fields("index=index.path shards=files", shards=Fields("path bytes=layout.nbytes"))
@@ -389,91 +406,3 @@ def result_document(result: ConversionResult) -> dict[str, Any]:
     document = PLAN.of(result.plan)
     document["output"]["bytes"] = result.nbytes
     return {**document, **_RESULT.of(result)}
-
-
-# ---------------------------------------------------------------------------- edits of a header
-
-_LONGEST = 200  # characters of one that are shown
-
-
-def edit_headline(result: EditResult, *, dry_run: bool) -> str:
-    """The line that says what was done, or would be."""
-    file = f"{printable(result.path)} ({size_text(result.nbytes)})"
-    if result.in_place is None:
-        return f"{file}: " + ("as it was before the edit" if result.undone else "nothing to change")
-    is_done = "would be" if dry_run else "is"
-    how = f"only the header {is_done} written"
-    if not result.in_place:
-        how = f"the whole file {is_done} written again"
-    return f"{file}: {how}" + ("" if dry_run else f", in {seconds_text(result.seconds)}")
-
-
-def edit_lines(result: EditResult) -> Iterator[Row]:
-    """What an edit changed, as rows."""
-    if result.undone:
-        yield Row("undone", "an edit that was interrupted in the middle of a write", "warning")
-    if result.renamed:
-        old, new = result.renamed[0]
-        yield Row(
-            "keys",
-            f"{count_text(len(result.renamed), 'name')} changed, e.g. {printable(old)} → "
-            f"{printable(new)}",
-        )
-    strings = [
-        *(f"{printable(name)} = {printable(value, _LONGEST)}" for name, value in result.metadata),
-        *(f"{printable(name)} is removed" for name in result.removed),
-    ]
-    yield from listed("metadata", strings)
-    if result.mapping is not None and result.renamed:
-        name = printable(result.mapping)
-        yield Row("mapping", f"{name}; --rules {name} --reverse undoes it")
-    if result.in_place is False and result.grown > 0:
-        yield Row("note", f"its header has {size_text(result.grown)} more, so that later edits fit")
-    if result.verified is not None:
-        yield Row("verified", f"{count_text(result.verified, 'tensor')}", "good")
-
-
-def edit_document(result: EditResult, *, dry_run: bool) -> dict[str, Any]:
-    """An edit as JSON values."""
-    return {"dry_run": dry_run, **_EDIT.of(result)}
-
-
-_EDIT = Fields(
-    "path format=. bytes=nbytes grown_bytes=grown tensors in_place renamed metadata removed undone "
-    "mapping verified seconds",
-    format=lambda _: "safetensors",
-    renamed=dict,
-    metadata=dict,
-    seconds=lambda seconds: round(seconds, 6),
-)
-
-
-# ---------------------------------------------------------------------------------------- deltas
-
-
-def delta_headline(result: DeltaResult) -> str:
-    """The line that says what a delta is."""
-    of = f"of {size_text(result.whole_nbytes)}"
-    seconds = seconds_text(result.seconds)
-    return f"{printable(result.path)}: {size_text(result.nbytes)} {of}, done in {seconds}"
-
-
-def delta_lines(result: DeltaResult) -> Iterator[Row]:
-    """What a delta holds, as rows."""
-    yield Row("version", f"{result.base_version} → {result.version}")
-    whole = count_text(result.tensors, "tensor")
-    yield Row("tensors", f"{result.changed:,} of {whole} changed")
-    yield Row("layout", f"{result.encoding}, zstd, {result.checksum}")
-    yield from note_rows(result.notes)
-
-
-def delta_document(result: DeltaResult) -> dict[str, Any]:
-    """A delta as JSON values."""
-    return _DELTA.of(result)
-
-
-_DELTA = Fields(
-    "path version base_version encoding checksum tensors changed bytes=nbytes "
-    "whole_bytes=whole_nbytes notes seconds",
-    seconds=lambda seconds: round(seconds, 6),
-)

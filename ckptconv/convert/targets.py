@@ -35,20 +35,23 @@ def target(named: Location, options: Request, read: str) -> tuple[PurePath, Targ
     output = named.path
     if isinstance(named, OpenFile):
         named.refuse_unwritable(is_folder=_is_of_several(options))
-        is_nameless = not output.suffix and options.to is None
-        return output, target_named("torch") if is_nameless else _target_format(output, options.to)
+        if not output.suffix and options.to is None:
+            return output, target_named("torch")
+        return output, _target_format(output, options.to)
     if options.shard_bytes is None:
         return output, _target_format(output, options.to)
     if options.with_files:
         _refuse_no_folder(named, options.to)
     stem = _adapter_stem(named, options)
     if is_folder_of_set(named, options.to):
-        found = target_named(FOR_FOLDERS if options.to is None else options.to)
+        found = target_named(options.to or FOR_FOLDERS)
         _refuse_unsplit(found, output, with_files=options.with_files)
         name = found.shards_named
         if stem and name:
-            return output / f"{stem}{PurePath(name).suffix}", found
-        return output / (named_like(read, name) if name else name), found
+            name = f"{stem}{PurePath(name).suffix}"
+        elif name:
+            name = named_like(read, name)
+        return output / name, found
     found = _target_format(output, options.to)
     _refuse_unsplit(found, output, with_files=False)
     return output, found
@@ -130,12 +133,13 @@ def _adapter_stem(named: Location, options: Request) -> str | None:
 
 
 def _refuse_unsplit(found: TargetFormat, output: PurePath, *, with_files: bool) -> None:
-    if not found.shards_named and with_files:
+    if found.shards_named:
+        return
+    if with_files:
         what = f"{found.noun} does not stand in a folder of a model"
         raise CheckpointError(what, path=output, hint="leave --with-files out")
-    if not found.shards_named:
-        what = f"{found.noun} is not split by size"
-        raise CheckpointError(what, path=output, hint="leave --max-shard-size out")
+    what = f"{found.noun} is not split by size"
+    raise CheckpointError(what, path=output, hint="leave --max-shard-size out")
 
 
 def _target_format(output: PurePath, to: Target | None) -> TargetFormat:
@@ -161,10 +165,10 @@ def _refuse_misnamed(output: PurePath, asked: TargetFormat) -> None:
     if said in (None, asked.name):
         return
     stem = output.stem.removesuffix(asked.suffix)  # of out.safetensors.gz: out
-    better = printable(f"{stem}{asked.suffix}")
+    hint = f"write {printable(stem + asked.suffix)}"
+    if any(said == one.name for one in TARGETS):
+        hint = f"{hint}, or leave --to out"
     what = f"its name says {said}, but --to says {asked.name}"
-    is_target = any(said == one.name for one in TARGETS)
-    hint = f"write {better}" + (", or leave --to out" if is_target else "")
     raise CheckpointError(what, path=output, hint=hint)
 
 

@@ -35,6 +35,18 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def agreeing(count: int, verb: str) -> str:
+    """The verb of so many things.
+
+    >>> agreeing(1, "share"), agreeing(2, "share"), agreeing(1, "are"), agreeing(1, "have")
+    ('shares', 'share', 'is', 'has')
+    """
+    return verb if count != 1 else _OF_ONE.get(verb, f"{verb}s")
+
+
+_OF_ONE = {"are": "is", "have": "has", "do": "does"}
+
+
 def number_text(value: float | int | None) -> str:
     """A figure of four digits in at most ten characters; a dash where there is none.
 
