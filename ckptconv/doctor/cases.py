@@ -109,12 +109,15 @@ class Case:
         fix = Fix(suffix=self.facts.opening.suffix, device=self.asked.device, tag=self.asked.tag)
         if self.fit is None or not self.fit.fixes:
             return fix
-        only = self.fit.found.path if len(self.state_dicts) > 1 else None
-        preset = self.fit.fit.preset or None
-        surplus = None if self.fit.fit.fits or preset else True
-        fix = replace(fix, only=only, drop_unexpected=surplus, preset=preset)
-        like = None if self.asked.like is None else os.fspath(self.asked.like)
-        return replace(fix, like=like, model=self.asked.model)
+        if len(self.state_dicts) > 1:
+            fix = replace(fix, only=self.fit.found.path)
+        if self.fit.fit.preset:
+            fix = replace(fix, preset=self.fit.fit.preset)
+        elif not self.fit.fit.fits:
+            fix = replace(fix, drop_unexpected=True)
+        if self.asked.like is not None:
+            fix = replace(fix, like=os.fspath(self.asked.like))
+        return replace(fix, model=self.asked.model)
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:

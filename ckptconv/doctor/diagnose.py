@@ -145,7 +145,8 @@ def _prescribed(case: Case, fix: Fix, one: Symptom, outputs: dict[Fix, PurePath]
     if isinstance(found, CheckpointError) and case.values_of_codes:
         # blocks of GGUF and objects of torchao can be written as values alone
         as_values = case.workable(fix.with_(one.fix).with_(case.values_of_codes))
-        found = found if isinstance(as_values, CheckpointError) else as_values
+        if not isinstance(as_values, CheckpointError):
+            found = as_values
     if isinstance(found, CheckpointError):
         return replace(one.finding, advice=str(found))
     if found.fix not in outputs:
@@ -171,11 +172,12 @@ def _read_values(case: Case, tell: OnProgress | None) -> list[Symptom]:
     wrong: dict[str, int] = {}
     meant: dict[str, int] = {}
     for (path, ref), counted_by in zip(refs.items(), counters, strict=True):
+        infinite = wrong if id(ref) in weights else meant
         for counter in counted_by:
             if counter.nonfinite.nan:
                 nan[path] = counter.nonfinite.nan
             if counter.nonfinite.infinite:
-                (wrong if id(ref) in weights else meant)[path] = counter.nonfinite.infinite
+                infinite[path] = counter.nonfinite.infinite
     return [
         symptom(code, f"has values that are {what} ({sum(counts.values())}), in {some([*counts])}",
                 effect, advice=advice)
@@ -197,7 +199,9 @@ def _damaged(error: CheckpointError) -> Symptom:
     effect = "it cannot be read"
     if error.code == "checksum":
         effect = "torch.load does not check this; it returns damaged values silently"
-    cause = f"{printable(error.where)}: {error.what}" if error.where else error.what
+    cause = error.what
+    if error.where:
+        cause = f"{printable(error.where)}: {cause}"
     advice = error.hint or "the file is damaged; fetch it again"
     return cases.error("damaged", cause, effect, advice=advice)
 
@@ -253,12 +257,13 @@ def _effect(error: CheckpointError, place: Location) -> str:
         return words.quoted(said)
     is_npz = f"{error.where or place}".endswith((".npy", ".npz"))
     if isinstance(error, MalformedCheckpoint):
+        library = "numpy" if is_npz else "torch"
         return (
-            f"ckptconv does not open it; {'numpy' if is_npz else 'torch'}.load may refuse it too, "
-            "or load something else than was saved"
+            f"ckptconv does not open it; {library}.load may refuse it too, or load something else "
+            "than was saved"
         )
-    others = "; numpy.load may load it" if is_npz else ""
-    return f"neither torch.load nor the safetensors library loads it{others}"
+    told = "neither torch.load nor the safetensors library loads it"
+    return f"{told}; numpy.load may load it" if is_npz else told
 
 
 def _with_siblings(place: Location) -> str | None:

@@ -115,9 +115,11 @@ def diagnoses_headline(
 ) -> str:
     """How many of several checkpoints load here, and how many of these fail with `strict`."""
     loading = [item for item in found if isinstance(item, Diagnosis) and item.loads]
-    warned = sum(item.warns for item in loading) if strict else 0
-    more = f"; {warned} of these with warnings, which fail with --strict" if warned else ""
-    return f"{len(loading)} of {len(found)} load here{more}"
+    warned = sum(item.warns for item in loading)
+    told = f"{len(loading)} of {len(found)} load here"
+    if warned and strict:
+        return f"{told}; {warned} of these with warnings, which fail with --strict"
+    return told
 
 
 def exit_code(found: Sequence[Diagnosis | CheckpointError], *, strict: bool) -> int:
@@ -141,16 +143,15 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[Row]:
         cause = f"{finding.code}: {printable(finding.cause, 2000)}"
         yield Row(finding.severity, cause, _LEVELS[finding.severity])
         yield Row("effect", printable(finding.effect, 2000))
+        if finding.command and finding.command == last:
+            yield Row("fix", "the same command", is_command=True)
+            continue
         if finding.command:
-            again = finding.command == last
-            shown = "the same command" if again else printable(finding.command, 20_000)
-            yield Row("fix", shown, is_command=True)
             last = finding.command
-            if finding.advice and not again:
-                label = "loses" if finding.advice.startswith(LEFT_OUT) else "advice"
-                yield Row(label, printable(finding.advice, 2000))
-        elif finding.advice:
-            yield Row("advice", printable(finding.advice, 2000))
+            yield Row("fix", printable(finding.command, 20_000), is_command=True)
+        if finding.advice:
+            label = "loses" if finding.advice.startswith(LEFT_OUT) else "advice"
+            yield Row(label, printable(finding.advice, 2000))
     for code, count in counts.items():
         if count > LISTED:
             yield Row("more", f"{code}: and {count - LISTED:,} more")

@@ -14,7 +14,7 @@ from ckptconv.devices.host import require_device
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, warning
 from ckptconv.doctor.report import Finding
-from ckptconv.doctor.runtimes import runtimes_for
+from ckptconv.doctor.runtimes import precision, scaled_weights
 from ckptconv.formats.hf_names import indexes_naming
 from ckptconv.formats.registry import open_certain
 from ckptconv.inspect.facts import is_bloated, newer_protocol, training_states
@@ -29,12 +29,10 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.report import danger_in
-from ckptconv.support.text import count_text, look_hint, of_part, part_text, size_text
-from ckptconv.tensors.scaled_weights import quantization_scales
+from ckptconv.support.text import look_hint, of_part, part_text
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.fitted_keys import refusal
 from ckptconv.tree.producers import LORA_OF_PEFT, averages_weights
-from ckptconv.tree.quantization_config import facts_beside
 
 # --------------------------------------------------------------------------------------- the file
 
@@ -58,21 +56,24 @@ def _container(case: Case) -> Iterator[Symptom]:
         effect = f"{container.by} opens it as one model; {alone}"
         yield info("sharded", cause, effect, Fix(), chosen=True)
     elif not container.is_usual:
-        said = words.FOLDER if case.places[0].is_folder() else container.torch_says
         effect = "torch.load(weights_only=True) does not read it as one checkpoint"
-        if said:
-            effect = words.quoted(said)
+        if case.places[0].is_folder():
+            effect = words.quoted(words.FOLDER)
+        elif container.torch_says:
+            effect = words.quoted(container.torch_says)
         if container.anywhere:
-            kind = "folder" if container.is_folder else "file"
-            instead = "file" if container.is_folder else "file for torch"
-            cause = f"is a {kind} that {container.by} opens ({name}), not a {instead}"
+            cause = f"is a file that {container.by} opens ({name}), not a file for torch"
+            if container.is_folder:
+                cause = f"is a folder that {container.by} opens ({name}), not a file"
             yield info("container", cause, effect, Fix(), chosen=True)
         else:
             yield error("container", f"{container.why_not} ({name})", effect, Fix())
 
 
 def _protocol(case: Case) -> Iterator[Symptom]:
-    number = newer_protocol(case.whole) if len(case.paths) == 1 else None
+    if len(case.paths) > 1:  # each rank has its own
+        return
+    number = newer_protocol(case.whole)
     if number is not None:
         cause = f"its pickle has the protocol {number}, where torch writes 2"
         yield error("pickle-protocol", cause, words.quoted(words.REFUSED, words.OPCODE), Fix())
@@ -307,7 +308,7 @@ def _shares(case: Case) -> Iterator[Symptom]:
     """Parts that only training needs: the optimizer, averaged weights beside the plain ones."""
     total = case.facts.root.nbytes
     states = sum(part.nbytes for part in training_states(case.facts.root))
-    one = case.state_dicts[0].path if case.state_dicts else ""
+    one = next((item.path for item in case.state_dicts), "")
     if one and states * 10 > total:
         cause = f"{states * 100 // total} % of its tensors' bytes are an optimizer's state"
         effect = "programs that only use the model read and store it too"
@@ -365,10 +366,11 @@ def _aliases(case: Case) -> Iterator[Symptom]:
     names = [key for key, ref in views if key in metadata and ref.storage.name == metadata[key]]
     if not names:
         return
-    target = case.asked.target
-    wanted = target is not None and not target.shapes.keys().isdisjoint(names)
     by = "load_state_dict(safetensors.torch.load_file(...))"
-    yield (error if wanted else warning)(
+    target, told = case.asked.target, warning
+    if target is not None and not target.shapes.keys().isdisjoint(names):
+        told = error
+    yield told(
         "aliases",
         f"names of tied tensors stand in the metadata alone: {some(names)}",
         words.quoted(words.on_missing(names[0]), by=by),
@@ -377,66 +379,10 @@ def _aliases(case: Case) -> Iterator[Symptom]:
     )
 
 
-def _scaled(case: Case) -> Iterator[Symptom]:
-    """Weights that are codes beside a scale, which a model without them takes for values."""
-    known = [item for item in case.facts.quantized if item.scheme is not None]
-    if known:
-        told = some([f"{item.scheme} ({count_text(item.weights, 'weight')})" for item in known])
-        sizes = size_text(sum(item.stored for item in known))
-        values = size_text(sum(item.values for item in known))
-        types = ", ".join(dict.fromkeys(item.dtype for item in known))
-        cause = f"weights are quantised: {told}; {sizes}, and {values} as values of {types}"
-        effect = _readers_text(case)
-        if case.scaled:  # the blocks of GGUF and the objects of torchao nobody takes for values
-            effect = f"{effect}; {_NONSENSE}"
-        yield info("scaled-weights", cause, effect, case.values_of_codes, chosen=True)
-        return
-    fix = case.values_of_codes
-    for path, scaled in case.scaled.items():
-        names = some([f"{item.codes} with {item.scale}" for item in scaled])
-        advice = (
-            "load it with the library that wrote it, or make values of it with --dequantize "
-            "(ckptconv copies codes and scales as they are, and refuses --dtype alone)"
-        )
-        cause = f"weights{of_part(path)} are codes beside scales: {names}"
-        yield info("scaled-weights", cause, _NONSENSE, fix, advice=advice, chosen=True)
-
-
-_NONSENSE = (
-    "a model that does not know of the scales uses the codes as values, and silently computes "
-    "nonsense"
-)
-
-
-def _readers_text(case: Case) -> str:
-    """Which programs read quantised weights as they are."""
-    method = facts_beside(case.checkpoint).method
-    words = [item.word for item in case.facts.quantized]
-    each = [runtimes_for(method, word) for word in words]
-    all_of = [name for name in each[0] if all(name in names for names in each)]
-    if all_of:
-        return f"{', '.join(all_of)} can read them as they are"
-    if method:
-        return f"no program is known here that reads {printable(method, 40)} as it is"
-    return "no config.json says how, so no program reads them as they are"
-
-
-def _precision(case: Case) -> Iterator[Symptom]:
-    if not case.asked.size or case.scaled:
-        return
-    if any(quantization_scales(dict(item.tensors())) for item in case.state_dicts):
-        return
-    weights = {id(ref): ref.dtype for item in case.state_dicts for _, ref in item.tensors()}
-    floats = [dtype.name for dtype in weights.values() if dtype.is_floating]
-    if set(floats) == {"float32"}:
-        cause = f"all floating tensors of its weights ({len(floats)}) are float32"
-        effect = "bfloat16 would take half the bytes"
-        yield info("all-fp32", cause, effect, Fix(dtype="bf16"), chosen=True)
-
-
 CHECKS: tuple[Callable[[Case], Iterator[Symptom]], ...] = (
     _dangers, _container, _strays, _protocol, _name, _refused, _lone_part, _tags, _modules,
     _objects,
-    _keys, _choice, _wrappers, _bloat, _shares, _no_weights, _tied, _aliases, _scaled, _precision,
+    _keys, _choice, _wrappers, _bloat, _shares, _no_weights, _tied, _aliases,
+    scaled_weights, precision,
 )  # fmt: skip
 """What is looked at; findings of one severity come in this order."""
