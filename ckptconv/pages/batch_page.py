@@ -85,6 +85,7 @@ def _table(totals: Totals) -> Iterator[str]:
     yield from (f'<th scope="col" class="{kind}">{name}</th>' for name, kind in _COLUMNS)
     yield "</tr></thead>\n<tbody>\n"
     for receipt in sorted(totals.receipts, key=lambda one: one.state == "done"):
+        # of what failed nothing is known: its cells are empty, not zero
         sizes = [size_text(n) if n else "" for n in (receipt.source_nbytes, receipt.nbytes)]
         cells = [
             ", ".join(receipt.source), receipt.output, receipt.format, *sizes,

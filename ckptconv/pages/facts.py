@@ -105,6 +105,11 @@ class PageFacts:
     pairs: tuple[Pair, ...] = ()
 
     @property
+    def sides(self) -> tuple[str, ...]:
+        """What each of two checkpoints is called; nothing where there is one."""
+        return ("",) if self.difference is None else ("A", "B")
+
+    @property
     def has_values(self) -> bool:
         """Whether statistics are told."""
         return any(item.statistics for file in self.files for item in file.tensors)
@@ -117,17 +122,18 @@ STATES = (
 
 
 def page_tensors(
-    values: Sequence[NamedValue], statistics: Iterable[Statistics] | None = None
+    values: Sequence[NamedValue], statistics: Iterable[Statistics | None]
 ) -> tuple[PageTensor, ...]:
     """The tensors as the page has them, each with its statistics where there are some."""
-    known = [None] * len(values) if statistics is None else list(statistics)
     firsts: dict[Hashable, int] = {}
     made = []
-    for at, (item, counted) in enumerate(zip(values, known, strict=True)):
+    for at, (item, counted) in enumerate(zip(values, statistics, strict=True)):
         ref = item.ref
         told = (item.name, item.dtype.name, item.shape, item.numel, ref.nbytes, ref.location)
-        first = firsts.setdefault(view_identity(ref), at)
-        made.append(PageTensor(*told, None if first == at else first, counted))
+        first: int | None = firsts.setdefault(view_identity(ref), at)
+        if first == at:
+            first = None
+        made.append(PageTensor(*told, first, counted))
     return tuple(made)
 
 
@@ -211,7 +217,7 @@ def file_facts(
     paths = [place.path for place in places_of(source)]
     inspection = inspect_checkpoint(checkpoint)
     fix = _fix(checkpoint, inspection, paths, tag)
-    statistics = None
+    statistics: list[Statistics | None] = [None] * len(found.values)
     if values:
         statistics = [item.statistics for item in statistics_of(found.values, on_progress)]
     tensors = page_tensors(found.values, statistics)

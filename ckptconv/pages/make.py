@@ -46,7 +46,7 @@ from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Row, short_repr
 from ckptconv.support.settings import collector_paused
-from ckptconv.support.text import count_text, size_text, some_text
+from ckptconv.support.text import count_text, first_few, size_text, some_text
 from ckptconv.tree.edits import Edit
 from ckptconv.values.named import named_values, values_in
 
@@ -67,12 +67,12 @@ def _short(file: FileFacts) -> str:
 
 
 def _body(facts: PageFacts) -> Iterator[str]:
-    sides: tuple[str | None, ...] = ("A", "B") if facts.difference is not None else (None,)
+    sided = [*zip(facts.sides, facts.files, strict=True)]
     yield '<header class="page">\n'
     if facts.difference is not None:
         yield from _comparison(facts, facts.difference)
         yield '<div class="files">\n'
-    for side, file in zip(sides, facts.files, strict=True):
+    for side, file in sided:
         yield from _file(file, side)
     if facts.difference is not None:
         yield "</div>\n"
@@ -80,7 +80,7 @@ def _body(facts: PageFacts) -> Iterator[str]:
     yield _map(facts)
     yield profile_section(facts)
     yield filled("table.html", noun="Tensors" if facts.difference is None else "Keys")
-    for side, file in zip(sides, facts.files, strict=True):
+    for side, file in sided:
         yield _sharing(file, side)
     yield "</main>\n"
     yield f"<footer>Made by ckptconv {__version__}. Nothing in the checkpoint was run.</footer>\n"
@@ -90,14 +90,17 @@ def _body(facts: PageFacts) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------- the head
 
 
-def _file(file: FileFacts, side: str | None) -> Iterator[str]:
+def _file(file: FileFacts, side: str) -> Iterator[str]:
     found = file.inspection
-    heading = "h1" if side is None else "h2"
-    mark = f'<span class="side">{side}</span>' if side else ""
+    heading, mark = "h1", ""
+    if side:
+        heading, mark = "h2", f'<span class="side">{side}</span>'
     short = _short(file)
     facts = [found.format]
-    facts += [f"written by {found.producer}"] if found.producer else []
-    facts += [file.name] if short != file.name else []
+    if found.producer:
+        facts.append(f"written by {found.producer}")
+    if short != file.name:
+        facts.append(file.name)
     yield f'<div class="file">\n<{heading}>{mark}<bdi>{escaped(short)}</bdi></{heading}>\n'
     yield f'<p class="subtitle">{escaped(" · ".join(facts))}</p>\n'
     yield from _verdicts(file)
@@ -181,8 +184,8 @@ def _most(counted: Mapping[str, int]) -> tuple[str, str]:
     pairs = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
     if not pairs:
         return "–", ""
-    more = ", ".join(f"{printable(name)} {count:,}" for name, count in pairs[:4])
-    return pairs[0][0], f"{more}, …" if len(pairs) > 4 else more
+    counts = [f"{name} {count:,}" for name, count in pairs]
+    return pairs[0][0], first_few(counts, 4)
 
 
 def _details(rows: Iterable[Row]) -> Iterator[str]:
@@ -230,30 +233,33 @@ _OF_PAIRS = (("relL2", "relative L2"), ("state", "difference"))
 
 def _map(facts: PageFacts) -> str:
     is_pair = facts.difference is not None
-    offered = [*_OF_PAIRS, *_COLORINGS] if is_pair else [*_COLORINGS]
-    if facts.difference is not None and not facts.difference.values:
-        offered[:2] = offered[1::-1]  # none has a distance: what is shown first is the state
+    offered = [*_COLORINGS]
+    if facts.difference is not None:
+        # where none has a distance, what is shown first is the state
+        offered[:0] = _OF_PAIRS if facts.difference.values else reversed(_OF_PAIRS)
     if facts.has_values:
         offered += _OF_VALUES
     options = "".join(f'<option value="{key}">{label}</option>' for key, label in offered)
     maps = ""
-    for place, file in enumerate(facts.files):
-        title = f"<h3>{'AB'[place]}</h3>" if is_pair else ""
+    for place, (side, file) in enumerate(zip(facts.sides, facts.files, strict=True)):
+        title = side and f"<h3>{side}</h3>"
         drawn = map_svg([shown_name(item.name) for item in file.tensors], file.tensors)
         maps += f'<div>{title}<div class="mapbox" id="map-{place}">{drawn}</div></div>\n'
     return filled("map.html", options=options, kind=" two" if is_pair else "", maps=maps)
 
 
-def _sharing(file: FileFacts, side: str | None) -> str:
+def _sharing(file: FileFacts, side: str) -> str:
     if not file.shared:
         return ""
     unused, more = sum(item.nbytes - item.used for item in file.shared), ""
-    told = f"{size_text(unused)} of them belong to no tensor" if unused else "all bytes are used"
+    told = "all bytes are used"
+    if unused:
+        told = f"{size_text(unused)} of them belong to no tensor"
     if len(file.shared) > _LISTED:
         more = f'<p class="note">and {len(file.shared) - _LISTED:,} more</p>\n'
     return filled(
         "sharing.html",
-        of=f" of {side}" if side else "",
+        of=side and f" of {side}",
         told=f"{count_text(len(file.shared), 'storage')}; {told}",
         rows="".join(_storage(file, item) for item in file.shared[:_LISTED]),
         more=more,

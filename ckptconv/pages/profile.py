@@ -48,10 +48,9 @@ def folded(tensors: Sequence[PageTensor]) -> list[Series]:
     """The series of two depths and more, the largest in bytes first."""
     made = []
     for name, layers in _layers(tensors, 0).items():
-        alike = all(
-            len({(one.dtype, one.shape) for one in items}) == 1 for items in layers.values()
-        )
-        parts = {name: layers} if alike else _layers([one for i in layers.values() for one in i], 1)
+        parts = {name: layers}
+        if any(len({(one.dtype, one.shape) for one in items}) > 1 for items in layers.values()):
+            parts = _layers([one for items in layers.values() for one in items], 1)
         made += [_series(part, found) for part, found in parts.items() if len(found) > 1]
     return sorted(made, key=lambda item: (-item.nbytes, item.name))
 
@@ -125,8 +124,9 @@ def _figure(name: str, sides: Sequence[Series | None]) -> str:
     if not lines:
         lines = f'<text class="axis" x="{_WIDTH / 2:g}" y="36" text-anchor="middle">all zero</text>'
     std, largest = zip(*map(_ends, there), strict=True)
-    first = there[0].points[0].std, there[0].points[-1].std
-    told = f"abs-max {largest[0]}" if first == (None, None) else f"std {std[0]}"
+    told = f"std {std[0]}"
+    if there[0].points[0].std is None and there[0].points[-1].std is None:
+        told = f"abs-max {largest[0]}"
     stds = "; ".join(f"std {ends}" for ends in std)
     about = f"{escape(shown_name(name))}: {stds}, abs-max {'; '.join(largest)}"
     return filled(
@@ -165,7 +165,7 @@ class _Frame:
     @classmethod
     def around(cls, points: Sequence[Point]) -> _Frame:
         logs = [math.log10(value) for _, *values in points for value in values if value]
-        low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+        low, high = min(logs, default=0.0), max(logs, default=0.0)
         if high - low < 0.2:
             low, high = low - 0.1, high + 0.1
         depths = [point.depth for point in points]
@@ -180,7 +180,9 @@ class _Frame:
 def _line(kind: str, values: Sequence[tuple[int, float | None]], frame: _Frame) -> str:
     """A line through the values that have a logarithm."""
     points = [frame.point(depth, value) for depth, value in values if value]
+    if not points:
+        return ""
     if len(points) == 1:
         return f'<circle class="{kind}" cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2"/>'
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="{kind}" points="{joined}"/>' if points else ""
+    return f'<polyline class="{kind}" points="{joined}"/>'

@@ -136,7 +136,7 @@ def _filled(node: Node, box: Box, depth: int, sizes: Sequence[int]) -> Iterator[
     boxes = squarified([nbytes for _, _, nbytes in weighed], box)
     for (label, part, nbytes), inner in zip(weighed, boxes, strict=False):
         x, y, w, h = inner
-        inside = tuple(at for one in ([part] if part else rest) for at in one.tensors())
+        inside = tuple(at for one in (rest if part is None else [part]) for at in one.tensors())
         is_group = part is not None and (bool(part.inner) or len(part.own) > 1)
         opens = is_group and w * h > _OPENED and w > 14 and h > 14
         yield Cell(inner, label, nbytes, inside, depth, opens, is_rest=part is None)
@@ -182,10 +182,12 @@ def map_svg(names: Sequence[str], tensors: Sequence[PageTensor]) -> str:
     colors = {dtype: at for at, (dtype, _) in enumerate(by_dtype.most_common())}
     drawn = []
     for cell in cells_of(names, sizes):
-        kinds: Counter[str] = Counter()
-        for at in cell.tensors if not cell.is_group else ():
-            kinds[tensors[at].dtype] += sizes[at]
-        color = colors[kinds.most_common(1)[0][0]] if kinds else 0
+        color = 0
+        if not cell.is_group:
+            kinds: Counter[str] = Counter()
+            for at in cell.tensors:
+                kinds[tensors[at].dtype] += sizes[at]
+            color = colors[kinds.most_common(1)[0][0]]
         drawn.append(_drawn(cell, f"c{min(color, _OTHER)}"))
     return (
         f'<svg class="map" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Map of the '
@@ -195,9 +197,11 @@ def map_svg(names: Sequence[str], tensors: Sequence[PageTensor]) -> str:
 
 def _drawn(cell: Cell, color: str) -> str:
     x, y, w, h = cell.box
-    kind = f"{color} rest" if cell.is_rest else color
+    kind, tint = color, f"on-{color}"
+    if cell.is_rest:
+        kind = f"{color} rest"
     if cell.is_group:
-        kind = f"group d{min(cell.depth, 3)}"
+        kind, tint = f"group d{min(cell.depth, 3)}", "onGroup"
     box = (
         f'<rect class="{kind}" x="{x + _GAP / 2:.1f}" y="{y + _GAP / 2:.1f}" '
         f'width="{max(w - _GAP, 0.3):.1f}" height="{max(h - _GAP, 0.3):.1f}"/>'
@@ -207,7 +211,6 @@ def _drawn(cell: Cell, color: str) -> str:
     if not fits or room < 3:
         return box
     label = cell.label if len(cell.label) <= room else f"{cell.label[: room - 1]}…"
-    tint = "onGroup" if cell.is_group else f"on-{color}"
     text = f'<text class="label {tint}" x="{x + 5:.1f}" y="{y + 13:.1f}">{escape(label)}</text>'
     size = size_text(cell.nbytes)
     if not cell.is_group and h > 34 and len(size) <= room:

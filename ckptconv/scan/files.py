@@ -167,7 +167,7 @@ def _listed(home: Location, note: Callable[[OSError], None]) -> Iterator[Locatio
         yield from _listed_elsewhere(home)
         return
     for base, folders, names in os.walk(folder, onerror=note):
-        folders.sort()
+        folders.sort()  # in place: it is also the order in which os.walk goes on
         links = [name for name in folders if Path(base, name).is_symlink()]
         yield from (LocalPlace(Path(base, name)) for name in sorted([*names, *links]))
 
@@ -249,9 +249,11 @@ def _items(path: Location) -> tuple[Sighting, ...]:
     """
     try:
         return tuple(_item_findings(path))
-    except (CheckpointError, ValueError) as error:
-        what = error.what if isinstance(error, CheckpointError) else "has an impossible file name"
-        return (Sighting("", "", "unknown", f"{what}, so its items were not looked at", 0),)
+    except CheckpointError as error:
+        what = error.what
+    except ValueError:
+        what = "has an impossible file name"
+    return (Sighting("", "", "unknown", f"{what}, so its items were not looked at", 0),)
 
 
 def _item_findings(place: Location) -> Iterator[Sighting]:
@@ -267,8 +269,11 @@ def _item_findings(place: Location) -> Iterator[Sighting]:
 
 def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> Iterator[Sighting]:
     """What lies in ranges of a file that are no archives; those are looked into with the file."""
+    if not wanted:
+        return
     scanner = Scanner(Room(source.size))
-    ranges = sorted(wanted - set(joined_archives(source) if wanted else ()))
+    ranges = sorted(wanted - set(joined_archives(source)))
+    # else a small file could make any amount of work
     if sum(length for _, length in ranges) > source.size:
         what = "places items on top of each other; none of them was looked at"
         yield Sighting(name, "", "unknown", what, 0)
@@ -318,7 +323,9 @@ def scan_lines(scan: Scan) -> Iterator[Row]:
 
 
 def _finding_text(scan: Scan, file: ScannedFile, finding: Sighting) -> str:
-    place = [file.path if len(scan.files) > 1 else "", finding.where, finding.name]
+    place = [finding.where, finding.name]
+    if len(scan.files) > 1:
+        place.insert(0, file.path)
     return ": ".join([*(printable(part) for part in place if part), printable(finding.reason, 500)])
 
 

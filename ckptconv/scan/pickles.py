@@ -59,7 +59,9 @@ class Room:
         free = most.pickle_free if pickle else most.inflated_free
         left = max(free, most.pickle_ratio * self.size) - self.inflated[pickle]
         limit = min(most.pickle_bytes, max(free, most.pickle_ratio * stored), left)
-        inflated = inflated_head(source, offset, stored, limit) if limit > 0 else b""
+        if limit <= 0:
+            return b"", True
+        inflated = inflated_head(source, offset, stored, limit)
         self.inflated[pickle] += len(inflated)
         return inflated, len(inflated) >= limit
 
@@ -155,7 +157,8 @@ class PickleScanner:
         source, where = stream.source, stream.where
         trace = trace_pickle(source, start)
         is_passed = certain or not trace.constants
-        self._room.followed += 0 if certain or (trace.end and is_passed) else trace.followed
+        if not certain and not (trace.end and is_passed):
+            self._room.followed += trace.followed
         named = _judged(trace, where)
         has_proto = _BEGINS(source.read(start, min(2, source.size - start))) is not None
         is_chance = stream.array and not trace.names
@@ -230,6 +233,8 @@ def _misused(trace: Trace) -> Iterator[tuple[NamedGlobal, Verdict, int]]:
 
 def _bytes_of(source: Source, held: Held | bytes) -> bytes:
     """What a pickle in `source` holds; nothing where a text has no such form."""
+    if isinstance(held, bytes):
+        return held
     with contextlib.suppress(ValueError):
-        return held_bytes(source, held) if isinstance(held, Held) else held
+        return held_bytes(source, held)
     return b""

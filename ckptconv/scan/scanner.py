@@ -137,6 +137,9 @@ def _may_be_script(source: Source) -> bool:
     return False
 
 
+_JUDGES = {"bytecode": judged_bytecode, "text": judged_code}
+
+
 class ArchiveScanner(PickleScanner):
     """Looks into the records of archives, wherever they lie."""
 
@@ -176,8 +179,7 @@ class ArchiveScanner(PickleScanner):
             inside = stream.named(name)
             text = self._whole(stream.source, records[name], inside)
             if kind != "model":
-                called = judged_bytecode(text) if kind == "bytecode" else judged_code(text)
-                self._note_called(inside, called)
+                self._note_called(inside, _JUDGES[kind](text))
                 continue
             try:
                 keys = old_code_records(text, name, records, stream.source.path)

@@ -45,14 +45,15 @@ def script_records(names: Iterable[str]) -> dict[str, Kind]:
     lower = {name.lower(): name for name in names}
     found: dict[str, Kind] = {}
     for low, name in lower.items():
-        kind = _KINDS.get(low.rpartition("/")[2])
-        match = _TEXT.fullmatch(low) if low.endswith(".py") else None
-        if match is not None:
+        base = low.rpartition("/")[2]
+        # the end first: most records of a large archive are not code
+        match = low.endswith(".py") and _TEXT.fullmatch(low)
+        if base in _KINDS:
+            found[name] = _KINDS[base]
+        elif match:
             root = match[1] or ""
             if root.endswith(".data/ts_code/") or any(root + mark in lower for mark in _MARKS):
-                kind = "text"
-        if kind is not None:
-            found[name] = kind
+                found[name] = "text"
     return found
 
 
@@ -93,12 +94,13 @@ _IN_FLATBUFFER = re.compile(
 
 def judged_flatbuffer(raw: bytes) -> list[Called]:
     """The dangerous operators in a flatbuffer: of bytecode, or of texts that torch compiles."""
-    found = (
-        _called(match[0].decode().replace(" ", "").split("."), match.start())
-        if match[0]
-        else _named(raw, match.start(), raw[match.start() - 4])
-        for match in _IN_FLATBUFFER.finditer(raw)
-    )
+    found = []
+    for match in _IN_FLATBUFFER.finditer(raw):
+        at = match.start()
+        if match[0]:
+            found.append(_called(match[0].decode().replace(" ", "").split("."), at))
+        else:  # a name of bytecode, behind its length
+            found.append(_named(raw, at, raw[at - 4]))
     return [called for called in _first(found) if called.verdict.level == "dangerous"]
 
 
@@ -147,8 +149,11 @@ def _called(chain: list[str], at: int) -> Called:
         return Called(name, judge_script_class(name), at)
     if root.startswith("rpc_"):
         return Called(name, judge_operator("prim", root), at)
-    path = ["aten", *names] if root == "torch" else names
-    return Called(name, judge_operator(*path[:2]) if len(path) > 1 else _HANDED_ON, at)
+    if root == "torch":
+        names.insert(0, "aten")
+    if len(names) < 2:
+        return Called(name, _HANDED_ON, at)
+    return Called(name, judge_operator(*names[:2]), at)
 
 
 def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
@@ -168,7 +173,8 @@ def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
             and before.startswith("dot")
             and not (before == "dot and line" and word in _ROOTS)
         ):
-            chain += [word] if chain else []
+            if chain:
+                chain.append(word)
             before = kind
             continue
         if chain and not (
@@ -176,8 +182,9 @@ def _chains(text: bytes) -> Iterator[tuple[list[bytes], int]]:
         ):
             yield chain, start
         is_root = kind == "name" and (word in _ROOTS or word == b"__torch__")
-        chain, start, opened = [word] if is_root else [], at, before
-        before = "defined" if word in (b"def", b"class") else kind
+        chain, start, opened, before = [word] if is_root else [], at, before, kind
+        if word in (b"def", b"class"):
+            before = "defined"
     if chain:
         yield chain, start
 
