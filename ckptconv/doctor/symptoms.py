@@ -367,10 +367,9 @@ def _aliases(case: Case) -> Iterator[Symptom]:
     if not names:
         return
     by = "load_state_dict(safetensors.torch.load_file(...))"
-    target, told = case.asked.target, warning
-    if target is not None and not target.shapes.keys().isdisjoint(names):
-        told = error
-    yield told(
+    target = case.asked.target
+    wanted = target is not None and not target.shapes.keys().isdisjoint(names)
+    yield (error if wanted else warning)(
         "aliases",
         f"names of tied tensors stand in the metadata alone: {some(names)}",
         words.quoted(words.on_missing(names[0]), by=by),
