@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from ckptconv.tree.dropping import Drop as Drop
     from ckptconv.tree.merging_lora import MergeLora as MergeLora
     from ckptconv.tree.optimizer_forms import FormOptimizer as FormOptimizer
-    from ckptconv.tree.rename_keys import RenameKeys as RenameKeys
+    from ckptconv.tree.optimizer_names import RenameKeys as RenameKeys
     from ckptconv.tree.state_dicts import StateDict as StateDict
     from ckptconv.values.collect import CheckpointStatistics as CheckpointStatistics
     from ckptconv.values.collect import TensorStatistics as TensorStatistics
@@ -152,7 +152,7 @@ _HOMES = {
     "Recovery": "convert.recover",
     "RefusedObject": "support.errors",
     "RemoteFailure": "support.errors",
-    "RenameKeys": "tree.rename_keys",
+    "RenameKeys": "tree.optimizer_names",
     "Scan": "scan.files",
     "StateDict": "tree.state_dicts",
     "Statistics": "tensors.statistics",

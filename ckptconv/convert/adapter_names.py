@@ -24,7 +24,7 @@ from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.lora_adapters import CONFIG
 from ckptconv.tree.lora_conventions import Convention
-from ckptconv.tree.rename_keys import RenameKeys
+from ckptconv.tree.optimizer_names import RenameKeys
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.renaming_lora import RenameLora
 from ckptconv.tree.reshaping import MadeKeys

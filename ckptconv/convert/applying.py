@@ -23,7 +23,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.io.open_files import Readable
 from ckptconv.io.places import Output, Place, place_of
 from ckptconv.io.zstd import require_zstd
-from ckptconv.pickles.nodes import Node, containers, substituted
+from ckptconv.pickles.nodes import Node, substituted
 from ckptconv.support.choices import (
     refuse_no_callback,
     refuse_no_flag,
@@ -221,7 +221,7 @@ class _Applying:
             if (ref := patching.now(key)) is not _tensor(node)
         }
         # stored as they are, where a delta changes nothing
-        root = substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
+        root = substituted(checkpoint.root, stand_ins)
         opened = [delta.checkpoint for delta in self.deltas]
         return replace(
             checkpoint,

@@ -50,7 +50,6 @@ from ckptconv.tree.renaming import (
 from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, find
-from ckptconv.tree.stray_tensors import settle_strays
 
 
 def plan_flat(
@@ -60,7 +59,11 @@ def plan_flat(
     part = find(checkpoint.root, options.only, checkpoint.path)
     found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
     warn(found.notes)
-    left_out = settle_strays(checkpoint, found.node, options.unknown)
+    left_out: tuple[Skipped, ...] = ()
+    if checkpoint.module_strays:
+        from ckptconv.tree.modules import settle_strays  # few checkpoints have modules
+
+        left_out = settle_strays(checkpoint, found.node, options.unknown)
     applied = map_state_dict(found, options.keys, checkpoint, options.fit_to)
     skipped = excluded(applied, options.fit_to)
     named_now, keys = applied.item, applied.keys

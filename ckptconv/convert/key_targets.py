@@ -28,7 +28,7 @@ from ckptconv.support.json_text import read_object
 from ckptconv.tree.fitted_keys import KeyTarget, shapes_of, ties_of
 
 if TYPE_CHECKING:
-    from ckptconv.tree.optimizer_order import ParameterOrder
+    from ckptconv.tree.optimizer_forms import ParameterOrder
 
 _INDEX = ".index.json"
 _PART = "write the part that you mean to a file of its own first: ckptconv convert --only PATH"
@@ -99,7 +99,7 @@ def parameter_order(
     """
     if path is None and model is None:
         return None
-    from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, order_of  # seldom needed
+    from ckptconv.tree.optimizer_forms import Parameter, ParameterOrder, order_of  # seldom needed
 
     if path is None:
         assert model is not None

@@ -52,7 +52,6 @@ from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
-from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.settling import Skipped, settle_objects
@@ -130,7 +129,9 @@ def _planned(
                 checkpoint = checkpoint.certain()
                 check_places(checkpoint.sources)
             whole = checkpoint
-            if not keeps_modules(to, options):
+            if checkpoint.has_whole_modules and not keeps_modules(to, options):
+                from ckptconv.tree.modules import flatten_modules  # few checkpoints have modules
+
                 whole = flatten_modules(checkpoint)
             if options.with_training:
                 _refuse_untrained(whole)
@@ -268,7 +269,7 @@ def _plan_tree(
     overlay: dict[int, Node] = {}
     left_out: tuple[Skipped, ...] = ()
     if checkpoint.module_strays:
-        from ckptconv.tree.stray_tensors import settle_strays  # few checkpoints have modules
+        from ckptconv.tree.modules import settle_strays  # few checkpoints have modules
 
         left_out = settle_strays(checkpoint, root, options.unknown)
     # names in an optimizer follow the keys of its model, also where that stays out of the output

@@ -18,7 +18,7 @@ from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Row, listed, note_rows, short_repr
 from ckptconv.support.text import count_text
-from ckptconv.tree.lost import without_lost
+from ckptconv.tree.dropping import without_lost
 from ckptconv.tree.settling import Unknown
 from ckptconv.values.named import components_in
 

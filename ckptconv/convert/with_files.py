@@ -46,7 +46,7 @@ def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
     folder = place_of(plan.folder)
     if not _dequantizes(options) or folder.is_far() or not folder.child("config.json").is_file():
         return
-    from ckptconv.tree.quantization_config import method_in
+    from ckptconv.tree.model_config import method_in
 
     read = {resolved(source.path.parent) for source in plan.inputs}
     is_replaced = options.with_files and resolved(plan.folder) not in read

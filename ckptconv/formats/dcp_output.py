@@ -23,8 +23,7 @@ from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs, seen_through
 from ckptconv.support.errors import OutputRefused, RefusedObject, printable
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tree.optimizer_forms import OF_LOADER
-from ckptconv.tree.optimizer_order import refuse_shares
+from ckptconv.tree.optimizer_forms import OF_LOADER, refuse_shares
 from ckptconv.tree.optimizer_parts import parts_of
 from ckptconv.tree.optimizer_states import optimizer_states
 from ckptconv.tree.state_dicts import find_state_dicts

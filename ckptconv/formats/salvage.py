@@ -49,7 +49,7 @@ from ckptconv.tensors.checksums import check_storage
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.lost import IsWhole
+from ckptconv.tree.dropping import IsWhole
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,11 +46,11 @@ from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit, refuse_no_edits
+from ckptconv.tree.modules import settle_strays
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
 from ckptconv.tree.reshaping import apply_rules, with_config
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
-from ckptconv.tree.stray_tensors import settle_strays
 from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:

@@ -218,14 +218,17 @@ def with_pairs(holder: Node, pairs: list[tuple[Node, Node]]) -> Node:
     return made
 
 
-def substituted(root: Node, holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> Node:
+def substituted(
+    root: Node, stand_ins: Mapping[int, Node], holders: Iterable[Node] | None = None
+) -> Node:
     """`root` with every node of `stand_ins` (by `id`) replaced by what stands in for it.
 
-    `holders` are the containers that are looked into. Nothing is changed: those that hold a
-    replaced node, however deep, are made anew, and all others are shared with the tree as it was.
+    `holders` are the containers that are looked into, all of the tree by default. Nothing is
+    changed: those that hold a replaced node, however deep, are made anew, and all others are
+    shared with the tree as it was.
     """
     new = dict(stand_ins)
-    around = _around(holders, stand_ins)
+    around = _around(containers(root) if holders is None else holders, stand_ins)
     for node in around:
         if type(node) is not tuple:
             new[id(node)] = _like(node)
@@ -245,7 +248,7 @@ def seen_through(root: Node, overlay: Mapping[int, Node]) -> Node:
         met = {id(node): overlay[id(node)] for node in inside if id(node) in overlay}
         if not met:
             return root
-        root = substituted(root, containers(root), met)
+        root = substituted(root, met)
 
 
 def _around(holders: Iterable[Node], stand_ins: Mapping[int, Node]) -> list[Node]:

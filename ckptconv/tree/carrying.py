@@ -25,7 +25,7 @@ from ckptconv.tensors.schemes.base import Facts, Group
 from ckptconv.tensors.schemes.scaled import given_block
 from ckptconv.tensors.schemes.table import group_of, names_activations, scheme_of
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.quantization_config import facts_beside
+from ckptconv.tree.model_config import facts_beside
 from ckptconv.tree.state_dicts import StateDict
 
 Origin: TypeAlias = "str | int"

@@ -45,7 +45,7 @@ from ckptconv.tensors.schemes.table import (
 from ckptconv.tensors.schemes.torchao import torchao_weight
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.edits import Edit
-from ckptconv.tree.quantization_config import facts_beside
+from ckptconv.tree.model_config import facts_beside
 from ckptconv.tree.renaming import map_state_dict
 from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.state_dicts import StateDict
@@ -429,7 +429,7 @@ def _edited(
             elif not any(key.endswith(str(label)) for key in gone.get(id(value), ())):
                 kept.append((label, value))  # a scale may be a value too, under another name
         made[id(holder)] = with_pairs(holder, kept)
-    return substituted(root, containers(root), made)
+    return substituted(root, made)
 
 
 def _notes(found: list[Decoded], gone: list[str], facts: Facts) -> Iterator[str]:

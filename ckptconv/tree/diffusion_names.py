@@ -31,6 +31,7 @@ _SINGLE = {
     "out.2": "conv_out",
 }
 _MIDDLE = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
+_KINDS = {"0": "resnets"}  # by the number in an original block; behind it stands attention
 _BACK_RESNET = {new: old for old, new in _RESNET.items()}
 _BACK_SINGLE = {new: old for old, new in _SINGLE.items()}
 _BACK_MIDDLE = {new: old for old, new in _MIDDLE.items()}
@@ -50,22 +51,25 @@ def as_in_diffusers(module: str) -> str | None:
     if module in _SINGLE:
         return _SINGLE[module]
     if module.startswith("middle_block."):
-        _, number, rest = module.split(".", 2) if module.count(".") > 1 else ("", "", "")
-        return _within(f"mid_block.{_MIDDLE[number]}", rest, _RESNET) if number in _MIDDLE else None
+        number, _, rest = module.removeprefix("middle_block.").partition(".")
+        if number not in _MIDDLE or not rest:
+            return None
+        return _within(f"mid_block.{_MIDDLE[number]}", rest, _RESNET)
     found = _ORIGINAL.fullmatch(module)
     if not found:
         return None
     side, number, part, rest = found.groups()
+    kind = _KINDS.get(part, "attentions")
     if side == "input_blocks":
-        block, at = divmod(int(number) - 1, 3)
-        if at == 2:
-            return f"down_blocks.{block}.downsamplers.0.conv" if rest == "op" else None
-        kind = "resnets" if part == "0" else "attentions"
-        return _within(f"down_blocks.{block}.{kind}.{at}", rest, _RESNET)
+        block, at = divmod(int(number) - 1, 3)  # the first one is conv_in
+        if at < 2:
+            return _within(f"down_blocks.{block}.{kind}.{at}", rest, _RESNET)
+        if rest == "op":
+            return f"down_blocks.{block}.downsamplers.0.conv"
+        return None
     block, at = divmod(int(number), 3)
     if rest == "conv" and part != "0":
         return f"up_blocks.{block}.upsamplers.0.conv"
-    kind = "resnets" if part == "0" else "attentions"
     return _within(f"up_blocks.{block}.{kind}.{at}", rest, _RESNET)
 
 
@@ -93,9 +97,9 @@ def as_in_original(module: str, modules: Collection[str]) -> str | None:
         return f"input_blocks.{3 * block + 3}.0.op"
     if kind == "upsamplers":
         start = f"up_blocks.{block}.attentions."
-        part = 2 if any(name.startswith(start) for name in modules) else 1
+        part = 1 + any(name.startswith(start) for name in modules)
         return f"output_blocks.{3 * block + 2}.{part}.conv"
-    part = 0 if kind == "resnets" else 1
+    part = int(kind == "attentions")
     if side == "down":
         return _within(f"input_blocks.{3 * block + int(at) + 1}.{part}", rest, _BACK_RESNET)
     return _within(f"output_blocks.{3 * block + int(at)}.{part}", rest, _BACK_RESNET)
@@ -138,6 +142,10 @@ _AROUND = {
 """What stands outside the blocks, but for ``final_layer.adaLN_modulation.1``: its halves are the
 other way round in diffusers.
 """
+_BLOCKS = {
+    "double": ("transformer_blocks", _DOUBLE),
+    "single": ("single_transformer_blocks", _ONE),
+}
 _FLUX = re.compile(r"(double|single)_blocks\.(\d{1,3})\.(.+)")
 
 
@@ -154,16 +162,12 @@ def flux_in_diffusers(module: str) -> tuple[str, ...]:
     if not found:
         return ()
     kind, number, rest = found.groups()
-    start = "transformer_blocks" if kind == "double" else "single_transformer_blocks"
-    table = _DOUBLE if kind == "double" else _ONE
+    start, table = _BLOCKS[kind]
     return tuple(f"{start}.{number}.{name}" for name in table.get(rest, ()))
 
 
 def _flux_parts() -> Iterator[tuple[str, tuple[str, int, int]]]:
-    for table, kind, start in (
-        (_DOUBLE, "double", "transformer_blocks"),
-        (_ONE, "single", "single_transformer_blocks"),
-    ):
+    for kind, (start, table) in _BLOCKS.items():
         for original, names in table.items():
             for at, name in enumerate(names):
                 yield f"{start}.*.{name}", (f"{kind}_blocks.*.{original}", at, len(names))

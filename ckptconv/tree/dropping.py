@@ -1,33 +1,42 @@
-"""Parts of a checkpoint left out by their paths, the rest as it was."""
+"""Parts of a checkpoint left out, the rest as it was: by their paths, or because bytes are lost."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ckptconv.objects.torch_read import Window
 from ckptconv.pickles.nodes import (
     Node,
     children,
-    containers,
     mapping_pairs,
     substituted,
     with_pairs,
 )
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import Words, listed, refuse_no_words
-from ckptconv.support.errors import KeyConflict, printable
+from ckptconv.support.errors import KeyConflict, MalformedCheckpoint, printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, look_hint, size_text
-from ckptconv.tensors.refs import view_identity
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.walk import Place, chain_of, inner, label_text, place_text, tensors_of, walk
+from ckptconv.tree.walk import (
+    Place,
+    chain_of,
+    inner,
+    label_text,
+    place_text,
+    tensor_of,
+    tensors_of,
+    walk,
+)
 
-Found = tuple[Node, list[tuple[int, str]], bool]
-"""A dict, the numbers and paths of the items that it is to lose, and whether it, or one around it,
-stands at several places.
+Found = tuple[Node, dict[int, str], bool]
+"""A dict, the items that it is to lose, each a number and its path, and whether it, or one around
+it, stands at several places.
 """
 
 
@@ -55,13 +64,14 @@ class Drop:
         dropped: list[Node] = []
         # a dict inside one that is made anew is another dict then: so from the outside inwards
         while found := self._outermost(root, met):
-            stand_ins = {id(holder): _without(holder, gone) for holder, gone, _ in found.values()}
+            stand_ins: dict[int, Node] = {}
             for holder, gone, shared in found.values():
-                values = [(mapping_pairs(holder) or ())[at][1] for at, _ in gone]
-                for (_, path), value in zip(gone, values, strict=True):
-                    notes.append(_note(path, value, shared))
-                dropped += values
-            root = substituted(root, containers(root), stand_ins)
+                pairs = mapping_pairs(holder) or ()
+                kept = [pair for at, pair in enumerate(pairs) if at not in gone]
+                stand_ins[id(holder)] = with_pairs(holder, kept)
+                notes += [_note(path, pairs[at][1], shared) for at, path in gone.items()]
+                dropped += [pairs[at][1] for at in gone]
+            root = substituted(root, stand_ins)
         idle = [glob for glob in self.globs if glob not in met]
         if idle:
             what = f"--drop {printable(idle[0])} matches nothing in it"
@@ -74,26 +84,21 @@ class Drop:
         )
 
     def _outermost(self, root: Node, met: set[str]) -> dict[int, Found]:
-        """The dicts with items to leave out, by id, each with the numbers and paths of these; no
-        dict that is in another of them.
-        """
+        """The dicts with items to leave out, by id; no dict that is in another of them."""
         found: dict[int, Found] = {}
         places = Counter(id(child) for _, node in walk(root) for _, child in inner(node))
         for place, node in walk(root):
             if any(id(step[2]) in found for step in chain_of(place)):
                 continue
             self._refuse_items(place, node)
-            pairs = mapping_pairs(node)
-            if pairs is None:
-                continue
             base = f"{place_text(place)}." if place is not None else ""
-            gone = []
-            for at, (key, _) in enumerate(pairs):
-                path = base + label_text(key)
+            gone: dict[int, str] = {}
+            for at, (key, _) in enumerate(mapping_pairs(node) or ()):
+                path = base + label_text(key)  # whole: `place_text` cuts long labels
                 for glob in self.globs:
                     if fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*"):
                         met.add(glob)
-                        gone.append((at, path))
+                        gone[at] = path
                         break
             if gone:
                 around = (id(node), *(id(step[2]) for step in chain_of(place)))
@@ -119,16 +124,69 @@ def _look(checkpoint: Checkpoint) -> str:
     return f"it has {count_text(len(labels), 'part')}: {first_few(labels, 5)}"
 
 
-def _without(holder: Node, gone: Sequence[tuple[int, str]]) -> Node:
-    """A dict of the same class without some of its items."""
-    numbers = {at for at, _ in gone}
-    pairs = [pair for at, pair in enumerate(mapping_pairs(holder) or ()) if at not in numbers]
-    return with_pairs(holder, pairs)
-
-
 def _note(path: str, value: Node, shared: bool) -> str:
     refs = {view_identity(ref): ref for _, ref in tensors_of(value)}
     size = size_text(sum(ref.nbytes for ref in refs.values()))
     what = f" ({count_text(len(refs), 'tensor')}, {size})" if refs else ""
     where = ", and wherever else the same dict stands" if shared else ""
     return f"{printable(path)} is dropped{what}{where}"
+
+
+# ----------------------------------------------------------------------------------- what is lost
+
+
+IsWhole = Callable[[Storage], bool]
+"""Whether the bytes of a storage are there, all of them, as they were written."""
+
+
+def without_lost(checkpoint: Checkpoint, is_whole: IsWhole) -> Checkpoint:
+    """The checkpoint without what is not whole: the items of dicts that are lost tensors, or hold
+    one in a list or an object, whose other items would get other numbers without it.
+
+    Raises `MalformedCheckpoint` where a lost tensor is in no dict.
+    """
+    root = checkpoint.root
+    if _holds_lost(root, is_whole):
+        what = "what is lost is not in a dict, and cannot be left out of anything else"
+        raise MalformedCheckpoint(what, path=checkpoint.path)
+    while found := _outermost(root, is_whole):  # from the outside inwards, as `Drop` does
+        root = substituted(root, found)
+    return replace(checkpoint, root=root)
+
+
+def _outermost(root: Node, is_whole: IsWhole) -> dict[int, Node]:
+    """What stands in for dicts with lost items, by id; no dict that is in another of them."""
+    found: dict[int, Node] = {}
+    for place, node in walk(root):
+        if found and any(id(step[2]) in found for step in chain_of(place)):
+            continue
+        pairs = mapping_pairs(node) or ()
+        kept = [pair for pair in pairs if not _holds_lost(pair[1], is_whole)]
+        if len(kept) < len(pairs):
+            found[id(node)] = with_pairs(node, kept)
+    return found
+
+
+def _holds_lost(value: Node, is_whole: IsWhole) -> bool:
+    """Whether a value is lost, or holds something lost that no dict in it can leave out."""
+    seen: set[int] = set()
+    work = [value]
+    while work:
+        node = work.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        # the dicts within a tensor belong to it: nothing can be left out of them
+        inside = walk(node.state) if type(node) is TensorObject else ()
+        if any(_is_lost(each, is_whole) for each in (node, *(part for _, part in inside))):
+            return True
+        if mapping_pairs(node) is None:
+            work += [child for _, child in children(node)]
+    return False
+
+
+def _is_lost(node: Node, is_whole: IsWhole) -> bool:
+    if type(node) is Window:
+        return not is_whole(node.storage)
+    ref = tensor_of(node) or node
+    return type(ref) in (TensorRef, Storage) and not all(map(is_whole, origins([ref])))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject, printable
 from ckptconv.support.records import dataclass
@@ -28,8 +28,11 @@ from ckptconv.tree.model_config import home_of, json_in
 CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 
+LEAVE_OUT_FIRST = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
+
 Parts = dict[str, TensorRef]
 """The tensors of one module, by what they are."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,11 @@ class Config:
 
     def rank_of(self, module: str) -> int | None:
         """The rank that it names for a module."""
-        rank: int | None = _by_pattern(self.ranks, module, self.rank)
-        return rank
+        return _by_pattern(self.ranks, module, self.rank)
 
     def alpha_of(self, module: str) -> float | None:
         """The alpha that it names for a module."""
-        alpha: float | None = _by_pattern(self.alphas, module, self.alpha)
-        return alpha
+        return _by_pattern(self.alphas, module, self.alpha)
 
     def scale_of(self, module: str, rank: int) -> float:
         """What the product for a module is multiplied by."""
@@ -70,14 +71,18 @@ class Adapter:
     """An adapter: the parts of each module, tensors that replace those of the model, and `configs`
     by the starts of the names of the modules that they are for.
 
-    `checkpoint` is where it was read; `keys` are the keys of parts, for messages.
+    `checkpoint` is where it was read; `keys` has a key for each part of each module, for messages.
     """
 
     checkpoint: Checkpoint
     modules: Mapping[str, Parts]
     whole: Mapping[str, TensorRef]
     configs: Mapping[str, Config]
-    keys: Mapping[tuple[str, str], str]
+    keys: Mapping[str, Mapping[str, str]]
+
+    def first_key(self, module: str) -> str:
+        """The key of the first part of a module."""
+        return next(iter(self.keys[module].values()))
 
     def config_of(self, module: str) -> tuple[Config, str]:
         """The config for a module, and the module's name in it."""
@@ -99,28 +104,34 @@ _ROLES = {
     "lora_embedding_B": "embedding_up",
     "lora_magnitude_vector": "magnitude",
 }
+LIKE_KOHYA = {
+    "down": ".lora_down.weight",
+    "up": ".lora_up.weight",
+    "mid": ".lora_mid.weight",
+    "alpha": ".alpha",
+    "magnitude_of_any": ".dora_scale",
+    "diff": ".diff",
+    "bias_diff": ".diff_b",
+    "weight": ".set_weight",
+    **{f"hada_{name}": f".hada_{name}" for name in ["w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"]},
+    **{
+        f"lokr_{name}": f".lokr_{name}"
+        for name in ["w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"]
+    },
+}
+"""How the keys of kohya and LyCORIS end, by what the tensor is."""
 _ENDS = {
-    ".lora_down.weight": "down",
-    ".lora_up.weight": "up",
-    ".lora_mid.weight": "mid",
-    ".lora.down.weight": "down",  # diffusers, before it used peft
+    **{end: role for role, end in LIKE_KOHYA.items()},
+    # diffusers, before it used peft
+    ".lora.down.weight": "down",
     ".lora.up.weight": "up",
     "_lora.down.weight": "down",
     "_lora.up.weight": "up",
     ".lora_linear_layer.down.weight": "down",
     ".lora_linear_layer.up.weight": "up",
-    ".alpha": "alpha",
-    ".dora_scale": "magnitude_of_any",
-    ".diff": "diff",
-    ".diff_b": "bias_diff",
+    # LyCORIS has other words for the deltas of norms
     ".w_norm": "diff",
     ".b_norm": "bias_diff",
-    ".set_weight": "weight",
-    **{f".hada_{name}": f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
-    **{
-        f".lokr_{name}": f"lokr_{name}"
-        for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
-    },
 }
 
 
@@ -136,18 +147,15 @@ def role_of(key: str) -> tuple[str, str, str] | None:
     if found:
         role = _ROLES[found["role"]]
         if found["leaf"] == "bias":
-            return (found["module"], "bias", found["adapter"] or "") if role == "up" else None
+            if role != "up":  # peft's lora_bias is one of lora_B alone
+                return None
+            role = "bias"
         return found["module"], role, found["adapter"] or ""
     for end, role in _ENDS.items():
         if key.endswith(end) and len(key) > len(end):
             # the name that its layer had within an attention processor of diffusers
             return key.removesuffix(end).replace(".processor.to_", ".to_"), role, ""
     return None
-
-
-def looks_like_adapter(keys: Sequence[str]) -> bool:
-    """Whether keys are those of an adapter, and not of a model."""
-    return any(role_of(key) is not None for key in keys)
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:
@@ -162,31 +170,31 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     others = [key for key in found.keys if key not in tensors]
     if others:
         raise RefusedObject("is not a tensor, as all in an adapter are", where=others[0])
-    if not looks_like_adapter(found.keys):
+    if not any(map(role_of, found.keys)):
         listed = first_few(found.keys, 3)
         what = f"has no key of an adapter, such as lora_A.weight or lora_down.weight: {listed}"
         raise RefusedObject(what, path=checkpoint.path, hint="the base comes first, then adapters")
     is_peft = any(key.startswith(PEFT_PREFIX) for key in tensors)
     modules: dict[str, Parts] = {}
     whole: dict[str, TensorRef] = {}
-    keys: dict[tuple[str, str], str] = {}
-    adapters: dict[str, str] = {}
+    keys: dict[str, dict[str, str]] = {}
+    adapters: set[str] = set()
     for key, ref in tensors.items():
         told = role_of(key)
         if told is None and not key.startswith(PEFT_PREFIX):
             what = "is not a key of an adapter that is known here"
-            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
-            raise RefusedObject(what, where=key, hint=hint)
-        if told is None:
-            whole[_whole_name(key)] = ref
+            raise RefusedObject(what, where=key, hint=LEAVE_OUT_FIRST)
+        if told is None:  # what peft's modules_to_save holds, under its name in the model
+            whole[_WITHIN.sub("", key.removeprefix(PEFT_PREFIX))] = ref
             continue
         module, role, adapter = told
-        adapters.setdefault(adapter, key)
-        if role in modules.setdefault(module, {}):
-            what = f"says again what {keys[module, role]} says"
+        adapters.add(adapter)
+        said = keys.setdefault(module, {})
+        if role in said:
+            what = f"says again what {said[role]} says"
             raise RefusedObject(what, where=key, hint="one file with several adapters: split it")
-        modules[module][role] = ref
-        keys[module, role] = key
+        modules.setdefault(module, {})[role] = ref
+        said[role] = key
     if len(adapters) > 1 and "" not in adapters:
         listed = first_few(sorted(adapters), 4)
         raise RefusedObject(
@@ -198,11 +206,6 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
 
 
 _WITHIN = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-
-
-def _whole_name(key: str) -> str:
-    """The name in the model of a tensor that an adapter of peft holds whole."""
-    return _WITHIN.sub("", key.removeprefix(PEFT_PREFIX))
 
 
 def number_in(ref: TensorRef, key: str) -> float:
@@ -244,18 +247,24 @@ changes the weights of the base too when it loads such an adapter.
 
 def config_of_peft(checkpoint: Checkpoint) -> dict[str, Any]:
     """The ``adapter_config.json`` beside an adapter of peft, as it is; empty for any other one."""
-    home = home_of(checkpoint)
-    is_peft = any(key.startswith(PEFT_PREFIX) for key in checkpoint.state_dict().keys)
-    return json_in(home, CONFIG) if is_peft and home is not None else {}
+    if any(key.startswith(PEFT_PREFIX) for key in checkpoint.state_dict().keys):
+        home = home_of(checkpoint)
+        if home is not None:
+            return json_in(home, CONFIG)
+    return {}
 
 
 def _configs(checkpoint: Checkpoint, *, is_peft: bool) -> dict[str, Config]:
     """The configs by what stands before the names of the modules that they are for."""
-    home = home_of(checkpoint)
-    text = None if is_peft else checkpoint.metadata.get(OF_DIFFUSERS)
+    text = checkpoint.metadata.get(OF_DIFFUSERS)
+    if text is not None and not is_peft:
+        try:
+            return _by_component(text)
+        except CheckpointError as error:
+            raise error.at(where=OF_DIFFUSERS) from None
     is_of_peft = is_peft or any(map(_PEFT.fullmatch, checkpoint.state_dict().keys))
-    given = json_in(home, CONFIG) if is_of_peft and home is not None and text is None else {}
-    if given and home is not None:
+    home = home_of(checkpoint)
+    if is_of_peft and home is not None and (given := json_in(home, CONFIG)):
         try:
             return {PEFT_PREFIX if is_peft else "": _read(given)}
         except CheckpointError as error:
@@ -263,10 +272,7 @@ def _configs(checkpoint: Checkpoint, *, is_peft: bool) -> dict[str, Config]:
     if is_peft:
         what = f"needs {CONFIG} beside it, which says by how much its products are scaled"
         raise RefusedObject(what, path=checkpoint.path)
-    try:
-        return {} if text is None else _by_component(text)
-    except CheckpointError as error:
-        raise error.at(where=OF_DIFFUSERS) from None
+    return {}
 
 
 OF_DIFFUSERS = "lora_adapter_metadata"
@@ -370,7 +376,7 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, Value], module: str, default: Value | None) -> Value | None:
     """What the first pattern that matches a module's end gives, as peft's `get_pattern_key`."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):

@@ -40,6 +40,7 @@ from ckptconv.tensors.refs import (
     whole_view,
 )
 from ckptconv.tensors.stream import read_box
+from ckptconv.tree.lora_deltas import rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,32 +65,19 @@ def taken_apart(factors: Factors, sizes: Sequence[int]) -> list[Factors | None]:
     """
     up, down = factors
     rank = down.shape[0]
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    used = [_used_columns(up, start, size) for start, size in zip(starts, sizes, strict=True)]
+    own = [rows(up, sum(sizes[:at]), size) for at, size in enumerate(sizes)]
+    used = [_bytes(ref).reshape(*ref.shape[:2], -1).max(axis=(0, 2)) for ref in own]
     blocks = _equal_blocks(used, rank) or _blocks_one_after_another(used, rank)
-    if blocks is None:
-        blocks = [(0, rank)] * len(sizes)
-    return [
-        Factors(_box(up, (start, first), (size, count)), _box(down, (first,), (count,)))
-        if count
-        else None
-        for (first, count), start, size in zip(blocks, starts, sizes, strict=True)
-    ]
-
-
-def _box(ref: TensorRef, start: Shape, shape: Shape) -> TensorRef:
-    """A box that is all of the dimensions that are not named."""
-    rest = ref.shape[len(start) :]
-    if (*shape, *rest) == ref.shape:
-        return ref
-    return box_of(ref, (*start, *(0,) * len(rest)), (*shape, *rest))
-
-
-def _used_columns(up: TensorRef, start: int, size: int) -> Array:
-    """Which columns of some rows have a bit that is set."""
-    raw = _bytes(_box(up, (start,), (size,)))
-    found: Array = raw.reshape(size, up.shape[1], -1).max(axis=(0, 2))
-    return found
+    made: list[Factors | None] = []
+    for ref, (first, count) in zip(own, blocks or [(0, rank)] * len(sizes), strict=True):
+        if not count:
+            made.append(None)
+        elif count == rank:
+            made.append(Factors(ref, down))
+        else:
+            own_columns = box_of(ref, (0, first), (ref.shape[0], count))
+            made.append(Factors(own_columns, rows(down, first, count)))
+    return made
 
 
 def _bytes(ref: TensorRef) -> Array:
@@ -120,13 +108,15 @@ def _blocks_one_after_another(used: Sequence[Array], rank: int) -> list[tuple[in
     """The columns of each module, where those that are used stand one after another and are all."""
     blocks, at = [], 0
     for columns in used:
-        numbers = columns.nonzero()[0]
-        count = 0 if not len(numbers) else int(numbers[-1]) + 1 - at
-        if len(numbers) and int(numbers[0]) != at:
+        numbers = columns.nonzero()[0].tolist()
+        if numbers and numbers[0] != at:
             return None
-        blocks.append((at, count))
-        at += count
-    return blocks if at == rank else None
+        end = max(numbers, default=at - 1) + 1
+        blocks.append((at, end - at))
+        at = end
+    if at != rank:
+        return None
+    return blocks
 
 
 def put_together(parts: Sequence[Factors | None], sizes: Sequence[int], where: str) -> Factors:
@@ -150,9 +140,9 @@ def put_together(parts: Sequence[Factors | None], sizes: Sequence[int], where: s
 
 
 def _is_same(one: TensorRef, other: TensorRef) -> bool:
-    if one.shape != other.shape or view_identity(one) == view_identity(other):
-        return one.shape == other.shape
-    return bool((_bytes(one) == _bytes(other)).all())
+    if one.shape != other.shape:
+        return False
+    return view_identity(one) == view_identity(other) or bool((_bytes(one) == _bytes(other)).all())
 
 
 def _rows_of_blocks(
@@ -162,12 +152,13 @@ def _rows_of_blocks(
     first = next(part.up for part in parts if part is not None)
     at = 0
     for part, size in zip(parts, sizes, strict=True):
-        own = 0 if part is None else part.up.shape[1]
-        columns = [zeros(first, (size, at)), zeros(first, (size, rank - at - own))]
+        own = zeros(first, (size, 0))
         if part is not None:
-            columns.insert(1, part.up)
+            own = part.up
+        rest = rank - at - own.shape[1]
+        columns = (zeros(first, (size, at)), own, zeros(first, (size, rest)))
         yield _stacked([ref for ref in columns if ref.shape[1]], dim=1)
-        at += own
+        at += own.shape[1]
 
 
 def zeros(like: TensorRef, shape: Shape) -> TensorRef:
@@ -263,7 +254,10 @@ def _most(values: Any) -> Any:
 
 
 def _plain(alpha: float) -> float:
-    return int(alpha) if alpha == int(alpha) else alpha
+    """An alpha as peft's configs have it: 16, and not 16.0."""
+    if alpha == int(alpha):
+        return int(alpha)
+    return alpha
 
 
 _TEXT_MODEL = "text_model."
@@ -327,6 +321,8 @@ def _exact(number: float, dtype: DType) -> bytes | None:
         return None
     if struct.unpack(form, raw)[0] != number:
         return None
-    if dtype.name == "bfloat16":
-        return raw[2:] if raw[:2] == b"\0\0" else None
+    if dtype.name == "bfloat16":  # the upper half of a float32
+        lower, raw = raw[:2], raw[2:]
+        if lower != b"\0\0":
+            return None
     return raw

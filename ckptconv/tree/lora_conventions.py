@@ -15,7 +15,7 @@ from typing import Literal
 from ckptconv.support.errors import KeyMismatch
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.refs import Shape
-from ckptconv.tree.lora_adapters import PEFT_PREFIX
+from ckptconv.tree.lora_adapters import LIKE_KOHYA, PEFT_PREFIX
 from ckptconv.tree.lora_names import Names, Naming, Place, Spelling
 
 Convention = Literal["lora-peft", "lora-kohya", "lora-diffusers", "lora-comfyui"]
@@ -38,27 +38,12 @@ _LIKE_PEFT = {
     "bias": ".lora_B.bias",
     "magnitude": ".lora_magnitude_vector",
 }
-_LIKE_KOHYA = {
-    "down": ".lora_down.weight",
-    "up": ".lora_up.weight",
-    "mid": ".lora_mid.weight",
-    "alpha": ".alpha",
-    "magnitude_of_any": ".dora_scale",
-    "diff": ".diff",
-    "bias_diff": ".diff_b",
-    "weight": ".set_weight",
-    **{f"hada_{name}": f".hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
-    **{
-        f"lokr_{name}": f".lokr_{name}"
-        for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
-    },
-}
 ENDS: Mapping[Convention, Mapping[str, str]] = {
     "lora-peft": _LIKE_PEFT
     | {"embedding_down": ".lora_embedding_A", "embedding_up": ".lora_embedding_B"},
     "lora-diffusers": _LIKE_PEFT,
-    "lora-kohya": _LIKE_KOHYA,
-    "lora-comfyui": _LIKE_KOHYA,
+    "lora-kohya": LIKE_KOHYA,
+    "lora-comfyui": LIKE_KOHYA,
 }
 """How the keys of each convention end, by what the tensor is. Other parts have no place there."""
 
@@ -155,12 +140,14 @@ def named_in(asked: Asked, spelling: Spelling, component: str) -> tuple[str, str
     if not component:
         what = "is a module of which neither the base nor the adapter says the component"
         raise KeyMismatch(what, hint="name a base that holds the whole pipeline, in one file")
-    if asked.convention == "lora-diffusers":
-        model = "transformer." if asked.family == "flux" else "unet."
-        return {"unet": model, "te1": "text_encoder.", "te2": "text_encoder_2."}[
-            component
-        ], spelling.name
-    return _start_of_comfyui(asked, spelling, component), spelling.name
+    if asked.convention == "lora-comfyui":
+        return _start_of_comfyui(asked, spelling, component), spelling.name
+    if component == "unet" and asked.family == "flux":
+        return "transformer.", spelling.name
+    return _IN_DIFFUSERS[component], spelling.name
+
+
+_IN_DIFFUSERS = {"unet": "unet.", "te1": "text_encoder.", "te2": "text_encoder_2."}
 
 
 def _start_of_kohya(asked: Asked, spelling: Spelling, component: str) -> str:
@@ -171,13 +158,14 @@ def _start_of_kohya(asked: Asked, spelling: Spelling, component: str) -> str:
     if not component:
         what = "is of a text encoder, of which neither the base nor the adapter says which"
         raise KeyMismatch(what, hint="name a base that holds the whole pipeline, in one file")
-    if asked.family:
-        return "lora_te_" if asked.family == "sd" else "lora_te1_"
+    # sd-scripts: a model with one text encoder has no number in its name
     told = asked.starts & {"lora_te_", "lora_te1_", "lora_te2_", "text_encoder_2."}
-    if not told:
+    if asked.family == "sd" or (not asked.family and "lora_te_" in told):
+        return "lora_te_"
+    if not asked.family and not told:
         what = "is lora_te_ in Stable Diffusion 1 and 2, and lora_te1_ in SDXL and Flux"
         raise KeyMismatch(what, hint="name a base that holds the UNet too")
-    return "lora_te_" if "lora_te_" in told else "lora_te1_"
+    return "lora_te1_"
 
 
 def _start_of_comfyui(asked: Asked, spelling: Spelling, component: str) -> str:

@@ -52,7 +52,7 @@ class Asked:
     weight: TensorRef
     name: str
     config: Config
-    keys: dict[str, str]
+    keys: Mapping[str, str]
     strength: float
 
     def refuse(self, what: str, hint: str | None = None) -> KeyMismatch:
@@ -61,25 +61,22 @@ class Asked:
 
     def scale(self, rank: int | None, parameter: str = "") -> float:
         """What a product is multiplied by, from its alpha, or from the config."""
-        name = f"{self.name}.{parameter}" if parameter else self.name
+        name = f"{self.name}.{parameter}".removesuffix(".")
         told = self.config.rank_of(name)
-        if told is not None and rank is not None and told != rank:
+        if rank is None:
+            rank = told
+        elif told not in (None, rank):
             raise self.refuse(f"has the rank {rank}, and the config of the adapter says {told}")
-        rank = told if rank is None else rank
         if rank is None:
             return self.strength  # of matrices that are whole, LyCORIS does not take the alpha
         if "alpha" in self.parts:
             alpha = number_in(self.parts["alpha"], self.keys["alpha"])
-            self._refuse_other_alpha(alpha, name)
+            other = self.config.alpha_of(name)
+            if other is not None and other != alpha:  # nobody says which of them counts
+                what = f"is {alpha:.6g}, and the config of the adapter says {other:.6g}"
+                raise KeyMismatch(what, where=self.keys["alpha"])
             return self.strength * alpha / rank
         return self.strength * self.config.scale_of(name, rank)
-
-    def _refuse_other_alpha(self, alpha: float, name: str) -> None:
-        """Refuse an alpha that is not the one of the config: nobody says which of them counts."""
-        told = self.config.alpha_of(name)
-        if told is not None and told != alpha:
-            what = f"is {alpha:.6g}, and the config of the adapter says {told:.6g}"
-            raise KeyMismatch(what, where=self.keys["alpha"])
 
 
 # ---------------------------------------------------------------------------------- products
@@ -157,7 +154,7 @@ def matrices(asked: Asked, first: str, second: str) -> tuple[TensorRef, TensorRe
     for role in (first, second, "mid"):
         if role in asked.parts:
             _refuse_no_values(asked.parts[role], asked.keys[role])
-    rank = asked.parts["mid"].shape[0] if "mid" in asked.parts else down.shape[0]
+    rank = asked.parts.get("mid", down).shape[0]
     wanted = (rank, *(1,) * len(up.shape[2:]))
     if up.shape[1:] != wanted:
         what = f"is {list(up.shape)}, which cannot be multiplied with {list(down.shape)}"
@@ -212,41 +209,36 @@ def whole_change(asked: Asked, delta: TensorRef, rank: int | None, role: str) ->
         raise misfit(asked)
     _refuse_no_values(delta, asked.keys[role], 0)
     shaped = reshaped(in_order(delta), asked.weight.shape, asked.keys[role])
-    scale = asked.strength if role == "diff" else asked.scale(rank)
+    scale = asked.strength
+    if role != "diff":
+        scale = asked.scale(rank)
     return Change(Term(0, scale), (shaped,))
 
 
 def hadamard_change(asked: Asked) -> Change:
     """LoHa (arXiv:2108.06098): two products, multiplied element by element."""
     parts = asked.parts
-    halves = []
-    for one in ("1", "2"):
-        first, second = (f"hada_w{one}_{side}" for side in "ab")
-        _refuse_missing(asked, first, second)
-        middle = parts.get(f"hada_t{one}")
-        if middle is not None:
-            core = _core(asked, middle, parts[second])
-            halves.append(_checked_product(asked, transposed(parts[first]), core))
-        else:
-            halves.append(_checked_product(asked, parts[first], parts[second]))
+    halves = [_half(asked, f"hada_w{one}", f"hada_t{one}") for one in "12"]
     if halves[0].shape != halves[1].shape:
         raise misfit(asked)
     delta = elementwise("multiply", halves, (), _FLOAT32, parts["hada_w1_a"].storage.name)
     return whole_change(asked, delta, parts["hada_w1_b"].shape[0], "hada_w1_a")
 
 
-def _checked_product(asked: Asked, up: TensorRef, down: TensorRef) -> TensorRef:
+def _half(asked: Asked, name: str, middle: str) -> TensorRef:
+    """The product of the matrices ``a`` and ``b`` of a name, and of the one between (Tucker)."""
+    first, second = f"{name}_a", f"{name}_b"
+    for role in (first, second):
+        if role not in asked.parts:
+            raise asked.refuse(f"has no {role} beside it, without which it says nothing")
+        _refuse_no_values(asked.parts[role], asked.keys[role])
+    up, down = asked.parts[first], asked.parts[second]
+    if middle in asked.parts:
+        up, down = transposed(up), _core(asked, asked.parts[middle], down)
     if len(up.shape) != 2 or len(down.shape) < 2 or up.shape[1] != down.shape[0]:
         what = f"{list(up.shape)} cannot be multiplied with {list(down.shape)}"
         raise asked.refuse(what)
     return _product(up, down)
-
-
-def _refuse_missing(asked: Asked, *roles: str) -> None:
-    for role in roles:
-        if role not in asked.parts:
-            raise asked.refuse(f"has no {role} beside it, without which it says nothing")
-        _refuse_no_values(asked.parts[role], asked.keys[role])
 
 
 def kronecker_change(asked: Asked) -> Change:
@@ -254,20 +246,14 @@ def kronecker_change(asked: Asked) -> Change:
     parts = asked.parts
     rank = None
     halves = []
-    for one in ("1", "2"):
-        whole, first, second = (f"lokr_w{one}{end}" for end in ("", "_a", "_b"))
+    for one in "12":
+        whole = f"lokr_w{one}"
         if whole in parts:
             _refuse_no_values(parts[whole], asked.keys[whole])
             halves.append(parts[whole])
-            continue
-        _refuse_missing(asked, first, second)
-        rank = parts[second].shape[0]
-        middle = parts.get(f"lokr_t{one}")
-        if middle is not None:
-            core = _core(asked, middle, parts[second])
-            halves.append(_checked_product(asked, transposed(parts[first]), core))
         else:
-            halves.append(_checked_product(asked, parts[first], parts[second]))
+            halves.append(_half(asked, whole, f"lokr_t{one}"))
+            rank = parts[f"{whole}_b"].shape[0]
     outer, inner = halves
     if len(outer.shape) != 2 or len(inner.shape) < 2:
         raise misfit(asked)
@@ -353,38 +339,41 @@ def changed(weight: TensorRef, changes: Sequence[Change], key: str) -> TensorRef
     return _summed(weight, waiting, checked)
 
 
-def rows_of(weight: TensorRef, part: int, key: str) -> TensorRef:
-    """A part of a weight of several modules' rows: square q, k and v, and what comes after."""
-    start, count = rows_in(weight.shape, part, key)
-    zeros = (0,) * (len(weight.shape) - 1)
-    return box_of(weight, (start, *zeros), (count, *weight.shape[1:]))
+def rows(ref: TensorRef, start: int, count: int) -> TensorRef:
+    """Some rows of a tensor."""
+    columns = ref.shape[1:]
+    return box_of(ref, (start, *(0,) * len(columns)), (count, *columns))
 
 
 def rows_in(shape: Shape, part: int, key: str) -> tuple[int, int]:
-    """The first row of a part of a weight of a shape, and how many it has; `key` for messages."""
-    rows, *columns = shape
-    size = columns[0] if len(columns) == 1 else 0
-    if not size or rows < 3 * size or (part > 2 and rows == 3 * size):
+    """The first row of a part of a weight of a shape, and how many it has; `key` for messages. The
+    weight is that of several modules: square q, k and v, and what comes after.
+    """
+    count, *columns = shape
+    size = prod(columns)
+    if len(columns) != 1 or not size or count < 3 * size or (part > 2 and count == 3 * size):
         what = f"goes to a part of {list(shape)}, which is not q, k and v one below the other"
         raise KeyMismatch(what, where=key)
-    return (part * size, size) if part < 3 else (3 * size, rows - 3 * size)
+    if part < 3:
+        return part * size, size
+    return 3 * size, count - 3 * size
 
 
 def with_changed_rows(
     weight: TensorRef, parts: Mapping[int, Sequence[Change]], key: str
 ) -> TensorRef:
     """A weight, of which each part becomes what its changes make of it."""
-    rows = weight.shape[0]
-    count = 3 if rows == 3 * weight.shape[1] else 4
     pieces: list[Piece] = []
-    for part in range(count):
-        start, _ = rows_in(weight.shape, part, key)
-        ref = rows_of(weight, part, key)
-        made = changed(ref, parts[part], key) if part in parts else ref
+    start = part = 0
+    while start < weight.shape[0]:
+        first, count = rows_in(weight.shape, part, key)
+        ref = rows(weight, first, count)
+        if part in parts:
+            ref = changed(ref, parts[part], key)
         pieces += [
-            piece._replace(start=(piece.start[0] + start, *piece.start[1:]))
-            for piece in made.pieces
+            piece._replace(start=(piece.start[0] + first, *piece.start[1:])) for piece in ref.pieces
         ]
+        start, part = first + count, part + 1
     return weight._replace(stride=contiguous_stride(weight.shape), pieces=tuple(pieces))
 
 
@@ -403,16 +392,11 @@ def in_rows(parts: Parts, sizes: Sequence[int], keys: Mapping[str, str]) -> list
         if role in _BY_ROWS and (not ref.shape or ref.shape[0] != sum(sizes)):
             what = f"has the shape {list(ref.shape)}, and its modules have {sum(sizes)} rows"
             raise KeyMismatch(what, where=keys[role])
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    return [
-        {
-            role: box_of(ref, (start, *(0,) * (len(ref.shape) - 1)), (size, *ref.shape[1:]))
-            if role in _BY_ROWS
-            else ref
-            for role, ref in parts.items()
-        }
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    made = []
+    for at, size in enumerate(sizes):
+        own = {role: rows(parts[role], sum(sizes[:at]), size) for role in parts if role in _BY_ROWS}
+        made.append({**parts, **own})
+    return made
 
 
 def _apart(one: Change, other: Change) -> bool:

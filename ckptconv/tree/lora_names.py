@@ -19,38 +19,29 @@ from ckptconv.tree.diffusion_names import (
 )
 from ckptconv.tree.lora_adapters import PEFT_PREFIX
 
-_COMPONENTS = {
-    "model.diffusion_model.": "unet",
+_OF_BOTH = {
     "diffusion_model.": "unet",
     "unet.": "unet",
     "transformer.": "unet",
+    "text_encoder.": "te1",
+    "text_encoder_2.": "te2",
+    "text_encoders.clip_l.transformer.": "te1",
+    "text_encoders.clip_g.transformer.": "te2",
+    "text_encoders.t5xxl.transformer.": "te2",
+}
+_COMPONENTS = {
+    **_OF_BOTH,
+    "model.diffusion_model.": "unet",
     "cond_stage_model.transformer.": "te1",
     "cond_stage_model.model.": "te1",
     "conditioner.embedders.0.transformer.": "te1",
     "conditioner.embedders.1.model.": "te2",
-    "text_encoders.clip_l.transformer.": "te1",
-    "text_encoders.clip_g.transformer.": "te2",
-    "text_encoders.t5xxl.transformer.": "te2",
-    "text_encoder.": "te1",
-    "text_encoder_2.": "te2",
 }
 """What stands before the modules of one component in a file of several: the original files of
 Stable Diffusion and Flux, and what ComfyUI writes.
 """
 
-_DOTTED = {
-    "diffusion_model.": "unet",
-    "transformer.": "unet",
-    "unet.": "unet",
-    "text_encoder.": "te1",
-    "text_encoder_2.": "te2",
-    "text_encoders.clip_l.transformer.": "te1",
-    "text_encoders.clip_g.transformer.": "te2",
-    "text_encoders.t5xxl.transformer.": "te2",
-    "lycoris.": "",
-    "model.": "",
-    "": "",
-}
+_DOTTED = {**_OF_BOTH, "lycoris.": "", "model.": "", "": ""}
 """What adapters put before the dotted path of a module, and the component that it says."""
 
 _JOINED = {
@@ -120,9 +111,9 @@ class Names:
             self._know(module, "", (Place(module),))
         for spelling in self.spellings:
             self._know(*spelling[:3])
-            for place in spelling.places:
-                if place.part is not None and len(spelling.places) == 1:
-                    self._parts.setdefault(Place(place.module), []).append(place)
+            if len(spelling.places) == 1 and spelling.places[0].part is not None:
+                [place] = spelling.places
+                self._parts.setdefault(Place(place.module), []).append(place)
 
     def _know(self, name: str, component: str, places: Places) -> None:
         self._dotted.setdefault(name, {})[places] = component
@@ -149,7 +140,9 @@ class Names:
         """The places that a name of an adapter may mean."""
         if name in self.modules:
             return [(Place(name),)]
-        known, starts = (self._dotted, _DOTTED) if "." in name else (self._joined, _JOINED)
+        known, starts = self._joined, _JOINED
+        if "." in name:
+            known, starts = self._dotted, _DOTTED
         for start, wanted in starts.items():
             if not name.startswith(start):
                 continue
@@ -201,9 +194,10 @@ def _spellings_of_unet(rest: str, whole: Places, rests: Collection[str]) -> Iter
         new = (name,)
     if new:
         yield Spelling(rest, "unet", whole, "original")
-        several = len(new) > 1
-        for at, name in enumerate(new):
-            place = whole[0]._replace(part=at) if several else whole[0]
+        places = whole
+        if len(new) > 1:
+            places = tuple(whole[0]._replace(part=at) for at in range(len(new)))
+        for name, place in zip(new, places, strict=True):
             yield Spelling(name, "unet", (place,), "diffusers")
         return
     old = as_in_original(rest, rests)
@@ -252,21 +246,19 @@ def start_of(name: str) -> tuple[str, str]:
     return next((pair for pair in starts.items() if name.startswith(pair[0])), ("", ""))
 
 
-def found_modules(
-    names: Sequence[str], known: Names, key_of: Mapping[str, str]
-) -> tuple[dict[str, Places], list[str]]:
+def found_modules(key_of: Mapping[str, str], known: Names) -> tuple[dict[str, Places], list[str]]:
     """The places in a model that each name means, and notes of how they were found.
 
-    `key_of` has a key of the adapter for each name. Raises `KeyMismatch` for a name that means no
-    module of the model, or may mean several.
+    `key_of` has the names, each with a key of the adapter. Raises `KeyMismatch` for a name that
+    means no module of the model, or may mean several.
     """
     found: dict[str, Places] = {}
     missing: dict[str, str] = {}
-    for name in names:
+    for name in key_of:
         plain = name.removeprefix(PEFT_PREFIX)
         places = known.of(plain)
         if len(places) > 1:
-            what = f"may mean {first_few([_told(each) for each in places], 4)}"
+            what = f"may mean {first_few([' and '.join(map(str, each)) for each in places], 4)}"
             hint = "merge into one of them alone: --only, or convert it first"
             raise KeyMismatch(what, where=key_of[name], hint=hint)
         if places:
@@ -288,10 +280,6 @@ def found_modules(
     return {name: (Place(moved[plain]),) for name, plain in missing.items()}, [
         f"the modules of the adapter have another start in the base: {start}"
     ]
-
-
-def _told(places: Places) -> str:
-    return " and ".join(map(str, places))
 
 
 _LEAVE_OUT = (

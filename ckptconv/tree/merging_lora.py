@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptconv.keys.key_map import STRIP, map_keys
-from ckptconv.pickles.nodes import Node, containers, substituted
+from ckptconv.pickles.nodes import Node, substituted
 from ckptconv.support.choices import refuse_no_text
 from ckptconv.support.errors import (
     CheckpointError,
@@ -24,8 +24,9 @@ from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, starred
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import may_hold_codes
+from ckptconv.tensors.views import in_order, reshaped
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.lora_adapters import PEFT_PREFIX, Adapter, Parts, read_adapter
+from ckptconv.tree.lora_adapters import PEFT_PREFIX, Adapter, Config, Parts, read_adapter
 from ckptconv.tree.lora_deltas import (
     MERGED_TYPES,
     Asked,
@@ -40,7 +41,8 @@ from ckptconv.tree.lora_deltas import (
     linear_change,
     misfit,
     orientations,
-    rows_of,
+    rows,
+    rows_in,
     whole_change,
     with_changed_rows,
 )
@@ -73,11 +75,12 @@ class MergeLora:
 
     def __post_init__(self) -> None:
         refuse_no_text(only=self.only)
-        given = self.adapters
-        listed = (given,) if isinstance(given, Checkpoint) else given
+        listed = self.adapters
+        if isinstance(listed, Checkpoint):
+            listed = (listed,)
         is_list = isinstance(listed, (list, tuple)) and listed
         if not is_list or not all(isinstance(each, Checkpoint) for each in listed):
-            what = f"adapters={given!r:.100} are not open checkpoints"
+            what = f"adapters={self.adapters!r:.100} are not open checkpoints"
             raise OptionRefused(what, hint="give what open_checkpoint gives")
         object.__setattr__(self, "adapters", tuple(listed))
         object.__setattr__(self, "scale", _strengths(self.scale, len(listed)))
@@ -127,11 +130,14 @@ class _Base:
     def weight(self, key: str, role_key: str, part: int | None = None) -> TensorRef:
         """A weight of the base that something is added to, or a part of its rows."""
         ref = self.whole.get(key, self.tensors[key])
-        if ref.dtype.name in MERGED_TYPES:
-            return ref if part is None else rows_of(ref, part, role_key)
-        what = f"goes to {printable(key)}, which is {ref.dtype.name}"
-        hint = "add --dequantize" if ref.dtype.kind in ("int", "bits", "float") else None
-        raise RefusedObject(what, where=role_key, hint=hint)
+        if ref.dtype.name not in MERGED_TYPES:
+            what = f"goes to {printable(key)}, which is {ref.dtype.name}"
+            hint = "add --dequantize" if ref.dtype.kind in ("int", "bits", "float") else None
+            raise RefusedObject(what, where=role_key, hint=hint)
+        if part is None:
+            return ref
+        start, count = rows_in(ref.shape, part, role_key)
+        return rows(ref, start, count)
 
     def merged(self, adapters: Sequence[Checkpoint]) -> Checkpoint:
         """The checkpoint with all that was noted."""
@@ -141,20 +147,20 @@ class _Base:
             if None in by_part:
                 ref = changed(ref, by_part[None], key)
             parts = {part: changes for part, changes in by_part.items() if part is not None}
-            made[key] = with_changed_rows(ref, parts, key) if parts else ref
-        stand_ins = self._stand_ins(made)
+            if parts:
+                ref = with_changed_rows(ref, parts, key)
+            made[key] = ref
         checkpoint = self._checkpoint
-        root = substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
+        root = substituted(checkpoint.root, self._stand_ins(made))
         gone = [self._nodes[key] for key in self.whole]
-        read = tuple(source for one in adapters for source in one.sources)
-        container = checkpoint.container
-        counted = all(one.container.names_storages for one in (checkpoint, *adapters))
+        whole = (checkpoint, *adapters)
+        counted = all(one.container.names_storages for one in whole)
         return replace(
             checkpoint,
             root=root,
-            container=replace(container, names_storages=counted),
-            nbytes=checkpoint.nbytes + sum(one.nbytes for one in adapters),
-            sources=(*checkpoint.sources, *read),
+            container=replace(checkpoint.container, names_storages=counted),
+            nbytes=sum(one.nbytes for one in whole),
+            sources=tuple(source for one in whole for source in one.sources),
             notes=(*checkpoint.notes, *self.notes),
             dropped=(*checkpoint.dropped, *gone, *(one.root for one in adapters)),
             reread=None,
@@ -175,10 +181,11 @@ class _Base:
             found = by_view.get(view_identity(self.tensors[key]))
             if found is None:
                 continue
-            if found[0] != key:
+            name, stand_ins[id(node)] = found
+            if name != key:
                 tied.append(key)
-            is_object = isinstance(node, TensorObject)
-            stand_ins[id(node)] = replace(node, tensor=found[1]) if is_object else found[1]
+            if isinstance(node, TensorObject):
+                stand_ins[id(node)] = replace(node, tensor=found[1])
         if tied:
             listed = first_few(tied, 4)
             self.notes.append(f"tied to what is merged, and merged with it: {listed}")
@@ -198,11 +205,12 @@ class _Merging:
     def run(self) -> None:
         """Note all changes of the base, or raise `CheckpointError`."""
         adapter = self._adapter
-        key_of = {module: key for (module, _), key in reversed([*adapter.keys.items()])}
-        plain = {module: _without_levels(module) for module in adapter.modules}
-        names = [*dict.fromkeys(plain.values())]
-        first_keys = {plain[module]: key_of[module] for module in reversed([*plain])}
-        modules, notes = found_modules(names, Names(self._base.tensors), first_keys)
+        # peft wraps a module once for each of its parameters
+        plain = {module: _LEVELS.sub("", module) for module in adapter.modules}
+        first_keys: dict[str, str] = {}
+        for module, name in plain.items():
+            first_keys.setdefault(name, adapter.first_key(module))
+        modules, notes = found_modules(first_keys, Names(self._base.tensors))
         self._replace_whole()
         experts: dict[str, list[str]] = {}
         for module, parts in adapter.modules.items():
@@ -279,10 +287,9 @@ class _Merging:
 
     def _asked(self, module: str, weight: TensorRef, parts: Parts | None = None) -> Asked:
         adapter = self._adapter
-        parts = adapter.modules[module] if parts is None else parts
         config, name = adapter.config_of(module)
-        keys = {role: adapter.keys[module, role] for role in parts}
-        return Asked(parts, weight, name, config, keys, self._strength)
+        keys = adapter.keys[module]
+        return Asked(parts or adapter.modules[module], weight, name, config, keys, self._strength)
 
     def _merge_parameters(self, target: str, modules: Sequence[str]) -> None:
         weights = self._parameters(target)
@@ -292,21 +299,20 @@ class _Merging:
         ]
         for name, change in expert_changes(asked, weights).items():
             key = f"{target}.{name}"
-            self._refuse_twice(key, self._adapter.keys[modules[0], "up"])
+            self._refuse_twice(key, self._adapter.keys[modules[0]]["up"])
             self._note(key, change, f"rank {change.term.rank}")
 
     def _merge_all(self, module: str, places: Places, parts: Parts) -> None:
         """Merge a module of the adapter, whose rows may be those of several of the base."""
-        first = self._adapter.keys[module, next(iter(parts))]
+        first = self._adapter.first_key(module)
         if not parts.keys() - {"alpha", "magnitude", "magnitude_of_any", "mid"}:
             raise KeyMismatch("stands without the matrices that it belongs to", where=first)
         if len(places) == 1:
             self._merge(module, places[0], parts)
             return
-        weights = [self._weight(place, first) for place in places]
-        keys = {role: self._adapter.keys[module, role] for role in parts}
-        sizes = [ref.shape[0] if ref.shape else 0 for ref in weights]
-        for place, own in zip(places, in_rows(parts, sizes, keys), strict=True):
+        sizes = [sum(self._weight(place, first).shape[:1]) for place in places]
+        parted = in_rows(parts, sizes, self._adapter.keys[module])
+        for place, own in zip(places, parted, strict=True):
             self._merge(module, place, own)
 
     def _weight(self, place: Place, first: str) -> TensorRef:
@@ -316,28 +322,29 @@ class _Merging:
         return self._base.weight(place.key, first, place.part)
 
     def _merge(self, module: str, place: Place, parts: Parts) -> None:
-        target, part = place.module, place.part
-        first = self._adapter.keys[module, next(iter(parts))]
+        target, part, first = place.module, place.part, self._adapter.first_key(module)
         own = {role: parts[role] for role in parts if role not in ("bias", "bias_diff", "weight")}
         if "weight" in parts:
             self._merge_whole(module, place, own)
         elif own.keys() - {"alpha"}:
             weight = self._weight(place, first)
-            key = place.key
-            self._refuse_twice(key if part is None else f"{key} (part {part + 1})", first)
+            named = place.key
+            if part is not None:
+                named = f"{named} (part {part + 1})"
+            self._refuse_twice(named, first)
             asked = self._asked(module, weight, parts)
             change, what = self._change(asked)
-            self._note(key, self._with_magnitude(asked, change), what, part)
+            self._note(place.key, self._with_magnitude(asked, change), what, part)
         for role in ("bias", "bias_diff"):
             if role in parts and part is not None:
                 what = f"goes to a part of {printable(target)}, whose bias is not merged here"
-                raise RefusedObject(what, where=self._adapter.keys[module, role])
+                raise RefusedObject(what, where=self._adapter.keys[module][role])
             if role in parts:
                 self._merge_bias(module, target, role, parts)
 
     def _merge_whole(self, module: str, place: Place, own: Parts) -> None:
         """A weight that replaces that of the base (set_weight); ComfyUI does so at any strength."""
-        key = self._adapter.keys[module, "weight"]
+        key = self._adapter.keys[module]["weight"]
         if own.keys() - {"alpha"} or place.part is not None:
             what = "replaces a weight, of which other parts of the adapter change something"
             raise RefusedObject(what, where=key)
@@ -394,40 +401,29 @@ class _Merging:
 
     def _with_magnitude(self, asked: Asked, change: Change) -> Change:
         """The change of a weight whose rows have a length of their own (DoRA)."""
-        for role in ("magnitude", "magnitude_of_any"):
-            if role not in asked.parts:
-                continue
-            ref = asked.parts[role]
-            sizes = [size for size in ref.shape if size != 1] or [1]
-            if len(sizes) != 1 or not ref.dtype.is_floating:
-                raise misfit(asked)
-            return self._decomposed(asked, change, ref, sizes[0], role)
-        return change
-
-    def _decomposed(
-        self, asked: Asked, change: Change, ref: TensorRef, size: int, role: str
-    ) -> Change:
-        from ckptconv.tensors.views import in_order, reshaped  # seldom needed
-
-        shape = asked.weight.shape
-        epsilon = 0.0
-        if role == "magnitude":  # of peft: one for each output
-            is_turned = change.is_rounded or "embedding_down" in asked.parts
-            along = 1 if is_turned or asked.config.is_transposed else 0
-        else:  # of LyCORIS: the place of its one long dimension says it
+        role = next((name for name in ("magnitude", "magnitude_of_any") if name in asked.parts), "")
+        if not role:
+            return change
+        ref, shape = asked.parts[role], asked.weight.shape
+        if sum(size != 1 for size in ref.shape) > 1 or not ref.dtype.is_floating:
+            raise misfit(asked)
+        along, epsilon = 0, 0.0
+        if role == "magnitude_of_any":  # of LyCORIS: the place of its one long dimension says it
             along = next((at for at, each in enumerate(ref.shape) if each != 1), 0)
             epsilon = _EPSILON[asked.weight.dtype.name]
             if self._strength != 1:
                 what = "has a dora_scale, of which programs take a part in different ways"
                 raise RefusedObject(what, where=asked.keys[role], hint="leave --scale out")
-        if along >= len(shape) or size != shape[along]:
+        elif asked.config.is_transposed or change.is_rounded or "embedding_down" in asked.parts:
+            along = 1  # of peft: one for each output
+        if along >= len(shape) or ref.numel != shape[along]:
             raise misfit(asked)
-        flat = reshaped(in_order(ref), (size,), asked.keys[role])
+        flat = reshaped(in_order(ref), (ref.numel,), asked.keys[role])
         return replace(change, magnitude=flat, along=along, epsilon=epsilon, is_rounded=False)
 
     def _merge_bias(self, module: str, target: str, role: str, parts: Parts) -> None:
         adapter, base = self._adapter, self._base
-        first, key = adapter.keys[module, role], f"{target}.bias"
+        first, key = adapter.keys[module][role], f"{target}.bias"
         if key not in base.tensors:
             what = f"goes to {printable(key)}, which the base does not have"
             raise KeyMismatch(what, where=first)
@@ -442,8 +438,8 @@ class _Merging:
 
     def _note(self, key: str, change: Change, what: str, part: int | None = None) -> None:
         self._base.changes.setdefault(key, {}).setdefault(part, []).append(change)
-        what = f"{what}, DoRA" if change.magnitude is not None else what
-        self._told[f"{what}, scale {change.term.scale:.6g}: {starred(key)}"] += 1
+        dora = ", DoRA" if change.magnitude is not None else ""
+        self._told[f"{what}{dora}, scale {change.term.scale:.6g}: {starred(key)}"] += 1
 
     def _refuse_unclear(self) -> None:
         """Refuse square weights that the config says are one way round where others, that cannot
@@ -451,12 +447,8 @@ class _Merging:
         """
         if self._square and self._across:
             name = next(iter(self._across.values()))
-            said = (
-                "true"
-                if self._adapter.configs
-                and next(iter(self._adapter.configs.values())).is_transposed
-                else "false"
-            )
+            config = next(iter(self._adapter.configs.values()), Config())
+            said = str(config.is_transposed).lower()
             what = f"is square, and fan_in_fan_out {said} is not so of {printable(name)}"
             raise KeyMismatch(what, where=self._square[0], hint="correct adapter_config.json")
 
@@ -485,8 +477,3 @@ _INNER = frozenset(("down", "hada_w1_b", "lokr_w1_b", "lokr_w2_b"))
 _OF_CODES = (".qweight", ".weight_packed", ".qdata", ".quant_state", ".weight_scale", ".SCB")
 
 _LEVELS = re.compile(r"(?:\.base_layer)+$")
-
-
-def _without_levels(module: str) -> str:
-    """A module without the wrappers that peft puts around one with several parameters."""
-    return _LEVELS.sub("", module)

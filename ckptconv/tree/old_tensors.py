@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptconv.objects.torch_read import Window, tensor_of_storage
-from ckptconv.pickles.nodes import ABSENT, Call, Node, containers, substituted
+from ckptconv.pickles.nodes import ABSENT, Call, Node, substituted
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 
@@ -37,9 +37,7 @@ def complete_tensors(checkpoint: Checkpoint, calls: Sequence[Call]) -> Checkpoin
                 stand_ins[id(call)] = made
     if not stand_ins:
         return checkpoint
-    return replace(
-        checkpoint, root=substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
-    )
+    return replace(checkpoint, root=substituted(checkpoint.root, stand_ins))
 
 
 def _from_state(call: Call, _: dict[int, Node]) -> TensorRef | None:

@@ -1,26 +1,26 @@
-"""Optimizer states given another form: by names, by numbers, flat; an edit."""
+"""Optimizer states given another form (by names, by numbers, flat), an edit; and which parameter a
+number means: told by order and shapes, and never guessed.
+
+`torch.optim` numbers the parameters of its groups one after another, and within a group they stand
+in the order of ``model.parameters()`` for whoever gave them so. What the order is known of may have
+more than the optimizer: buffers, frozen parameters. So each number gets the only name that order
+and shape leave; where they leave two, it is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptconv.pickles.nodes import Dict, Node, containers, mapping_pairs, substituted
+from ckptconv.pickles.nodes import Dict, Node, mapping_pairs, substituted
 from ckptconv.support.choices import OPTIMIZER_FORMS, OptimizerForm, refuse_other
 from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
-from ckptconv.support.records import dataclass
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import danger_in
 from ckptconv.support.text import count_text, look_hint
+from ckptconv.tensors.refs import Shape, view_identity
+from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.optimizer_order import (
-    HINT,
-    ParameterOrder,
-    is_sorted,
-    names_of_numbers,
-    order_of,
-    refuse_shares,
-    with_keys_of,
-)
 from ckptconv.tree.optimizer_parts import (
     OptimizerParts,
     flattened,
@@ -30,12 +30,218 @@ from ckptconv.tree.optimizer_parts import (
     parts_of,
 )
 from ckptconv.tree.optimizer_states import (
+    BUFFERS,
+    SHAPED,
     OptimizerState,
     ParamGroup,
     bare_name,
     optimizer_states,
+    shape_of_state,
 )
 from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.walk import tensor_of
+
+_MOST_WAYS = 1000
+"""Ways of giving out names so far beyond which nothing is certain any more."""
+
+HINT = (
+    "say the order of its parameters: --order-from a text with one key per line, or --model "
+    "PACKAGE.MODULE:CALLABLE"
+)
+
+Positions = tuple[int, ...]
+"""How many parameters of each group have their names."""
+
+
+class Parameter(NamedTuple):
+    """A parameter by its key; its shape, where that is known."""
+
+    name: str
+    shape: Shape | None = None
+
+
+class ParameterOrder(NamedTuple):
+    """Parameters in the order of ``model.parameters()``, and `source`: what says so."""
+
+    source: str
+    parameters: Sequence[Parameter]
+
+
+def order_of(found: StateDict, source: str) -> ParameterOrder:
+    """What may be parameters of a state dict, in its order: a module lists its parameters in the
+    order of ``model.parameters()`` there. Buffers that say so by their names, and what is of no
+    floating type, are none; a tied one counts once, as it does for the optimizer.
+    """
+    seen = set()
+    parameters = []
+    for key, ref in found.tensors():
+        is_new = (identity := view_identity(ref)) not in seen
+        seen.add(identity)
+        is_of_numbers = ref.dtype.is_floating or ref.dtype.kind == "complex"
+        if is_new and is_of_numbers and not key.endswith(BUFFERS):
+            parameters.append(Parameter(key, ref.shape))
+    return ParameterOrder(source, parameters)
+
+
+def is_sorted(found: StateDict) -> bool:
+    """Whether the keys of a state dict are in the order of texts, so that it may not be a module's:
+    a safetensors file that became a dict of torch has layer 10 before layer 2. What has the
+    `_metadata` of a module has its order too.
+    """
+    keys = found.keys
+    return len(keys) > 1 and list(keys) == sorted(keys) and metadata_of(found.node) is None
+
+
+def with_keys_of(order: ParameterOrder, found: StateDict) -> ParameterOrder:
+    """The same parameters by the keys that a state dict has for them, and with the shapes there.
+
+    Wrappers such as ``module.`` may be on one side only. Raises `KeyConflict` for a parameter that
+    the state dict has not.
+    """
+    shapes = {key: ref.shape for key, ref in found.tensors()}
+    bare = {bare_name(key): key for key in shapes}
+    parameters = []
+    for name, shape in order.parameters:
+        key = name if name in shapes else bare.get(bare_name(name))
+        if key is None:
+            what = f"is a parameter of {printable(order.source)}, and not in the checkpoint"
+            raise KeyConflict(what, where=name, hint=HINT)
+        parameters.append(Parameter(key, shapes[key] if shape is None else shape))
+    return ParameterOrder(order.source, parameters)
+
+
+def names_of_numbers(parts: OptimizerParts, order: ParameterOrder, path: str) -> dict[Node, str]:
+    """The name of each parameter that the optimizer state at `path` numbers.
+
+    Raises `RefusedObject` where order and shapes leave none, or more than one way.
+    """
+    groups = [
+        [
+            (name, shape_of_state(Dict([*parts.states.get(name, {}).items()])))
+            for name in group.params
+        ]
+        for group in parts.groups
+    ]
+    if lost := [name for name in parts.states if name not in set(_numbers(groups))]:
+        what = f"holds a state of parameter {lost[0]}, which is in none of its groups"
+        raise RefusedObject(what, where=path or None)
+    return _Naming(groups, order, path).names()
+
+
+def refuse_shares(
+    parts: OptimizerParts, models: Sequence[StateDict], path: str, order: ParameterOrder | None
+) -> None:
+    """Refuse states that are named, and do not have the shape of the weight of that name in any of
+    the `models` or in the `order`: such as each rank of FSDP has of its own share, where its
+    optimizer is saved as it is. What optimizers of low rank keep (GaLore) has other shapes.
+    """
+    if any(_OF_LOW_RANK in group.settings for group in parts.groups):
+        return
+    shapes: dict[str, set[Shape | None]] = {}
+    told = [(key, ref.shape) for found in models for key, ref in found.tensors()]
+    for key, shape in (*told, *(order.parameters if order is not None else ())):
+        shapes.setdefault(bare_name(key), set()).add(shape)
+    for name, state in parts.states.items():
+        known = shapes.get(bare_name(str(name)), {None})
+        for key, value in state.items():
+            ref = tensor_of(value) if key in SHAPED else None
+            if ref is not None and None not in known and ref.shape not in known:
+                wanted = " or ".join(sorted(str(list(shape or ())) for shape in known))
+                what = f"has {key} of shape {list(ref.shape)} for {printable(str(name))}"
+                raise RefusedObject(f"{what}, which is {wanted}", where=path or None, hint=_WHOLE)
+
+
+_OF_LOW_RANK = "update_proj_gap"
+"""A setting of the groups whose moments are projected (GaLore, APOLLO and their kin)."""
+_WHOLE = (
+    "this may be the share of one rank: save what FSDP.optim_state_dict or torch's "
+    "get_optimizer_state_dict gives"
+)
+
+
+def _numbers(groups: Sequence[Sequence[tuple[Node, Shape | None]]]) -> list[Node]:
+    return [name for group in groups for name, _ in group]
+
+
+class _Naming:
+    """All ways of going through the parameters in order, each of which is the next one of a group
+    or is none of the optimizer's.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[tuple[Node, Shape | None]]],
+        order: ParameterOrder,
+        path: str,
+    ) -> None:
+        self._groups, self._order, self._path = groups, order, path
+        self._end: Positions = tuple(map(len, groups))
+
+    def names(self) -> dict[Node, str]:
+        steps = self._forward()
+        found: dict[Node, str] = {}
+        at = self._end
+        for (name, _), step in zip(reversed(self._order.parameters), reversed(steps), strict=True):
+            ways = step[at]
+            if len(ways) > 1:
+                raise self._ambiguous(name)
+            before = ways[0]
+            if before != at:
+                group = next(g for g, done in enumerate(at) if done != before[g])
+                found[self._groups[group][before[group]][0]] = name
+            at = before
+        return found
+
+    def _forward(self) -> list[dict[Positions, list[Positions]]]:
+        """For each parameter, where one may be behind it, and from where one comes there."""
+        missing = len(self._order.parameters) - sum(self._end)
+        if missing < 0:
+            raise self._refused(
+                f"numbers {count_text(sum(self._end), 'parameter')}, and "
+                f"{printable(self._order.source)} has {len(self._order.parameters):,}"
+            )
+        steps: list[dict[Positions, list[Positions]]] = []
+        there: dict[Positions, list[Positions]] = {(0,) * len(self._end): []}
+        for count, parameter in enumerate(self._order.parameters, 1):
+            behind: dict[Positions, list[Positions]] = {}
+            for at in there:
+                for then in self._next(at, parameter.shape):
+                    if count - sum(then) <= missing:
+                        behind.setdefault(then, []).append(at)
+            if not behind:
+                shape = "" if parameter.shape is None else f" of shape {list(parameter.shape)}"
+                raise self._refused(
+                    f"does not fit {printable(self._order.source)}: {printable(parameter.name)}"
+                    f"{shape} is none of the next parameters by the shapes of its states"
+                )
+            if len(behind) > _MOST_WAYS:
+                raise self._ambiguous(parameter.name)
+            steps.append(behind)
+            there = behind
+        return steps
+
+    def _next(self, at: Positions, shape: Shape | None) -> list[Positions]:
+        """Where one may be behind a parameter: at the same place, or one further in a group."""
+        found = [at]
+        for number, done in enumerate(at):
+            if done < self._end[number]:
+                wanted = self._groups[number][done][1]
+                if wanted is None or shape is None or wanted == shape:
+                    found.append((*at[:number], done + 1, *at[number + 1 :]))
+        return found
+
+    def _ambiguous(self, name: str) -> RefusedObject:
+        return self._refused(
+            f"numbers its parameters, and the shapes in {printable(self._order.source)} do not "
+            f"tell which number {printable(name)} has"
+        )
+
+    def _refused(self, what: str) -> RefusedObject:
+        return RefusedObject(what, where=self._path or None, hint=HINT)
+
+
+# ------------------------------------------------------------------------------------ other forms
+
 
 OF_LOADER = "torch_dist_common"
 """Where a tree in Megatron's form has the bytes of its `common.pt`, in a list."""
@@ -78,7 +284,7 @@ class FormOptimizer:
             parts = parts_of(state, state.node)
             stand_ins[id(state.node)], told = self._formed(parts, state, checkpoint, models)
             notes += told
-        root = substituted(checkpoint.root, containers(checkpoint.root), stand_ins)
+        root = substituted(checkpoint.root, stand_ins)
         if self.form == "torchtitan":
             root = _at_the_root(replace(checkpoint, root=root))
         return replace(checkpoint, root=root, notes=(*checkpoint.notes, *notes))

@@ -1,4 +1,5 @@
-"""The names of parameters in optimizer states follow the keys of the model that they belong to.
+"""Key rules as an edit, and the names of parameters in optimizer states, which follow the keys of
+the model that they belong to.
 
 An optimizer that still says ``module.fc.weight`` to a model that says ``fc.weight`` is not refused
 by torch: `set_optimizer_state_dict` finds no state for the parameter, or FSDP none for the name,
@@ -9,11 +10,15 @@ of ``state``, the lists ``params`` and ``param_names`` of groups, and flattened 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
-from ckptconv.pickles.nodes import Node, mapping_pairs, with_pairs
+from ckptconv.keys.key_map import KeyRules
+from ckptconv.keys.naming_metadata import followed
+from ckptconv.pickles.nodes import Node, mapping_pairs, substituted, with_pairs
 from ckptconv.support.errors import KeyConflict, RefusedObject, printable
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.layouts import are_alike
+from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.optimizer_parts import parts_of
 from ckptconv.tree.optimizer_states import (
     Fate,
@@ -24,7 +29,8 @@ from ckptconv.tree.optimizer_states import (
     optimizer_states,
     refuse_reshaped,
 )
-from ckptconv.tree.renaming import RenamedKeys
+from ckptconv.tree.renaming import RenamedKeys, rename_state_dicts
+from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import PLAIN, tensor_of
 
@@ -195,3 +201,37 @@ def _renamed_flat(state: OptimizerState, names: Mapping[str, str], gone: Contain
             raise KeyConflict(what, where=text, hint="leave it out with --drop")
         renamed[text] = value
     return with_pairs(state.node, list(renamed.items()))
+
+
+# --------------------------------------------------------------------------- key rules as an edit
+
+
+@dataclass(frozen=True, slots=True)
+class RenameKeys:
+    """An edit: gives the keys of all state dicts (`Checkpoint.state_dicts`) their names by `rules`;
+    the names in optimizer states follow.
+
+    A dict of dicts of tensors has a state dict in each of them; rules over the keys of a part that
+    `only` names belong to the call itself.
+    It is the last edit where there are others: they know the names of the file.
+    """
+
+    rules: KeyRules
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        overlay: dict[int, Node] = {}
+        rules = with_config(self.rules, checkpoint)
+        found = checkpoint.state_dicts()
+        applied, renamed, skipped = rename_state_dicts(found, overlay, rules, checkpoint)
+        follow_names(checkpoint.root, overlay, found, list(zip(found, renamed, strict=True)))
+        names: dict[str, str | None] = {}
+        for done in applied:
+            prefix = done.item.prefix
+            for key, new in done.names().items():
+                names[prefix + key] = None if new is None else prefix + new
+        return replace(
+            checkpoint,
+            root=substituted(checkpoint.root, overlay),
+            metadata=followed(checkpoint.metadata, names),
+            dropped=(*checkpoint.dropped, *(item.node for item in skipped)),
+        )

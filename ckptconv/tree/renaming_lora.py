@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
 from ckptconv.keys.key_map import STRIP, map_keys
-from ckptconv.pickles.nodes import Dict, Node, containers, substituted
+from ckptconv.pickles.nodes import Dict, substituted
 from ckptconv.support.errors import (
     CheckpointError,
     KeyConflict,
@@ -28,9 +28,11 @@ from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.lora_adapters import (
     CONFIG,
+    LEAVE_OUT_FIRST,
     OF_DIFFUSERS,
     PEFT_PREFIX,
     Adapter,
+    Config,
     Parts,
     config_of_peft,
     number_in,
@@ -143,10 +145,10 @@ class _Renaming:
     def _refuse_unfit(self) -> None:
         """Refuse what a config says that no other convention has a place for."""
         adapter, convention = self._adapter, self._convention
-        for (module, _), key in adapter.keys.items():
+        for module in adapter.modules:
             if module.endswith(".base_layer"):
                 what = "is of the weights of all experts (target_parameters), which peft alone has"
-                raise RefusedObject(what, where=key)
+                raise RefusedObject(what, where=adapter.first_key(module))
         if convention == "lora-peft":
             return
         if any(config.is_transposed for config in adapter.configs.values()):
@@ -154,55 +156,49 @@ class _Renaming:
             raise RefusedObject(what)
         for name in adapter.whole:
             what = f"is a tensor of the model itself, for which {convention} has no place"
-            hint = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
-            raise RefusedObject(what, where=name, hint=hint)
+            raise RefusedObject(what, where=name, hint=LEAVE_OUT_FIRST)
 
     # ------------------------------------------------------------------------ what is there
 
     def _parts(self) -> tuple[list[_Part], list[str]]:
         """The modules of the adapter, with the places in the base that they mean."""
         adapter = self._adapter
-        keys = {module: key for (module, _), key in reversed([*adapter.keys.items()])}
-        found, notes = found_modules([*adapter.modules], self._names, keys)
-        made = []
-        for module, parts in adapter.modules.items():
-            places = self._names.atoms(found[module])
-            made.append(self._part(module, places, parts))
-        return made, notes
+        keys = {module: adapter.first_key(module) for module in adapter.modules}
+        found, notes = found_modules(keys, self._names)
+        return [self._part(module, self._names.atoms(found[module])) for module in keys], notes
 
-    def _part(self, module: str, places: Places, parts: Parts) -> _Part:
+    def _part(self, module: str, places: Places) -> _Part:
         adapter = self._adapter
-        keys = {role: adapter.keys[module, role] for role in parts}
+        parts, keys = adapter.modules[module], adapter.keys[module]
         for role in parts:
             if role not in (*ENDS[self._convention], "alpha"):
                 what = f"has no name in {self._convention}"
-                hint = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
-                raise RefusedObject(what, where=keys[role], hint=hint)
-        if not parts.keys() & _OF_PRODUCTS:
-            return self._other_part(module, places, parts, keys)
+                raise RefusedObject(what, where=keys[role], hint=LEAVE_OUT_FIRST)
         config, name = adapter.config_of(module)
+        if not parts.keys() & _OF_PRODUCTS:
+            self._refuse_unscaled(config, parts, adapter.first_key(module))
+            return _Part(places, parts, keys, None, None)
         ref = next(iter(parts.values()))
         asked = as_linear(AskedScale(parts, ref, name, config, keys, 1.0))
         _, down = matrices(asked, "up", "down")
-        alpha = None if config.is_rank_stabilized else config.alpha_of(name)
+        alpha = None
         if "alpha" in parts:
             alpha = number_in(parts["alpha"], keys["alpha"])
+        elif not config.is_rank_stabilized:  # else alpha is divided by the root of the rank
+            alpha = config.alpha_of(name)
         if "down" in parts and not config.is_transposed:
             self._refuse_misfit(places, parts, keys)
         return _Part(places, parts, keys, asked.scale(down.shape[0]), alpha)
 
-    def _other_part(
-        self, module: str, places: Places, parts: Parts, keys: Mapping[str, str]
-    ) -> _Part:
-        """A module without the matrices of LoRA: LoHa, LoKr, deltas that are whole."""
+    def _refuse_unscaled(self, config: Config, parts: Parts, key: str) -> None:
+        """Refuse parts without the matrices of LoRA (LoHa, LoKr, deltas that are whole) of which
+        nothing would say any more by how much they are scaled.
+        """
         if not parts.keys() - _BESIDE:
-            what = "stands without the matrices that it belongs to"
-            raise KeyMismatch(what, where=next(iter(keys.values())))
-        is_scaled = bool(parts.keys() - _WITHOUT_ALPHA)
-        if is_scaled and "alpha" not in parts and self._adapter.config_of(module)[0].rank:
+            raise KeyMismatch("stands without the matrices that it belongs to", where=key)
+        if parts.keys() - _WITHOUT_ALPHA and "alpha" not in parts and config.rank:
             what = f"is scaled by a config, for which {self._convention} has no place"
-            raise RefusedObject(what, where=next(iter(keys.values())))
-        return _Part(places, parts, keys, None, None)
+            raise RefusedObject(what, where=key)
 
     def _refuse_misfit(self, places: Places, parts: Parts, keys: Mapping[str, str]) -> None:
         """Refuse matrices that do not go to the weight of the base, where its shape is known."""
@@ -223,7 +219,9 @@ class _Renaming:
         if not shape:
             what = f"is for parts of a weight, and the shape of {place.key} is not known"
             raise KeyMismatch(what, where=key, hint="--like names a checkpoint that has it")
-        return shape[0] if place.part is None else rows_in(shape, place.part, key)[1]
+        if place.part is None:
+            return shape[0]
+        return rows_in(shape, place.part, key)[1]
 
     # ----------------------------------------------------------------------- what it becomes
 
@@ -258,8 +256,7 @@ class _Renaming:
 
     def _refuse_unclear(self, name: str, part: _Part) -> None:
         """Refuse a name that several modules of the base have, written with underscores."""
-        found = self._names.of(name) if self._convention == "lora-kohya" else []
-        if len(found) > 1:
+        if self._convention == "lora-kohya" and len(found := self._names.of(name)) > 1:
             listed = some_text([" and ".join(map(str, places)) for places in found])
             what = f"would be {printable(name)}, which may mean {listed}"
             raise KeyConflict(what, where=part.key, hint="lora-peft has dotted names")
@@ -310,8 +307,8 @@ class _Renaming:
         done = {place: places for places in by_place for place in places}
         order = dict.fromkeys(done.get(place, (place,)) for place in target.places)
         sizes = [sum(self._rows(place, first.key) for place in places) for places in order]
-        given = [by_place.get(places) for places in order]
-        factors = [None if one is None else _factors(one) for one in given]
+        given = {places: _factors(part) for places, part in by_place.items()}
+        factors = [given.get(places) for places in order]
         self._told["put together"] += 1
         return _with_factors(first, put_together(factors, sizes, first.key))
 
@@ -349,18 +346,16 @@ class _Renaming:
             if role in ("diff", "bias_diff"):  # LyCORIS has other words for those of norms
                 end = f".{part.keys[role].rpartition('.')[2]}"
             yield stem + end, ref
-        if "alpha" in ends and scaled is None and "alpha" in part.parts:
-            yield stem + ends["alpha"], part.parts["alpha"]
-        if "alpha" not in ends or scaled is None:
+        if "alpha" not in ends:
             return
         if "alpha" in part.parts:
             yield stem + ends["alpha"], part.parts["alpha"]
-        elif self._convention == "lora-kohya" or scaled.alpha != scaled.rank:
+        elif scaled and (self._convention == "lora-kohya" or scaled.alpha != scaled.rank):
             yield stem + ends["alpha"], alpha_tensor(scaled.alpha, part.parts["down"])
 
     def _as_they_are(self) -> Iterator[tuple[str, TensorRef]]:
         """Tensors of the model itself, which only peft has in an adapter."""
-        known = set(self._adapter.keys.values())
+        known = {key for keys in self._adapter.keys.values() for key in keys.values()}
         for key, ref in self._adapter.checkpoint.state_dict().tensors():
             if key not in known:
                 yield key, ref
@@ -375,8 +370,6 @@ class _Renaming:
         if twice:
             raise KeyConflict("would be made of two parts of the adapter", where=twice[0])
         node = checkpoint.state_dict().node
-        made: list[tuple[Node, Node]] = [(key, ref) for key, ref in pairs]
-        stand_ins: dict[int, Node] = {id(node): Dict(made)}
         metadata = {
             name: text for name, text in checkpoint.metadata.items() if name != OF_DIFFUSERS
         }
@@ -386,10 +379,10 @@ class _Renaming:
         if self._convention == "lora-peft":
             named = {each.name for each in scaled}
             others = with_those_around(self._names.modules) - named
-            beside[CONFIG] = of_peft(config_of_peft(self._adapter.checkpoint), scaled, others)
+            beside[CONFIG] = of_peft(config_of_peft(checkpoint), scaled, others)
         return replace(
             checkpoint,
-            root=substituted(checkpoint.root, containers(checkpoint.root), stand_ins),
+            root=substituted(checkpoint.root, {id(node): Dict([*pairs])}),
             metadata=metadata,
             notes=(*checkpoint.notes, *notes),
             dropped=(*checkpoint.dropped, node),
@@ -417,8 +410,8 @@ def _factors(part: _Part) -> Factors:
 
 def _with_factors(part: _Part, factors: Factors) -> _Part:
     """The same with other matrices; of another rank, no alpha says any more how it is scaled."""
-    up, down = factors
-    if down.shape[0] == part.parts["down"].shape[0]:
-        return replace(part, parts={**part.parts, "up": up, "down": down})
-    parts = {role: ref for role, ref in part.parts.items() if role != "alpha"}
-    return replace(part, parts={**parts, "up": up, "down": down}, alpha=None)
+    parts = {**part.parts, "up": factors.up, "down": factors.down}
+    if factors.down.shape[0] == part.parts["down"].shape[0]:
+        return replace(part, parts=parts)
+    parts.pop("alpha", None)
+    return replace(part, parts=parts, alpha=None)

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from ckptconv.pickles.nodes import Call, Dict, Global, calls_of, containers, substituted
+from ckptconv.pickles.nodes import Call, Dict, Global, calls_of, substituted
 
 SET = Global("builtins", "set")
 
 
 def replaced(root, old, new):
-    return substituted(root, containers(root), {id(old): new})
+    return substituted(root, {id(old): new})
 
 
 def test_a_node_is_replaced_wherever_it_stands():

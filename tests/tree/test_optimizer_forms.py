@@ -240,7 +240,7 @@ def test_an_order_that_is_not_known_is_refused(tmp_path):
 def test_all_ways_of_small_models_are_told_apart(tmp_path):
     """Held against a search through all assignments that keep the order within groups."""
     from ckptconv.support.errors import RefusedObject
-    from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, names_of_numbers
+    from ckptconv.tree.optimizer_forms import Parameter, ParameterOrder, names_of_numbers
     from ckptconv.tree.optimizer_parts import OptimizerParts
     from ckptconv.tree.optimizer_states import ParamGroup
 

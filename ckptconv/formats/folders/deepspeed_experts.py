@@ -30,7 +30,7 @@ from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, 
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.optimizer_order import Parameter, ParameterOrder, names_of_numbers
+from ckptconv.tree.optimizer_forms import Parameter, ParameterOrder, names_of_numbers
 from ckptconv.tree.optimizer_parts import OptimizerParts, parts_of
 from ckptconv.tree.optimizer_states import SHAPED, OptimizerState, ParamGroup, named_optimizer
 from ckptconv.tree.walk import tensor_of

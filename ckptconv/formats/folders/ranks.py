@@ -90,7 +90,7 @@ def _as_one(ranks: Sequence[_Rank], stand_ins: dict[int, Node]) -> Checkpoint:
     return replace(
         first,
         container=_of_ranks(first.container, len(ranks)),
-        root=substituted(first.root, ranks[0].holders, stand_ins),
+        root=substituted(first.root, stand_ins, ranks[0].holders),
         nbytes=whole.nbytes,
         notes=(*first.notes, *_disagreements(ranks)),
         sources=whole.sources,
