@@ -73,8 +73,9 @@ def optimizer_notes(
     """Tell of optimizer states that stay in the output, and whose parameters have other keys now or
     are left out; in those of `followed`, names have become those keys.
     """
-    if before == [item for item, _ in after] and not any(
-        done.changed or done.left_out or done.made for _, done in after
+    if any(item.is_all for item, _ in after) or (
+        before == [item for item, _ in after]
+        and not any(done.changed or done.left_out or done.made for _, done in after)
     ):
         return
     from ckptconv.tree.optimizer_states import left_behind  # seldom needed

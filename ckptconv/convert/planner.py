@@ -353,7 +353,7 @@ def _followed(
     after: list[tuple[StateDict, RenamedKeys]],
 ) -> Sequence[Followed]:
     """What became of the names in optimizer states, which are put into the overlay."""
-    if not any(done.changed or done.made for _, done in after):
+    if not any((done.changed or done.made) and not item.is_all for item, done in after):
         return ()
     from ckptconv.tree.optimizer_names import follow_names  # 4 ms, seldom needed
 

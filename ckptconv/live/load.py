@@ -193,7 +193,8 @@ def _selected(
         part, path = (checkpoint.root, None) if is_optimizer else (root, only)
         found = find_state_dicts(part, checkpoint.root, path)
         several, renamed, _ = rename_state_dicts(found, overlay, rules, checkpoint)
-        if any(done.changed or done.made for done in renamed):
+        is_changed = any(done.changed or done.made for done in renamed)
+        if is_changed and not any(item.is_all for item in found):
             from ckptconv.tree.optimizer_names import follow_names  # seldom needed
 
             follow_names(part, overlay, found, list(zip(found, renamed, strict=True)))

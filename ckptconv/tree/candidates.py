@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptconv.objects.plain import is_array, plain_form, tensor_form
 from ckptconv.objects.torch_read import is_tensor_call
-from ckptconv.pickles.nodes import MAPPINGS, Call, Dict, Node, attributes, children, mapping_pairs
+from ckptconv.pickles.nodes import MAPPINGS, Call, Node, attributes, children, mapping_pairs
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.labels import (
@@ -30,6 +30,7 @@ from ckptconv.tree.walk import (
     Place,
     chain_of,
     kinds_in,
+    label_of,
     place_text,
     tensor_of,
     walk,
@@ -70,8 +71,9 @@ class Candidate:
         """The path of the dict, with a dot behind it where only the tensors are meant that stand in
         it.
         """
-        path = place_text(self.place)
-        return path if self.beside is None else f"{path}."
+        if self.beside is None:
+            return place_text(self.place)
+        return f"{place_text(self.place)}."
 
     @property
     def own(self) -> tuple[int, ...] | None:
@@ -179,34 +181,39 @@ class _Look:
             self._fill(place)
         if type(node) not in CONTAINERS:
             return
-        if place is not None and _names_state(place[1]):
+        # the very same part may stand under another label too, and be the model there
+        if _names_state(label_of(place)):
             place = self._outside.get(id(node), place)
-        is_named_so = place is not None and _names_state(place[1])
+        label = label_of(place)
         is_state = is_training_state(node) or is_flat_state(node)
-        if is_state or (is_named_so and not _stands_for_tensor(node)):
+        if is_state or (_names_state(label) and not _stands_for_tensor(node)):
             self.aside[id(node)] = None
             self._states.append((place, node))
             return
         self._classify(place, node)
         pairs = dict_pairs(node)
-        tensors = _tensors_in(list(children(node)) if pairs is None else pairs)
-        if pairs is not None and tensors is not pairs:
-            self._note_outside(place, node, pairs)
+        if pairs is None:
+            tensors = _tensors_in(list(children(node)))
+        else:
+            tensors = _tensors_in(pairs)
+            if tensors is not pairs:
+                self._note_outside(place, node, pairs)
         if tensors:
             self._fill((place, None, node))
             if id(node) in self._closed:
                 return
-        wanted = self._wanted(place, node, tensors) if tensors else []
+        numbered = id(node) in self._numbered
+        wanted = _wanted(node, tensors, numbered=numbered, above=label)
         if wanted:
             self.holders.append(Holder(place, node, wanted))
-        if pairs is not None and id(node) not in self._inner:
-            owned = [] if wanted else [pair for pair in pairs if _is_own(*pair)]
-            numbered, above = id(node) in self._numbered, None if place is None else place[1]
-            if wanted or not all(
-                _is_random_state(label, _numbers_of(value), numbered=numbered, above=above)
-                for label, value in owned
-            ):
-                self._mappings.append((place, node, pairs, tensors, not wanted))
+        if pairs is None or id(node) in self._inner:
+            return
+        if wanted or any(
+            not _is_random_state(key, _numbers_of(value), numbered=numbered, above=label)
+            for key, value in pairs
+            if _is_own(key, value)
+        ):
+            self._mappings.append((place, node, pairs, tensors, not wanted))
 
     def finish(self) -> None:
         """Take note of which training states hold tensors, when all other nodes were seen."""
@@ -231,14 +238,15 @@ class _Look:
     def _candidate(
         self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool
     ) -> Candidate:
-        others = pairs if tensors is not pairs else ()
         beside: set[int] = set()
         own = [key for key, _ in tensors or pairs]
-        for key, value in others:
-            if _is_own(key, value):
-                own += [key] if id(value) in self._full else []
-            elif id(value) in self._full:
-                beside.add(id(value))
+        if tensors is not pairs:
+            for key, value in pairs:
+                if id(value) in self._full:
+                    if _is_own(key, value):
+                        own.append(key)
+                    else:
+                        beside.add(id(value))
         is_module = any(type(key) is str and looks_like_a_module(key) for key in own)
         has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
         made = Candidate(
@@ -258,21 +266,8 @@ class _Look:
         is_weak = not any(made.holds(holder.place, holder.node) for holder in deeper)
         return replace(made, weak=is_weak)
 
-    def _wanted(self, place: Place, node: Node, tensors: Tensors) -> Tensors:
-        """Those of the tensors of a container that somebody may want."""
-        numbered = id(node) in self._numbered
-        above = None if place is None else place[1]
-        if type(node) in (list, tuple) and node[0] == _NUMPYS_GENERATOR:
-            return []
-        return [
-            pair
-            for pair in tensors
-            # nearly all: decided by a look at the label
-            if _is_dotted(pair[0]) or _is_wanted(*pair, numbered=numbered, above=above)
-        ]
-
     def _classify(self, place: Place, node: Node) -> None:
-        label, parent = (None, None) if place is None else place[1:]
+        _, label, parent = place or (None, None, None)
         if id(parent) in self._closed or is_tensor_call(node):
             self._closed.add(id(node))
         # set on a dict, not items of it
@@ -297,8 +292,7 @@ def dict_pairs(node: Node) -> Pairs | None:
     """The pairs of a dict, of whatever class; None for anything else."""
     pairs = mapping_pairs(node)
     if pairs is None and type(node) is Call and (node.pairs or node.name in MAPPINGS):
-        plain = plain_form(node)
-        return plain.pairs if type(plain) is Dict else None
+        return mapping_pairs(plain_form(node))
     return pairs
 
 
@@ -328,7 +322,9 @@ def is_of_no_module(key: str) -> bool:
 def _rank(place: Place, node: Node, *, is_module: bool) -> int:
     if place is None or place[1] in USUAL or metadata_of(node) is not None:
         return _ROOT
-    return _MODULE if is_module else _OTHER
+    if is_module:
+        return _MODULE
+    return _OTHER
 
 
 def _tensors_in(pairs: Pairs) -> Tensors:
@@ -356,8 +352,17 @@ def _is_packed(key: Node) -> bool:
     return type(key) is str and key.rpartition(".")[2] in _PACKED
 
 
-def _is_dotted(label: Node) -> bool:
-    return type(label) is str and "." in label and "/" not in label
+def _wanted(node: Node, tensors: Tensors, *, numbered: bool, above: Node) -> Tensors:
+    """Those of the tensors of a container that somebody may want."""
+    if not tensors or (type(node) in (list, tuple) and node[0] == _NUMPYS_GENERATOR):
+        return []
+    return [
+        (label, value)
+        for label, value in tensors
+        # nearly all have a label with a dot: a look at it decides, and there may be a million
+        if (type(label) is str and "." in label and "/" not in label)
+        or _is_wanted(label, value, numbered=numbered, above=above)
+    ]
 
 
 def _is_wanted(label: Node, value: Node, *, numbered: bool, above: Node = None) -> bool:
@@ -397,10 +402,11 @@ def _is_random_state(
         return False
     if tensor.numel not in _OF_GENERATORS:
         return False
-    named = label if type(label) is str else above
-    if named is None:
+    if type(label) is str:
+        above = label
+    if above is None:
         return tensor.numel > _LARGE
-    return numbered or (type(named) is str and names_generator(named))
+    return numbered or (type(above) is str and names_generator(above))
 
 
 def is_random_state(node: Node) -> bool:
@@ -426,9 +432,10 @@ def is_training_state(node: Node) -> bool:
     fastai/optimizer.py), or numpy's `get_state(legacy=False)`.
     """
     pairs = mapping_pairs(node)
-    if pairs is None or len(pairs) < 2:
+    # a state has a few items; the state dicts that are met here may have a million
+    if pairs is None or not 2 <= len(pairs) < 50:
         return False
-    parts = {key: value for key, value in pairs if key in _OF_STATES} if len(pairs) < 50 else {}
+    parts = {key: value for key, value in pairs if key in _OF_STATES}
     if "bit_generator" in parts:
         return mapping_pairs(parts.get("state")) is not None
     if _is_list(parts.get("hypers")):  # fastai's: a list of the parameters' states

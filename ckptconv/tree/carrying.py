@@ -146,7 +146,8 @@ class Scales:
         if not all(map(self.is_codes, taken)):
             raise RefusedObject("some of them are quantised, and others are not", hint=_FIRST)
         codes = [self._of(origin) for origin in taken]
-        if len({(each.scheme, each.form, _namings(each)) for each in codes}) > 1:
+        ways = {(each.scheme, each.form, *(part.naming for part in each.parts)) for each in codes}
+        if len(ways) > 1:
             raise RefusedObject("they are quantised in different ways", hint=_FIRST)
         parts: list[list[Part]] = [[] for _ in made]
         for kind in zip(*(each.parts for each in codes), strict=True):
@@ -242,10 +243,6 @@ def _in_order(ref: TensorRef) -> TensorRef:
     return ref._replace(stride=whole.stride, pieces=(whole,))
 
 
-def _namings(codes: Codes) -> tuple[Naming, ...]:
-    return tuple(part.naming for part in codes.parts)
-
-
 def _blocks(
     group: Group, facts: Facts, how: Decoding, scheme: str, shape: Shape
 ) -> tuple[int | None, ...]:
@@ -261,8 +258,9 @@ def _blocks(
         return given
     sizes = zip(how.block, shape[-2:], strict=True)
     rows, columns = (None if block >= size else block for block, size in sizes)
-    if how.bits < 8 and how.axis == -1:
-        columns = None if columns is None else columns * how.bits // 8
-    elif how.bits < 8:
-        rows = None if rows is None else rows * how.bits // 8
+    # several codes stand in one byte, along one of the dimensions
+    if how.bits < 8 and how.axis == -1 and columns:
+        columns = columns * how.bits // 8
+    elif how.bits < 8 and how.axis != -1 and rows:
+        rows = rows * how.bits // 8
     return rows, columns

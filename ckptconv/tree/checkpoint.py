@@ -148,8 +148,10 @@ class Checkpoint:
     def blamed(self, error: CheckpointError) -> CheckpointError:
         """An error about it; of a dangerous checkpoint it says so, and not how to keep objects."""
         if danger_in(self.notes) and error.code != "dangerous":
-            is_to_keep = error.hint is None or "--unknown keep" in error.hint
-            error.hint = DROP_DANGEROUS if is_to_keep else f"{error.hint}; {DO_NOT_LOAD}"
+            if error.hint is None or "--unknown keep" in error.hint:
+                error.hint = DROP_DANGEROUS
+            else:
+                error.hint = f"{error.hint}; {DO_NOT_LOAD}"
             error.code = error.code or "dangerous"
         return error.at(path=self.path)
 
@@ -181,8 +183,11 @@ class Checkpoint:
         """Raise `UnsupportedCheckpoint` for one part of a checkpoint, which is not to be taken for
         the whole, unless the name `output` says which part it is too.
         """
-        mark = self.part.mark if self.part else ""
-        if self.part and not (mark and re.search(rf"(?<!\d){re.escape(mark)}(?!\d)", output)):
+        if self.part is None:
+            return
+        mark = self.part.mark
+        # no digit beside it: the file of layer 1 is not that of layer 11
+        if not (mark and re.search(rf"(?<!\d){re.escape(mark)}(?!\d)", output)):
             raise UnsupportedCheckpoint(self.part.what, path=self.path, hint=self.part.hint)
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:

@@ -79,31 +79,28 @@ def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict
         refuse_bytes(root, path)
         if type(root) is Call and only_training_state(root, surveyed) is not None:
             raise _no_state_dict(part, surveyed, only, path)
-    nested = None if only is None else nested_state_dict(part)
-    found = nested or _chosen(root, part, surveyed, only, path)
+        found = _loaded_by_framework(root, surveyed, path)
+    else:
+        found = nested_state_dict(part)
+    found = found or _chosen(part, surveyed, only, path)
     return replace(found, is_bare=is_bare(root, joined(part.path, found.path)))
 
 
-def _chosen(
-    root: Node, part: FoundPart, surveyed: Survey, only: str | None, path: PurePath
-) -> StateDict:
+def _chosen(part: FoundPart, surveyed: Survey, only: str | None, path: PurePath) -> StateDict:
     if part.own_only:
         return own_of(part, surveyed, path)
-    loaded = _loaded_by_framework(root, surveyed, path) if only is None else None
-    if loaded is not None:
-        return loaded
     best, lesser = surveyed.ranked()
     if len(best) == 1:
         _refuse_loss(best[0], surveyed, part, path)
         return state_dict_at(best[0])
-    bare = None if best else bare_tensors(part.node)
-    if bare is not None and (only or not all(map(is_random_state, bare.values))):
-        return bare
     if best:
         also = [item for item in lesser if item.is_module]
         names = [joined(part.path, item.path) for item in (*best, *also)]
         what = f"holds {len(names)} state dicts: {listed_parts(names)}"
         raise AmbiguousStateDict(what, path=path, hint=choice_of_parts(_with_nested(names, part)))
+    bare = bare_tensors(part.node)
+    if bare is not None and (only or not all(map(is_random_state, bare.values))):
+        return bare
     raise _no_state_dict(part, surveyed, only, path)
 
 
@@ -141,8 +138,10 @@ def only_training_state(root: Node, surveyed: Survey | None = None) -> str | Non
 
     A tensor by itself is nobody's, but for a random state.
     """
+    if is_random_state(root):
+        return "a training's"
     if is_tensor(root):
-        return "a training's" if is_random_state(root) else None
+        return None
     if type(root) is Call and root.name.endswith("Buffer"):  # Stable Baselines 3's, and others'
         return "a replay buffer's"
     if (surveyed or survey(root)).holders or not any(is_tensor(node) for _, node in walk(root)):

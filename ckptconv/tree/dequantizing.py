@@ -98,14 +98,11 @@ class Dequantize:
         for state_dict in checkpoint.state_dicts():
             unread = failed.setdefault(state_dict.path, {})
             done = _decoded(state_dict, facts, gone, unread)
-            if not done:
-                plain += [
-                    state_dict.prefix + key
-                    for key, ref in state_dict.tensors()
-                    if ref.dtype in FLOAT8
-                ]
-                continue
             tensors = dict(state_dict.tensors())
+            if not done:
+                codes = [key for key, ref in tensors.items() if ref.dtype in FLOAT8]
+                plain += [state_dict.prefix + key for key in codes]
+                continue
             beside = left_out_with(done, tensors)
             kept += _left(state_dict, tensors, done, beside, unread)
             found += done
@@ -130,8 +127,7 @@ class Dequantize:
                 *checkpoint.notes,
                 *_notes(found, [*chain(*gone.values())], facts),
                 *_zero_notes(found, facts),
-                *_plain_notes(plain),
-                *_kept_notes([path for _, path in kept]),
+                *_notes_of_others(plain, [path for _, path in kept]),
             ),
             dropped=(*checkpoint.dropped, *dropped),
         )
@@ -335,14 +331,20 @@ def _of_subclass(
 
 def _size(node: Node) -> Node:
     """A size, which some pickle as a call."""
-    return node.args[0] if isinstance(node, Call) and len(node.args) == 1 else node
+    match node:
+        case Call(args=(size,)):
+            return size
+    return node
 
 
 def _told(value: Node) -> object:
     """An attribute as its JSON has it: a dtype by its name, a tuple as a list."""
-    if isinstance(value, Global):
-        return spoken(value)
-    return list(value) if isinstance(value, tuple) else value
+    match value:
+        case Global():
+            return spoken(value)
+        case tuple():
+            return [*value]
+    return value
 
 
 def _note_stand_ins(
@@ -364,8 +366,8 @@ def _note_stand_ins(
             raise KeyConflict(what, where=item.key)
         node = values[item.codes]
         known = stand_ins.setdefault(id(node), [])
-        like = [each.values for each in known if _is_same(each.values, item.values)]
-        known.append(_Renamed(item.codes, item.key, like[0] if like else item.values))
+        like = (each.values for each in known if _is_same(each.values, item.values))
+        known.append(_Renamed(item.codes, item.key, next(like, item.values)))
     for key in values:
         if key in used or key in beside:
             gone.setdefault(id(values[key]), []).append(state_dict.prefix + key)
@@ -392,7 +394,9 @@ class _Renamed:
             return label
         at = len(commonprefix((self.before, self.after)))  # noqa: RUF071 (of characters)
         removed, added = self.before[at:], self.after[at:]
-        return label.removesuffix(removed) + added if label.endswith(removed) else label
+        if not label.endswith(removed):
+            return label
+        return label.removesuffix(removed) + added
 
 
 def _values(root: Node) -> Iterator[Node]:
@@ -403,13 +407,15 @@ def _values(root: Node) -> Iterator[Node]:
 
 def _chosen(known: list[_Renamed], label: Node) -> _Renamed | None:
     """What stands in for codes under this label; `RefusedObject` where there is a choice."""
+    if not known:
+        return None
     named = [each for each in known if type(label) is str and each.before.endswith(label)]
     fitting = named or known
     if any(each.values is not fitting[0].values for each in fitting):
         names = " and ".join(each.before for each in fitting[:2])
         what = f"is one tensor of codes, which {names} read with different scales"
         raise RefusedObject(what, where=fitting[0].before)
-    return fitting[0] if fitting else None
+    return fitting[0]
 
 
 def _edited(
@@ -485,19 +491,17 @@ weights in groups of 128 has them, and a tensor that is expanded claims any numb
 """
 
 
-def _kept_notes(kept: list[str]) -> Iterator[str]:
-    if kept:
-        yield (
-            "stay as they are, though they are named or stored as parts of quantised weights are: "
-            f"{first_few(kept, _LISTED)}"
-        )
-
-
-def _plain_notes(plain: list[str]) -> Iterator[str]:
+def _notes_of_others(plain: list[str], kept: list[str]) -> Iterator[str]:
+    """Tell of tensors that stay, and may be meant to be values."""
     if plain:
         yield (
             "float8 tensors without scales stay as they are, in a state dict where nothing is "
             f"quantised: {first_few(plain, _LISTED)}"
+        )
+    if kept:
+        yield (
+            "stay as they are, though they are named or stored as parts of quantised weights are: "
+            f"{first_few(kept, _LISTED)}"
         )
 
 

@@ -53,7 +53,9 @@ def ties_of(found: StateDict) -> list[list[str]]:
 
 def _shape(value: Node) -> Shape:
     ref = tensor_of(value) or tensor_form(value)
-    return None if ref is None else ref.shown_shape
+    if ref is None:
+        return None
+    return ref.shown_shape
 
 
 def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:

@@ -71,7 +71,9 @@ def flatten(
             more = ", an extra state that holds tensors" if holds_more else ""
             skipped.append(Skipped(key, f"not a tensor but {_kind(value)}{more}", value))
             continue
-        inner = value.args[0] if type(value) is Call and value.name in PARAMETERS else value
+        inner = value
+        if type(value) is Call and value.name in PARAMETERS:
+            inner = value.args[0]
         if type(inner) is Call and is_composite(inner):
             checks.append(parts_check(inner, key))
         if type(value) is TensorObject and _holds_something(value.state):
@@ -127,12 +129,11 @@ def refuse_split(flattened: Flattened) -> None:
 
 def refuse_unholdable(key: str, ref: TensorRef, dtype: DType) -> None:
     """Raise `RefusedObject` if safetensors has no dtype for a tensor written as `dtype`."""
-    half_byte = ref.dtype.safetensors == "F4" and not ref.shape
-    if half_byte or (dtype.safetensors is None and written_form(ref.dtype, ref.shape) is None):
-        if not half_byte:
-            raise lacking("safetensors", ref.dtype, key, _OR_OUT)
+    if ref.dtype.safetensors == "F4" and not ref.shape:  # half a byte
         what = f"safetensors has no scalars of {ref.dtype.name}"
         raise RefusedObject(what, where=key, hint=_OR_OUT)
+    if dtype.safetensors is None and written_form(ref.dtype, ref.shape) is None:
+        raise lacking("safetensors", ref.dtype, key, _OR_OUT)
 
 
 _TORCH = "write a torch file (--to torch)"
@@ -161,5 +162,7 @@ def _kind(value: Node) -> str:
 
 def _tensor_class(value: Call) -> str:
     """What kind of tensor a call rebuilds: the class of a subclass, or the function."""
-    subclass = value.args[1] if len(value.args) > 1 and "_rebuild_from_type" in value.name else None
-    return printable(subclass.path if type(subclass) is Global else value.name)
+    match value.args:
+        case (_, Global(path=path), *_) if "_rebuild_from_type" in value.name:
+            return printable(path)
+    return printable(value.name)

@@ -25,9 +25,7 @@ def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The model's ``config.json`` beside a checkpoint, or ``params.json`` of Meta's; of a GGUF file
     and of Megatron-LM what it says itself, by the names of a config. Empty where there is none.
     """
-    found = _of_gguf(checkpoint.metadata)
-    if found is None:
-        found = _of_megatron(training_arguments(checkpoint.root))
+    found = _of_gguf(checkpoint.metadata) or _of_megatron(training_arguments(checkpoint.root))
     if found is not None:
         return found
     home = home_of(checkpoint)
@@ -121,7 +119,7 @@ def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
     said = [*_in_config(model), *_in_other_files(home)]
     for one, other in combinations(said, 2):
         _refuse_contradiction(home, one, other)
-    config = said[0].with_method() if said else {}
+    config = next((one.with_method() for one in said), {})
     return Facts(config, checkpoint.metadata, scheme, _dtype(model))
 
 
@@ -142,7 +140,9 @@ class _Said(NamedTuple):
     method: str = ""
 
     def with_method(self) -> Mapping[str, Any]:
-        return {"quant_method": self.method, **self.config} if self.method else self.config
+        if self.method:
+            return {"quant_method": self.method, **self.config}
+        return self.config
 
 
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
@@ -153,10 +153,11 @@ def _in_config(model: Mapping[str, Any]) -> Iterator[_Said]:
     another name, and stands there a second time under the usual one, without a method.
     """
     parts = {"": model, **{f"{name}.": model.get(name) for name in _PARTS}}
+    told = {at: part for at, part in parts.items() if isinstance(part, Mapping)}
     for name in QUANTIZATION_KEYS:
-        for at, part in parts.items():
-            found = part.get(name) if isinstance(part, dict) else None
-            if isinstance(part, dict) and isinstance(found, dict) and found:
+        for at, part in told.items():
+            found = part.get(name)
+            if isinstance(found, dict) and found:
                 is_mlx = isinstance(part.get("quantization"), dict)
                 yield _Said(f"{at}{name} of config.json", found, "mlx" if is_mlx else "")
 
@@ -198,11 +199,9 @@ def _settings(said: _Said) -> dict[str, Any]:
         found["checkpoint_format"] = version
     if said.method != "gptq" or "quant_method" in said.config:
         found["quant_method"] = method
-    return {name: _spelt(value) for name, value in found.items()}
-
-
-def _spelt(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
+    # programs write GPTQ and gptq
+    words = {name: value.lower() for name, value in found.items() if isinstance(value, str)}
+    return found | words
 
 
 def _dtype(model: Mapping[str, Any]) -> DType | None:

@@ -53,7 +53,10 @@ def flatten_modules(checkpoint: Checkpoint, calls: Iterable[Call] | None = None)
 
     `calls` are those of its tree, where they are known and nobody has looked for modules yet.
     """
-    if not (checkpoint.has_whole_modules if calls is None else holds_modules(calls)):
+    has_modules = checkpoint.has_whole_modules
+    if calls is not None:
+        has_modules = holds_modules(calls)
+    if not has_modules:
         return checkpoint
     stand_ins: dict[int, Node] = {}
     classes: list[str] = []
@@ -262,7 +265,8 @@ class _Finder:
             if type(node) in LEAVES or is_tensor(node):
                 if node not in self._covered:
                     yield Stray(path, reason, is_refused, self._made, node)
-                work += [(path, node.state)] if type(node) is TensorObject else []
+                if type(node) is TensorObject:
+                    work.append((path, node.state))
             else:
                 inner = [pair for pair in children(node) if type(pair[1]) in _HOLDERS]
                 work += [(_joined(path, label), child) for label, child in reversed(inner)]
@@ -275,7 +279,9 @@ _BETWEEN = ("_parameters", "_buffers", "_modules")
 def _joined(path: str, label: Node) -> str:
     """The path of an attribute; how an object is pickled does not show in it."""
     text = label_text(label)
-    return path if text in _BETWEEN or text.startswith("<") else f"{path}.{text}"[-_LONGEST:]
+    if text in _BETWEEN or text.startswith("<"):
+        return path
+    return f"{path}.{text}"[-_LONGEST:]
 
 
 _LONGEST = 300  # characters of a path

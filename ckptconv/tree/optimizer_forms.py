@@ -138,13 +138,16 @@ def refuse_shares(
     if any(_OF_LOW_RANK in group.settings for group in parts.groups):
         return
     shapes: dict[str, set[Shape | None]] = {}
+    told: list[tuple[str, Shape | None]]
     told = [(key, ref.shape) for found in models for key, ref in found.tensors()]
-    for key, shape in (*told, *(order.parameters if order is not None else ())):
+    if order is not None:
+        told += order.parameters
+    for key, shape in told:
         shapes.setdefault(bare_name(key), set()).add(shape)
     for name, state in parts.states.items():
         known = shapes.get(bare_name(str(name)), {None})
-        for key, value in state.items():
-            ref = tensor_of(value) if key in SHAPED else None
+        refs = [(key, tensor_of(value)) for key, value in state.items() if key in SHAPED]
+        for key, ref in refs:
             if ref is not None and None not in known and ref.shape not in known:
                 wanted = " or ".join(sorted(str(list(shape or ())) for shape in known))
                 what = f"has {key} of shape {list(ref.shape)} for {printable(str(name))}"
@@ -310,12 +313,15 @@ class FormOptimizer:
             notes = [f"{where}: {count} have names now, by {printable(source)}"]
         if not parts.is_numbered:
             refuse_shares(parts, models, state.path, self.order)
+        if self.form == "numbers" and parts.is_numbered:
+            return numbered(parts), notes
         if self.form == "numbers":
-            told = "" if parts.is_numbered else f"{where}: {count} have numbers now"
-            by = self.order and f", in the order of {printable(self.order.source)}"
-            notes = [f"{told}{by or ', in the order of its groups'}"] if told else []
-            return numbered(self._in_order(parts, state, models)), notes
-        return (named if self.form == "names" else flattened)(parts), notes
+            by = "its groups" if self.order is None else printable(self.order.source)
+            notes = [f"{where}: {count} have numbers now, in the order of {by}"]
+            return numbered(self._in_order(parts, state)), notes
+        if self.form == "names":
+            return named(parts), notes
+        return flattened(parts), notes
 
     def _names(
         self,
@@ -328,7 +334,9 @@ class FormOptimizer:
         if (beside := names_beside(parts, state.path)) is not None:
             return beside, "those that its groups say"
         if self.order is not None:
-            order = self.order if len(models) != 1 else with_keys_of(self.order, models[0])
+            order = self.order
+            if len(models) == 1:
+                order = with_keys_of(order, models[0])
             return names_of_numbers(parts, order, state.path), f"the order of {order.source}"
         if len(models) != 1 or not checkpoint.container.is_torch:
             why = "no state dict beside them tells the order of model.parameters()"
@@ -341,17 +349,13 @@ class FormOptimizer:
         source = f"the order of the keys in {order.source}, and their shapes"
         return names_of_numbers(parts, order, state.path), source
 
-    def _in_order(
-        self, parts: OptimizerParts, state: OptimizerState, models: Sequence[StateDict]
-    ) -> OptimizerParts:
+    def _in_order(self, parts: OptimizerParts, state: OptimizerState) -> OptimizerParts:
         """The same, the parameters of each group in the order that they are to be numbered in."""
-        if parts.is_numbered:
+        if self.order is None and parts.has_order:
             return parts
         if self.order is None:
-            if not parts.has_order:
-                what = "is flat, so the order of its parameters is not known"
-                raise RefusedObject(what, where=state.path or None, hint=HINT)
-            return parts
+            what = "is flat, so the order of its parameters is not known"
+            raise RefusedObject(what, where=state.path or None, hint=HINT)
         if not parts.has_order and len(parts.groups) > 1:
             what = f"is flat, so the order of its {len(parts.groups)} groups is not known"
             hint = "write it by names, and let torch's set_optimizer_state_dict load it"

@@ -59,13 +59,13 @@ def follow_names(
     """Put optimizer states into `overlay` whose names are the new keys; see `left_behind` for the
     state dicts `before` and `after`. What has no new name keeps its own.
     """
-    if not any(done.changed or done.made for _, done in after):
+    if not any((done.changed or done.made) and not item.is_all for item, done in after):
         return []
     refuse_reshaped(root, overlay, after)
     told: list[Followed] = []
-    fates: list[Fate] = []
-    for state in [*optimizer_states(root, overlay, (item for item, _ in after))]:
-        fates = fates or fates_of(before, after)
+    states = [*optimizer_states(root, overlay, (item for item, _ in after))]
+    fates = fates_of(before, after) if states else []
+    for state in states:
         twins = _twins(state, fates)
         left = [name for name in state.names if name not in twins]
         names, unclear = _new_names(left, fates)
@@ -152,10 +152,9 @@ def _known(names: Sequence[str], fate: Fate) -> dict[str, str | None]:
     others = [name for name in names if name not in known and bare_name(name) in plain]
     keys = {name: plain[bare_name(name)] for name in others}
     now = {key: fate.keys[key] for key in keys.values()}
-    is_changed = any(new not in (None, key, bare_name(key)) for key, new in now.items())
-    for name, key in keys.items():
-        known[name] = fate.keys[key] if is_changed else name
-    return known
+    if any(new not in (None, key, bare_name(key)) for key, new in now.items()):
+        return known | {name: now[key] for name, key in keys.items()}
+    return known | {name: name for name in keys}
 
 
 def _rename(
@@ -173,7 +172,7 @@ def _rename(
     parts = dict(mapping_pairs(state.node) or ())
     states = parts["state"]
     pairs = [
-        (names.get(key, key) if type(key) is str else key, value)
+        (_renamed(key, names), value)
         for key, value in mapping_pairs(states) or ()
         if key not in gone
     ]
@@ -181,11 +180,12 @@ def _rename(
     for group in parts["param_groups"]:
         for label, listed in mapping_pairs(group) or ():
             if label in _LISTS and type(listed) is list:
-                overlay[id(listed)] = [
-                    names.get(name, name) if type(name) is str else name
-                    for name in listed
-                    if name not in gone
-                ]
+                left = [_renamed(name, names) for name in listed if name not in gone]
+                overlay[id(listed)] = left
+
+
+def _renamed(name: Node, names: Mapping[str, str]) -> Node:
+    return names.get(name, name) if type(name) is str else name
 
 
 def _renamed_flat(state: OptimizerState, names: Mapping[str, str], gone: Container[Node]) -> Node:

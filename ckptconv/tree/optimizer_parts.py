@@ -130,7 +130,9 @@ def names_beside(parts: OptimizerParts, path: str) -> dict[Node, Node] | None:
             return None
         found |= zip(group.params, group.names, strict=True)
     _refuse_twice(list(found.values()), path)
-    return found if found.keys() >= set(parts.parameters) else None
+    if found.keys() >= set(parts.parameters):
+        return found
+    return None
 
 
 def _flat_parts(pairs: Sequence[tuple[Node, Node]]) -> OptimizerParts:

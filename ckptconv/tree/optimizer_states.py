@@ -22,14 +22,14 @@ from ckptconv.support.errors import RefusedObject, printable
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.plain_numbers import number_of
-from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
+from ckptconv.tensors.refs import Shape, TensorRef, view_identity
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.candidates import FLAT_STATES, is_flat_state, is_training_state
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.reshaping import Tied
 from ckptconv.tree.state_dicts import StateDict
-from ckptconv.tree.walk import PLAIN, Place, labels_of, place_text, tensor_of, walk
+from ckptconv.tree.walk import Place, labels_of, place_text, tensor_of, walk
 
 _IN_SHAPE = "exp_avg exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum prev ax"
 SHAPED = frozenset(_IN_SHAPE.split())
@@ -159,14 +159,10 @@ def optimizer_states(
     root: Node, overlay: Mapping[int, Node], models: Iterable[StateDict] = ()
 ) -> Iterator[OptimizerState]:
     """The optimizer states of a tree; the state dicts `models` need not be searched for them."""
-    leaves = {TensorRef, TensorObject, *PLAIN}
     # plain values stand in for what is not to be entered
-    over = dict(overlay)
-    for item in models:
-        if item.own is None and leaves.issuperset(map(type, item.values)):
-            over[id(item.node)] = None
+    over = dict(overlay) | {id(item.node): None for item in models if item.holds_leaves}
     for place, node in walk(root, over):
-        state = _state(place, node) if is_training_state(node) else _named_flat(place, node)
+        state = _numbered_or_named(place, node) or _flat(place, node)
         if state is not None:
             over[id(node)] = None
             yield state
@@ -177,7 +173,9 @@ def is_optimizer_state(root: Node, part: Node) -> bool:
     return any(state.node is part for state in optimizer_states(root, {}))
 
 
-def _state(place: Place, node: Node) -> OptimizerState | None:
+def _numbered_or_named(place: Place, node: Node) -> OptimizerState | None:
+    if not is_training_state(node):
+        return None
     parts = dict(mapping_pairs(node) or ())
     if type(parts.get("param_groups")) is not list:  # fastai's has hypers, numpy's generator none
         return None
@@ -186,15 +184,14 @@ def _state(place: Place, node: Node) -> OptimizerState | None:
     names = dict.fromkeys(key for key in states if type(key) is str)
     numbers: list[int] = []
     for group in groups:
-        params, named = (_listed(group.get(name)) for name in ("params", "param_names"))
-        names |= dict.fromkeys(name for name in (*params, *named) if type(name) is str)
-        numbers += [at for at in params if type(at) is int]
+        for name in ("params", "param_names"):
+            listed = group.get(name)
+            if type(listed) is list:
+                names |= dict.fromkeys(each for each in listed if type(each) is str)
+                if name == "params":
+                    numbers += [at for at in listed if type(at) is int]
     shapes = tuple(shape_of_state(states.get(at)) for at in dict.fromkeys(numbers))
     return OptimizerState(place_text(place), tuple(names), shapes, node)
-
-
-def _listed(node: Node) -> list[Node]:
-    return node if type(node) is list else []
 
 
 def shape_of_state(state: Node) -> Shape | None:
@@ -202,7 +199,9 @@ def shape_of_state(state: Node) -> Shape | None:
     pairs = [pair for pair in mapping_pairs(state) or () if type(pair[0]) is str]
     refs = [tensor_of(value) for key, value in pairs if key in SHAPED]
     shapes = {ref.shape for ref in refs if ref is not None}
-    return shapes.pop() if len(shapes) == 1 else None
+    if len(shapes) == 1:
+        return shapes.pop()
+    return None
 
 
 def read_number(node: Node) -> float | None:
@@ -215,10 +214,11 @@ def read_number(node: Node) -> float | None:
         return None
     Checksums().read(node.storage)
     number = number_of(read_box(node, (0,) * len(node.shape), node.shape).tobytes(), node.dtype)
-    return None if isinstance(number, complex) else number
+    assert not isinstance(number, complex)  # of these kinds of types none is
+    return number
 
 
-def _named_flat(place: Place, node: Node) -> OptimizerState | None:
+def _flat(place: Place, node: Node) -> OptimizerState | None:
     """A flattened optimizer state, as `StateDictOptions(flatten_optimizer_state_dict=True)` makes
     it.
     """
@@ -250,8 +250,9 @@ class FlatKey(NamedTuple):
 
     def called(self, name: str) -> str:
         """The key of another parameter for the same."""
-        order = (self.field, name) if self.is_name_last else (name, self.field)
-        return ".".join((self.part, *order))
+        if self.is_name_last:
+            return f"{self.part}.{self.field}.{name}"
+        return f"{self.part}.{name}.{self.field}"
 
 
 _OF_MEGATRON = re.compile(r"((?:chained_\d+\.)?optimizer\.state)\.([^.]+)\.(.+)").fullmatch
@@ -310,19 +311,19 @@ def fates_of(
     before: Sequence[StateDict], after: Sequence[tuple[StateDict, RenamedKeys]]
 ) -> list[Fate]:
     """What became of the keys of each of the state dicts `before`."""
-    return [_fate(item, after) for item in before]
-
-
-def _fate(item: StateDict, after: Sequence[tuple[StateDict, RenamedKeys]]) -> Fate:
-    path = item.path.removesuffix(".")
-    there = [pair for pair in after if pair[0].path.removesuffix(".") == path]
-    # one that was put at another place is known by its keys
-    there = there or [pair for pair in after if pair[0].keys == item.keys]
-    if not there:
-        return Fate(dict.fromkeys(item.keys), dict(item.tensors()))
-    found, done = there[-1]
-    kept = done.kept(found.keys)
-    return Fate({key: kept.get(key) for key in item.keys}, dict(item.tensors()), done.tied)
+    fates = []
+    for item in before:
+        path = item.path.removesuffix(".")
+        there = [pair for pair in after if pair[0].path.removesuffix(".") == path]
+        # one that was put at another place is known by its keys
+        there = there or [pair for pair in after if pair[0].keys == item.keys]
+        kept: dict[str, str] = {}
+        tied: tuple[Tied, ...] = ()
+        for found, done in there[-1:]:
+            kept, tied = done.kept(found.keys), done.tied
+        now = {key: kept.get(key) for key in item.keys}
+        fates.append(Fate(now, dict(item.tensors()), tied))
+    return fates
 
 
 def _stale(
@@ -341,8 +342,8 @@ def _stale(
         # one whose bare name is the same went by another name before, and nothing has changed
         is_told = name in exact or (bare in plain and bare not in same)
         if is_told and name not in known:
-            new = exact[name] if name in exact else plain[bare]
-            (gone if new is None else renamed).append(name)
+            now = exact.get(name, plain[bare])
+            (gone if now is None else renamed).append(name)
     return tuple(renamed), tuple(gone)
 
 

@@ -112,9 +112,10 @@ def producer_of(root: Node) -> str | None:
         *around, last = producer.version.split(".")
         for label in around:
             labels = _labels(labels.get(label))
-        version = labels.get(last) if last else None
-        is_told = isinstance(version, (str, int, float))
-        return f"{producer.name} {version}" if is_told else producer.name
+        version = labels.get(last)
+        if last and isinstance(version, (str, int, float)):
+            return f"{producer.name} {version}"
+        return producer.name
     keys = list(labels)
     if all_start(keys, _PEFT) and any(".lora_" in key for key in keys):
         return LORA_OF_PEFT
@@ -149,12 +150,13 @@ def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
     """
     if all_start(keys, _PEFT):
         return _PEFT
-    first = keys[0].partition(".")[0] + "." if keys else ""
-    is_attribute = not first.removesuffix(".").isdecimal()  # a number is a layer of Sequential
-    is_whole = is_attribute and all_start(keys, first)
-    if not is_whole or _VERSION not in _labels(root):
+    if not keys or _VERSION not in _labels(root):
         return None
-    return f"{first}{_DDP}" if all_start(keys, f"{first}{_DDP}") else first
+    name = keys[0].partition(".")[0]
+    for prefix in (f"{name}.{_DDP}", f"{name}."):
+        if not name.isdecimal() and all_start(keys, prefix):  # a number: a layer of Sequential
+            return prefix
+    return None
 
 
 LORA_OF_PEFT = "peft (LoRA adapter)"

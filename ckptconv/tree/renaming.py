@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 from ckptconv.keys.key_map import (
     KEEP,
@@ -63,12 +62,12 @@ def rename_state_dicts(
     if not found and (rules not in (STRIP, KEEP) or fit_to):
         what = "it does not hold a state dict whose keys could be changed"
         raise AmbiguousStateDict(what, hint="see what it holds with: ckptconv inspect")
-    applied = [
-        map_state_dict(item, rules, checkpoint, fit_to)
-        if fit_to or _has_work(item, rules)
-        else Applied(item, unchanged(item.keys))
-        for item in found
-    ]
+    applied = []
+    for item in found:
+        if fit_to or _has_work(item, rules):
+            applied.append(map_state_dict(item, rules, checkpoint, fit_to))
+        else:
+            applied.append(Applied(item, unchanged(item.keys)))
     maps = [each.keys for each in applied]
     if found:
         refuse_nothing_left(sum(new is not None for keys in maps for new in keys.new), maps, rules)
@@ -77,25 +76,18 @@ def rename_state_dicts(
     for each in applied:
         skipped += excluded(each, fit_to)
         item, keys = each.item, each.keys
-        modules = _recorded(item, keys)
-        renamed.append(renamed_keys(each, modules=modules))
+        renamed.append(renamed_keys(each))
         is_changed = keys.new != keys.old or keys.filled or each.reshaped is not None
-        if is_changed or _modules_come_back(keys, modules):
+        if not is_changed and keys.orders:
+            # undoing a mapping may change `_metadata` alone: of modules that had become one, all
+            # keys may have been left out
+            modules = keys.renamed_modules(_module_paths(item))
+            is_changed = any(old != new for old, new in modules)
+        if is_changed:
             new, values = with_filled(item, keys)
             filled = replace(item, values=values)
-            overlay[id(item.node)] = renamed_in_place(filled, new, _told(modules))
+            overlay[id(item.node)] = renamed_in_place(filled, new, keys.renamed_modules)
     return applied, tuple(renamed), skipped
-
-
-def _modules_come_back(keys: KeyMap, modules: Recorded) -> bool:
-    """Whether undoing a mapping changes `_metadata`, though no key: of modules that had become one,
-    all keys may have been left out.
-    """
-    return bool(keys.orders) and any(old != new for old, new in modules())
-
-
-def _told(modules: Recorded) -> Callable[[object], list[tuple[str, str]]]:
-    return lambda _: modules()
 
 
 def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], tuple[Node, ...]]:
@@ -121,10 +113,11 @@ def map_state_dict(
     all that the rules are about, fitting finds them itself.
     """
     try:
-        given = KEEP if fit_to and rules == STRIP else rules
-        applied = apply_rules(item, given, checkpoint, fit_to.shapes if fit_to else None)
         if fit_to is None:
-            return applied
+            return apply_rules(item, rules, checkpoint)
+        if rules == STRIP:
+            rules = KEEP
+        applied = apply_rules(item, rules, checkpoint, fit_to.shapes)
         return replace(applied, keys=fitted(applied.item, applied.keys, fit_to))
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
@@ -139,25 +132,19 @@ def refuse_nothing_left(left: int, maps: Sequence[KeyMap], rules: KeyRules) -> N
 def excluded(applied: Applied, fit_to: KeyTarget | None) -> list[Skipped]:
     """The keys that the rules, or the fitting, left out, with the reason."""
     item, keys = applied.item, applied.keys
-    skipped = [*applied.reshaped.skipped] if applied.reshaped else []
-    # what no rule left out the fitting did
-    unexpected = f"are not in {printable(fit_to.name if fit_to else 'the target')}"
+    skipped: list[Skipped] = []
+    if applied.reshaped:
+        skipped += applied.reshaped.skipped
+    target = "the target"
+    if fit_to:
+        target = printable(fit_to.name)
     for at, new in enumerate(keys.new):
         if new is None:
             seen = item.prefix + keys.seen.get(at, keys.old[at])
-            why = keys.why.get(at, unexpected)
+            why = keys.why.get(at, f"are not in {target}")  # what no rule left out the fitting did
             path = item.prefix + applied.key_before(keys.old[at])
             skipped.append(Skipped(path, why, item.values[at], by_rule=True, seen=seen))
     return skipped
-
-
-Recorded = Callable[[], "list[tuple[str, str]]"]
-"""The module paths of `_metadata`, each with a new name of it."""
-
-
-def _recorded(item: StateDict, keys: KeyMap) -> Recorded:
-    """What the rules make of the module paths of a state dict, asked once, when it is needed."""
-    return cache(lambda: keys.renamed_modules(_module_paths(item)))
 
 
 def _module_paths(item: StateDict) -> list[str]:
@@ -165,20 +152,19 @@ def _module_paths(item: StateDict) -> list[str]:
     return [path for path, _ in entries if type(path) is str]
 
 
-def renamed_keys(
-    applied: Applied, unheld: Collection[str] = (), modules: Recorded | None = None
-) -> RenamedKeys:
-    """What became of a state dict's keys; `unheld`: new keys whose values are not in the output;
-    `modules`: what became of its module paths, where that is recorded.
-    """
+def renamed_keys(applied: Applied, unheld: Collection[str] = ()) -> RenamedKeys:
+    """What became of a state dict's keys; `unheld`: new keys whose values are not in the output."""
     item, keys = applied.item, applied.keys
-    recorded = modules or _recorded(item, keys)
-    held = tuple([None if new in unheld else new for new in keys.new]) if unheld else keys.new
+    held = keys.new
+    if unheld:
+        held = tuple([None if new in unheld else new for new in held])
     filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
     odd: tuple[str, ...] = ()
     if not "".join(keys.old).isprintable():
         odd = tuple(key for key in keys.old if not key.isprintable())
-    pairs = () if held == keys.old else tuple(zip(keys.old, held, strict=True))
+    pairs: tuple[tuple[str, str | None], ...] = ()
+    if held != keys.old:
+        pairs = tuple(zip(keys.old, held, strict=True))
     gone = {old for old, new in pairs if new is None}
     storages = homes(ref for key, ref in item.tensors() if key not in gone)
     shared = len(storages) - len(set(storages))
@@ -188,10 +174,12 @@ def renamed_keys(
         if len(now) != len(held):
             raise KeyConflict("two keys read the same, so there is no mapping", where=item.path)
         modules: dict[str, tuple[str, ...]] = dict.fromkeys(_module_paths(item), ())
-        for path, name in recorded():
+        for path, name in keys.renamed_modules([*modules]):
             modules[path] = (*modules[path], name)
         plain = MappedKeys(item.path, now, modules, dict(filled))
-        return plain if applied.reshaped is None else applied.reshaped.mapped(plain)
+        if applied.reshaped is None:
+            return plain
+        return applied.reshaped.mapped(plain)
 
     made: tuple[MadeKeys, ...] = ()
     tied: tuple[Tied, ...] = ()
@@ -203,21 +191,19 @@ def renamed_keys(
         tied = tuple(applied.reshaped.tied(names))
         fates = applied.reshaped.fates(names)
         pairs = tuple((key, fates.get(key)) for key in before if key not in consumed)
-    changed = tuple([(old, new) for old, new in pairs if new is not None and new != old])
-    left_out = tuple([old for old, new in pairs if new is None])
     return RenamedKeys(
-        item.path,
-        keys.wrappers,
-        len(before),
-        changed,
-        odd,
-        shared,
-        left_out,
-        mapped,
-        filled,
-        made,
-        consumed,
-        tied,
+        path=item.path,
+        wrappers=keys.wrappers,
+        count=len(before),
+        changed=tuple([(old, new) for old, new in pairs if new is not None and new != old]),
+        odd=odd,
+        shared=shared,
+        left_out=tuple([old for old, new in pairs if new is None]),
+        mapped=mapped,
+        filled=filled,
+        made=made,
+        consumed=consumed,
+        tied=tied,
     )
 
 

@@ -72,7 +72,7 @@ class Made(NamedTuple):
         """
         moves = () if self.goes_along else self.moves
         if len(moves) == 1 and moves[0].name in ("tie", "untie"):
-            count = len(self.numbers) if moves[0].name == "untie" else len(self.origins)
+            count = min(len(self.numbers), len(self.origins))  # of tensors; each side has names
             before, after = len(self.origins) // count, len(self.numbers) // count
             for at in range(count):
                 taken = self.origins[at * before : (at + 1) * before]
@@ -194,8 +194,9 @@ class Applied:
 
     def key_before(self, key: str) -> str:
         """The key in the checkpoint of one of `item`; of what a rule made it is the key itself."""
-        origin = key if self.reshaped is None else self.reshaped.origins[key]
-        return origin if isinstance(origin, str) else key
+        if self.reshaped is not None and isinstance(origin := self.reshaped.origins[key], str):
+            return origin
+        return key
 
     def kept(self) -> dict[str, str]:
         """The keys of `item` that are not left out, each with its new one."""
@@ -204,8 +205,10 @@ class Applied:
 
     def left_out(self) -> frozenset[str]:
         """The keys of the checkpoint that are left out, and are not part of another tensor."""
-        consumed = frozenset() if self.reshaped is None else self.reshaped.consumed
-        return frozenset(key for key, new in self.names().items() if new is None) - consumed
+        gone = frozenset(key for key, new in self.names().items() if new is None)
+        if self.reshaped is not None:
+            gone -= self.reshaped.consumed
+        return gone
 
     def names(self) -> dict[str, str | None]:
         """The keys of the checkpoint, each with its new one; None: left out, or became others."""
@@ -225,12 +228,8 @@ def with_config(rules: KeyRules, checkpoint: Checkpoint) -> KeyRules:
     from ckptconv.tree.model_config import config_beside  # seldom needed
 
     config = config_beside(checkpoint)
-    return replace(
-        rules,
-        rules=tuple(
-            rule.with_config(config) if rule.needs_config else rule for rule in rules.rules
-        ),
-    )
+    settled = [rule.with_config(config) if rule.needs_config else rule for rule in rules.rules]
+    return replace(rules, rules=tuple(settled))
 
 
 def apply_rules(
@@ -394,8 +393,9 @@ class _Application:
             if new is not None:
                 kept.append(entry._replace(name=new))
                 continue
-            seen = self.item.prefix + keys.seen.get(at, entry.name)
-            path = self.item.prefix + str(entry.origin) if type(entry.origin) is str else seen
+            path = seen = self.item.prefix + keys.seen.get(at, entry.name)
+            if isinstance(entry.origin, str):
+                path = self.item.prefix + entry.origin
             why = keys.why.get(at, "")
             self.skipped.append(Skipped(path, why, entry.value, by_rule=True, seen=seen))
         self.entries = kept
@@ -446,7 +446,9 @@ class _Application:
 
     def _with_scales(self, entry: _Entry) -> list[_Entry]:
         """A tensor that was made; behind codes stands what they are read with."""
-        found = () if self.scales is None else self.scales.named(entry.origin, entry.name)
+        if self.scales is None:
+            return [entry]
+        found = self.scales.named(entry.origin, entry.name)
         return [entry, *(_Entry(origin, name, ref, entry.rank) for origin, name, ref in found)]
 
     def _put(self, left: Sequence[_Entry], made: Sequence[_Entry], rule: Rule) -> None:
@@ -454,11 +456,10 @@ class _Application:
         names = {entry.name for entry in left}
         new: set[str] = set()
         for entry in made:
-            if entry.name in names or entry.name in new:
-                is_there = "is there already" if entry.name in names else "it makes twice"
-                what = f"{is_there}, and {rule.words} would make it"
-                if entry.name in new:
-                    what = f"{rule.words} would make it twice"
+            if entry.name in new:
+                raise KeyConflict(f"{rule.words} would make it twice", where=entry.name)
+            if entry.name in names:
+                what = f"is there already, and {rule.words} would make it"
                 raise KeyConflict(what, where=entry.name)
             new.add(entry.name)
         self.entries = sorted([*left, *made], key=lambda entry: entry.rank)
@@ -474,14 +475,10 @@ class _Application:
         try:
             refs = [self._tensor(entry) for entry in taken]
             done = _worked_out(rule, group, refs, self.like or {})
-        except CheckpointError as error:
-            error.what = f"{rule.words}: {error.what}"
-            raise error.at(where=group.keys[0]) from None
-        made = [
-            self._entry(name, ref, taken[0].rank)
-            for name, ref in zip(done.names, done.refs, strict=True)
-        ]
-        try:
+            made = [
+                self._entry(name, ref, taken[0].rank)
+                for name, ref in zip(done.names, done.refs, strict=True)
+            ]
             self._note(rule, [taken[at] for at in done.order], done.moves, made)
             return [each for entry in made for each in self._with_scales(entry)]
         except CheckpointError as error:
@@ -546,12 +543,15 @@ class _Application:
         for row in mapping.tensors:
             taken = []
             for source in row.sources:
-                if type(source) is str:
-                    gone.add(source)
-                    if source not in there:
-                        raise _not_there(source)
-                    gone.update(self._names_beside([there[source]]))
-                taken.append(there[source] if isinstance(source, str) else numbered[source])
+                if not isinstance(source, str):
+                    taken.append(numbered[source])
+                    continue
+                if source not in there:
+                    hint = "--reverse undoes a mapping; it fits the checkpoints that it came from"
+                    what = "is not there, and the mapping needs it"
+                    raise KeyMismatch(what, where=source, hint=hint)
+                taken.append(there[source])
+                gone.update((source, *self._names_beside([there[source]])))
             for target, entry in zip(row.targets, self._made_by(rule, row, taken), strict=True):
                 if isinstance(target, int):
                     numbered[target] = entry
@@ -584,11 +584,6 @@ class _Application:
         return made
 
 
-def _not_there(key: str) -> KeyMismatch:
-    hint = "--reverse undoes a mapping; it fits the checkpoints that it came from"
-    return KeyMismatch("is not there, and the mapping needs it", where=key, hint=hint)
-
-
 def _storages_of(values: Sequence[Node]) -> Iterator[Storage]:
     """The storages in files of which tensors are made, whole."""
     refs = [ref for value in values if (ref := tensor_of(value)) is not None]
@@ -597,7 +592,9 @@ def _storages_of(values: Sequence[Node]) -> Iterator[Storage]:
 
 def _shape_text(value: Node) -> str:
     ref = tensor_of(value)
-    return "" if ref is None else f"{ref.dtype.name} {list(ref.shape)}"
+    if ref is None:
+        return ""
+    return f"{ref.dtype.name} {list(ref.shape)}"
 
 
 # ---------------------------------------------------------------------------- one use of one rule
@@ -627,9 +624,11 @@ def _worked_out(rule: TensorRule, group: Group, refs: list[TensorRef], like: Sha
                     moves.append(Move("order", (tuple(places),)))
                 else:
                     order = [order[at] for at in places]
-        count: int | None = axes.size(axis)
-        if item.name not in JOINS:
-            count = None if axis != LIST else parts_of(item, axes, rule)
+        count: int | None = None
+        if item.name in JOINS:
+            count = axes.size(axis)
+        elif axis == LIST:
+            count = parts_of(item, axes, rule)
         sized = _with_sizes(item, rule, group, like)
         before = len(refs)
         for move in settled(sized.name, dict(sized.arguments), refs, count, _on(item, axes)):

@@ -78,8 +78,9 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     refused: list[tuple[Place, str]] = []
     bound = cache(lambda: _bound_names(root, overlay))
     for place, node in walk(root, overlay, settled.cycles):
-        is_looked_at = type(node) is not TensorRef and unknown != "keep"
-        name = refused_name(node) if is_looked_at else None
+        name = None
+        if type(node) is not TensorRef and unknown != "keep":
+            name = refused_name(node)
         if name is not None:
             name = spoken_name(node, name)
             if unknown == "drop":
@@ -202,9 +203,14 @@ def refused_name(node: Node) -> str | None:
         if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
             return name  # so many zero bytes: a file of a few bytes would take all memory
         known = name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES
-        return None if known and not has_more(node) else name
-    named = node.cls if type(node) is TensorObject else node
-    return named.path if type(named) is Global and named.path not in WEIGHTS_ONLY else None
+        if known and not has_more(node):
+            return None
+        return name
+    if type(node) is TensorObject:
+        node = node.cls
+    if type(node) is Global and node.path not in WEIGHTS_ONLY:
+        return node.path
+    return None
 
 
 def has_more(call: Call) -> bool:
@@ -229,12 +235,11 @@ def is_part_of_config(name: str, place: Place, plain: Node, configs: set[int]) -
 
 
 def plain_form_at(node: Node, place: Place) -> Node:
-    """The plain form of a refused object at its place: a class by itself is its name."""
-    return node if type(node) is Global and not _stands_alone(place) else _plain_form_of(node)
-
-
-def _plain_form_of(node: Node) -> Node:
-    """The plain form of a refused object; the object itself when it has none."""
+    """The plain form of a refused object at its place, where a class by itself is its name; the
+    object itself when it has none.
+    """
+    if type(node) is Global and not _stands_alone(place):
+        return node
     plain = _form(node)
     for _ in range(_NESTED):  # a leaf of a configuration may hold an object
         if plain is node or refused_name(plain) is None:
@@ -250,12 +255,13 @@ _NESTED = 3
 
 
 def _form(node: Node) -> Node:
-    if type(node) is Call:
-        is_harmless = node.name != "functools.partial" or all(map(_is_harmless, functions_of(node)))
-        return plain_form(node) if is_harmless else node
-    if type(node) is Global:
-        return node.path if is_class(node) and _is_harmless(node) else node
     match node:
+        case Call(name="functools.partial") if not all(map(_is_harmless, functions_of(node))):
+            return node
+        case Call():
+            return plain_form(node)
+        case Global() if is_class(node) and _is_harmless(node):
+            return node.path
         case TensorObject(cls=Global(path="torch.nn.parameter.Buffer")):
             return node.tensor
     return node

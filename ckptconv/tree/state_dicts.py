@@ -13,13 +13,13 @@ from operator import itemgetter
 from pathlib import PurePath
 
 from ckptconv.objects.encodings import holds_tensors
-from ckptconv.pickles.nodes import Call, Dict, Node, attributes, children, mapping_pairs
+from ckptconv.pickles.nodes import Dict, Node, attributes, children, mapping_pairs, with_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, printable
 from ckptconv.support.limits import in_force
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few, look_hint, part_text, quoted
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.refs import TensorObject, TensorRef
 from ckptconv.tree.candidates import (
     Candidate,
     Pairs,
@@ -37,6 +37,7 @@ from ckptconv.tree.walk import PLAIN, Place, chain_of, is_tensor, label_text, pl
 
 _LISTED = 8
 _IN_TABLE = 20  # keys in a notebook
+_LEAVES = frozenset((TensorRef, TensorObject, *PLAIN))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -64,7 +65,9 @@ class StateDict:
     @property
     def prefix(self) -> str:
         """What stands before its keys in the paths of its values."""
-        return f"{self.path.removesuffix('.')}." if self.path.strip(".") else ""
+        if not self.path.strip("."):
+            return ""
+        return f"{self.path.removesuffix('.')}."
 
     @property
     def telling_keys(self) -> tuple[str, ...]:
@@ -72,10 +75,13 @@ class StateDict:
         bare one is a key of no module too.
         """
         named = zip(self.keys, self.values, strict=True)
-        telling = tuple(
-            [key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)]
-        )
-        return (*(telling or self.keys), *([""] if self.is_bare else ()))
+        telling = [
+            key for key, value in named if "." in key or tells_of_wrappers(self.place, key, value)
+        ]
+        telling = telling or [*self.keys]
+        if self.is_bare:
+            telling.append("")
+        return tuple(telling)
 
     @property
     def keys_beside(self) -> tuple[str, ...]:
@@ -89,6 +95,16 @@ class StateDict:
             ]
         )
 
+    @property
+    def holds_leaves(self) -> bool:
+        """Whether nothing but tensors and plain values stands in its dict."""
+        return self.own is None and _LEAVES.issuperset(map(type, self.values))
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is the whole tree: no optimizer's state can be anywhere in it."""
+        return self.place is None and self.holds_leaves
+
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""
         for key, value in zip(self.keys, self.values, strict=True):
@@ -98,9 +114,9 @@ class StateDict:
                 yield key, tensor
 
     def __repr__(self) -> str:
-        first = f"{self.keys[0]}, …" if self.keys else None
+        first = [f"{key}, …" for key in self.keys[:1]]
         count = count_text(len(self.keys), "key")
-        return short_repr("StateDict", self.path or "the root", count, first)
+        return short_repr("StateDict", self.path or "the root", count, *first)
 
     def _repr_html_(self) -> str:
         shown = islice(self.tensors(), _IN_TABLE)
@@ -115,13 +131,15 @@ class StateDict:
         saying.
         """
         yield from _attributes(self.node, self.prefix)
-        mine = None if self.own is None else set(self.own)
-        for index, (key, value) in enumerate(dict_pairs(self.node) or ()):
-            if mine is not None and index not in mine:
-                yield self.prefix + label_text(key), value, True
+        if self.own is not None:
+            mine = set(self.own)
+            for index, (key, value) in enumerate(dict_pairs(self.node) or ()):
+                if index not in mine:
+                    yield self.prefix + label_text(key), value, True
         child = self.node
         for above, _, holder in chain_of(self.place):
-            base = f"{text}." if (text := place_text(above)) else ""
+            path = place_text(above)
+            base = path and f"{path}."
             yield from _attributes(holder, base)
             for label, value in dict_pairs(holder) or list(children(holder)):
                 if value is not child:
@@ -130,9 +148,10 @@ class StateDict:
 
 
 def _attributes(node: Node, base: str) -> Iterator[tuple[str, Node, bool]]:
-    for name, value in attributes(node) if mapping_pairs(node) is not None else ():
-        if name != "_metadata":
-            yield f"{base}<state>.{label_text(name)}", value, False
+    if mapping_pairs(node) is not None:
+        for name, value in attributes(node):
+            if name != "_metadata":
+                yield f"{base}<state>.{label_text(name)}", value, False
 
 
 # ------------------------------------------------------------------------------------------ finding
@@ -144,20 +163,22 @@ def find_state_dicts(
     """The state dicts of a tree, by content: those that come first, and the others that look like a
     module's. `root` is the part at the path `only` of the `whole` tree, where one was asked for.
     """
-    surveyed = survey(root)
-    best, _ = surveyed.ranked()
-    top = root if whole is None else whole
+    if whole is None:
+        whole = root
+    candidates = survey(root).candidates
+    first = max((item.rank for item in candidates), default=0)
     return [
-        replace(state_dict_at(item), is_bare=is_bare(top, joined(only or "", item.path)))
-        for item in surveyed.candidates
-        if item in best or item.is_module
+        replace(state_dict_at(item), is_bare=is_bare(whole, joined(only or "", item.path)))
+        for item in candidates
+        if item.rank == first or item.is_module
     ]
 
 
 def state_dict_at(item: Candidate, notes: tuple[str, ...] = ()) -> StateDict:
     """The state dict that a candidate is, with the notes that go with it."""
-    own = item.own
-    pairs = item.pairs if own is None else [item.pairs[index] for index in own]
+    own, pairs = item.own, item.pairs
+    if own is not None:
+        pairs = [pairs[index] for index in own]
     keys = tuple(map(itemgetter(0), pairs))
     if {*map(type, keys)} != {str}:
         keys = tuple(map(label_text, keys))
@@ -199,10 +220,12 @@ def nested_state_dict(part: FoundPart) -> StateDict | None:
             return None
         if part.own_only and value is part.node and any(is_tensor(inner) for _, inner in named):
             return None
-        lead = f"{name}." if name else ""
+        lead = name and f"{name}."
         work += [(lead + label, inner, depth + 1) for label, inner in reversed(named)]
-    wanted = sum(len(holder.tensors) for holder in survey(part.node).holders) if is_nested else 0
-    if not wanted or len({key for key, _ in found}) < len(found) or wanted < len(found):
+    if not is_nested or len({key for key, _ in found}) < len(found):
+        return None
+    wanted = sum(len(holder.tensors) for holder in survey(part.node).holders)
+    if not wanted or wanted < len(found):
         return None
     note = "it is a dict of dicts of tensors: its keys are joined by dots"
     return _of_pairs(part.path, found, note)
@@ -251,7 +274,9 @@ def joined(base: str, path: str) -> str:
     """The path of a part within another one; a dot at the end: the tensors in that dict itself."""
     if not base or not path:
         return base or path or "."
-    return f"{base}." if path == "." else f"{base}.{path}"
+    if path == ".":
+        return f"{base}."
+    return f"{base}.{path}"
 
 
 def listed_parts(names: Sequence[str]) -> str:
@@ -323,17 +348,18 @@ def _at(root: Node, path: str) -> tuple[Node] | None:
 
 def _average(root: Node, file: PurePath) -> tuple[str, Node] | None:
     """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
-    node = _at(root, "state_dict") if averages_weights(root) else None
-    if node is not None:
+    if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
         return "state_dict", node[0]
     averages = [(len([*chain_of(place)]), place, node) for place, node in _averages(root)]
-    least = min((depth for depth, _, _ in averages), default=0)
+    if not averages:
+        return None
+    least = min(depth for depth, _, _ in averages)
     nearest = [(place_text(place), node) for depth, place, node in averages if depth == least]
     if len(nearest) > 1:
         names = [name for name, _ in nearest]
         what = f"holds {len(nearest)} averages: {first_few(names, _LISTED)}"
         raise AmbiguousStateDict(what, path=file, hint=choice_of_parts(names))
-    return nearest[0] if nearest else None
+    return nearest[0]
 
 
 def _averages(root: Node) -> list[tuple[Place, Node]]:
@@ -413,14 +439,10 @@ def renamed_in_place(
 
 def _like(node: Node, pairs: Pairs) -> Node:
     """A dict of the class of `node`, its state too, with these pairs."""
-    # else the old ones would stay in its arguments
+    # of a dict that was made of its arguments, the old pairs would stay in these
     if type(node) is Dict or len(dict_pairs(node) or ()) != len(node.pairs):
         return Dict(list(pairs))
-    plain = mapping_pairs(node) is not None
-    made = Call(node.func, () if plain else node.args, new=node.new)
-    made.pairs = list(pairs)
-    made.state = node.state
-    return made
+    return with_pairs(node, list(pairs))
 
 
 def _with_metadata(made: Node, modules: RenamedModules) -> Node:
@@ -432,12 +454,11 @@ def _with_metadata(made: Node, modules: RenamedModules) -> Node:
     renamed: dict[str, Node] = {}
     met: set[str] = set()
     for key, name in modules(versions):
-        value = versions[key]
-        # each module has a version of its own
-        renamed[name] = Dict(list(value.pairs)) if key in met and type(value) is Dict else value
+        renamed[name] = versions[key]
+        if key in met and type(versions[key]) is Dict:  # each module has a version of its own
+            renamed[name] = Dict(list(versions[key].pairs))
         met.add(key)
-    copy: Node = Dict() if type(metadata) is Dict else Call(metadata.func, ())
-    copy.pairs = list(renamed.items())
+    copy = with_pairs(metadata, list(renamed.items()))
     state = made.state.pairs
     made.state = Dict([(key, copy if key == "_metadata" else value) for key, value in state])
     return made

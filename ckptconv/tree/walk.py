@@ -37,7 +37,9 @@ def tensor_of(node: Node) -> TensorRef | None:
     """The tensor that a leaf is or carries; None for anything else."""
     if type(node) is TensorRef:
         return node
-    return node.tensor if type(node) is TensorObject else None
+    if type(node) is TensorObject:
+        return node.tensor
+    return None
 
 
 def is_tensor(node: Node) -> bool:
@@ -49,7 +51,9 @@ def label_text(label: Node) -> str:
     """A dict key or index as it stands in paths and messages; bytes as the text they are."""
     if type(label) is str:
         return label
-    return label.decode("utf-8", "backslashreplace") if type(label) is bytes else spoken(label)
+    if type(label) is bytes:
+        return label.decode("utf-8", "backslashreplace")
+    return spoken(label)
 
 
 _LONGEST_LABEL = 500  # characters of a key in a path
@@ -60,6 +64,13 @@ def chain_of(place: Place) -> Iterator[tuple[Place, Node, Node]]:
     while place is not None:
         yield place
         place = place[0]
+
+
+def label_of(place: Place) -> Node:
+    """The label under which a node hangs; None for the root."""
+    if place is None:
+        return None
+    return place[1]
 
 
 def labels_of(place: Place) -> list[Node]:
@@ -103,7 +114,9 @@ def walk(
     deep (None: the limit in force when the walk begins).
     """
     most = in_force().depth if depth is None else depth
-    over = {} if overlay is None else overlay
+    over: Overlay = {}
+    if overlay is not None:  # also an empty one: it may grow while this walks
+        over = overlay
     root = over.get(id(root), root)
     if type(root) in PLAIN:
         return
