@@ -32,7 +32,7 @@ from ckptconv.support.errors import VerificationFailed
 from ckptconv.support.limits import held
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
-from ckptconv.tree.old_tensors import complete_tensors
+from ckptconv.tree.modules import complete_tensors
 from ckptconv.tree.walk import tensor_of
 
 _HINT = "please report this; without --verify it is still converted"

@@ -23,7 +23,7 @@ from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.edits import Edit
 from ckptconv.tree.lora_adapters import CONFIG
-from ckptconv.tree.lora_conventions import Convention
+from ckptconv.tree.lora_names import Convention
 from ckptconv.tree.optimizer_names import RenameKeys
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.renaming_lora import RenameLora

@@ -22,7 +22,7 @@ from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
-from ckptconv.tree.producers import offered_prefix
+from ckptconv.tree.labels import offered_prefix
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.settling import Settled

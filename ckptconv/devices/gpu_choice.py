@@ -16,6 +16,7 @@ from ckptconv.devices.host import visible_indices
 from ckptconv.devices.nvidia_smi import Gpu, ask_gpus
 from ckptconv.support.errors import DeviceUnavailable, printable
 from ckptconv.support.records import dataclass
+from ckptconv.support.text import count_text
 
 Shell = Literal["sh", "fish", "powershell", "cmd"]
 
@@ -31,8 +32,8 @@ _SETTERS: dict[Shell, Callable[[str, str], str]] = {
     "powershell": lambda name, value: f"$env:{name} = '{value}'",
     "cmd": lambda name, value: f'set "{name}={value}"',
 }
+# What a shell may be given to evaluate: an index, or a UUID as nvidia-smi writes it
 _SAFE = re.compile(r"[0-9]+|GPU-[0-9A-Fa-f]+(?:-[0-9A-Fa-f]+)+").fullmatch
-"""What a shell may be given to evaluate: an index, or a UUID as nvidia-smi writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,12 @@ def settings(choice: GpuChoice, shell: Shell) -> list[str]:
 
 def _visible(listed: Sequence[Gpu]) -> tuple[list[Gpu], list[str]]:
     """The GPUs that the environment leaves visible, by index, and a note where it leaves none."""
+    if not listed:
+        return [], ["this host has no NVIDIA GPU"]
     env = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = sorted(listed, key=lambda gpu: gpu.physical or 0)
-    if env is None or not listed:
-        return shown, [] if listed else ["this host has no NVIDIA GPU"]
+    if env is None:
+        return shown, []
     set_to = f"CUDA_VISIBLE_DEVICES={printable(env)}"
     if env.strip().startswith("MIG-"):
         what = f"{set_to} names a MIG instance, whose memory nvidia-smi does not list"
@@ -91,7 +94,9 @@ def _visible(listed: Sequence[Gpu]) -> tuple[list[Gpu], list[str]]:
     indices = visible_indices(env, listed)
     _check_order(set_to, env, indices, listed)
     shown = [gpu for gpu in shown if gpu.physical in indices]
-    return shown, [] if shown else [f"{set_to} leaves no GPU visible"]
+    if not shown:
+        return [], [f"{set_to} leaves no GPU visible"]
+    return shown, []
 
 
 def _check_order(set_to: str, env: str, indices: Sequence[int], listed: Sequence[Gpu]) -> None:
@@ -120,7 +125,7 @@ def _unfit(gpu: Gpu, min_free: int | None) -> str | None:
 def _too_few(
     fit: int, seen: int, min_free: int | None, count: int | None, why: Sequence[str]
 ) -> DeviceUnavailable:
-    wanted = f"{count or 1} GPU{'' if (count or 1) == 1 else 's'}"
+    wanted = count_text(count or 1, "GPU")
     room = f" with {-(-min_free >> 20)} MiB free" if min_free else ""
     what = f"{wanted}{room} wanted, but {fit or 'none'} of {seen} can be used: {'; '.join(why)}"
     if not why:

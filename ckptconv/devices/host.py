@@ -28,8 +28,6 @@ _PACKAGES = {
     "hpu": "habana_frameworks",
     **{kind: f"torch_{kind}" for kind in RENAMED},
 }
-# c10::DeviceIndex is an int8: torch takes `cuda:128` for an index of 65408 and `cuda:255` for plain
-# `cuda`.
 _ELSEWHERE = "ask for cpu, or auto"
 
 
@@ -57,12 +55,10 @@ def survey_host(ask_torch: bool) -> Host:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = _list_gpus(notes)
     indices = visible_indices(visible, listed)
-    gpus = [
-        replace(gpu, logical=indices.index(gpu.physical) if gpu.physical in indices else None)
-        for gpu in listed
-    ]
+    logical: dict[int | None, int] = {physical: at for at, physical in enumerate(indices)}
+    gpus = [replace(gpu, logical=logical.get(gpu.physical)) for gpu in listed]
     notes += _visibility_notes(visible, gpus, len(indices))
-    torch = _import_torch(notes) if ask_torch else None
+    torch = ask_torch and _import_torch(notes)
     host = Host(tuple(gpus), visible, None, len(indices), False, 0, tuple(notes))
     return _ask_torch(torch, host) if torch else host
 
@@ -137,8 +133,10 @@ def _ask_torch(torch: Any, host: Host) -> Host:
     if host.gpus and not count:
         notes.append(f"nvidia-smi lists {len(host.gpus)} GPUs but {_census(torch, 'cuda', 0)}")
     seen = {gpu.physical for gpu in gpus}
-    unseen = [gpu for gpu in host.gpus if gpu.physical not in seen]
-    gpus += [replace(gpu, logical=None) for gpu in unseen] if count else unseen
+    for gpu in host.gpus:
+        if gpu.physical not in seen:
+            # where torch sees others it is hidden; where it sees none, nvidia-smi is all there is
+            gpus.append(replace(gpu, logical=None) if count else gpu)
     return Host(tuple(gpus), host.visible, str(torch.__version__), count, mps, xpu, tuple(notes))
 
 
@@ -151,13 +149,16 @@ def _torch_gpu(torch: Any, index: int, listed: Iterable[Gpu], notes: list[str]) 
     properties = _attempt(lambda: torch.cuda.get_device_properties(index), notes)
     name = getattr(properties, "name", f"cuda:{index}")
     total = getattr(properties, "total_memory", None)
-    uuid = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else None
-    same = [gpu for gpu in listed if (gpu.uuid == uuid if uuid else gpu.logical == index)]
-    gpu = same[0] if same else Gpu(index, None, name, uuid, total, None)
-    free = gpu.free
-    if free is None:
-        free = _attempt(lambda: torch.cuda.mem_get_info(index)[0], notes)
-    return replace(gpu, logical=index, free=free)
+    gpu = Gpu(index, None, name, None, total, None)
+    if hasattr(properties, "uuid"):
+        gpu = replace(gpu, uuid=f"GPU-{properties.uuid}")
+        known = [one for one in listed if one.uuid == gpu.uuid]
+    else:
+        known = [one for one in listed if one.logical == index]
+    gpu = next(iter(known), gpu)
+    if gpu.free is None:
+        gpu = replace(gpu, free=_attempt(lambda: torch.cuda.mem_get_info(index)[0], notes))
+    return replace(gpu, logical=index)
 
 
 def _import_torch(notes: list[str]) -> Any:
@@ -232,14 +233,17 @@ def best_device() -> str:
         return _rank_device(torch, count) or _freest("cuda", count, ask)
     if torch is not None and _attempt(torch.backends.mps.is_available, []):
         return "mps"
-    count = 0 if torch is None else _count(torch, "xpu", [])
-    return _freest("xpu", count, lambda index: torch.xpu.mem_get_info(index)[0]) if count else "cpu"
+    if torch is not None and (count := _count(torch, "xpu", [])):
+        return _freest("xpu", count, lambda index: torch.xpu.mem_get_info(index)[0])
+    return "cpu"
 
 
 def _rank_device(torch: Any, count: int) -> str | None:
     rank = os.environ.get("LOCAL_RANK")
-    if not rank or rank in map(str, range(count)):
-        return f"cuda:{rank}" if rank else None
+    if not rank:
+        return None
+    if rank in map(str, range(count)):
+        return f"cuda:{rank}"
     what = f"LOCAL_RANK={rank} asks for cuda:{rank}, which is not here"
     hint = 'start one process per GPU, or name a device instead of "auto" (cuda:0)'
     raise DeviceUnavailable(f"{what}: {_census(torch, 'cuda', count)}", hint=hint)
@@ -249,9 +253,10 @@ def _freest(kind: str, count: int, free: Callable[[int], int | None]) -> str:
     """The device with the most free memory of those that can tell; an only one is not asked."""
     if count == 1:
         return f"{kind}:0"
-    sizes = [_attempt(functools.partial(free, index), []) for index in range(count)]
-    largest = max(range(count), key=lambda index: -1 if sizes[index] is None else sizes[index])
-    return f"{kind}:{largest}"
+    # one that does not tell comes behind one that is full
+    asked = (_attempt(functools.partial(free, index), []) for index in range(count))
+    sizes = [-1 if size is None else size for size in asked]
+    return f"{kind}:{sizes.index(max(sizes))}"
 
 
 def require_device(tag: str) -> torch.device:
@@ -267,7 +272,8 @@ def require_device(tag: str) -> torch.device:
         raise DeviceUnavailable(f"{tag!r} is not a device to load to", hint=_ELSEWHERE)
     kind, _, index = canonical.partition(":")
     if _import_torch(notes) is None:
-        raise DeviceUnavailable(notes[0] if notes else "torch is not installed", hint=INSTALL_TORCH)
+        what = next(iter(notes), "torch is not installed")
+        raise DeviceUnavailable(what, hint=INSTALL_TORCH)
     import torch
 
     count = _count(torch, kind, notes) if kind in COUNTED else 0
@@ -286,7 +292,9 @@ def require_device(tag: str) -> torch.device:
 
 def _census(torch: Any, kind: str, count: int, notes: Sequence[str] = ()) -> str:
     """What is here of `kind`, and in parentheses why there is not more."""
-    reasons = [*notes, *(_cuda_reasons(torch, count) if kind == "cuda" else [])]
+    reasons = [*notes]
+    if kind == "cuda":
+        reasons += _cuda_reasons(torch, count)
     if kind in _PACKAGES and _PACKAGES[kind] not in sys.modules:
         reasons = [f"import {_PACKAGES[kind]} first"]
     why = f" ({'; '.join(reasons)})" if reasons else ""

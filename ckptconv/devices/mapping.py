@@ -33,7 +33,7 @@ class TagMap:
         for old, new in self.pairs:
             if old == tag:
                 return new
-        return tag if self.device is None else self.device
+        return self.device or tag
 
 
 def tag_map(device: str | None, pairs: Iterable[tuple[str, str]] = ()) -> TagMap:
@@ -44,9 +44,11 @@ def tag_map(device: str | None, pairs: Iterable[tuple[str, str]] = ()) -> TagMap
     any. Raises `DeviceUnavailable` for what is not a tag.
     """
     targets = tuple((old, _asked_tag(new)) for old, new in pairs)
-    if device is None:
-        device = "keep" if targets else "cpu"
-    return TagMap(None if device == "keep" else _asked_tag(device), targets)
+    if device is None and not targets:
+        device = "cpu"
+    if device in (None, "keep"):
+        return TagMap(None, targets)
+    return TagMap(_asked_tag(device), targets)
 
 
 def read_tag_pairs(words: Iterable[str]) -> dict[str, str]:

@@ -66,7 +66,9 @@ def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answe
     limit = SECONDS if seconds is None else seconds
     running: list[subprocess.Popen[str]] = []
     try:
-        running += map(_start, (_GPUS, _MODES) if partitions else (_GPUS,))
+        running.append(_start(_GPUS))
+        if partitions:
+            running.append(_start(_MODES))
         (code, out), *others = _ends(running, limit)
     except FileNotFoundError:
         return Answer()
@@ -111,9 +113,9 @@ def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:
     remarks = tuple(line for line in lines if line not in listed)
     problem = None
     has_none = any("No devices were found" in remark for remark in remarks)
-    if code not in (0, _WARNED if listed else 0):
+    if code != 0 and not (code == _WARNED and listed):
         if not has_none:
-            reason = remarks[0] if remarks else "no reason given"
+            reason = next(iter(remarks), "no reason given")
             problem = f"nvidia-smi failed (exit {code}): {reason}"
     elif None in gpus:
         problem = f"nvidia-smi could not be understood: {listed[gpus.index(None)]}"

@@ -21,6 +21,8 @@ RENAMED = ("npu", "mlu", "musa", "gcu", "sdaa")
 
 COUNTED = ("cuda", "xpu")
 
+# c10::DeviceIndex is an int8: torch takes `cuda:128` for an index of 65408 and `cuda:255` for plain
+# `cuda`
 _INDICES = frozenset(map(str, range(128)))
 _FORMS = (
     "valid are cpu, mps, TYPE and TYPE:N (N from 0 to 127); TYPE is one of "
@@ -53,8 +55,8 @@ def canonical_tag(tag: str) -> str | None:
     kind, colon, index = tag.partition(":")
     if colon and index not in _INDICES:
         return None
-    if kind in _SINGLE:
-        return kind if index in ("", "0") else None
+    if kind in _SINGLE and index in ("", "0"):
+        return kind
     torch_c = getattr(sys.modules.get("torch"), "_C", None)
     loaded = getattr(torch_c, "_get_privateuse1_backend_name", lambda: "privateuseone")()
     return tag if kind in (*INDEXED, *RENAMED, loaded) else None

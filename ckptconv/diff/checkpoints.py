@@ -98,8 +98,15 @@ def diff_checkpoints(
         raise OptionRefused(
             f"tolerance={tolerance!r:.100} is not a tolerance", hint="give Tolerance(atol, rtol)"
         )
-    edits_b = edits if edits_b is None else edits_b
-    refuse_no_edits(edits_b, "edits" if edits_b is edits else "edits_b")
+    refuse_no_edits(edits)
+    if edits_b is None:
+        edits_b = edits
+    else:
+        refuse_no_edits(edits_b, "edits_b")
+    if only_b is None:
+        only_b = only
+    elif not only_b:
+        only_b = None
     with (
         open_certain(a, tag=tag, edits=edits) as first,
         open_certain(b, tag=tag_b, edits=edits_b) as second,
@@ -108,7 +115,7 @@ def diff_checkpoints(
             first,
             second,
             rules,
-            (only, only if only_b is None else only_b or None),
+            (only, only_b),
             whole=whole,
             tolerance=tolerance,
             ignore_dtype=ignore_dtype,

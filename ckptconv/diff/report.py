@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from ckptconv.support.errors import printable
 from ckptconv.support.records import dataclass
@@ -100,18 +101,20 @@ class Difference:
         named = ("damaged", "only_a", "only_b", "dtypes", "shapes", "values", "others", "locations")
         return [(name, len(getattr(self, name))) for name in named if getattr(self, name)]
 
-    @property
-    def _verdict(self) -> str:
+    def _verdict(self, different: str = "different") -> str:
         if self.same:
             return "same"
-        return "damaged" if self.damaged else "different"
+        if self.damaged:
+            return "damaged"
+        return different
 
     def __repr__(self) -> str:
         told = ("damaged", "only_a", "only_b", "others")
         counts = [f"{count:,} {name}" for name, count in self._counts() if name in told]
-        differing = f"{count_text(self.differing, 'tensor')} differ" if self.differing else None
+        if self.differing:
+            counts.insert(0, f"{count_text(self.differing, 'tensor')} differ")
         compared = f"{self.tensors:,} tensors compared"
-        return short_repr("Difference", self._verdict, compared, differing, *counts)
+        return short_repr("Difference", self._verdict(), compared, *counts)
 
     def _repr_html_(self) -> str:
         return difference_table(self, most=None).html(difference_headline(self))
@@ -122,20 +125,19 @@ class Difference:
 
 def difference_headline(found: Difference) -> str:
     """The line that says whether two checkpoints are the same."""
-    verdict = "same"
-    if not found.same:
-        verdict = "damaged" if found.damaged else "differ"
-    compared = f"{count_text(found.tensors, 'tensor')} in both, {size_text(found.nbytes)} compared"
+    tensors = count_text(found.tensors, "tensor")
     files = f"{printable(found.a)} ({found.a_format}), {printable(found.b)} ({found.b_format})"
-    differing = found.differing
+    compared = f"{tensors} in both, {size_text(found.nbytes)} compared"
+    text = f"{found._verdict('differ')}: {files}; {compared}"
+    if not found.differing:
+        return text
     verb = "differs" if found.tensors == 1 else "differ"
-    total = f"; {differing:,} of {count_text(found.tensors, 'tensor')} {verb}" if differing else ""
-    return f"{verdict}: {files}; {compared}{total}"
+    return f"{text}; {found.differing:,} of {tensors} {verb}"
 
 
 HEAD = ("key", "differs", "rel L2", "cosine", "max abs", "max rel", "at", "A", "B")
+# The columns that are left out where there is no room, the first of them first
 _LEAVING, _LEAVING_LAST = ("B", "A", "at", "max rel"), ("cosine", "max abs")
-"""The columns that are left out where there is no room, the first of them first."""
 
 
 def difference_table(found: Difference, *, most: int | None = LISTED) -> Table:
@@ -212,8 +214,10 @@ def _values_row(item: ValueChange) -> tuple[str, ...]:
         rel_l2 = cosine = "-"
     elif rel_l2 == "inf" and found.cosine is None:
         differs, rel_l2 = f"{differs}, B all 0", "-"
-    max_rel = None if found.max_rel == math.inf else found.max_rel  # of a zero in B
-    far = (rel_l2, cosine, number_text(found.max_abs), number_text(max_rel))
+    max_rel = number_text(found.max_rel)
+    if found.max_rel == math.inf:  # of a zero in B
+        max_rel = number_text(None)
+    far = (rel_l2, cosine, number_text(found.max_abs), max_rel)
     return (_key(item.key), differs, *far, str(list(found.where)), _short(found.a), _short(found.b))
 
 
@@ -239,8 +243,10 @@ def _cosine_text(cosine: float | None) -> str:
     """A cosine of four digits, or with as many nines as it takes to tell it from 1."""
     if cosine is None:
         return "-"
+    digits = 4
     away = 1 - abs(cosine)
-    digits = 4 if away <= 0 else min(16, max(4, -math.floor(math.log10(away))))
+    if away > 0:  # a double has 16 digits
+        digits = min(16, max(digits, -math.floor(math.log10(away))))
     return f"{cosine:.{digits}f}"
 
 
@@ -253,11 +259,11 @@ def _value(text: str) -> float | bool | str:
         return text == "True"
     if text.lstrip("-").isdecimal():
         return int(text)
-    try:
+    with suppress(ValueError):
         number = float(text)
-    except ValueError:
-        return text
-    return number if math.isfinite(number) else text
+        if math.isfinite(number):
+            return number
+    return text
 
 
 def _number(value: float | None) -> float | str | None:

@@ -152,7 +152,9 @@ def _tensor_of(node: Node) -> TensorRef | None:
         return node.tensor
     if type(node) is Storage:
         dtype = node.dtype or UINT8
-        return whole_storage(node, 0, node.nbytes, UINT8 if node.nbytes % dtype.itemsize else dtype)
+        if node.nbytes % dtype.itemsize:
+            dtype = UINT8
+        return whole_storage(node, 0, node.nbytes, dtype)
     if type(node) is Window:
         dtype = node.dtype or UINT8
         return whole_storage(
@@ -168,7 +170,9 @@ def _form(node: Node) -> Node:
     pairs = mapping_pairs(node)
     if pairs is not None:
         others = [(name, value) for name, value in attributes(node) if name != "_metadata"]
-        return Dict([*pairs, *([("<attributes>", Dict(others))] if others else [])])
+        if others:
+            pairs = [*pairs, ("<attributes>", Dict(others))]
+        return Dict([*pairs])
     plain = plain_form(node)
     if plain is not node:
         return plain

@@ -28,8 +28,7 @@ from ckptconv.support.records import dataclass
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget, shapes_of
-from ckptconv.tree.labels import names_average
-from ckptconv.tree.producers import averages_weights
+from ckptconv.tree.labels import averages_weights, names_average
 from ckptconv.tree.state_dicts import StateDict
 
 _NAMED = 3  # keys, places or tags that a text names before it counts

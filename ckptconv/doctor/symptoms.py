@@ -32,8 +32,7 @@ from ckptconv.support.report import danger_in
 from ckptconv.support.text import look_hint, of_part, part_text
 from ckptconv.tree.containers import SAFETENSORS_LIBRARY
 from ckptconv.tree.fitted_keys import refusal
-from ckptconv.tree.model_config import facts_beside
-from ckptconv.tree.producers import LORA_OF_PEFT, averages_weights
+from ckptconv.tree.labels import LORA_OF_PEFT, averages_weights
 
 # --------------------------------------------------------------------------------------- the file
 

@@ -356,8 +356,7 @@ def _finished(
     # what a file without pickles has: nothing in it is a module, or a tensor of before torch 0.4
     if all(call.func is ORDERED_DICT and call.state is ABSENT for call in calls):
         return checkpoint
-    from ckptconv.tree.modules import flatten_modules, holds_modules
-    from ckptconv.tree.old_tensors import complete_tensors
+    from ckptconv.tree.modules import complete_tensors, flatten_modules, holds_modules
 
     completed = complete_tensors(checkpoint, calls)
     if completed is not checkpoint:

@@ -38,8 +38,7 @@ from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS
 from ckptconv.tensors.refs import Storage, TensorRef, origins, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import only_training_state
-from ckptconv.tree.labels import names_training_state
-from ckptconv.tree.producers import offered_prefix, producer_of
+from ckptconv.tree.labels import names_training_state, offered_prefix, producer_of
 from ckptconv.tree.settling import is_part_of_config, plain_form_at, refused_name
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import PLAIN, label_text, place_text, tensor_of, walk
@@ -70,8 +69,7 @@ def inspect_checkpoint(
     if not isinstance(source, Checkpoint):
         with open_to_look(source, tag=tag, is_delta=None) as opened:
             found = inspect_checkpoint(opened, depth)
-        named = tuple(map(str, places_of(source)))
-        return found if len(named) == 1 else replace(found, named=named)
+        return _of_named(found, places_of(source))
     if tag is not None:
         raise OptionRefused(
             "tag is for a path, and the checkpoint is open already",
@@ -86,6 +84,12 @@ def inspect_checkpoint(
             return _inspect(checkpoint, depth)
     except CheckpointError as error:
         raise error.at(path=source.path) from error.__cause__
+
+
+def _of_named(found: Inspection, places: Sequence[Location]) -> Inspection:
+    if len(places) == 1:
+        return found
+    return replace(found, named=tuple(map(str, places)))
 
 
 def _inspect(checkpoint: Checkpoint, depth: int) -> Inspection:
@@ -265,9 +269,9 @@ def _tensor_list(
     for place, node in walk(checkpoint.root, overlay, depth=merged(checkpoint.limits).depth):
         ref = tensor_of(node)
         if ref is not None:
-            key = (
-                label_text(place[1]) if place is not None and id(place[2]) in state_dicts else None
-            )
+            key = None
+            if place is not None and id(place[2]) in state_dicts:
+                key = label_text(place[1])
             made.append(tensor_facts(place_text(place), key, ref))
     return tuple(made)
 
@@ -300,17 +304,17 @@ def newer_protocol(checkpoint: Checkpoint) -> int | None:
     of protocol 3 those of bytes, and of protocol 1 those of bools, which every tensor has. Of
     several files, it is the protocol of the first such one.
     """
-    return next(
-        (number for file in files_of(checkpoint) if (number := _unread_protocol(file)) is not None),
-        None,
-    )
+    unread = map(_unread_protocol, files_of(checkpoint))
+    return next((number for number in unread if number is not None), None)
 
 
 def _unread_protocol(file: Checkpoint) -> int | None:
     head = file.facts.head
     if not head:
         return None
-    number = head[1] if head[:1] == b"\x80" else 1
+    number = 1  # protocols 0 and 1 do not say their number
+    if head[:1] == b"\x80":
+        number = head[1]
     is_unread = number < 2
     if number == 3:
         inside = (child for _, node in walk(file.root) for _, child in children(node))
@@ -331,19 +335,21 @@ def _untyped(checkpoint: Checkpoint) -> list[str]:
         ref.dtype.name for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None
     )
     types = [dtype for dtype in dtypes if BY_NAME[dtype].storage_class is None]
-    bare = any(type(node) is Storage and node.dtype is None for _, node in walk(checkpoint.root))
-    return [*types, "untyped storages"] if bare else types
+    if any(type(node) is Storage and node.dtype is None for _, node in walk(checkpoint.root)):
+        types.append("untyped storages")
+    return types
 
 
 def _used_bytes(refs: Iterable[TensorRef]) -> dict[int, int]:
     """Bytes used of each storage: the largest sum of what its tensors span, at most its size."""
     used: Counter[int] = Counter()
     for ref in refs:
+        start, stop = 0, ref.nbytes
+        if ref.is_view:
+            start, stop = ref.byte_span()
         for piece in ref.pieces:
-            span = ref.byte_span() if ref.is_view else (0, ref.nbytes)
-            used[id(piece.storage)] = min(
-                piece.storage.nbytes, used[id(piece.storage)] + span[1] - span[0]
-            )
+            sum_of_spans = used[id(piece.storage)] + stop - start
+            used[id(piece.storage)] = min(piece.storage.nbytes, sum_of_spans)
     return used
 
 
@@ -401,9 +407,7 @@ def _surveyed(
         # a delta says itself what is done with it
         if has_fix and not found.portable and not found.opening.is_delta:
             fix = _fix(checkpoint)
-    if len(paths) > 1:
-        found = replace(found, named=tuple(map(str, paths)))
-    return Surveyed(paths, found, fix)
+    return Surveyed(paths, _of_named(found, paths), fix)
 
 
 def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:

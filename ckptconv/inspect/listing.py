@@ -117,8 +117,9 @@ def _extent(ref: TensorRef) -> Extent | None:
     source, offset = storage.source.comes_from(storage.offset + ref.byte_span()[0])
     if source.is_inflated or source.is_in_memory():
         return None
-    stride = None if is_contiguous(ref.shape, ref.stride) else ref.stride
-    return Extent(str(source.path), offset, stride)
+    if is_contiguous(ref.shape, ref.stride):
+        return Extent(str(source.path), offset, None)
+    return Extent(str(source.path), offset, ref.stride)
 
 
 # ------------------------------------------------------------------------------------------- text

@@ -69,16 +69,18 @@ def part_of_tree(name: str, node: Node, tree: PartTree, depth: int, shown: set[i
         return _tensor_part(name, ref)
     refs = _held(node, tree.overlay)
     pairs = mapping_pairs(node)
-    inside = depth > 0 and pairs is not None and (bool(refs) or tree.is_bare)
-    own = set(() if item is None else item.own or ())
-    beside = (
-        [part for index, part in enumerate(children(node)) if index not in own] if inside else []
-    )
-    parts = [
-        part_of_tree(label_text(label), child, tree, depth - 1, shown) for label, child in beside
-    ]
-    if item is not None and inside:
-        parts.insert(0, _state_dict_part(".", item, tree, depth))
+    parts = []
+    if depth > 0 and pairs is not None and (refs or tree.is_bare):
+        own: tuple[int, ...] = ()
+        if item is not None:
+            own = item.own or ()
+            parts.append(_state_dict_part(".", item, tree, depth))
+        mine = frozenset(own)
+        parts += [
+            part_of_tree(label_text(label), child, tree, depth - 1, shown)
+            for at, (label, child) in enumerate(children(node))
+            if at not in mine
+        ]
     words, sort = _described(node)
     return Part(name, words, len(refs), _nbytes(refs), tuple(parts), None, *sort)
 

@@ -85,7 +85,9 @@ def _key_lines(found: Inspection) -> Iterator[Row]:
         text = "are bare, without a wrapper"
         if wrappers:
             text = f"carry the wrapper '{printable('.'.join(wrappers))}.'"
-        yield Row("keys", f"those of {part_text(path)} {text}" if path else text)
+        if path:
+            text = f"those of {part_text(path)} {text}"
+        yield Row("keys", text)
         prefix = found.offered.get(path)
         if prefix:
             removed = f"--strip-prefix {quoted(prefix)} removes it"
@@ -117,7 +119,9 @@ def _counts(counted: Any, noun: str) -> str:
     shown = ", ".join(
         f"{printable(name)} ({count_text(count, noun)})" for name, count in ordered[:LISTED]
     )
-    return f"{shown} and {len(ordered) - LISTED:,} more" if len(ordered) > LISTED else shown
+    if len(ordered) > LISTED:
+        shown += f" and {len(ordered) - LISTED:,} more"
+    return shown
 
 
 def tree_lines(part: Part, width: int, limit: int = 40) -> Iterator[Row]:
@@ -143,24 +147,28 @@ _TREE_CELLS = ' style="text-align: left; white-space: pre"'
 
 
 def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[tuple[str, ...]]:
-    shown = list(parts) if len(parts) <= limit else [*parts[: limit - 2], None, parts[-1]]
-    for index, part in enumerate(shown):
-        last = index == len(shown) - 1
-        stem = f"{indent}{'└─' if last else '├─'} "
+    shown: list[Part | None] = [*parts]
+    if len(parts) > limit:
+        shown[limit - 2 : -1] = [None]
+    for at, part in enumerate(shown, 1):
+        branch, below = "├─ ", "│  "
+        if at == len(shown):
+            branch, below = "└─ ", "   "
         if part is None:
-            yield (f"{stem}… {len(parts) - limit + 1:,} more",)
+            yield (f"{indent}{branch}… {len(parts) - limit + 1:,} more",)
             continue
         size = size_text(part.nbytes) if part.tensors else ""
-        yield stem + printable(part.name), size, _part_text(part)
-        yield from _branches(part.parts, indent + ("   " if last else "│  "), limit)
+        yield indent + branch + printable(part.name), size, _part_text(part)
+        yield from _branches(part.parts, indent + below, limit)
 
 
 def _part_text(part: Part) -> str:
     count = count_text(part.tensors, "tensor")
     if part.kind == "module":
         return count
-    is_one = part.tensors == 1 and not part.parts
-    return printable(part.kind) + (f", {count}" if part.tensors and not is_one else "")
+    if not part.tensors or (part.tensors == 1 and not part.parts):
+        return printable(part.kind)
+    return f"{printable(part.kind)}, {count}"
 
 
 _Fix: TypeAlias = "Prescription | CheckpointError | None"
@@ -170,7 +178,9 @@ _Fix: TypeAlias = "Prescription | CheckpointError | None"
 def verdict(found: Inspection, fix: _Fix = None) -> tuple[bool, str]:
     """Whether its own library opens it on any host, and a bare model takes its keys, in a line."""
     said, command = verdict_and_command(found, fix)
-    return found.portable, f"{said}. Fix: {command}" if command else said
+    if command:
+        said = f"{said}. Fix: {command}"
+    return found.portable, said
 
 
 def verdict_and_command(found: Inspection, fix: _Fix) -> tuple[str, str]:
@@ -185,9 +195,10 @@ def verdict_and_command(found: Inspection, fix: _Fix) -> tuple[str, str]:
         return f"{said}. No conversion fixes it: {fix}", ""
     from ckptconv.convert.fixes import command
 
-    lost = f". The fix leaves out {some_text(list(fix.lost))}" if fix.lost else ""
+    if fix.lost:
+        said += f". The fix leaves out {some_text(list(fix.lost))}"
     files = [path_of(path) for path in found.named or (found.path,)]
-    return said + lost, printable(command(fix.fix, files, Path("OUT.pt")), 20_000)
+    return said, printable(command(fix.fix, files, Path("OUT.pt")), 20_000)
 
 
 # ------------------------------------------------------------------------- several checkpoints
@@ -226,7 +237,9 @@ def _cells_of(item: Surveyed | Unread) -> tuple[str, ...]:
 def _some(counted: Mapping[str, int]) -> str:
     names = sorted(counted, key=lambda name: -counted[name])
     shown = ", ".join(printable(name, 30) for name in names[:_NAMED]) or "-"
-    return f"{shown} +{len(names) - _NAMED}" if len(names) > _NAMED else shown
+    if len(names) > _NAMED:
+        shown += f" +{len(names) - _NAMED}"
+    return shown
 
 
 def _below(item: Surveyed | Unread, width: int) -> Iterator[Row]:
@@ -286,11 +299,10 @@ def inspection_document(
 
 def survey_document(items: Sequence[Surveyed | Unread]) -> dict[str, Any]:
     """Several checkpoints as JSON values, errors as items among them."""
-    return {
-        "checkpoints": [
-            {"path": str(item.paths[0]), **error_document(item.error, 1)}
-            if isinstance(item, Unread)
-            else inspection_document(item.found, item.fix)
-            for item in items
-        ]
-    }
+    told = []
+    for item in items:
+        if isinstance(item, Unread):
+            told.append({"path": str(item.paths[0]), **error_document(item.error, 1)})
+        else:
+            told.append(inspection_document(item.found, item.fix))
+    return {"checkpoints": told}

@@ -74,13 +74,17 @@ class LoadResult:
     def __repr__(self) -> str:
         named = {field.name: len(getattr(self, field.name)) for field in fields(self)}
         counts = [f"{count:,} {name}" for name, count in named.items() if count]
-        return short_repr("LoadResult", "fits" if self.fits else "does not fit", *counts)
+        return short_repr("LoadResult", self._verdict, *counts)
+
+    @property
+    def _verdict(self) -> str:
+        return "fits" if self.fits else "does not fit"
 
     def _repr_html_(self) -> str:
         rows: list[tuple[Any, ...]] = [("missing", key, "") for key in self.missing_keys]
         rows += [("unexpected", key, "") for key in self.unexpected_keys]
         rows += [(one.key, list(one.checkpoint), list(one.model)) for one in self.mismatched]
-        return html_table("fits" if self.fits else "does not fit", rows)
+        return html_table(self._verdict, rows)
 
 
 @spelling_checked
@@ -129,7 +133,9 @@ def load_into(
     fit = fit_keys(own, target, live_ties(model))
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
-    casts = () if assign else tuple(_casts(model, usable, path))
+    casts: tuple[LoadCast, ...] = ()
+    if not assign:
+        casts = tuple(_casts(model, usable, path))
     result = _result(fit, casts, *_unmet(model, usable, target, fit))
     if strict and not result.fits:
         raise _mismatch(result, fit, path, model)
@@ -211,8 +217,11 @@ def _beyond(values: torch.Tensor, dtype: torch.dtype) -> int:
 
     if dtype == torch.bool or values.is_quantized:
         return 0
-    parts = values if values.layout == torch.strided else values.to_dense()
-    parts = torch.view_as_real(parts) if parts.is_complex() else parts
+    parts = values
+    if parts.layout != torch.strided:
+        parts = parts.to_dense()
+    if parts.is_complex():
+        parts = torch.view_as_real(parts)
     if not (dtype.is_floating_point or dtype.is_complex):
         span, numbers = torch.iinfo(dtype), parts.double()
         return int(((numbers < span.min) | (numbers > span.max)).sum())

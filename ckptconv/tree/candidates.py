@@ -40,11 +40,11 @@ Pairs = Sequence[tuple[Node, Node]]
 Tensors = Sequence[tuple[Node, Node]]
 """The pairs of a container whose values are tensors."""
 
+# Ranks; of two alike the one with tensors, not arrays, is one higher
 _ROOT, _MODULE, _OTHER = 4, 2, 0
-"""Ranks; of two alike the one with tensors, not arrays, is one higher."""
 
+# Last segments of keys where modules keep what they like, also tensors in tuples and dicts
 _PACKED = ("_extra_state", "_packed_params")
-"""Last segments of keys where modules keep what they like, also tensors in tuples and dicts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,12 +68,9 @@ class Candidate:
 
     @property
     def path(self) -> str:
-        """The path of the dict, with a dot behind it where only the tensors are meant that stand in
-        it.
-        """
-        if self.beside is None:
-            return place_text(self.place)
-        return f"{place_text(self.place)}."
+        """The path of the dict, with a dot behind it where its own tensors alone are meant."""
+        path = place_text(self.place)
+        return path if self.beside is None else f"{path}."
 
     @property
     def own(self) -> tuple[int, ...] | None:
@@ -322,9 +319,7 @@ def is_of_no_module(key: str) -> bool:
 def _rank(place: Place, node: Node, *, is_module: bool) -> int:
     if place is None or place[1] in USUAL or metadata_of(node) is not None:
         return _ROOT
-    if is_module:
-        return _MODULE
-    return _OTHER
+    return _MODULE if is_module else _OTHER
 
 
 def _tensors_in(pairs: Pairs) -> Tensors:
@@ -381,10 +376,10 @@ def _is_wanted(label: Node, value: Node, *, numbered: bool, above: Node = None) 
     return looks_like_a_module(label) or not (numbered or names_number(label))
 
 
+# With what `numpy.random.get_state()` begins; its numbers follow
 _NUMPYS_GENERATOR = "MT19937"
-"""With what `numpy.random.get_state()` begins; its numbers follow."""
+# Bytes of a state of torch's generators: CPU, CUDA of old, MPS, CUDA (ATen/*GeneratorImpl.cpp)
 _OF_GENERATORS = (5056, 816, 44, 16)
-"""Bytes of a state of torch's generators: CPU, CUDA of old, MPS, CUDA (ATen/*GeneratorImpl.cpp)."""
 _LARGE = 100  # bytes of a state that tells by its size alone
 
 

@@ -30,10 +30,10 @@ from ckptconv.tree.state_dicts import StateDict
 
 Origin: TypeAlias = "str | int"
 
+# The schemes whose codes stand in the order of the weight, each beside its own scales
 _LAID_OUT = frozenset(
     ("fp8", "int8", "mxfp4", "modelopt-nvfp4", "modelopt-experts", "float-pack-quantized")
 )
-"""The schemes whose codes stand in the order of the weight, each beside its own scales."""
 
 _FIRST = "--dequantize makes values first"
 _NO_CONFIG = "a config.json beside it says the sizes of blocks"

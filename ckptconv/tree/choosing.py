@@ -16,8 +16,14 @@ from ckptconv.pickles.nodes import Call, Node, mapping_pairs, spoken
 from ckptconv.support.errors import AmbiguousStateDict, printable
 from ckptconv.support.text import count_text, first_few, look_hint, part_text
 from ckptconv.tree.candidates import Candidate, Holder, Survey, is_random_state, survey
-from ckptconv.tree.labels import names_average, names_training_state
-from ckptconv.tree.producers import Producer, averages_weights, is_bare, producer_in
+from ckptconv.tree.labels import (
+    Producer,
+    averages_weights,
+    is_bare,
+    names_average,
+    names_training_state,
+    producer_in,
+)
 from ckptconv.tree.state_dicts import (
     _LISTED,
     FoundPart,

@@ -394,9 +394,7 @@ class _Renamed:
             return label
         at = len(commonprefix((self.before, self.after)))  # noqa: RUF071 (of characters)
         removed, added = self.before[at:], self.after[at:]
-        if not label.endswith(removed):
-            return label
-        return label.removesuffix(removed) + added
+        return label.removesuffix(removed) + added if label.endswith(removed) else label
 
 
 def _values(root: Node) -> Iterator[Node]:
@@ -485,10 +483,9 @@ def _zero_notes(found: list[Decoded], facts: Facts) -> Iterator[str]:
         )
 
 
+# The most bytes of zeros that are read while a conversion is planned: a model of 60 billion weights
+# in groups of 128 has them, and a tensor that is expanded claims any number
 _MOST_ZEROS = 1 << 28
-"""The most bytes of zeros that are read while a conversion is planned: a model of 60 billion
-weights in groups of 128 has them, and a tensor that is expanded claims any number.
-"""
 
 
 def _notes_of_others(plain: list[str], kept: list[str]) -> Iterator[str]:

@@ -64,9 +64,7 @@ def as_in_diffusers(module: str) -> str | None:
         block, at = divmod(int(number) - 1, 3)  # the first one is conv_in
         if at < 2:
             return _within(f"down_blocks.{block}.{kind}.{at}", rest, _RESNET)
-        if rest == "op":
-            return f"down_blocks.{block}.downsamplers.0.conv"
-        return None
+        return f"down_blocks.{block}.downsamplers.0.conv" if rest == "op" else None
     block, at = divmod(int(number), 3)
     if rest == "conv" and part != "0":
         return f"up_blocks.{block}.upsamplers.0.conv"
@@ -128,6 +126,8 @@ _ONE = {
     "linear2": ("proj_out",),
     "modulation.lin": ("norm.linear",),
 }
+# What stands outside the blocks, but for `final_layer.adaLN_modulation.1`: its halves are the other
+# way round in diffusers
 _AROUND = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -139,9 +139,6 @@ _AROUND = {
     "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
     "final_layer.linear": "proj_out",
 }
-"""What stands outside the blocks, but for ``final_layer.adaLN_modulation.1``: its halves are the
-other way round in diffusers.
-"""
 _BLOCKS = {
     "double": ("transformer_blocks", _DOUBLE),
     "single": ("single_transformer_blocks", _ONE),

@@ -1,6 +1,4 @@
-"""A state dict whose keys are fitted to a target: the map of its keys, or the refusal that says
-what does not fit.
-"""
+"""A state dict whose keys are fitted to a target: their map, or the refusal that tells why not."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def ties_of(found: StateDict) -> list[list[str]]:
 
 def _shape(value: Node) -> Shape:
     ref = tensor_of(value) or tensor_form(value)
-    if ref is None:
-        return None
-    return ref.shown_shape
+    return None if ref is None else ref.shown_shape
 
 
 def fitted(found: StateDict, keys: KeyMap, target: KeyTarget) -> KeyMap:

@@ -226,6 +226,7 @@ def number_in(ref: TensorRef, key: str) -> float:
 # ------------------------------------------------------------------------------------- its config
 
 _KINDS = ("LORA", "LOHA", "LOKR")
+# Fields by which peft computes something else than a product, if they are set
 _NOT_MERGED = (
     "use_qalora",
     "use_bdlora",
@@ -237,12 +238,10 @@ _NOT_MERGED = (
     "velora_config",
     "trainable_token_indices",
 )
-"""Fields by which peft computes something else than a product, if they are set."""
 
+# Of `init_lora_weights`, what leaves the base as it is: with others, such as `pissa`, peft changes
+# the weights of the base too when it loads such an adapter
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Of ``init_lora_weights``, what leaves the base as it is: with others, such as ``pissa``, peft
-changes the weights of the base too when it loads such an adapter.
-"""
 
 
 def config_of_peft(checkpoint: Checkpoint) -> dict[str, Any]:

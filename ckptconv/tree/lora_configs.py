@@ -255,9 +255,7 @@ def _most(values: Any) -> Any:
 
 def _plain(alpha: float) -> float:
     """An alpha as peft's configs have it: 16, and not 16.0."""
-    if alpha == int(alpha):
-        return int(alpha)
-    return alpha
+    return int(alpha) if alpha == int(alpha) else alpha
 
 
 _TEXT_MODEL = "text_model."

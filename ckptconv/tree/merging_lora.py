@@ -468,11 +468,11 @@ class _Merging:
         return bool(_INNER & parts.keys()) and not is_told
 
 
+# What LyCORIS adds to norms: the machine epsilon of the type of the weight
 _EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
-"""What LyCORIS adds to norms: the machine epsilon of the type of the weight."""
 
+# The factors of products, which have a rank, so that an alpha scales them
 _INNER = frozenset(("down", "hada_w1_b", "lokr_w1_b", "lokr_w2_b"))
-"""The factors of products, which have a rank, so that an alpha scales them."""
 
 _OF_CODES = (".qweight", ".weight_packed", ".qdata", ".quant_state", ".weight_scale", ".SCB")
 

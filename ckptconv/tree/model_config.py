@@ -53,8 +53,8 @@ def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
 
 _ARCHITECTURE = "general.architecture"
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
+# What Megatron-LM's arguments say of the values of a model, not of its size
 _OF_VALUES = ("swiglu", "apply_layernorm_1p", "rotary_interleaved")
-"""What Megatron-LM's arguments say of the values of a model, not of its size."""
 
 
 def training_arguments(root: Node) -> Mapping[str, Any]:
@@ -140,9 +140,7 @@ class _Said(NamedTuple):
     method: str = ""
 
     def with_method(self) -> Mapping[str, Any]:
-        if self.method:
-            return {"quant_method": self.method, **self.config}
-        return self.config
+        return {"quant_method": self.method, **self.config} if self.method else self.config
 
 
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")

@@ -1,5 +1,6 @@
 """Whole modules in a tree (`torch.save(model)`): each becomes the state dict that
-`model.state_dict()` would give, and what it holds besides is refused, or listed as left out.
+`model.state_dict()` would give, and what it holds besides is refused, or listed as left out. And
+tensors of torch before 0.4, which only the state that is set on them makes tensors.
 
 The class of a module is never needed: its pickled state names its parameters, buffers and children.
 Source of the names and their order: `torch.nn.Module.state_dict` (torch/nn/modules/module.py). What
@@ -8,6 +9,10 @@ only the class's code knows (`get_extra_state`, hooks that rename) cannot be had
 `model.state_dict()` leaves attributes out, unless the class, or a hook, writes them into it; the
 code that would is not in the file. So a tensor outside (a `Stray`) is harmless where the classes
 are known not to do that, and the reason for a refusal where they are not.
+
+An old tensor was pickled as its class, called without arguments, and a state; a `Parameter` as its
+class over a tensor. What a call is can so be told only when its stream was read to the end. Source:
+`Tensor.__setstate__` (torch/_tensor.py).
 """
 
 from __future__ import annotations
@@ -29,11 +34,12 @@ from ckptconv.objects.pickled_modules import (
     saving_hooks,
     state_dict_of,
 )
-from ckptconv.pickles.nodes import Call, Dict, Node, children, spoken, substituted
+from ckptconv.objects.torch_read import Window, tensor_of_storage
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, children, spoken, substituted
 from ckptconv.support.errors import RefusedObject
 from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few, first_few_in_short
-from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
+from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint, Stray
 from ckptconv.tree.settling import Skipped, Unknown
 from ckptconv.tree.walk import WHOLE_FILE, is_tensor, label_text, place_text, tensor_of, walk
@@ -108,32 +114,28 @@ def _notes(names: Sequence[str], strays: Sequence[Stray]) -> Iterator[str]:
 # -------------------------------------------------------------------- what a module holds besides
 
 
+# Classes of these packages save parameters and buffers only: torch 2.13, torchvision 0.29, timm
+# 1.0, ultralytics 8.4, transformers 5.23 define no `_save_to_state_dict`, `state_dict` or hook for
+# a model, but for those below
 _ORDINARY = re.compile(
     r"(?:torch\.nn|torchvision|timm|ultralytics\.nn|transformers\.(?:models|modeling_\w+))\."
 ).match
-"""Classes of these packages save parameters and buffers only: torch 2.13, torchvision 0.29, timm
-1.0, ultralytics 8.4, transformers 5.23 define no `_save_to_state_dict`, `state_dict` or hook for a
-model, but for those below.
-"""
+# torch's quantized layers, with packed weights, scales and zero points (torch/ao/nn/quantized)
 _QUANTIZED = re.compile(r"torch\.(?:ao\.)?nn\.(?:\w+\.)*quantized\.").match
-"""torch's quantized layers, with packed weights, scales and zero points (torch/ao/nn/quantized)."""
+# Attributes that YOLOv5's classes set and do not save (models/yolo.py, train.py). Their module is
+# named like many others
 _PLAIN_ATTRIBUTES = {
     "models.yolo.Model": {"stride", "class_weights"},
     "models.yolo.DetectionModel": {"stride", "class_weights"},
     "models.yolo.Detect": {"stride", "grid", "anchor_grid"},
 }
-"""Attributes that YOLOv5's classes set and do not save (models/yolo.py, train.py).
-
-Their module is named like many others.
-"""
 # it writes a version into the metadata
 _KNOWN_HOOKS = ("torch.nn.utils.spectral_norm.SpectralNormStateDictHook",)
 # its hook takes the wrapper off the keys
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper."
+# Endings of the parameters of which weight norm, or spectral norm and pruning, make the attribute
+# again (torch/nn/utils)
 _FROM_OTHERS = (("_g", "_v"), ("_orig",))
-"""Endings of the parameters of which weight norm, or spectral norm and pruning, make the attribute
-again (torch/nn/utils).
-"""
 
 
 class _Registered(NamedTuple):
@@ -279,9 +281,7 @@ _BETWEEN = ("_parameters", "_buffers", "_modules")
 def _joined(path: str, label: Node) -> str:
     """The path of an attribute; how an object is pickled does not show in it."""
     text = label_text(label)
-    if text in _BETWEEN or text.startswith("<"):
-        return path
-    return f"{path}.{text}"[-_LONGEST:]
+    return path if text in _BETWEEN or text.startswith("<") else f"{path}.{text}"[-_LONGEST:]
 
 
 _LONGEST = 300  # characters of a path
@@ -331,3 +331,74 @@ _OF_MODULES = (
     "save model.state_dict() where the class is installed; --unknown drop leaves it out, "
     "--unknown keep keeps the whole module in a torch file"
 )
+
+
+# -------------------------------------------------------------------- tensors of torch before 0.4
+
+
+_TENSOR_CLASS = re.compile(
+    r"torch\.(?:cuda\.)?\w*Tensor|torch\.(?:_tensor|tensor)\.Tensor"
+).fullmatch
+_VARIABLES = ("torch.autograd.variable.Variable", "torch.autograd.Variable")
+_PARAMETER = "torch.nn.parameter.Parameter"
+
+
+def complete_tensors(checkpoint: Checkpoint, calls: Sequence[Call]) -> Checkpoint:
+    """The checkpoint with tensors in the place of those of its calls that make one; the same one
+    where there are none.
+
+    Raises `MalformedCheckpoint` where such a tensor reaches beyond its storage.
+    """
+    stand_ins: dict[int, Node] = {}
+    for kind in (_from_state, _wrapped):  # a Parameter is made of a tensor
+        for call in calls:
+            made = kind(call, stand_ins)
+            if made is not None:
+                stand_ins[id(call)] = made
+    if not stand_ins:
+        return checkpoint
+    return replace(checkpoint, root=substituted(checkpoint.root, stand_ins))
+
+
+def _from_state(call: Call, _: dict[int, Node]) -> TensorRef | None:
+    """`torch.FloatTensor()` with the state (storage, offset, shape, stride)."""
+    match call.state:
+        case (Storage() | Window() as storage, offset, shape, stride) if (
+            type(call.state) is tuple and not call.args
+        ):
+            if _TENSOR_CLASS(call.name):
+                return tensor_of_storage(storage, offset, _size(shape), _size(stride))
+    return None
+
+
+def _size(node: Node) -> Node:
+    """A shape; it may stand as a `torch.Size`."""
+    match node:
+        case Call(name="torch.Size", args=(size,)):
+            return size
+    return node
+
+
+def _wrapped(call: Call, tensors: dict[int, Node]) -> TensorRef | TensorObject | None:
+    """A `Parameter` or `Variable` over a tensor.
+
+    The tensor is the argument, and the state (requires_grad, volatile, hooks), if there is one;
+    before torch 0.2 all is state: (tensor, gradient, hooks, requires_grad, volatile).
+    """
+    is_parameter = call.name == _PARAMETER
+    if not is_parameter and call.name not in _VARIABLES:
+        return None
+    args, state = call.args, () if call.state is ABSENT else call.state
+    if type(state) is not tuple:
+        return None
+    requires_grad: Node = args[1] if len(args) > 1 else is_parameter
+    if len(state) == 5:
+        args, requires_grad = state[:1], state[3]
+    elif len(state) == 3:
+        requires_grad = state[0]
+    inner = tensors.get(id(args[0]), args[0]) if args else None
+    if type(inner) is not TensorRef:
+        return None
+    # before 0.4 any type could
+    ref = inner._replace(requires_grad=requires_grad is True and inner.dtype.is_differentiable)
+    return TensorObject(ref) if is_parameter else ref

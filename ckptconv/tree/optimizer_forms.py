@@ -41,8 +41,8 @@ from ckptconv.tree.optimizer_states import (
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of
 
+# Ways of giving out names so far beyond which nothing is certain any more
 _MOST_WAYS = 1000
-"""Ways of giving out names so far beyond which nothing is certain any more."""
 
 HINT = (
     "say the order of its parameters: --order-from a text with one key per line, or --model "
@@ -154,8 +154,8 @@ def refuse_shares(
                 raise RefusedObject(f"{what}, which is {wanted}", where=path or None, hint=_WHOLE)
 
 
+# A setting of the groups whose moments are projected (GaLore, APOLLO and their kin)
 _OF_LOW_RANK = "update_proj_gap"
-"""A setting of the groups whose moments are projected (GaLore, APOLLO and their kin)."""
 _WHOLE = (
     "this may be the share of one rank: save what FSDP.optim_state_dict or torch's "
     "get_optimizer_state_dict gives"

@@ -163,9 +163,7 @@ def _rename(
     names: Mapping[str, str],
     gone: Container[Node],
 ) -> None:
-    """Put what holds names of a state into the overlay, with the new ones, and without those that
-    are `gone`.
-    """
+    """Put what holds names of a state into the overlay, with new names, and without the `gone`."""
     if state.is_flat:
         overlay[id(state.node)] = _renamed_flat(state, names, gone)
         return

@@ -130,9 +130,7 @@ def names_beside(parts: OptimizerParts, path: str) -> dict[Node, Node] | None:
             return None
         found |= zip(group.params, group.names, strict=True)
     _refuse_twice(list(found.values()), path)
-    if found.keys() >= set(parts.parameters):
-        return found
-    return None
+    return found if found.keys() >= set(parts.parameters) else None
 
 
 def _flat_parts(pairs: Sequence[tuple[Node, Node]]) -> OptimizerParts:

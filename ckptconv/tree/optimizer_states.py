@@ -199,15 +199,11 @@ def shape_of_state(state: Node) -> Shape | None:
     pairs = [pair for pair in mapping_pairs(state) or () if type(pair[0]) is str]
     refs = [tensor_of(value) for key, value in pairs if key in SHAPED]
     shapes = {ref.shape for ref in refs if ref is not None}
-    if len(shapes) == 1:
-        return shapes.pop()
-    return None
+    return shapes.pop() if len(shapes) == 1 else None
 
 
 def read_number(node: Node) -> float | None:
-    """A number that an optimizer keeps, such as its step, plain or in a tensor; None for what is no
-    real number.
-    """
+    """A number that an optimizer keeps, such as its step, plain or in a tensor; else None."""
     if type(node) in (int, float):
         return node  # type: ignore[no-any-return]
     if type(node) is not TensorRef or node.numel != 1 or node.dtype.kind not in ("float", "int"):
@@ -219,9 +215,7 @@ def read_number(node: Node) -> float | None:
 
 
 def _flat(place: Place, node: Node) -> OptimizerState | None:
-    """A flattened optimizer state, as `StateDictOptions(flatten_optimizer_state_dict=True)` makes
-    it.
-    """
+    """A flattened optimizer state: `StateDictOptions(flatten_optimizer_state_dict=True)`."""
     pairs = mapping_pairs(node)
     if not pairs:  # nearly all nodes: their places are not looked at
         return None
@@ -353,9 +347,7 @@ def bare_name(key: str) -> str:
 
 
 def _is_short(shapes: Sequence[Shape | None], fates: Sequence[Fate]) -> bool:
-    """Whether parameters of these shapes were in a state dict, or in all together, and are not any
-    more.
-    """
+    """Whether parameters of these shapes were in a state dict, or in all, and are not any more."""
     fit = [fate for fate in fates if _fits(shapes, fate.parameters(left=False))]
     if fit:
         return not any(_fits(shapes, fate.parameters(left=True)) for fate in fit)

@@ -177,9 +177,7 @@ def renamed_keys(applied: Applied, unheld: Collection[str] = ()) -> RenamedKeys:
         for path, name in keys.renamed_modules([*modules]):
             modules[path] = (*modules[path], name)
         plain = MappedKeys(item.path, now, modules, dict(filled))
-        if applied.reshaped is None:
-            return plain
-        return applied.reshaped.mapped(plain)
+        return plain if applied.reshaped is None else applied.reshaped.mapped(plain)
 
     made: tuple[MadeKeys, ...] = ()
     tied: tuple[Tied, ...] = ()

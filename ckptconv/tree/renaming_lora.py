@@ -49,10 +49,22 @@ from ckptconv.tree.lora_configs import (
     taken_apart,
     with_those_around,
 )
-from ckptconv.tree.lora_conventions import ENDS, Asked, Convention, model_of, named_in, spelled_in
 from ckptconv.tree.lora_deltas import Asked as AskedScale
 from ckptconv.tree.lora_deltas import as_linear, in_rows, matrices, rows_in
-from ckptconv.tree.lora_names import Names, Place, Places, Spelling, found_modules, start_of
+from ckptconv.tree.lora_names import (
+    ENDS,
+    Asked,
+    Convention,
+    Names,
+    Place,
+    Places,
+    Spelling,
+    found_modules,
+    model_of,
+    named_in,
+    spelled_in,
+    start_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +231,7 @@ class _Renaming:
         if not shape:
             what = f"is for parts of a weight, and the shape of {place.key} is not known"
             raise KeyMismatch(what, where=key, hint="--like names a checkpoint that has it")
-        if place.part is None:
-            return shape[0]
-        return rows_in(shape, place.part, key)[1]
+        return shape[0] if place.part is None else rows_in(shape, place.part, key)[1]
 
     # ----------------------------------------------------------------------- what it becomes
 

@@ -67,9 +67,7 @@ class Made(NamedTuple):
     goes_along: bool = False
 
     def same(self) -> Iterator[tuple[Origin, ...]]:
-        """The tensors that are one and the same, those before and those made; none where the moves
-        make others.
-        """
+        """The tensors that are one and the same, before and made; none where moves make others."""
         moves = () if self.goes_along else self.moves
         if len(moves) == 1 and moves[0].name in ("tie", "untie"):
             count = min(len(self.numbers), len(self.origins))  # of tensors; each side has names
@@ -592,9 +590,7 @@ def _storages_of(values: Sequence[Node]) -> Iterator[Storage]:
 
 def _shape_text(value: Node) -> str:
     ref = tensor_of(value)
-    if ref is None:
-        return ""
-    return f"{ref.dtype.name} {list(ref.shape)}"
+    return "" if ref is None else f"{ref.dtype.name} {list(ref.shape)}"
 
 
 # ---------------------------------------------------------------------------- one use of one rule

@@ -71,9 +71,7 @@ class Settled:
 
 
 def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Settled:
-    """Rewrite, drop or refuse what `weights_only=True` would refuse, through the overlay; collect
-    what is left.
-    """
+    """Rewrite, drop or refuse what `weights_only=True` refuses; collect what is left."""
     settled = Settled()
     refused: list[tuple[Place, str]] = []
     bound = cache(lambda: _bound_names(root, overlay))
@@ -203,9 +201,7 @@ def refused_name(node: Node) -> str | None:
         if name == "builtins.bytearray" and type(next(iter(node.args), b"")) is int:
             return name  # so many zero bytes: a file of a few bytes would take all memory
         known = name in WEIGHTS_ONLY and name not in VALUELESS and name not in COPIES
-        if known and not has_more(node):
-            return None
-        return name
+        return None if known and not has_more(node) else name
     if type(node) is TensorObject:
         node = node.cls
     if type(node) is Global and node.path not in WEIGHTS_ONLY:

@@ -31,8 +31,13 @@ from ckptconv.tree.candidates import (
     survey,
     tells_of_wrappers,
 )
-from ckptconv.tree.labels import WHOLE, names_average, names_training_state
-from ckptconv.tree.producers import averages_weights, is_bare
+from ckptconv.tree.labels import (
+    WHOLE,
+    averages_weights,
+    is_bare,
+    names_average,
+    names_training_state,
+)
 from ckptconv.tree.walk import PLAIN, Place, chain_of, is_tensor, label_text, place_text, tensor_of
 
 _LISTED = 8
@@ -65,9 +70,7 @@ class StateDict:
     @property
     def prefix(self) -> str:
         """What stands before its keys in the paths of its values."""
-        if not self.path.strip("."):
-            return ""
-        return f"{self.path.removesuffix('.')}."
+        return f"{self.path.removesuffix('.')}." if self.path.strip(".") else ""
 
     @property
     def telling_keys(self) -> tuple[str, ...]:
@@ -274,9 +277,7 @@ def joined(base: str, path: str) -> str:
     """The path of a part within another one; a dot at the end: the tensors in that dict itself."""
     if not base or not path:
         return base or path or "."
-    if path == ".":
-        return f"{base}."
-    return f"{base}.{path}"
+    return f"{base}." if path == "." else f"{base}.{path}"
 
 
 def listed_parts(names: Sequence[str]) -> str:

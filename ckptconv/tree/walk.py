@@ -37,9 +37,7 @@ def tensor_of(node: Node) -> TensorRef | None:
     """The tensor that a leaf is or carries; None for anything else."""
     if type(node) is TensorRef:
         return node
-    if type(node) is TensorObject:
-        return node.tensor
-    return None
+    return node.tensor if type(node) is TensorObject else None
 
 
 def is_tensor(node: Node) -> bool:
@@ -51,9 +49,7 @@ def label_text(label: Node) -> str:
     """A dict key or index as it stands in paths and messages; bytes as the text they are."""
     if type(label) is str:
         return label
-    if type(label) is bytes:
-        return label.decode("utf-8", "backslashreplace")
-    return spoken(label)
+    return label.decode("utf-8", "backslashreplace") if type(label) is bytes else spoken(label)
 
 
 _LONGEST_LABEL = 500  # characters of a key in a path
@@ -68,9 +64,7 @@ def chain_of(place: Place) -> Iterator[tuple[Place, Node, Node]]:
 
 def label_of(place: Place) -> Node:
     """The label under which a node hangs; None for the root."""
-    if place is None:
-        return None
-    return place[1]
+    return None if place is None else place[1]
 
 
 def labels_of(place: Place) -> list[Node]:
@@ -177,10 +171,8 @@ def holds_only_tensors(node: Node) -> bool:
 
 
 def kinds_in(pairs: Iterable[tuple[Node, Node]], at: int) -> set[type]:
-    """The types of the keys (`at` 0) or of the values (1) of a dict, of which there may be a
-    million.
-    """
-    return {*map(type, map(itemgetter(at), pairs))}
+    """The types of the keys (`at` 0) or of the values (1) of a dict."""
+    return {*map(type, map(itemgetter(at), pairs))}  # there may be a million: no loop of Python
 
 
 CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))

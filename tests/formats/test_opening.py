@@ -107,8 +107,8 @@ def test_all_items_of_a_folder_are_opened_in_few_reads(tmp_path):
 
 NOT_IMPORTED = (
     "pickles.reader", "pickles.writer", "objects.pickled_modules", "tree.modules",
-    "tree.old_tensors", "tensors.decoding", "tensors.gguf_blocks", "io.inflate", "io.staging",
-    "io.destination", "io.stream", "formats.zip_archive", "formats.torch_zip",
+    "tensors.decoding", "tensors.gguf_blocks", "io.inflate", "io.staging", "io.destination",
+    "io.stream", "formats.zip_archive", "formats.torch_zip",
 )  # fmt: skip
 """What a safetensors file has no need of. Importing is nearly all of what a small file costs."""
 
