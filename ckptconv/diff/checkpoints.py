@@ -367,6 +367,7 @@ def _compare_values(
     ]
     exact = [at for at in firsts.values() if _by_bytes(pairs[at][1:], tolerance)]
     meter = Meter("read", sum(pairs[at][1].nbytes for at in exact), tell)
+    # two rows: one tensor of each file is needed at a time
     with read_soon([pairs[at][1] for at in exact], [pairs[at][2] for at in exact]):
         compared = compare_bytes([pairs[at][1:] for at in exact], meter)
     meter.finish()

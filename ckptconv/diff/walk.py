@@ -86,6 +86,7 @@ def walk_together(
     A pair of containers that was met before, as shared and cyclic ones are, is not entered again.
     """
     work = [("", first, second)]
+    # one container may stand beside many others: there are more pairs than containers
     most = in_force().compared_pairs
     met: set[tuple[int, int]] = set()
     alive: list[Node] = []  # plain forms are made here, and told apart by their addresses
@@ -204,7 +205,7 @@ def _inside(node: Node) -> Labelled | None:
 
 
 def _same_leaf(ours: Node, theirs: Node) -> bool:
-    if type(ours) is not type(theirs):
+    if type(ours) is not type(theirs):  # to Python, 1, 1.0 and True are equal
         return False
     if type(ours) is Global:
         return bool(ours.path == theirs.path)

@@ -98,7 +98,7 @@ def _slow_keys(place: Place, node: Node) -> str | None:
             refuse_keys(node, place)
         except LimitExceeded as error:
             return f"{error.what} ({printable(error.where or '')})"
-        except RefusedObject:  # cannot be hashed, or not slowly
+        except RefusedObject:  # cannot be hashed, or not slowly: no reader hangs
             return None
     return None
 

@@ -322,6 +322,7 @@ class _Live:
         self._casts: dict[tuple[int, str, str], Any] = {}
         self._made: dict[int, Any] = {}
         self._overlay: Mapping[int, Node] = {}
+        # an older torch has not all of them
         self._dtypes = {name: getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
         self._forms: dict[type, Callable[[Any], Any]] = {
             TensorRef: self._tensor,
@@ -404,7 +405,7 @@ class _Live:
             raise RefusedObject(what, hint="only='PATH' takes one part")
         try:
             return make(*args)
-        except Exception as error:
+        except Exception as error:  # torch's functions raise anything for what a file gives them
             raise RefusedObject(f"{printable(name)} refuses its arguments: {error}") from error
 
     def _global(self, node: Global) -> Any:
@@ -433,6 +434,7 @@ class _Live:
             storage = self._storages.filled(ref._replace(conj=False, neg=False), ref.location)
         if target is not ref.dtype and dtype is not self._dtypes[target.name]:
             storage, dtype = self._cast_storage(storage, dtype, self._dtypes[target.name])
+        # set on the storage, not copied: tensors that shared one in the file share one again
         tensor = self._torch.empty(0, dtype=dtype, device=storage.device)
         tensor.set_(storage, offset, ref.shape, ref.stride)
         if ref.conj:
@@ -447,6 +449,7 @@ class _Live:
         if known not in self._casts:
             values = self._torch.empty(0, dtype=dtype, device=storage.device)
             values.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+            # kept with it: were the storage freed, another one could get its address
             self._casts[known] = storage, values.to(target).untyped_storage()
         return self._casts[known][1], target
 

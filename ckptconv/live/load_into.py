@@ -142,7 +142,12 @@ def load_into(
     cast = {item.key for item in casts}
     if cast:
         _refuse_codes(source, only, tag, {old for old, new in fit.renames.items() if new in cast})
-    warn(_overflow_text(item) for item in casts if item.overflowed)
+    warn(
+        f"{printable(item.key)}: {count_text(item.overflowed, 'value')} of {item.checkpoint} are "
+        f"beyond the range of the model's {item.model}"
+        for item in casts
+        if item.overflowed
+    )
     model.load_state_dict(usable, strict=False, assign=assign)
     return result
 
@@ -156,28 +161,19 @@ def _result(
     return LoadResult(missing, unexpected, mismatched, fit.assigned, casts)
 
 
-def _overflow_text(cast: LoadCast) -> str:
-    return (
-        f"{printable(cast.key)}: {count_text(cast.overflowed, 'value')} of {cast.checkpoint} are "
-        f"beyond the range of the model's {cast.model}"
-    )
-
-
 def _leave_out_beside(state_dict: dict[str, Any], model: torch.nn.Module, target: Shapes) -> None:
     """Take out what the model does not know and need not: numbers and texts of the training, and
     buffers that are the model's own.
     """
-    unsaved = _unsaved_buffers(model, target)
-    for key, value in [*state_dict.items()]:
-        if key not in target and (_is_beside(key, value) or _is_same(value, unsaved.get(key))):
-            del state_dict[key]
-
-
-def _unsaved_buffers(model: torch.nn.Module, target: Shapes) -> dict[str, torch.Tensor]:
-    """The buffers that are not in the model's state dict, by their keys without wrappers."""
     found = {key: value for key, value in model.named_buffers() if key not in target}
+    # all keys are needed to see which wrappers the model has
     bare = map_keys([*target, *found], STRIP).new[len(target) :]
-    return {key: value for key, value in zip(bare, found.values(), strict=True) if key}
+    unsaved = dict(zip(bare, found.values(), strict=True))
+    for key, value in [*state_dict.items()]:
+        # a number or text of the training has no module in its key
+        is_beside = "." not in key and isinstance(value, (bool, int, float, str, type(None)))
+        if key not in target and (is_beside or _is_same(value, unsaved.get(key))):
+            del state_dict[key]
 
 
 def _is_same(value: Any, other: torch.Tensor | None) -> bool:
@@ -188,11 +184,6 @@ def _is_same(value: Any, other: torch.Tensor | None) -> bool:
         and (value.shape, value.dtype) == (other.shape, other.dtype)
         and (value.cpu() == other.cpu()).all().item()
     )
-
-
-def _is_beside(key: str, value: Any) -> bool:
-    """Whether a value is a number or text that training put beside the weights: not a module's."""
-    return "." not in key and isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _casts(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) -> Iterator[LoadCast]:

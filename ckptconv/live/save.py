@@ -109,6 +109,7 @@ class _TensorSource(Source):
         return self._bytes[offset : offset + nbytes].cpu().numpy().tobytes()
 
     def fingerprint(self) -> Fingerprint:
+        # torch counts the changes in place of a tensor
         return (self._bytes.data_ptr(), self.size, self._bytes._version)
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class _Symbolic:
             torch.dtype, torch.qscheme, torch.device, torch.Size, complex, set, bytearray,
         )  # fmt: skip
         self._nodes: dict[int, Node] = {}
-        self._alive: list[Any] = []
+        self._alive: list[Any] = []  # what is known by its address: nothing else may get it
         self._storages: dict[int, Storage] = {}
 
     def node(self, value: Any, place: Any) -> Node:

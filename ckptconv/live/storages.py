@@ -86,6 +86,7 @@ class Storages:
         self._begun: dict[int, tuple[torch.Tensor, Pending]] = {}
 
     def of(self, storage: Storage, dtype: DType) -> torch.UntypedStorage:
+        # bytes in another order are turned around word by word: not the same for other words
         word = dtype.word if storage.big_endian else 1
         made = self._storages.get((id(storage), word))
         if made is None:
@@ -166,6 +167,7 @@ class Storages:
 
     def _map(self, source: Source, path: str) -> torch.UntypedStorage:
         try:
+            # False: not shared, so what is written to a tensor does not reach the file
             mapped = self._torch.UntypedStorage.from_file(path, False, source.size)
         except RuntimeError as error:  # the file is shorter by now
             source.check_unchanged()

@@ -147,7 +147,6 @@ def survey(root: Node) -> Survey:
     look = _Look()
     for place, node in walk(root, look.aside, leaves=False):
         look.at(place, node)
-    look.finish()
     return Survey(tuple(look.found()), tuple(look.holders))
 
 
@@ -193,8 +192,9 @@ class _Look:
             tensors = _tensors_in(list(children(node)))
         else:
             tensors = _tensors_in(pairs)
-            if tensors is not pairs:
-                self._note_outside(place, node, pairs)
+            for key, value in () if tensors is pairs else pairs:
+                if type(value) in CONTAINERS and not _names_state(key):
+                    self._outside.setdefault(id(value), (place, key, node))
         if tensors:
             self._fill((place, None, node))
             if id(node) in self._closed:
@@ -212,25 +212,17 @@ class _Look:
         ):
             self._mappings.append((place, node, pairs, tensors, not wanted))
 
-    def finish(self) -> None:
-        """Take note of which training states hold tensors, when all other nodes were seen."""
+    def found(self) -> list[Candidate]:
+        """The dicts with tensors under plain keys, when all nodes were seen."""
         for place, node in self._states:
             if any(_stands_for_tensor(inner) for _, inner in walk(node)):
                 self._fill((place, None, node))
-
-    def found(self) -> list[Candidate]:
-        """The dicts with tensors under plain keys, when all nodes were seen."""
         made = [
             self._candidate(*item)
             for item in self._mappings
             if PLAIN.issuperset(kinds_in(item[2], 0))
         ]
         return [item for item in made if item.count or not item.weak]
-
-    def _note_outside(self, place: Place, node: Node, pairs: Pairs) -> None:
-        for key, value in pairs:
-            if type(value) in CONTAINERS and not _names_state(key):
-                self._outside.setdefault(id(value), (place, key, node))
 
     def _candidate(
         self, place: Place, node: Node, pairs: Pairs, tensors: Tensors, weak: bool
@@ -246,13 +238,16 @@ class _Look:
                         beside.add(id(value))
         is_module = any(type(key) is str and looks_like_a_module(key) for key in own)
         has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
+        rank = _MODULE if is_module else _OTHER
+        if place is None or place[1] in USUAL or metadata_of(node) is not None:
+            rank = _ROOT
         made = Candidate(
             place=place,
             node=node,
             pairs=pairs,
             beside=frozenset(beside) or None,
             count=len(tensors),
-            rank=_rank(place, node, is_module=is_module) + has_tensors,
+            rank=rank + has_tensors,
             is_module=is_module,
             weak=weak,
         )
@@ -314,12 +309,6 @@ def tells_of_wrappers(place: Place, key: str, value: Node) -> bool:
 def is_of_no_module(key: str) -> bool:
     """Whether a key names no module in it, and nothing that a module keeps beside its tensors."""
     return "." not in key and key not in _PACKED
-
-
-def _rank(place: Place, node: Node, *, is_module: bool) -> int:
-    if place is None or place[1] in USUAL or metadata_of(node) is not None:
-        return _ROOT
-    return _MODULE if is_module else _OTHER
 
 
 def _tensors_in(pairs: Pairs) -> Tensors:
@@ -433,7 +422,9 @@ def is_training_state(node: Node) -> bool:
     parts = {key: value for key, value in pairs if key in _OF_STATES}
     if "bit_generator" in parts:
         return mapping_pairs(parts.get("state")) is not None
-    if _is_list(parts.get("hypers")):  # fastai's: a list of the parameters' states
+    hypers = parts.get("hypers")
+    # fastai's, with a list of the parameters' states; it saves its `hypers` as fastcore's `L`
+    if type(hypers) is list or (type(hypers) is Call and type(plain_form(hypers)) is list):
         return type(parts.get("state")) is list
     return mapping_pairs(parts.get("state")) is not None and type(parts.get("param_groups")) is list
 
@@ -452,8 +443,3 @@ def is_flat_state(node: Node) -> bool:
     return all(type(key) is str and key.startswith(FLAT_STATES) for key in keys) and all(
         any(key.startswith(start) for key in keys) for start in FLAT_STATES
     )
-
-
-def _is_list(node: Node) -> bool:
-    """Whether a node is a list, or a class's (fastai saves its `hypers` as fastcore's `L`)."""
-    return type(node) is list or (type(node) is Call and type(plain_form(node)) is list)

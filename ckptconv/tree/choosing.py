@@ -83,6 +83,7 @@ def choose_state_dict(root: Node, only: str | None, path: PurePath) -> StateDict
     surveyed = survey(part.node)
     if only is None:
         refuse_bytes(root, path)
+        # in an object, such as a replay buffer, arrays of the training may look like a model
         if type(root) is Call and only_training_state(root, surveyed) is not None:
             raise _no_state_dict(part, surveyed, only, path)
         found = _loaded_by_framework(root, surveyed, path)

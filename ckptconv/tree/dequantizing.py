@@ -51,6 +51,8 @@ from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.state_dicts import StateDict
 
 _LISTED, _SCHEMES = 4, 6
+# names that nothing but a quantised weight has: of GPTQ and AWQ, compressed-tensors, ModelOpt,
+# ComfyUI and bitsandbytes
 _PARTS_OF_WEIGHTS = frozenset((
     "qweight", "qzeros", "g_idx", "weight_packed", "weight_scale", "weight_scale_2",
     "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "comfy_quant",
@@ -375,6 +377,7 @@ def _note_stand_ins(
 
 def _is_same(one: TensorRef, other: TensorRef) -> bool:
     """Whether two tensors are computed in the same way of the same."""
+    # by what makes them, without making a value
     return one.shape == other.shape and (
         one.storage.source.fingerprint() == other.storage.source.fingerprint()
     )

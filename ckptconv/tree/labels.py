@@ -47,7 +47,7 @@ _OF_RANKS = _set("loader loaders dataloader dataloaders sampler samplers")
 _STATE = _set("state states")
 _SCALERS = _set("scaler scalers")
 _OF_MODULES = _set("weight bias running")
-_HAS_MODULES = re.compile("weight|bias|running", re.IGNORECASE).search
+_HAS_MODULES = re.compile("weight|bias|running", re.IGNORECASE).search  # as `_HAS_STATES`
 
 WHOLE = _set("""
     state_dict model_state_dict model model_state net network module weights params params_ema ema

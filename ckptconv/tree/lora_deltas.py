@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
-from math import prod
+from math import perm, prod
 from typing import Any
 
 from ckptconv.support.errors import KeyMismatch, MalformedCheckpoint, RefusedObject
@@ -266,16 +266,22 @@ def kronecker_change(asked: Asked) -> Change:
 # ------------------------------------------------------------------------------------- experts
 
 
+_MOST_ORDERS = 1000  # layers of experts have two to four parameters; a file may name any number
+
+
 def expert_changes(asked: Sequence[Asked], weights: dict[str, TensorRef]) -> dict[str, Change]:
     """The changes of parameters of one module (`target_parameters` of peft) by their names: peft
     does not write which of its matrices are for which, so shapes must tell it.
     """
     fitting = []
+    first = asked[0]
+    if perm(len(weights), len(asked)) > _MOST_ORDERS:
+        what = f"is for {len(asked)} of {len(weights)} parameters, which are too many to be tried"
+        raise first.refuse(what, hint="merge it with peft")
     for names in permutations(weights, len(asked)):
         ways = [_expert_ways(one, weights[name]) for one, name in zip(asked, names, strict=True)]
         if all(ways):
             fitting.append((names, ways))
-    first = asked[0]
     if not fitting:
         told = ", ".join(f"{name} {list(ref.shape)}" for name, ref in weights.items())
         raise first.refuse(f"does not fit the parameters of the base: {told}")

@@ -84,6 +84,7 @@ def home_of(checkpoint: Checkpoint) -> Location | None:
     """The folder in which a checkpoint lies."""
     paths = [checkpoint.path, *(source.path for source in checkpoint.sources[:1])]
     for path in paths:
+        # what several checkpoints make together, or was never in a file, lies nowhere
         with suppress(CheckpointError, OSError):
             place = place_of(path)
             if place.is_folder():

@@ -181,6 +181,7 @@ def _numbered_or_named(place: Place, node: Node) -> OptimizerState | None:
         return None
     states = dict(mapping_pairs(parts["state"]) or ())
     groups = [dict(mapping_pairs(group) or ()) for group in parts["param_groups"]]
+    # a dict has each name once and keeps their order
     names = dict.fromkeys(key for key in states if type(key) is str)
     numbers: list[int] = []
     for group in groups:

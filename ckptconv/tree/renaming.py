@@ -64,7 +64,9 @@ def rename_state_dicts(
         raise AmbiguousStateDict(what, hint="see what it holds with: ckptconv inspect")
     applied = []
     for item in found:
-        if fit_to or _has_work(item, rules):
+        # somewhere inside a checkpoint, keys that stay need not be fit for names
+        has_wrappers = rules == STRIP and (not item.path or find_wrappers(item.telling_keys))
+        if fit_to or has_wrappers or rules not in (STRIP, KEEP):
             applied.append(map_state_dict(item, rules, checkpoint, fit_to))
         else:
             applied.append(Applied(item, unchanged(item.keys)))
@@ -97,13 +99,6 @@ def with_filled(item: StateDict, keys: KeyMap) -> tuple[tuple[str | None, ...], 
     values = dict(zip(keys.new, item.values, strict=True))
     names = (*keys.new, *(key for key, _ in keys.filled))
     return names, (*item.values, *(values[name] for _, name in keys.filled))
-
-
-def _has_work(item: StateDict, rules: KeyRules) -> bool:
-    """Whether keys must be fit for names: not if they stay, somewhere inside a checkpoint."""
-    return rules != KEEP and (
-        rules != STRIP or not item.path or bool(find_wrappers(item.telling_keys))
-    )
 
 
 def map_state_dict(
@@ -155,12 +150,13 @@ def _module_paths(item: StateDict) -> list[str]:
 def renamed_keys(applied: Applied, unheld: Collection[str] = ()) -> RenamedKeys:
     """What became of a state dict's keys; `unheld`: new keys whose values are not in the output."""
     item, keys = applied.item, applied.keys
+    # lists in all of this, which cost less than generators: there may be a million keys
     held = keys.new
     if unheld:
         held = tuple([None if new in unheld else new for new in held])
     filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
     odd: tuple[str, ...] = ()
-    if not "".join(keys.old).isprintable():
+    if not "".join(keys.old).isprintable():  # one look, for hardly a checkpoint has such a key
         odd = tuple(key for key in keys.old if not key.isprintable())
     pairs: tuple[tuple[str, str | None], ...] = ()
     if held != keys.old:

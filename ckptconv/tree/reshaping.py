@@ -240,26 +240,17 @@ def apply_rules(
     `RefusedObject` where codes would become others, and no scales would be right for these.
     """
     parts = [part for rule in rules.rules for part in flat_parts(rule)]
-    if not any(isinstance(part, (TensorRule, Mapped)) for part in parts):
-        return Applied(item, _all_keys_mapped(item, rules))
-    scales = _scales_of(item, checkpoint)
-    if not any(makes_tensors(part, scales) for part in parts):
-        return Applied(item, _all_keys_mapped(item, rules))
-    return _Application(item, rules, like, scales).applied()
+    if any(isinstance(part, (TensorRule, Mapped)) for part in parts):
+        scales: Scales | None = None
+        found = find_scaled(dict(item.tensors()))
+        if found:
+            from ckptconv.tree.carrying import Scales  # with all schemes, which few need
 
-
-def _all_keys_mapped(item: StateDict, rules: KeyRules) -> KeyMap:
-    return map_keys(item.keys, rules, item.path, item.telling_keys, item.keys_beside)
-
-
-def _scales_of(item: StateDict, checkpoint: Checkpoint) -> Scales | None:
-    """The quantised weights; None where there are none."""
-    found = find_scaled(dict(item.tensors()))
-    if not found:
-        return None
-    from ckptconv.tree.carrying import Scales  # with all schemes, which few checkpoints need
-
-    return Scales(item, found, checkpoint)
+            scales = Scales(item, found, checkpoint)
+        if any(makes_tensors(part, scales) for part in parts):
+            return _Application(item, rules, like, scales).applied()
+    keys = map_keys(item.keys, rules, item.path, item.telling_keys, item.keys_beside)
+    return Applied(item, keys)
 
 
 def flat_parts(rule: Rule) -> list[Rule]:
@@ -313,6 +304,7 @@ class _Application:
         parts = [(rule, part) for rule in self.rules.rules for part in flat_parts(rule)]
         last = max(at for at, (_, part) in enumerate(parts) if makes_tensors(part, self.scales))
         idle: list[str] = []
+        # key rules wait for the next tensor rule: keys are gone through once for all of them
         waiting: list[Rule] = []
         for rule, part in parts[: last + 1]:
             if not makes_tensors(part, self.scales):

@@ -74,7 +74,7 @@ def settle_objects(root: Node, overlay: dict[int, Node], unknown: Unknown) -> Se
     """Rewrite, drop or refuse what `weights_only=True` refuses; collect what is left."""
     settled = Settled()
     refused: list[tuple[Place, str]] = []
-    bound = cache(lambda: _bound_names(root, overlay))
+    bound = cache(lambda: _bound_names(root, overlay))  # one more walk, for trees with classes
     for place, node in walk(root, overlay, settled.cycles):
         name = None
         if type(node) is not TensorRef and unknown != "keep":

@@ -228,7 +228,7 @@ def nested_state_dict(part: FoundPart) -> StateDict | None:
     if not is_nested or len({key for key, _ in found}) < len(found):
         return None
     wanted = sum(len(holder.tensors) for holder in survey(part.node).holders)
-    if not wanted or wanted < len(found):
+    if not wanted or wanted < len(found):  # some are numbers of the training
         return None
     note = "it is a dict of dicts of tensors: its keys are joined by dots"
     return _of_pairs(part.path, found, note)
@@ -264,7 +264,7 @@ def bare_tensors(node: Node) -> StateDict | None:
         return _of_pairs("", [(str(index), item) for index, item in enumerate(node)], note)
     listed = [tuple(item) for item in node if type(item) in (list, tuple) and len(item) == 2]
     pairs = [(name, value) for name, value in listed if type(name) is str and is_tensor(value)]
-    if len(dict(pairs)) < len(node):
+    if len(dict(pairs)) < len(node):  # something else is in it, or two have one name
         return None
     note = "it is a list of names and tensors, such as list(state_dict.items())"
     return _of_pairs("", pairs, note)
@@ -322,6 +322,7 @@ def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
         return FoundPart("", root, only == ".")
     path = only.removesuffix(".")
     reached = _at(root, path)
+    # `ema: 0.999` says how fast an average follows, and is not the average
     if path == "ema" and (reached is None or type(reached[0]) in PLAIN):
         average = _average(root, file)
         if average is not None:

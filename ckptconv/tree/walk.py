@@ -119,8 +119,9 @@ def walk(
     root = over.get(id(root), root)
     if not leaves and holds_only_tensors(root):
         return
+    # no recursion: a file may nest as deep as it likes
     work: list[tuple[Place, Node, Iterator[tuple[Node, Node]]]] = [(None, root, inner(root))]
-    entered = {id(root)}
+    entered = {id(root)}  # those that the walk is in: one that is met again within is a cycle
     while work:
         place, holder, remaining = work[-1]
         for label, child in remaining:
@@ -175,6 +176,7 @@ def kinds_in(pairs: Iterable[tuple[Node, Node]], at: int) -> set[type]:
     return {*map(type, map(itemgetter(at), pairs))}  # there may be a million: no loop of Python
 
 
+# by their very types, as everywhere here: a TensorRef and a Storage are instances of tuple too
 CONTAINERS = frozenset((Dict, list, tuple, Call, PersistentId, TensorObject))
 
 

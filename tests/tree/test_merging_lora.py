@@ -490,3 +490,17 @@ def test_a_scale_that_is_none(base, scale):
 def test_adapters_have_to_be_open():
     with pytest.raises(OptionRefused, match="are not open checkpoints"):
         MergeLora("adapter")
+
+
+def test_parameters_that_are_too_many_to_be_tried_in_all_orders_are_refused(base):
+    folder, _ = base
+    names = [f"p{number}" for number in range(8)]
+    save_file(
+        {f"model.experts.{name}": torch.randn(8, 8) for name in names}, folder / "base.safetensors"
+    )
+    given = {}
+    for level in range(len(names)):
+        given |= factors(f"{PEFT}model.experts{level * '.base_layer'}", sizes=(8, 8))
+    adapter = of_peft(folder, given, target_parameters=[f"experts.{name}" for name in names])
+    with pytest.raises(KeyMismatch, match="is for 8 of 8 parameters, which are too many"):
+        merged(folder, adapter)
