@@ -21,7 +21,7 @@ from ckptconv.support.errors import OptionRefused, printable
 if TYPE_CHECKING:
     from ckptconv.convert.options import Options
     from ckptconv.keys.key_map import KeyRules
-    from ckptconv.tree.edits import Edit
+    from ckptconv.tree.checkpoint import Edit
 
 
 def engine_of_words(given: dict[str, Any], count: int) -> Any:

@@ -21,7 +21,7 @@ from ckptconv.keys.presets import Preset
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.tensors.refs import TensorRef, view_identity
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Edit
 from ckptconv.tree.lora_adapters import CONFIG
 from ckptconv.tree.lora_names import Convention
 from ckptconv.tree.optimizer_names import RenameKeys

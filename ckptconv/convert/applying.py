@@ -45,8 +45,7 @@ from ckptconv.support.text import count_text
 from ckptconv.tensors.digests import digest
 from ckptconv.tensors.patched import Change, patched
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit, refuse_no_edits
+from ckptconv.tree.checkpoint import Checkpoint, Edit, refuse_no_edits
 from ckptconv.tree.merging_lora import MergeLora
 from ckptconv.tree.walk import tensor_of
 

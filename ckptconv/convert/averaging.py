@@ -40,7 +40,7 @@ from ckptconv.tensors.computed import elementwise
 from ckptconv.tensors.operations import can_average
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import refuse_mean
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Edit
 from ckptconv.tree.state_dicts import renamed_state_dict
 from ckptconv.tree.walk import tensor_of
 

@@ -40,8 +40,7 @@ from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, some_text
 from ckptconv.tree.candidates import metadata_of
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit, edited, refuse_no_edits
+from ckptconv.tree.checkpoint import Checkpoint, Edit, edited, refuse_no_edits
 from ckptconv.tree.modules import flatten_modules
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import label_text

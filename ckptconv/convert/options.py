@@ -38,7 +38,7 @@ from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.records import dataclass, given_fields
 from ckptconv.support.report import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Edit
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
 

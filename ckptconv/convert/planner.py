@@ -49,8 +49,7 @@ from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit, edited
+from ckptconv.tree.checkpoint import Checkpoint, Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config

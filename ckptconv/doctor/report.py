@@ -22,7 +22,7 @@ from ckptconv.support.report import (
     short_repr,
 )
 from ckptconv.support.text import count_text
-from ckptconv.tree.containers import USUAL
+from ckptconv.tree.checkpoint import USUAL
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

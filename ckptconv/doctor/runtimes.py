@@ -15,7 +15,7 @@ from ckptconv.support.errors import printable
 from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text, of_part, size_text
 from ckptconv.tensors.scaled_weights import quantization_scales
-from ckptconv.tree.quantization_config import facts_beside
+from ckptconv.tree.model_config import facts_beside
 
 
 class Runtime(NamedTuple):

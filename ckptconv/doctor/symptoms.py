@@ -30,7 +30,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.report import danger_in
 from ckptconv.support.text import look_hint, of_part, part_text
-from ckptconv.tree.containers import SAFETENSORS_LIBRARY
+from ckptconv.tree.checkpoint import SAFETENSORS_LIBRARY
 from ckptconv.tree.fitted_keys import refusal
 from ckptconv.tree.labels import LORA_OF_PEFT, averages_weights
 

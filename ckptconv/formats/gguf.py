@@ -32,8 +32,7 @@ from ckptconv.support.records import NamedTuple, made
 from ckptconv.support.text import some_text
 from ckptconv.tensors.dtypes import BLOCKS, BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorRef, whole_view
-from ckptconv.tree.checkpoint import Checkpoint, Part
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container, Part
 
 CONTAINER = Container("gguf", "gguf", suffix=".safetensors", shares=False)
 

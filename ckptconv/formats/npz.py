@@ -46,8 +46,7 @@ from ckptconv.tensors.refs import (
     refuse_dimensions,
     view_of,
 )
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container
 
 CONTAINER = Container("npz", "numpy.load", has_checksums=True)
 SUFFIX = ".npy"

@@ -15,8 +15,7 @@ from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, 
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container
 from ckptconv.tree.walk import walk
 
 CONTAINER = Container(

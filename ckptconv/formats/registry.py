@@ -42,8 +42,7 @@ from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import DANGER
 from ckptconv.support.settings import collector_paused
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit, edited, refuse_no_edits
+from ckptconv.tree.checkpoint import Checkpoint, Edit, edited, refuse_no_edits
 
 
 class Gathering(NamedTuple):

@@ -46,8 +46,7 @@ from ckptconv.tensors.refs import (
     view_identity,
     whole_view,
 )
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import SAFETENSORS_LIBRARY, Container
+from ckptconv.tree.checkpoint import SAFETENSORS_LIBRARY, Checkpoint, Container
 from ckptconv.tree.flattening import refuse_unholdable
 
 CONTAINER = Container(

@@ -21,8 +21,7 @@ from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import MalformedCheckpoint, errors_at, or_recover, printable
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage
-from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
-from ckptconv.tree.containers import TORCH_LOAD, Container
+from ckptconv.tree.checkpoint import PICKLE_HEAD, TORCH_LOAD, Checkpoint, Container, FileFacts
 
 CONTAINER = Container(
     "torch legacy",

@@ -41,8 +41,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorRef, refuse_dimensions
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container
 
 CONTAINER = Container(
     "torch tar",

@@ -19,8 +19,7 @@ from ckptconv.formats.zip_records import (
 )
 from ckptconv.io.source import Source
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
-from ckptconv.tree.checkpoint import PICKLE_HEAD, Checkpoint, FileFacts
-from ckptconv.tree.containers import TORCH_LOAD, Container
+from ckptconv.tree.checkpoint import PICKLE_HEAD, TORCH_LOAD, Checkpoint, Container, FileFacts
 
 CONTAINER = Container(
     "torch zip",

@@ -31,8 +31,7 @@ from ckptconv.support.errors import MalformedCheckpoint, printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few_in_short
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tree.checkpoint import Checkpoint, Stray
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container, Stray
 from ckptconv.tree.walk import place_text, walk
 
 CONTAINER = Container(

@@ -26,8 +26,7 @@ from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import NamedTuple
 from ckptconv.support.settings import set_within
 from ckptconv.support.text import count_text
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container
 
 
 class ArchiveStranger(NamedTuple):

@@ -199,6 +199,7 @@ def _is_plain(value: Node) -> bool:
     if ref is None:
         return type(value) is not Call or value.name != "torch._tensor._rebuild_from_type_v2"
     dtype = ref.dtype
+    # codes are bytes, float8, or packed in words of 32 bits
     is_small = dtype.kind == "int" and dtype.itemsize <= 4
     return not (is_small or dtype.kind == "bits" or dtype.name.startswith("float8"))
 

@@ -19,8 +19,7 @@ from ckptconv.support.errors import LimitExceeded, RefusedObject, printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text, some_text
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import SAFETENSORS_LIBRARY, UNKNOWN, Container
+from ckptconv.tree.checkpoint import SAFETENSORS_LIBRARY, UNKNOWN, Checkpoint, Container
 from ckptconv.tree.settling import refuse_keys
 from ckptconv.tree.walk import Place, tensor_of, walk
 

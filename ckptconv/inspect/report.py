@@ -198,6 +198,7 @@ def verdict_and_command(found: Inspection, fix: _Fix) -> tuple[str, str]:
     if fix.lost:
         said += f". The fix leaves out {some_text(list(fix.lost))}"
     files = [path_of(path) for path in found.named or (found.path,)]
+    # long: a command that is cut cannot be pasted
     return said, printable(command(fix.fix, files, Path("OUT.pt")), 20_000)
 
 

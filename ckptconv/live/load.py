@@ -44,8 +44,7 @@ from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.computed import is_once_rounded
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit, refuse_no_edits
+from ckptconv.tree.checkpoint import Checkpoint, Edit, refuse_no_edits
 from ckptconv.tree.modules import settle_strays
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
 from ckptconv.tree.reshaping import apply_rules, with_config

@@ -25,7 +25,7 @@ from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.scaled_weights import find_scaled
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Edit
 from ckptconv.tree.fitted_keys import module_paths
 from ckptconv.tree.settling import Unknown
 
@@ -218,6 +218,7 @@ def _beyond(values: torch.Tensor, dtype: torch.dtype) -> int:
         return int(((numbers < span.min) | (numbers > span.max)).sum())
     if parts.is_floating_point() and torch.finfo(parts.dtype).max <= torch.finfo(dtype).max:
         return 0
+    # float32 has all numbers of the narrow types, and takes half the memory
     numbers = parts.double() if parts.dtype.itemsize > 4 else parts.float()
     made = numbers.to(dtype.to_real()).to(numbers.dtype)  # rounded: what rounds into it is within
     return int((numbers.isfinite() & ~made.isfinite()).sum())

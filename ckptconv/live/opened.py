@@ -24,8 +24,7 @@ from ckptconv.support.report import short_repr
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Shape
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Checkpoint, Edit
 from ckptconv.values.collect import TensorStatistics, statistics_of
 from ckptconv.values.named import NamedValue, named_values
 from ckptconv.values.picking import Box, picked, values_of, whole_box

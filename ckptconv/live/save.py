@@ -29,8 +29,7 @@ from ckptconv.support.errors import RefusedObject, printable, too_deep
 from ckptconv.support.progress import OnProgress
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorObject, view_of
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import MEMORY
+from ckptconv.tree.checkpoint import MEMORY, Checkpoint
 from ckptconv.tree.walk import place_text, tensors_of
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Row, short_repr
 from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import count_text, first_few, size_text, some_text
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Edit
 from ckptconv.values.named import named_values, values_in
 
 _LISTED = 40  # storages in the list

@@ -220,6 +220,7 @@ class _Look:
         made = [
             self._candidate(*item)
             for item in self._mappings
+            # a key that is a container names no tensor
             if PLAIN.issuperset(kinds_in(item[2], 0))
         ]
         return [item for item in made if item.count or not item.weak]

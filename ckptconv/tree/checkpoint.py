@@ -1,4 +1,12 @@
-"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors still in the file."""
+"""An opened checkpoint: its tree of symbolic nodes, whose leaves are tensors still in the file; the
+container that it lies in: its name, who opens it without ckptconv, what it can hold; and edits,
+each of which makes another checkpoint of it, and shares what it leaves.
+
+Each module of `formats` defines the containers that it reads, so that no other one has to know
+them by their names. Any host means: without the devices and the ranks that wrote it, and without
+running what the file names. What stands in the container (device tags, objects, wrappers) is not
+looked at here.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +14,87 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptconv.io.source import Source
 from ckptconv.objects.threats import DO_NOT_LOAD
 from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.addresses import UrlPath
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
+from ckptconv.support.errors import CheckpointError, OptionRefused, UnsupportedCheckpoint
 from ckptconv.support.limits import Limits, held, in_force, merged
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.choosing import choose_state_dict
-from ckptconv.tree.containers import Container
 from ckptconv.tree.settling import DROP_DANGEROUS
 from ckptconv.tree.state_dicts import StateDict, find_state_dicts
 from ckptconv.tree.walk import tensors_of
+
+TORCH_LOAD = "torch.load"
+SAFETENSORS_LIBRARY = "safetensors"
+USUAL = (TORCH_LOAD, SAFETENSORS_LIBRARY)
+"""The libraries that every program with torch has, so that they go without saying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container and what can be said of any checkpoint in it; `name` is what users are shown.
+
+    `by` is the library or call that opens it, `why_not` says why not on any host (empty: on any);
+    `torch_says` are the words of ``torch.load(weights_only=True)`` about it (empty: it opens it, or
+    says something else each time).
+
+    `suffix` is that of a fixed file of the same kind, as far as that is written.
+
+    `weights_only`: ``torch.load(weights_only=True)`` opens it. `is_torch`: `torch.save` wrote it,
+    of whatever version. `is_legacy`: from before torch 1.6, so that its storages have types and it
+    cannot be mapped. `has_version`: it says which version of its kind it is, and torch reads only
+    some. `is_script`: a program, whose objects are those of its own classes. `is_index`: an index
+    of shards. `is_folder`: many files that are opened as one folder. `is_delta`: it holds changes
+    of tensors, not weights. `has_checksums`: damage shows.
+    `shares`: several tensors in it may share bytes that are there once. `names_storages`: what it
+    names can be counted without the reader.
+    """
+
+    name: str
+    by: str = ""
+    why_not: str = ""
+    torch_says: str = ""
+    suffix: str = ".pt"
+    weights_only: bool = False
+    is_torch: bool = False
+    is_legacy: bool = False
+    has_version: bool = False
+    is_script: bool = False
+    is_index: bool = False
+    is_folder: bool = False
+    is_delta: bool = False
+    has_checksums: bool = False
+    shares: bool = True
+    names_storages: bool = False
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether any host opens it that has the library."""
+        return not self.why_not
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether every program with torch opens it, as it is."""
+        return self.anywhere and self.by in USUAL
+
+    def called(self, name: str) -> Container:
+        """The same under another name."""
+        return replace(self, name=name)
+
+
+UNKNOWN = Container("unknown", why_not="no known library opens it")
+MEMORY = UNKNOWN.called("memory")
+"""What was never in a file."""
+
+
+# ----------------------------------------------------------------------------- an open checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +215,7 @@ class Checkpoint:
     def blamed(self, error: CheckpointError) -> CheckpointError:
         """An error about it; of a dangerous checkpoint it says so, and not how to keep objects."""
         if danger_in(self.notes) and error.code != "dangerous":
+            # whoever keeps its objects has it run their code
             if error.hint is None or "--unknown keep" in error.hint:
                 error.hint = DROP_DANGEROUS
             else:
@@ -212,3 +285,52 @@ def whole_of(
     sources = tuple(source for part in parts for source in part.sources)
     nbytes = sum(part.nbytes for part in parts)
     return Checkpoint(path, container, root, nbytes, notes=tuple(told), sources=sources)
+
+
+# ------------------------------------------------------------------------------------------ edits
+
+
+Edit: TypeAlias = Callable[[Checkpoint], Checkpoint]
+"""From a checkpoint to what is to be made of it. The tree that it is given stays as it is."""
+
+
+def edited(checkpoint: Checkpoint, edits: Iterable[Edit]) -> Checkpoint:
+    """The checkpoint after all edits, one after another.
+
+    Metadata that name tensors follow these, where an edit does not see to that itself. Raises
+    `RefusedObject` where an edit, whoever wrote it, parts codes from their scales.
+    """
+    for edit in edits:
+        made: object = edit(checkpoint)
+        if not isinstance(made, Checkpoint):
+            what = f"the edit {edit!r:.100} gave {made!r:.100}, and no checkpoint"
+            raise OptionRefused(what, hint="it returns the checkpoint that it makes")
+        checkpoint = _checked(checkpoint, made)
+    return checkpoint
+
+
+def _checked(before: Checkpoint, after: Checkpoint) -> Checkpoint:
+    if after.root is before.root:
+        return after
+    from ckptconv.keys.naming_metadata import followed, naming_entries  # seldom needed
+    from ckptconv.tensors.refs import view_identity
+    from ckptconv.tensors.scaled_weights import refuse_apart
+
+    left = dict(after.tensors())
+    # whoever reads codes without their scale takes them for values: that holds for every reader
+    for found in before.state_dicts():
+        refuse_apart({found.prefix + key: ref for key, ref in found.tensors()}, left)
+    if after.metadata is not before.metadata or not naming_entries(before.metadata):
+        return after
+    now = {view_identity(ref): key for key, ref in left.items()}
+    names = {
+        key: key if key in left else now.get(view_identity(ref)) for key, ref in before.tensors()
+    }
+    return replace(after, metadata=followed(before.metadata, names))
+
+
+def refuse_no_edits(edits: object, name: str = "edits") -> None:
+    """Raise `OptionRefused` unless `edits` are a list of edits; `name` is that of the argument."""
+    if not isinstance(edits, (list, tuple)) or not all(map(callable, edits)):
+        what = f"{name}={edits!r:.100} is not a list of edits"
+        raise OptionRefused(what, hint=f"write it as {name}=[Drop('optimizer')]")

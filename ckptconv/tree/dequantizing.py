@@ -43,8 +43,7 @@ from ckptconv.tensors.schemes.table import (
     names_activations,
 )
 from ckptconv.tensors.schemes.torchao import torchao_weight
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Checkpoint, Edit
 from ckptconv.tree.model_config import facts_beside
 from ckptconv.tree.renaming import map_state_dict
 from ckptconv.tree.reshaping import with_config

@@ -95,7 +95,7 @@ def _followed(renames: Mapping[str, str]) -> Callable[[str], str]:
         names, way = old.split("."), [0]
         for name in names:
             way.append(numbers.setdefault((way[-1], name), len(numbers) + 1))
-        for count, length in _modules(names, new):
+        for count, length in _modules(names, new):  # of a module, its first key decides
             known.setdefault(way[count], (new, length))
 
     def renamed(path: str) -> str:

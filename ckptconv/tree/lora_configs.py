@@ -66,6 +66,7 @@ def taken_apart(factors: Factors, sizes: Sequence[int]) -> list[Factors | None]:
     up, down = factors
     rank = down.shape[0]
     own = [rows(up, sum(sizes[:at]), size) for at, size in enumerate(sizes)]
+    # by their bytes: -0.0 is used too, for no value may change
     used = [_bytes(ref).reshape(*ref.shape[:2], -1).max(axis=(0, 2)) for ref in own]
     blocks = _equal_blocks(used, rank) or _blocks_one_after_another(used, rank)
     made: list[Factors | None] = []
@@ -289,7 +290,7 @@ def with_those_around(modules: Iterable[str]) -> set[str]:
 
 def alpha_for(scale: float, rank: int, key: str) -> float:
     """The alpha that gives just this scale at a rank."""
-    near = scale * rank
+    near = scale * rank  # rounded, so that a neighbour may be the one
     for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
         if alpha / rank == scale:
             return alpha

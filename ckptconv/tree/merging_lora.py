@@ -163,7 +163,7 @@ class _Base:
             sources=tuple(source for one in whole for source in one.sources),
             notes=(*checkpoint.notes, *self.notes),
             dropped=(*checkpoint.dropped, *gone, *(one.root for one in adapters)),
-            reread=None,
+            reread=None,  # that would be the base alone
         )
 
     def _stand_ins(self, made: Mapping[str, TensorRef]) -> dict[int, Node]:
@@ -310,7 +310,7 @@ class _Merging:
         if len(places) == 1:
             self._merge(module, places[0], parts)
             return
-        sizes = [sum(self._weight(place, first).shape[:1]) for place in places]
+        sizes = [sum(self._weight(place, first).shape[:1]) for place in places]  # 0 of a scalar
         parted = in_rows(parts, sizes, self._adapter.keys[module])
         for place, own in zip(places, parted, strict=True):
             self._merge(module, place, own)

@@ -181,6 +181,8 @@ class _Naming:
         self._end: Positions = tuple(map(len, groups))
 
     def names(self) -> dict[Node, str]:
+        # forward all that can be reached, then back from the end: where one way leads back, no
+        # other way of giving out the names is possible
         steps = self._forward()
         found: dict[Node, str] = {}
         at = self._end

@@ -161,6 +161,7 @@ def _comparable(value: Node) -> object:
     """What is equal for equal settings; a tensor is equal only to itself."""
     if type(value) in (tuple, list):
         return tuple(map(_comparable, value))
+    # not the value itself: 1 and True are equal to Python, and NaN is not equal to NaN
     return repr(value) if type(value) in PLAIN else id(value)
 
 
@@ -181,7 +182,7 @@ def numbered(parts: OptimizerParts) -> Dict:
         raise RefusedObject(what, hint="write it by names: --optimizer names")
     numbers = {name: at for at, name in enumerate(parts.parameters)}
     again = parts.called(numbers)
-    states = dict(sorted(again.states.items()))
+    states = dict(sorted(again.states.items()))  # as torch.optim has them
     return named(OptimizerParts(states, again.groups, parts.others))
 
 

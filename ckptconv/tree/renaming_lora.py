@@ -110,6 +110,7 @@ class _Part:
     @property
     def key(self) -> str:
         """One of its keys, for messages."""
+        # the alpha last: a matrix says better which part is meant
         return next(self.keys[role] for role in sorted(self.keys, key="alpha".__eq__))
 
 
@@ -397,7 +398,7 @@ class _Renaming:
             notes=(*checkpoint.notes, *notes),
             dropped=(*checkpoint.dropped, node),
             made_beside=beside,
-            reread=None,
+            reread=None,  # that would be the adapter under its old names
         )
 
     def _notes(self, count: int, scaled: Sequence[Scaled]) -> Iterator[str]:

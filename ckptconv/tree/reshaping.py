@@ -632,6 +632,7 @@ def _worked_out(rule: TensorRule, group: Group, refs: list[TensorRef], like: Sha
         )
         for place in axes.places()
     ]
+    # what is turned is gathered in large parts when it is read, not element by element
     return _Done(names, [if_turned(ref) for ref in refs], moves, order)
 
 

@@ -25,7 +25,7 @@ from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.scaled_weights import codes_note
 from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
 from ckptconv.tensors.statistics_folder import StatisticsFolder
-from ckptconv.tree.edits import Edit
+from ckptconv.tree.checkpoint import Edit
 from ckptconv.values.named import NamedValue, named_values
 from ckptconv.values.picking import Box, plain_values
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptconv import inspect_checkpoint, open_checkpoint
-from ckptconv.tree.containers import UNKNOWN, Container
+from ckptconv.tree.checkpoint import UNKNOWN, Container
 from helpers.house import MODULES, nodes, package_of, trees
 
 CONTAINERS = {

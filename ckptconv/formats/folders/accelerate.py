@@ -26,8 +26,7 @@ from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, calls_of, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.support.records import NamedTuple
-from ckptconv.tree.checkpoint import Checkpoint, whole_of
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container, whole_of
 
 CONTAINER = Container(
     "accelerate folder",

@@ -23,8 +23,7 @@ from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.refs import Storage, whole_storage
-from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container
 from ckptconv.tree.optimizer_forms import OF_LOADER
 
 CONTAINER = Container("DCP", "torch.distributed.checkpoint", is_folder=True)

@@ -23,8 +23,7 @@ from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.refs import Shape, TensorRef
-from ckptconv.tree.checkpoint import Checkpoint, whole_of
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container, whole_of
 
 CONTAINER = Container(
     "DCP shards (safetensors)",

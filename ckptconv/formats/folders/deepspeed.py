@@ -80,8 +80,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.limits import in_force
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tree.checkpoint import Checkpoint, whole_of
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container, whole_of
 from ckptconv.tree.walk import tensors_of
 
 CONTAINER = Container(

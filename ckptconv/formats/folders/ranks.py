@@ -30,8 +30,7 @@ from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.element_pairs import aligned, words_of
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.stream import iter_chunks
-from ckptconv.tree.checkpoint import Checkpoint, whole_of
-from ckptconv.tree.containers import TORCH_LOAD, Container
+from ckptconv.tree.checkpoint import TORCH_LOAD, Checkpoint, Container, whole_of
 from ckptconv.tree.labels import names_rank_state
 from ckptconv.tree.walk import labels_of, place_text, tensor_of, walk
 

@@ -49,8 +49,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.text import some_text
-from ckptconv.tree.checkpoint import Checkpoint, whole_of
-from ckptconv.tree.containers import UNKNOWN, Container
+from ckptconv.tree.checkpoint import UNKNOWN, Checkpoint, Container, whole_of
 
 _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
 """The libraries that open an index whose name begins so; transformers opens the others."""

@@ -21,8 +21,7 @@ from ckptconv.io.location import Location, read_small, within
 from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.errors import UnsupportedCheckpoint, printable
 from ckptconv.support.json_text import read_object
-from ckptconv.tree.checkpoint import Checkpoint, whole_of
-from ckptconv.tree.containers import Container
+from ckptconv.tree.checkpoint import Checkpoint, Container, whole_of
 from ckptconv.tree.optimizer_states import optimizer_states
 
 _CONTAINER = Container(
