@@ -193,6 +193,11 @@ class Checkpoint:
         """Whether its files are over a network, where each look costs a request."""
         return isinstance(self.path, UrlPath)
 
+    @property
+    def opening(self) -> Container:
+        """Who opens the container without ckptconv, and where."""
+        return self.container
+
     def __enter__(self) -> Checkpoint:
         return self
 

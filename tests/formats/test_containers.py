@@ -40,7 +40,7 @@ def test_a_checkpoint_has_a_format_as_text_and_facts_go_through_pickles(tmp_path
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
     with open_checkpoint(tmp_path / "in.pt") as opened:
         assert opened.format == "torch zip" and type(opened.format) is str
-        assert opened.container.by == "torch.load" and opened.container.anywhere
+        assert opened.opening.by == "torch.load" and opened.opening.anywhere
         facts = inspect_checkpoint(opened)
     again = pickle.loads(pickle.dumps(facts))
     assert (again.format, again.opening) == (facts.format, facts.opening)
