@@ -54,7 +54,7 @@ from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.settling import Skipped, settle_objects
-from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts
+from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts, is_all
 from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def _followed(
     after: list[tuple[StateDict, RenamedKeys]],
 ) -> Sequence[Followed]:
     """What became of the names in optimizer states, which are put into the overlay."""
-    if not any((done.changed or done.made) and not item.is_all for item, done in after):
+    if not any((done.changed or done.made) and not is_all(item) for item, done in after):
         return ()
     from ckptconv.tree.optimizer_names import follow_names  # 4 ms, seldom needed
 

@@ -49,7 +49,7 @@ from ckptconv.tree.modules import settle_strays
 from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
 from ckptconv.tree.reshaping import apply_rules, with_config
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
-from ckptconv.tree.state_dicts import find, find_state_dicts, renamed_state_dict
+from ckptconv.tree.state_dicts import find, find_state_dicts, is_all, renamed_state_dict
 from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _selected(
         found = find_state_dicts(part, checkpoint.root, path)
         several, renamed, _ = rename_state_dicts(found, overlay, rules, checkpoint)
         is_changed = any(done.changed or done.made for done in renamed)
-        if is_changed and not any(item.is_all for item in found):
+        if is_changed and not any(map(is_all, found)):
             from ckptconv.tree.optimizer_names import follow_names  # seldom needed
 
             follow_names(part, overlay, found, list(zip(found, renamed, strict=True)))

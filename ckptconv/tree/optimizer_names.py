@@ -31,7 +31,7 @@ from ckptconv.tree.optimizer_states import (
 )
 from ckptconv.tree.renaming import RenamedKeys, rename_state_dicts
 from ckptconv.tree.reshaping import with_config
-from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.state_dicts import StateDict, is_all
 from ckptconv.tree.walk import PLAIN, tensor_of
 
 _LISTS = ("params", "param_names")
@@ -59,7 +59,7 @@ def follow_names(
     """Put optimizer states into `overlay` whose names are the new keys; see `left_behind` for the
     state dicts `before` and `after`. What has no new name keeps its own.
     """
-    if not any((done.changed or done.made) and not item.is_all for item, done in after):
+    if not any((done.changed or done.made) and not is_all(item) for item, done in after):
         return []
     refuse_reshaped(root, overlay, after)
     told: list[Followed] = []

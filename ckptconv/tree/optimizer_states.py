@@ -28,7 +28,7 @@ from ckptconv.tree.candidates import FLAT_STATES, is_flat_state, is_training_sta
 from ckptconv.tree.labels import names_training_state
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.reshaping import Tied
-from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.state_dicts import StateDict, holds_leaves
 from ckptconv.tree.walk import Place, labels_of, place_text, tensor_of, walk
 
 _IN_SHAPE = "exp_avg exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum prev ax"
@@ -160,7 +160,7 @@ def optimizer_states(
 ) -> Iterator[OptimizerState]:
     """The optimizer states of a tree; the state dicts `models` need not be searched for them."""
     # plain values stand in for what is not to be entered
-    over = dict(overlay) | {id(item.node): None for item in models if item.holds_leaves}
+    over = dict(overlay) | {id(item.node): None for item in models if holds_leaves(item)}
     for place, node in walk(root, over):
         state = _numbered_or_named(place, node) or _flat(place, node)
         if state is not None:

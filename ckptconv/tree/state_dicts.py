@@ -98,16 +98,6 @@ class StateDict:
             ]
         )
 
-    @property
-    def holds_leaves(self) -> bool:
-        """Whether nothing but tensors and plain values stands in its dict."""
-        return self.own is None and _LEAVES.issuperset(map(type, self.values))
-
-    @property
-    def is_all(self) -> bool:
-        """Whether it is the whole tree: no optimizer's state can be anywhere in it."""
-        return self.place is None and self.holds_leaves
-
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """The keys whose values are tensors, with them."""
         for key, value in zip(self.keys, self.values, strict=True):
@@ -155,6 +145,16 @@ def _attributes(node: Node, base: str) -> Iterator[tuple[str, Node, bool]]:
         for name, value in attributes(node):
             if name != "_metadata":
                 yield f"{base}<state>.{label_text(name)}", value, False
+
+
+def holds_leaves(item: StateDict) -> bool:
+    """Whether nothing but tensors and plain values stands in the dict of a state dict."""
+    return item.own is None and _LEAVES.issuperset(map(type, item.values))
+
+
+def is_all(item: StateDict) -> bool:
+    """Whether a state dict is the whole tree: no optimizer's state can be anywhere in it."""
+    return item.place is None and holds_leaves(item)
 
 
 # ------------------------------------------------------------------------------------------ finding
