@@ -30,17 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import BY_NAME, DType
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
+Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]"
 
 # Elements per step: what a step touches (input, two scratch rows, output) stays within a
 # second-level cache.
@@ -82,11 +79,9 @@ class _Narrowing:
     payload: int = 0
     saturates: bool = False
 
-    def counted(self, numbers: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    def counted(self, numbers: Array) -> Array:
         """Which values at or above the limit are lost: infinite ones if they become numbers."""
-        import numpy as np
-
-        counted: NDArray[np.bool_] = np.isfinite(numbers)
+        counted: Array = np.isfinite(numbers)
         return ~np.isnan(numbers) if self.saturates else counted
 
 
@@ -117,8 +112,6 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
         raise CheckpointError(
             f"cannot cast {source.name} to {target.name}", hint="only floating types are cast"
         )
-    import numpy as np
-
     items = np.frombuffer(values, f"<u{source.itemsize}")
     codes = np.empty(items.size, f"<u{target.itemsize}")
     overflowed = 0
@@ -132,8 +125,6 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
 
 def _step(source: DType, target: DType, size: int) -> Callable[[Bits, Bits], int]:
     """What casts up to `size` elements of its first argument into its second; counts overflows."""
-    import numpy as np
-
     if source.name == "bfloat16" and target.name == "float32":
         return _widen_bfloat16
     if source.itemsize <= 2:
@@ -147,16 +138,12 @@ def _step(source: DType, target: DType, size: int) -> Callable[[Bits, Bits], int
 
 def _widen_bfloat16(items: Bits, codes: Bits) -> int:
     """The leading half of float32: a seventh of the time of a look-up."""
-    import numpy as np
-
     np.left_shift(items, np.uint32(16), out=codes)
     return 0
 
 
 def _convert(items: Bits, codes: Bits) -> int:
     """Between float32 and float64, where numpy does as torch does."""
-    import numpy as np
-
     numbers, results = items.view(f"<f{items.itemsize}"), codes.view(f"<f{codes.itemsize}")
     np.copyto(results, numbers, casting="same_kind")
     return int(np.count_nonzero(np.isfinite(numbers)) - np.count_nonzero(np.isfinite(results)))
@@ -169,7 +156,6 @@ def _is_one_loop(source: DType, target: DType) -> bool:
 def _to_bfloat16(items: Bits, codes: Bits) -> int:
     """From float32 or float64: one loop of ml_dtypes, whose NaNs have a sign."""
     import ml_dtypes
-    import numpy as np
 
     numbers = items.view(f"<f{items.itemsize}")
     singles = numbers.astype(np.float32, copy=False)
@@ -183,8 +169,6 @@ def _to_bfloat16(items: Bits, codes: Bits) -> int:
 
 def _narrow(narrowing: _Narrowing, scratch: Bits, items: Bits, codes: Bits) -> int:
     """From float32 or float64 to a smaller type; what needs more than rounding is rare."""
-    import numpy as np
-
     bits, numbers, scratch = items, items.view(f"<f{items.itemsize}"), scratch[:, : items.size]
     if items.itemsize == 8:
         bits = scratch[2]
@@ -200,8 +184,6 @@ def _narrow(narrowing: _Narrowing, scratch: Bits, items: Bits, codes: Bits) -> i
 
 def _special_codes(narrowing: _Narrowing, bits: Bits) -> Bits:
     """The codes of float32 values at or above the limit."""
-    import numpy as np
-
     magnitude, sign = bits & _MAGNITUDE, bits >> 31
     payload = (magnitude >> (23 - narrowing.mantissa)) & narrowing.payload
     over, nan = (np.array(pair, np.uint32)[sign] for pair in (narrowing.over, narrowing.nan))
@@ -211,8 +193,6 @@ def _special_codes(narrowing: _Narrowing, bits: Bits) -> Bits:
 
 def _round_to_exponent(_: _Narrowing, bits: Bits, _scratch: Bits, codes: Bits) -> None:
     """float8_e8m0fnu: the exponent, one up from half way; a denormal's tie goes down."""
-    import numpy as np
-
     magnitude = bits & _MAGNITUDE
     codes[:] = (np.minimum(magnitude >> 23, 1) + magnitude + 0x3FFFFF) >> 23
 
@@ -224,8 +204,6 @@ def _round_by_adding(narrowing: _Narrowing, bits: Bits, scratch: Bits, codes: Bi
     rounded significand in the low bits of the sum; the exponent is added above it. What lies higher
     is cut off when the code is stored.
     """
-    import numpy as np
-
     total, power = scratch[0], scratch[1]
     shift, top = 23 - narrowing.mantissa, 8 * codes.itemsize - 1
     lowest = (127 + narrowing.lowest) << 23
@@ -270,10 +248,8 @@ _NARROWINGS = {
 
 
 @cache
-def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
+def _table(source: DType, target: DType) -> tuple[Bits, Array, int]:
     """A cast of all patterns of a small type: codes, overflowing patterns, the least of those."""
-    import numpy as np
-
     numbers = every_value(source)
     codes = np.frombuffer(
         cast(numbers.view(np.uint8).data, BY_NAME["float32"], target).data, f"<u{target.itemsize}"
@@ -283,10 +259,8 @@ def _table(source: DType, target: DType) -> tuple[Bits, NDArray[np.bool_], int]:
     return codes, overflows, int(magnitudes.min(initial=numbers.size))
 
 
-def beyond(numbers: NDArray[np.float32], target: DType) -> NDArray[np.bool_]:
+def beyond(numbers: Array, target: DType) -> Array:
     """Which float32 numbers a cast to this type counts as overflowed."""
-    import numpy as np
-
     narrowing = _NARROWINGS.get(target.name)
     if narrowing is not None:
         return narrowing.counted(numbers) & (np.abs(numbers) >= narrowing.limit)
@@ -296,12 +270,11 @@ def beyond(numbers: NDArray[np.float32], target: DType) -> NDArray[np.bool_]:
     return np.isfinite(numbers) & (np.abs(numbers) >= half)
 
 
-def every_value(source: DType) -> NDArray[np.float32]:
+def every_value(source: DType) -> Array:
     """All patterns of an 8- or 16-bit type as little-endian float32, with torch's NaNs: numpy and
     ml_dtypes differ.
     """
     import ml_dtypes
-    import numpy as np
 
     patterns = np.arange(1 << 8 * source.itemsize, dtype=f"u{source.itemsize}")
     bits = (
@@ -318,12 +291,8 @@ def every_value(source: DType) -> NDArray[np.float32]:
     return bits.astype("<u4").view("<f4")
 
 
-def _look_up(
-    table: Bits, overflows: NDArray[np.bool_], limit: int, items: Bits, codes: Bits
-) -> int:
+def _look_up(table: Bits, overflows: Array, limit: int, items: Bits, codes: Bits) -> int:
     """From an 8- or 16-bit type to any."""
-    import numpy as np
-
     np.take(table, items, out=codes, mode="clip")
     return int(np.count_nonzero(overflows[items])) if _reaches(items, limit) else 0
 

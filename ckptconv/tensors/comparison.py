@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, SMALL
@@ -22,11 +22,6 @@ from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.element_pairs import aligned, words_of
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import verbatim_runs
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 _BATCH = 16 << 20
 """Bytes of one tensor, or of several, that a thread compares before it takes the next."""
@@ -251,6 +246,3 @@ def _streams_equal(first: TensorRef, second: TensorRef, meter: Meter) -> bool:
             return False
         meter.add(one.nbytes)
     return True
-
-
-# ------------------------------------------------------------------------------------------- values

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Fingerprint, Source, WrappedSource
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.checksums import Checksums
@@ -47,11 +48,7 @@ from ckptconv.tensors.stream import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ckptconv.tensors.operations import Box, Operation, Parameters
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ReadRun(NamedTuple):
@@ -299,8 +296,6 @@ class ComputedSource(DerivedSource):
         self, index: int, start: Shape, shape: Shape, raw: memoryview, note: Note
     ) -> None:
         """Fill `raw` with a box of what does not lie in order."""
-        import numpy as np
-
         if not raw:
             return
         ref = self.inputs[index]
@@ -388,8 +383,6 @@ def _strips_of(ref: TensorRef, start: Shape, shape: Shape) -> Iterator[tuple[Box
 
 def fresh(nbytes: int) -> memoryview:
     """So many bytes to be filled; many in huge pages, where there are such."""
-    import numpy as np
-
     return np.empty(nbytes, np.uint8).data
 
 
@@ -410,8 +403,6 @@ class _Strip:
 
     def gathered(self, ref: TensorRef, box: Box, note: Note) -> Array:
         """Its values, in the order in which they lie in the file, seen in that of the tensor."""
-        import numpy as np
-
         with self._lock:  # one thread gathers, the others have it then
             if self.values is None:
                 _note_all(ref, note)

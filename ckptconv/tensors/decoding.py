@@ -17,18 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, beyond, cast, every_value
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.plain_numbers import number_of, rounded
 from ckptconv.tensors.refs import Shape
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 Box = tuple[Shape, Shape]
 Number = float | complex
@@ -140,8 +136,6 @@ def decode_values(
     how: Decoding, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """The bytes of a box of the output, from those of the boxes that it needs."""
-    import numpy as np
-
     boxes = dict(zip(how.roles, decode_needs(how, box, len(raw)), strict=True))
     given = {
         role: (part, dtype, boxes[role][1])
@@ -179,15 +173,11 @@ def _scales(how: Decoding, given: dict[str, Any]) -> Array:
 
 
 def _with_second(scale: Array, second: Array, divides: bool) -> Array:
-    import numpy as np
-
     return np.divide(scale, second) if divides else np.multiply(scale, second)
 
 
 def _floats(part: memoryview, dtype: DType, shape: Shape) -> Array:
     """Numbers of any real type as float32; integers of at most 24 bits are exact."""
-    import numpy as np
-
     if dtype.is_floating:
         raw = cast(part, dtype, _FLOAT32).data
         return np.frombuffer(raw, "<f4").reshape(shape)
@@ -200,8 +190,6 @@ def _codes(
     how: Decoding, given: dict[str, Any], row: int, rows: int, column: int, columns: int
 ) -> Array:
     """The numbers that codes stand for, as float32, in a new array of the shape of the box."""
-    import numpy as np
-
     part, _, shape = given["codes"]
     table = _table(how, given)
     stored = np.frombuffer(part, f"<u{how.word}").reshape(shape)
@@ -235,8 +223,6 @@ def _table(how: Decoding, given: dict[str, Any]) -> Array:
 @cache
 def _numbers(numbers: str, bits: int, offset: int) -> Array:
     """What each code of a kind stands for."""
-    import numpy as np
-
     if numbers == "uint":
         return np.arange(1 << bits, dtype=np.float32) - np.float32(offset)
     if numbers == "int8":
@@ -261,8 +247,6 @@ def _small_float(code: int, mantissa: int, bias: int) -> float:
 
 def _by_bytes(numbers: Array, bits: int, order: tuple[int, ...]) -> Array:
     """What the fields of a byte stand for, by its value: of `numbers` (..., codes), of each."""
-    import numpy as np
-
     octets = np.arange(256)
     fields = [octets >> bits * field & (1 << bits) - 1 for field in order or range(8 // bits)]
     made = np.stack([numbers[..., field] for field in fields], axis=-1)
@@ -275,8 +259,6 @@ _ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16", 32: "V32"}
 
 def unpacked(stored: Array, how: Decoding, first: int, count: int) -> Array:
     """The `count` fields from the element `first` on of words along the axis, as small integers."""
-    import numpy as np
-
     axis = stored.ndim + how.axis
     width = 8 * how.word
     begin = first * how.bits // width * width  # the bit that the first word begins with
@@ -299,8 +281,6 @@ def unpacked(stored: Array, how: Decoding, first: int, count: int) -> Array:
 
 def _straddling(stored: Array, bits: int, axis: int, shift: int) -> Array:
     """Fields that words do not hold whole, end to end from the bit `shift` on."""
-    import numpy as np
-
     octets = np.ascontiguousarray(np.moveaxis(stored, axis, -1)).view(np.uint8)
     available = (8 * octets.shape[-1] - shift) // bits
     padded = np.concatenate([octets, np.zeros((*octets.shape[:-1], 2), np.uint8)], axis=-1)
@@ -319,8 +299,6 @@ def _straddling(stored: Array, bits: int, axis: int, shift: int) -> Array:
 
 def _zeros(how: Decoding, given: dict[str, Any], row: int, rows: int) -> Array:
     """The zero of each scale, as float32."""
-    import numpy as np
-
     part, dtype, shape = given["zero"]
     if not how.packed_zero:
         return _floats(part, dtype, shape)
@@ -351,8 +329,6 @@ class _Spread:
             self._groups = _integers(part, dtype)
 
     def __call__(self, each: Array) -> Array:
-        import numpy as np
-
         high, wide = self._block
         each = spread_out(each, -2, high, *self._spans[0])
         if self._groups is not None:
@@ -363,8 +339,6 @@ class _Spread:
 
 def spread_out(each: Array, axis: int, size: int, first: int, count: int) -> Array:
     """What is one for each block of `size`, for `count` elements from `first` on; one stays one."""
-    import numpy as np
-
     if each.shape[axis] == 1 or size == 1:
         return each
     # to repeat and then to multiply takes 0.2 ns an element, to broadcast over blocks 0.3
@@ -376,8 +350,6 @@ def spread_out(each: Array, axis: int, size: int, first: int, count: int) -> Arr
 
 
 def _integers(part: memoryview, dtype: DType) -> Array:
-    import numpy as np
-
     numpy = dtype.numpy
     assert numpy is not None
     return np.frombuffer(part, np.dtype(numpy).newbyteorder("<")).astype(np.intp)
@@ -418,8 +390,6 @@ def _scaled_items(
     divides: bool,
     target: DType,
 ) -> Array | None:
-    import numpy as np
-
     numbers, bits, order, offset = codes
     scales = _floats(memoryview(bytes(range(256))), BY_NAME[scale], (256,))
     if second:
@@ -436,8 +406,6 @@ def _by_small_scales(
     how: Decoding, box: Box, given: dict[str, Any], items: Array, target: DType
 ) -> Cast:
     """The values of a box by the scale and the codes of each byte."""
-    import numpy as np
-
     (*_, row, column), (*counts, rows, columns) = box
     codes, _, shape = given["codes"]
     scales, _, grid = given["scale"]
@@ -480,8 +448,6 @@ _SCALED = (("codes", "scale"), ("codes", "scale", "second"))
 def _by_tables(
     how: Decoding, box: Box, codes: tuple[memoryview, DType, Shape], scale: Array, target: DType
 ) -> Cast:
-    import numpy as np
-
     (*_, row, column), (*_, rows, columns) = box
     high, wide = how.block
     numbers = _numbers(how.numbers, 8, how.offset)
@@ -523,8 +489,6 @@ _BAND = 1 << 16
 
 def _bands(down: Array, columns: int, most: int) -> Iterator[tuple[int, int]]:
     """The rows looked up together, of at most so many rows of blocks; `down` is of each row."""
-    import numpy as np
-
     count = max(1, _BAND // max(1, columns))
     first = 0
     while first < len(down):
@@ -610,8 +574,6 @@ def _plain_zero(how: Decoding, zeros: Sequence[Number], group: int, row: int) ->
 
 
 def _ratio(one: float, other: float) -> float:
-    import numpy as np
-
     with np.errstate(all="ignore"):
         return float(np.float64(one) / np.float64(other))
 

@@ -5,17 +5,13 @@ overflow.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.progress import Meter
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.element_pairs import Run, Tolerance, aligned, words_of
 from ckptconv.tensors.refs import TensorRef
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Norms:
@@ -29,8 +25,6 @@ class Norms:
         self._apart, self._ours, self._theirs, self._inner = _Sum(), _Sum(), _Sum(), _Sum()
 
     def add(self, run: Run) -> None:
-        import numpy as np
-
         if run.apart is None and not run.is_same:
             return
         self._has_numbers = True
@@ -62,8 +56,6 @@ class Norms:
         return True
 
     def _add_carefully(self, run: Run) -> None:
-        import numpy as np
-
         if run.is_same:
             run = Run(run.ours, run.ours, run.differ, np.zeros(len(run.ours)))
         finite = np.isfinite(run.ours) & np.isfinite(run.theirs)
@@ -128,8 +120,6 @@ _NOTHING = 1e-200  # sums of squares below may lack some that became nothing
 
 def _reals(values: Array) -> Array:
     """Values as float64, a complex one as two."""
-    import numpy as np
-
     return values.astype(
         np.complex128 if values.dtype.kind == "c" else np.float64, copy=False
     ).view(np.float64)
@@ -137,8 +127,6 @@ def _reals(values: Array) -> Array:
 
 def _scaled_difference(run: Run) -> tuple[Array, int]:
     """a - b, scaled; integers subtracted as such; what would become infinite halved before."""
-    import numpy as np
-
     if run.ours.dtype.kind in "iu":
         assert run.apart is not None
         return _scaled(_reals(run.apart))
@@ -151,8 +139,6 @@ def _scaled_difference(run: Run) -> tuple[Array, int]:
 
 def _scaled(numbers: Array) -> tuple[Array, int]:
     """Finite numbers divided by a power of two, so that none is above 1, and its exponent."""
-    import numpy as np
-
     exponent = math.frexp(float(np.abs(numbers).max(initial=0.0)))[1]
     return np.ldexp(numbers, -exponent), exponent
 
@@ -236,8 +222,6 @@ class _Tally:
         self.values = ("", "")
 
     def add(self, start: int, run: Run) -> None:
-        import numpy as np
-
         self.numel += len(run.ours)
         places = np.flatnonzero(run.differ)
         if not len(places):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.choices import refuse_no_flag
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import dataclass
@@ -13,12 +13,6 @@ from ckptconv.tensors.casting import cast
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import iter_chunks
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
 
 _FLOAT64 = BY_NAME["float64"]
 
@@ -44,8 +38,6 @@ class Tolerance:
 
 def words_of(ref: TensorRef) -> Iterator[Array]:
     """The elements of a tensor in C order, each as so many raw bytes."""
-    import numpy as np
-
     if ref.dtype.is_packed:
         return _unpacked(ref)
     word = f"<u{ref.dtype.itemsize}" if ref.dtype.itemsize <= 8 else "V16"
@@ -54,8 +46,6 @@ def words_of(ref: TensorRef) -> Iterator[Array]:
 
 def _unpacked(ref: TensorRef) -> Iterator[Array]:
     """The elements of a packed tensor, as the bits of a byte each; or its blocks, as bytes."""
-    import numpy as np
-
     bits, rest = ref.dtype.bits, b""
     for chunk in chain(iter_chunks(ref), [memoryview(b"")]):
         raw = rest + bytes(chunk)
@@ -93,8 +83,6 @@ _STEP = 1 << 17  # elements whose numbers are in memory at a time
 
 def numbers_of(words: Array, dtype: DType) -> Array | None:
     """Elements as float64, complex128 or integers; None for a type that holds no numbers."""
-    import numpy as np
-
     if dtype.kind == "float":
         return np.frombuffer(cast(words.view(np.uint8).data, dtype, _FLOAT64).data, "<f8")
     if dtype.name == "complex32":
@@ -126,8 +114,6 @@ class Run:
     def of(
         cls, ours: Array, dtype: DType, theirs: Array, other: DType, tolerance: Tolerance | None
     ) -> Run:
-        import numpy as np
-
         differ = ours != theirs if dtype is other else np.ones(len(ours), bool)
         first = numbers_of(ours, dtype)
         if tolerance is None and not differ.any():
@@ -155,8 +141,6 @@ class Run:
 
 def of_one_kind(first: Array, second: Array) -> tuple[Array, Array]:
     """Both as they are where their types are the same, else both in float64 or complex128."""
-    import numpy as np
-
     if first.dtype == second.dtype:
         return first, second
     wide = np.complex128 if "c" in (first.dtype.kind, second.dtype.kind) else np.float64
@@ -165,8 +149,6 @@ def of_one_kind(first: Array, second: Array) -> tuple[Array, Array]:
 
 def _apart(first: Array, second: Array) -> Array:
     """|a - b|; exact for integers, as unsigned ones; 0 for equal infinities."""
-    import numpy as np
-
     if first.dtype.kind in "iu":
         wide = np.uint64 if first.dtype.kind == "u" else np.int64
         low, high = np.minimum(first, second).astype(wide), np.maximum(first, second).astype(wide)
@@ -175,8 +157,6 @@ def _apart(first: Array, second: Array) -> Array:
 
 
 def _close(first: Array, second: Array, apart: Array, tolerance: Tolerance) -> Array:
-    import numpy as np
-
     allowed = tolerance.atol + np.abs(tolerance.rtol * second)
     close = (first == second) | (np.isfinite(apart) & (apart <= allowed))
     if tolerance.equal_nan and first.dtype.kind in "fc":

@@ -13,18 +13,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
+from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.dtypes import BLOCKS, BY_NAME, DType
 from ckptconv.tensors.refs import Shape
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-    Floats = np.ndarray[Any, np.dtype[np.float32]]
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -51,8 +49,6 @@ takes it anew each time, which costs more than the decoding.
 
 def _decoded(fill: Callable[[Bytes, Floats], None], elements: int, blocks: Bytes) -> Floats:
     """The values of some blocks, which `fill` makes of a few at a time."""
-    import numpy as np
-
     out = np.empty((len(blocks), elements), np.float32)
     step = _STEP // elements
     with np.errstate(all="ignore"):  # a scale may be infinite or NaN
@@ -63,15 +59,11 @@ def _decoded(fill: Callable[[Bytes, Floats], None], elements: int, blocks: Bytes
 
 def _halves(blocks: Bytes, at: int) -> Floats:
     """The float16 numbers at a byte of each block, as a column."""
-    import numpy as np
-
     return blocks[:, at : at + 2].view("<f2").astype(np.float32)
 
 
 def _runs(parts: Sequence[Bytes], run: int) -> Bytes:
     """Codes in their order: the first `run` of each part, then the next of each."""
-    import numpy as np
-
     count, width = parts[0].shape
     codes = np.empty((count, width * len(parts)), np.uint8)
     kind = f"V{run}"  # whole runs are copied as one item each
@@ -83,16 +75,12 @@ def _runs(parts: Sequence[Bytes], run: int) -> Bytes:
 
 def _fields(raw: Bytes, bits: int, run: int) -> Bytes:
     """The fields of so many bits, from the lowest on, of runs of bytes."""
-    import numpy as np
-
     raw, mask = np.ascontiguousarray(raw), np.uint8((1 << bits) - 1)
     return _runs([(raw >> np.uint8(shift)) & mask for shift in range(0, 8, bits)], run)
 
 
 def _looked_up(raw: Bytes, numbers: Sequence[int], run: int) -> Bytes:
     """What the nibbles of runs of bytes stand for, as int8."""
-    import numpy as np
-
     found = []
     for shift in (0, 4):
         table = bytes(numbers[byte >> shift & 15] & 255 for byte in range(256))
@@ -103,8 +91,6 @@ def _looked_up(raw: Bytes, numbers: Sequence[int], run: int) -> Bytes:
 
 def _scale(out: Floats, codes: Bytes, scales: Floats, minima: Floats | None = None) -> None:
     """Fill `out` with codes times scales minus minima, one of each for a group of a block."""
-    import numpy as np
-
     np.copyto(out, codes)
     # spread out, because a step for each group costs more than the memory
     out *= np.repeat(scales, out.shape[1] // scales.shape[1], axis=1)
@@ -114,8 +100,6 @@ def _scale(out: Floats, codes: Bytes, scales: Floats, minima: Floats | None = No
 
 def _signed(codes: Bytes, zero: int) -> Bytes:
     """Codes minus that of zero, as int8."""
-    import numpy as np
-
     codes -= np.uint8(zero)
     return codes.view(np.int8)
 
@@ -131,8 +115,6 @@ def _q4_1(blocks: Bytes, out: Floats) -> None:
 
 def _five_bits(high: Bytes, low: Bytes) -> Bytes:
     """Codes whose fifth bits stand by themselves, in the order of the elements."""
-    import numpy as np
-
     bits = np.unpackbits(high, axis=1, bitorder="little")
     codes = _fields(low, 4, 16)
     codes |= bits << 4
@@ -151,8 +133,6 @@ def _q5_1(blocks: Bytes, out: Floats) -> None:
 
 
 def _q8_0(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     _scale(out, np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _halves(blocks, 0))
 
 
@@ -163,8 +143,6 @@ def _q2_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q3_k(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     codes = _fields(blocks[:, 32:96], 2, 32)
     codes |= _fields(blocks[:, :32], 1, 32) << 2
     factors = _fields(blocks[:, 96:104], 4, 8)
@@ -177,8 +155,6 @@ def _factors(packed: Bytes) -> tuple[Bytes, Bytes]:
     """The 8 factors of 6 bits of the scale, and those of the minimum, out of 12 bytes: 4 and 4, and
     8 whose two upper bits stand above these.
     """
-    import numpy as np
-
     # four bytes are one number here: columns of so many are quick, rows of four bytes are not
     words = np.ascontiguousarray(packed).view("<u4")
     found = []
@@ -205,8 +181,6 @@ def _q5_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q6_k(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     codes = _fields(blocks[:, :128], 4, 64)
     codes |= _fields(blocks[:, 128:192], 2, 32) << 4
     scales = _halves(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
@@ -218,8 +192,6 @@ def _iq4_nl(blocks: Bytes, out: Floats) -> None:
 
 
 def _iq4_xs(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     factors = _fields(blocks[:, 4:8], 4, 1)
     factors |= _fields(blocks[:, 2:4], 2, 1) << 4
     scales = _halves(blocks, 0) * _signed(factors, 32).astype(np.float32)
@@ -227,8 +199,6 @@ def _iq4_xs(blocks: Bytes, out: Floats) -> None:
 
 
 def _mxfp4(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     exponents = np.arange(256)
     # half of 2 ** (byte - 127), for the codes are doubled; ggml has no NaN in byte 255
     table = np.ldexp(np.float32(1), exponents - 128)
@@ -236,8 +206,6 @@ def _mxfp4(blocks: Bytes, out: Floats) -> None:
 
 
 def _nvfp4(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     table = np.where(
@@ -419,8 +387,6 @@ def block_values(
     names: tuple[str], box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """The values of a box, of the bytes of the blocks that it needs."""
-    import numpy as np
-
     decoder = _BY_NAME[names[0]]
     (*_, first), (*_, number) = box
     _, blocks = _blocks_of(decoder.dtype, first, number)

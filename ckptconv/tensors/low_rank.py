@@ -19,18 +19,13 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from math import prod
-from typing import TYPE_CHECKING, Any
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.plain_numbers import rounded
 from ckptconv.tensors.refs import Shape
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 Box = tuple[Shape, Shape]
 Number = float | complex
@@ -138,8 +133,6 @@ def low_rank_values(
     how: LowRank, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """The bytes of a box of the output, from those of the boxes that it needs."""
-    import numpy as np
-
     boxes = low_rank_needs(how, box, len(raw))
     shapes = [_flat(shape, how.outer) for _, shape in boxes]
     wide = _FLOAT64 if how.delta_as == "float64" else _FLOAT32
@@ -170,8 +163,6 @@ def _by_rows(base: Array, deltas: Sequence[_Delta], wide: DType, target: DType) 
     """The sum in the type `target`, some rows at a time: by a quick product where that decides all
     bits, by the chain where it does not.
     """
-    import numpy as np
-
     count, rows, columns = base.shape
     step = max(1, _ROWS // max(1, columns))
     made = np.empty(base.shape, f"<u{target.itemsize}")
@@ -211,8 +202,6 @@ def _sum(base: Array, deltas: Sequence[_Delta]) -> Array:
 
 
 def _octets(values: Array) -> memoryview:
-    import numpy as np
-
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
@@ -223,8 +212,6 @@ def _flat(shape: Shape, outer: int) -> Shape:
 
 def _array(part: memoryview, dtype: DType, wide: DType) -> Array:
     """Numbers as an array of float32 or float64, without a shape."""
-    import numpy as np
-
     return np.frombuffer(cast(part, dtype, wide).data, f"<f{wide.itemsize}")
 
 
@@ -232,8 +219,6 @@ class _Delta:
     """A term for a box, or some rows: `exact` values, and quick ones with how far they are off."""
 
     def __init__(self, term: Term, factors: Sequence[Array], rounded_as: str) -> None:
-        import numpy as np
-
         self._rank, self._factors = term.rank, factors
         self._scale = np.float32(term.scale)
         self._as = BY_NAME[rounded_as] if rounded_as else _FLOAT32
@@ -241,8 +226,6 @@ class _Delta:
 
     def rows(self, matrix: int, first: int, stop: int) -> _Delta:
         """The same for some rows of one matrix, as arrays of two dimensions."""
-        import numpy as np
-
         if self._rank and self._off is None:
             # any order of n products is off by at most n/2**24 of the sum of their sizes (Higham,
             # Accuracy and Stability, 3.1), and that is at most the product of the norms
@@ -268,8 +251,6 @@ class _Delta:
         """Values that are not above and not below those of `exact`, which are the same but for the
         order of sums; None where none can be told.
         """
-        import numpy as np
-
         if not self._rank:
             known = self._rounded(self._scale * self._factors[0])
             return known, known.copy()
@@ -286,8 +267,6 @@ class _Delta:
 
     def at(self, places: Array) -> Array:
         """As `exact`, for the elements of these numbers."""
-        import numpy as np
-
         if not self._rank:
             return self._rounded(self._scale * self._factors[0].reshape(-1)[places])
         up, down = self._factors
@@ -317,8 +296,6 @@ def chained(up: Array, down: Array) -> Array:
     The product of two numbers is exact in float64; a sum that is rounded there and again to float32
     is another one than the fused one in about one of 2**29 cases, and then everywhere the same.
     """
-    import numpy as np
-
     if up.ndim == 3:
         return np.stack([chained(*pair) for pair in zip(up, down, strict=True)])
     made = np.zeros((len(up), down.shape[1]), np.float32)
@@ -342,8 +319,6 @@ def _quick_sum(base: Array, deltas: Sequence[_Delta], target: DType) -> tuple[Ca
     """The sum in a type of 16 bits, and the numbers of the elements in which the quick product does
     not decide all bits, which are not counted as beyond the type; None where these are too many.
     """
-    import numpy as np
-
     low, high = base, base
     for delta in deltas:
         both = delta.bounds()
@@ -370,8 +345,6 @@ def _other_halves(one: Array, other: Array) -> Array:
     """Where the bits of two numbers may have other leading halves after they are rounded to them:
     also where one of both is a tie. The first array is overwritten.
     """
-    import numpy as np
-
     upper = np.maximum(one, other)
     upper += np.uint32(0x8000)
     lower = np.minimum(one, other, out=one)
@@ -382,8 +355,6 @@ def _other_halves(one: Array, other: Array) -> Array:
 
 def _of_magnitude(how: LowRank, whole: Array, magnitude: Array, box: Box) -> Array:
     """Whole rows, divided by their norms and multiplied by their magnitudes; the box of them."""
-    import numpy as np
-
     norms = _norms(whole) + np.float32(how.epsilon)
     factors = (magnitude / norms)[..., None]
     start, shape = box
@@ -406,8 +377,6 @@ def _norms(rows: Array) -> Array:
     """The norms of rows as `torch.linalg.norm` has them: each lane sums every eighth square, then
     the lanes are added up, then the squares that are left.
     """
-    import numpy as np
-
     squares = np.square(rows)
     *outer, size = rows.shape
     whole = size - size % _LANES
@@ -424,8 +393,6 @@ def product_values(
     how: Product, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """A box of the product of two matrices."""
-    import numpy as np
-
     factors = [
         _array(part, dtype, _FLOAT32).reshape(_flat(shape, how.outer))
         for part, dtype, (_, shape) in zip(raw, types, product_needs(how, box, 2), strict=True)
@@ -439,8 +406,6 @@ def multiply_values(
     how: object, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """The products of the elements of two inputs at one place."""
-    import numpy as np
-
     one, other = (_array(*given, _FLOAT32) for given in zip(raw, types, strict=True))
     with np.errstate(all="ignore"):
         return cast(_octets(one * other), _FLOAT32, target)
@@ -450,8 +415,6 @@ def kron_values(
     how: Kron, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """A box of the Kronecker product of two inputs."""
-    import numpy as np
-
     (row, column, *_), (rows, columns, *_) = box
     needed = kron_needs(how, box, 2)
     one, other = (
@@ -531,8 +494,6 @@ def multiply_plain(how: object, box: Box, numbers: Sequence[Sequence[Number]]) -
 
 
 def _ratio(one: float, other: float) -> float:
-    import numpy as np
-
     with np.errstate(all="ignore"):
         return _f32(float(np.float64(one) / np.float64(other)))
 

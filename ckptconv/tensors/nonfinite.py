@@ -6,16 +6,12 @@ torch/headeronly/util/Float8_*.h for 8.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import TensorRef
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
 class NonFinite(NamedTuple):
@@ -57,8 +53,6 @@ class NonFiniteCounter:
         self._dtype = dtype
 
     def update(self, chunk: memoryview) -> None:
-        import numpy as np
-
         words = np.frombuffer(chunk, dtype=f"<u{self._dtype.word}")
         is_nan, is_infinite = _told(words, self._dtype.name)
         if self._dtype.kind == "complex":
@@ -75,7 +69,7 @@ def nonfinite_counters(ref: TensorRef) -> tuple[NonFiniteCounter, ...]:
     return (NonFiniteCounter(ref.dtype),) if ref.dtype.kind in ("float", "complex") else ()
 
 
-def _told(words: Words, name: str) -> tuple[Any, Any]:
+def _told(words: Array, name: str) -> tuple[Any, Any]:
     """Which words are NaN, and which are infinite."""
     if name in _ONE_NAN:
         return words == _ONE_NAN[name], words != words

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.decoding import decode_needs, decode_plain, decode_values
@@ -29,11 +30,6 @@ from ckptconv.tensors.low_rank import (
     product_values,
 )
 from ckptconv.tensors.refs import Shape
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 Parameters = tuple[Hashable, ...]
 
@@ -103,8 +99,6 @@ def _mean(
     target: DType,
 ) -> Cast:
     """The weighted mean, in float64 in order, cast at the end as torch's `to` casts."""
-    import numpy as np
-
     real = BY_NAME[_PARTS.get(target.name, target.name)]
     whole = sum(_numbers(weights))
     with np.errstate(all="ignore"):
@@ -117,8 +111,6 @@ def _mean(
 
 def _sum(raw: Sequence[memoryview], real: DType, weights: Sequence[float]) -> Array:
     """The weighted sum of the numbers in some bytes."""
-    import numpy as np
-
     total: Array | None = None
     for one, weight in zip(raw, weights, strict=True):
         numbers = np.frombuffer(cast(one, real, _FLOAT64).data, "<f8") * weight
@@ -173,8 +165,6 @@ def _add(
     target: DType,
 ) -> Cast:
     """A number added to each value, in float32 as torch adds it to 16 bits; float64 in its own."""
-    import numpy as np
-
     [number] = _numbers(parameters)
     wide = _FLOAT64 if types[0] is _FLOAT64 else _FLOAT32
     values = np.frombuffer(cast(raw[0], types[0], wide).data, f"<f{wide.itemsize}")

@@ -11,12 +11,8 @@ has no kernel that reads a value.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+from ckptconv.support.arrays import Array, np
 
 BITS = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
 """The bits of an element of the packed types whose layout is known."""
@@ -24,8 +20,6 @@ BITS = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
 
 def unpacked(raw: memoryview, bits: int) -> Array:
     """The elements in some bytes, one in a byte each."""
-    import numpy as np
-
     every = np.frombuffer(raw, np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: Array = (every[:, None] >> shifts) & np.uint8((1 << bits) - 1)
@@ -41,8 +35,6 @@ def codes_in(counts: Array, bits: int, last: int, padding: int) -> Array:
     """How often each element occurs in bytes of which each occurs so many times; the highest
     `padding` elements of the byte `last` are none.
     """
-    import numpy as np
-
     mask = (1 << bits) - 1
     made = np.zeros(1 << bits, np.int64)
     for shift in range(0, 8, bits):
@@ -55,7 +47,5 @@ def codes_in(counts: Array, bits: int, last: int, padding: int) -> Array:
 @cache
 def float4_numbers() -> Array:
     """What the 16 codes of E2M1 stand for (OCP Microscaling Formats 1.0, section 5.3.3)."""
-    import numpy as np
-
     positive = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     return np.concatenate([positive, -positive])

@@ -15,20 +15,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 
 from ckptconv.io.source import CHUNK, Fingerprint, RangeSource
 from ckptconv.io.zstd import Inflating
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.digests import Algorithm, digest
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef, whole_view
 from ckptconv.tensors.stream import iter_chunks
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 Encoding = Literal["xor", "overwrite"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
@@ -159,16 +155,12 @@ class PatchedSource(DerivedSource):
 
     def _pairs(self) -> Iterator[tuple[Array, Array]]:
         """The old bytes and the new ones, side by side."""
-        import numpy as np
-
         olds = (np.frombuffer(chunk, np.uint8) for chunk in iter_chunks(self._base))
         if self._change.frame is None:
             return ((old, old) for old in olds)
         return self._xored(olds) if self._change.encoding == "xor" else self._overwritten(olds)
 
     def _xored(self, olds: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
-        import numpy as np
-
         frame, done = self._frame(), 0
         for old in olds:
             new = np.bitwise_xor(old, np.frombuffer(frame.take(len(old)), np.uint8))
@@ -178,8 +170,6 @@ class PatchedSource(DerivedSource):
             yield old, new
 
     def _overwritten(self, olds: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
-        import numpy as np
-
         places = self._frame()
         count = int.from_bytes(places.take(4), "little")
         if count > self.size:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ckptconv.io.source import Source
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
@@ -19,11 +19,6 @@ from ckptconv.support.limits import in_force
 from ckptconv.support.records import NamedTuple, dataclass, made
 from ckptconv.support.report import short_repr
 from ckptconv.tensors.dtypes import UINT8, DType
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 Shape = tuple[int, ...]
 

@@ -8,18 +8,13 @@ at most, and a quantile, which is the middle of one, is off by at most `QUANTILE
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from ckptconv.support.records import dataclass
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
+
+from ckptconv.support.arrays import Array, np
+from ckptconv.support.records import dataclass
 
 QUANTILE_ERROR = 2.0**-8
 """The largest relative error of a quantile of numbers wider than 16 bits."""
@@ -43,8 +38,6 @@ class Distribution:
         """For each fraction q, the value of the first element, of all in rising order, that has at
         least q of them before it or at its place; the middle of its bucket.
         """
-        import numpy as np
-
         upto = np.cumsum(self.counts, dtype=np.int64)
         if not len(upto):
             return [math.nan] * len(fractions)
@@ -57,8 +50,6 @@ class Distribution:
         """How many values lie in each of so many bins of one width, from `low` to `high`. What a
         bucket holds is shared out over the bins that it reaches into.
         """
-        import numpy as np
-
         if not len(self.counts):
             return [0] * bins
         if not low < high:

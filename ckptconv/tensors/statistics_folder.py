@@ -18,17 +18,13 @@ import math
 from array import array
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptconv.support.arrays import Array, np
 from ckptconv.tensors.casting import every_value
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
 from ckptconv.tensors.statistics import FEW, Distribution, FewValues, Statistics, mean_and_std
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 1 << 18  # elements that are folded at once: threads wait for each other less often
 _KEPT = 1 << 16  # elements that are kept until the end: those of a norm, not of a matrix
@@ -144,8 +140,6 @@ class _Listed:
 
 def _list_of(raw: bytes, dtype: DType) -> list[Any]:
     """The numbers in some bytes; of bools 0 and 1."""
-    import numpy as np
-
     if dtype.kind == "bool":
         return [int(byte != 0) for byte in raw]
     if dtype.kind == "int" or dtype.itemsize > 2:
@@ -161,8 +155,6 @@ class _Counted:
     def __init__(
         self, dtype: DType, numel: int, bits: int = 8, numbers: Array | None = None
     ) -> None:
-        import numpy as np
-
         self._dtype, self._numel = dtype, numel
         self._bits, self._numbers = bits, numbers
         self._last = 0  # byte
@@ -171,8 +163,6 @@ class _Counted:
         self._byte = b""
 
     def update(self, chunk: memoryview) -> None:
-        import numpy as np
-
         self._last = chunk[-1] if len(chunk) else self._last
         if self._numel <= _FEW:
             self._few.append(np.frombuffer(bytes(chunk), f"<u{self._dtype.itemsize}"))
@@ -188,8 +178,6 @@ class _Counted:
             _count_into(self._codes, np.frombuffer(chunk, "<u2"))
 
     def statistics(self) -> Statistics:
-        import numpy as np
-
         numbers = _numbers(self._dtype) if self._numbers is None else self._numbers
         is_float = self._dtype.kind == "float" or self._numbers is not None
         every = self._codes
@@ -212,8 +200,6 @@ class _Counted:
 
 def _of_values(numbers: Array, counts: Array, *, is_float: bool) -> Statistics:
     """The statistics of numbers of which each occurs so many times; equal ones may stand twice."""
-    import numpy as np
-
     nan, infinite = np.isnan(numbers), np.isinf(numbers)
     finite = ~(nan | infinite)
     known = Statistics(
@@ -247,8 +233,6 @@ def _of_values(numbers: Array, counts: Array, *, is_float: bool) -> Statistics:
 
 def _packed(low: Array, high: Array, counts: Array) -> Distribution:
     """A distribution in half the bytes, where nothing is lost by it."""
-    import numpy as np
-
     if len(counts) and counts.max() < 1 << 32:
         counts = counts.astype(np.uint32)
     with np.errstate(over="ignore"):
@@ -261,8 +245,6 @@ def _packed(low: Array, high: Array, counts: Array) -> Distribution:
 @cache
 def _numbers(dtype: DType) -> Array:
     """What each code of a small type means, in float64."""
-    import numpy as np
-
     if dtype.kind == "float":
         with np.errstate(invalid="ignore"):
             numbers: Array = every_value(dtype).astype(np.float64)
@@ -279,8 +261,6 @@ class _Folded:
     """Numbers of more than 16 bits, folded block by block."""
 
     def __init__(self, dtype: DType, numel: int) -> None:
-        import numpy as np
-
         self._dtype = dtype
         self._numel = numel
         self._type = _type_of(dtype)
@@ -294,8 +274,6 @@ class _Folded:
         self._buckets: Array = np.zeros(0, np.int64)
 
     def update(self, chunk: memoryview) -> None:
-        import numpy as np
-
         numbers = np.frombuffer(chunk, self._type)
         with np.errstate(all="ignore"):
             if self._dtype.kind == "complex":
@@ -309,8 +287,6 @@ class _Folded:
 
     def _magnitudes(self, parts: Array) -> Array:
         """The absolute values of complex numbers; NaN where a part is, also beside an infinity."""
-        import numpy as np
-
         pairs = parts.astype(np.float64).reshape(-1, 2)
         sizes: Array = np.hypot(pairs[:, 0], pairs[:, 1])
         sizes[np.isnan(pairs).any(axis=1)] = np.nan
@@ -318,8 +294,6 @@ class _Folded:
 
     def _fold(self, block: Array) -> None:
         """Take the smallest, the largest and the moments of a block."""
-        import numpy as np
-
         smallest, largest = block.min().item(), block.max().item()
         if not (math.isfinite(smallest) and math.isfinite(largest)):
             finite = np.isfinite(block)
@@ -338,8 +312,6 @@ class _Folded:
 
     def _count(self, numbers: Array) -> bool:
         """Count the buckets of the numbers; whether there is something in those around zero."""
-        import numpy as np
-
         if self._is_single and numbers.dtype.itemsize == 4:
             codes = np.empty(len(numbers), np.intp)  # what is counted with, in the same pass
             np.right_shift(
@@ -359,8 +331,6 @@ class _Folded:
         return bool(self._buckets[around_zero].sum() > before)
 
     def statistics(self) -> Statistics:
-        import numpy as np
-
         if self._numel <= _FEW:
             codes, counts = np.unique(
                 np.concatenate(self._few) if self._few else np.zeros(0, np.int64),
@@ -391,8 +361,6 @@ class _Folded:
         of a norm around 1, in buckets of one width; None for others. Of the leading bits there
         would be too few buckets to draw.
         """
-        import numpy as np
-
         low, high = self._minimum, self._maximum
         if not self._all or low is None or high is None or not low < high:
             return None
@@ -409,8 +377,6 @@ def _count_into(counts: Array, codes: Array) -> None:
     """Count each of some codes where it belongs: in half the time of `numpy.bincount`, which looks
     for the largest of them first, and makes counts anew.
     """
-    import numpy as np
-
     for start in range(0, len(codes), _BLOCK):
         np.add.at(counts, codes[start : start + _BLOCK].astype(np.intp, copy=False), 1)
 
@@ -420,8 +386,6 @@ _SHIFT = 45  # of 64 bits: sign, exponent and seven bits of the mantissa are lef
 
 def _buckets(codes: Array, counts: Array, *, is_single: bool) -> Distribution:
     """The finite buckets with these codes of leading bits, in rising order."""
-    import numpy as np
-
     shift, word = (np.uint32(16), "4") if is_single else (np.uint64(_SHIFT), "8")
 
     def edge(codes: Array) -> Array:
@@ -460,8 +424,6 @@ class _Moments:
 
     def add(self, numbers: Array, largest: float) -> None:
         """Take a block of finite float64 numbers, which is written over."""
-        import numpy as np
-
         scale = 1.0
         if not 1e-140 < largest < 1e140 and largest:
             scale = math.ldexp(1.0, -max(min(math.frexp(largest)[1], 1000), -1000))

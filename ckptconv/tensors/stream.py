@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptconv.io.source import CHUNK, Source
+from ckptconv.support.arrays import Array, np
 from ckptconv.tensors.refs import (
     Piece,
     Shape,
@@ -19,11 +20,6 @@ from ckptconv.tensors.refs import (
     is_contiguous,
     permuted,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 # --------------------------------------------------------------------------------- streaming values
 
@@ -177,8 +173,6 @@ def _gather(ref: TensorRef, start: Shape, shape: Shape, out: Array | None = None
 
     Boxes without a piece are never asked for.
     """
-    import numpy as np
-
     if out is None:
         out = np.empty(shape, words(ref.dtype.itemsize))
     for piece in box_of(ref, start, shape).pieces:
@@ -232,8 +226,6 @@ spans of 1 MiB and half the tiles, to transpose took 1.2 times as long.
 
 def _copy_span(out: Array, source: Source, at: int, span: int, steps: Sequence[int]) -> None:
     """Copy values with these steps in so many bytes of a source into `out`."""
-    import numpy as np
-
     if span <= _SMALL:  # a file knows what lies around small things
         copy_values(out, np.ndarray(out.shape, out.dtype, source.read(at, span), 0, steps))
         return
@@ -281,8 +273,6 @@ _IN_CACHE = 1 << 14
 
 def copy_values(out: Array, values: Array) -> None:
     """Copy `values` into `out`, which is in C order; tile by tile where they lie transposed."""
-    import numpy as np
-
     sized = zip(values.strides, values.shape, strict=True)
     steps = [step if size > 1 else 0 for step, size in sized]
     found = [axis for axis, step in enumerate(steps[:-1]) if 0 < step < steps[-1]]
@@ -315,8 +305,6 @@ def _copy_turned(out: Array, values: Array) -> None:
 
 def _turn(out: Array, values: Array) -> None:
     """Copy tiles, as they lie first: lines of a tile that is read in place evict each other."""
-    import numpy as np
-
     lying = values.swapaxes(-1, -2)
     with _room(lying.nbytes, _own_tiles) as raw:
         tiles = np.ndarray(lying.shape, lying.dtype, raw)

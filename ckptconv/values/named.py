@@ -7,11 +7,12 @@ from fnmatch import fnmatchcase
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import KeyConflict, OptionRefused, UnsupportedCheckpoint, printable
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import quoted
@@ -25,11 +26,6 @@ from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import find
 from ckptconv.tree.walk import CONTAINERS, chain_of, place_text, tensors_of, walk
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 Decode = Callable[[memoryview, int], "Array"]
 """From codes, and the number of elements before them, to the float64 numbers that they are."""
@@ -247,8 +243,6 @@ def _dequantized(
     """The numbers of a quantized tensor: (q - zero point) * scale in float32, as torch's
     `dequantize`. With `shape`, its codes are packed.
     """
-    import numpy as np
-
     integers, dtype = parts.pop(f"{name}.integers"), BY_NAME[recipe["dtype"]]
     bits = BITS[dtype.name] if shape is not None else 8 * integers.dtype.itemsize
     shape = integers.shape if shape is None else shape
@@ -287,7 +281,6 @@ def _dequantized(
 def numpy_type(dtype: DType) -> Any:
     """The numpy type of a type's elements, of ml_dtypes if numpy has none; None: neither has."""
     import ml_dtypes
-    import numpy as np
 
     if dtype.numpy is None:
         return None
@@ -300,8 +293,6 @@ def array_of(ref: TensorRef, start: Shape | None = None, shape: Shape | None = N
     complex32, which numpy does not have, becomes complex64. `UnsupportedCheckpoint` for a type
     whose elements numpy and ml_dtypes have no numbers for.
     """
-    import numpy as np
-
     start = (0,) * len(ref.shape) if start is None else start
     shape = ref.shape if shape is None else shape
     kind = numpy_type(ref.dtype)

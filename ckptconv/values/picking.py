@@ -11,12 +11,13 @@ from itertools import product
 from math import prod
 from operator import index
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptconv.formats.npz import NPZ, bad_names, holds, lay_out_arrays
 from ckptconv.io.crc import crc32
 from ckptconv.io.outputs import file_output, write_file
 from ckptconv.io.places import place_of
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import (
     MissingTensor,
     OptionRefused,
@@ -30,11 +31,6 @@ from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType
 from ckptconv.tensors.packing import packed_nbytes, unpacked
 from ckptconv.tensors.refs import Shape
 from ckptconv.values.named import NamedValue, NamedValues, array_of
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 _INDEX = re.compile(r"-?\d+")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
@@ -178,8 +174,6 @@ def _refused(text: str, what: str) -> OptionRefused:
 
 def values_of(item: NamedValue, box: Box) -> Array:
     """The values of a part as an array; quantized ones as float64, packed ones as float32."""
-    import numpy as np
-
     for at, numbers in enumerate(box.ranges):
         if 1 < len(numbers) <= _MANY and abs(numbers.step) >= _FAR:
             # few elements that lie far apart are read one by one, not all that lies between them
@@ -217,8 +211,6 @@ def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
     """The values that codes stand for, row by row: it may depend on the place of a code, and of
     codes of less than a byte those bytes are read that hold a row.
     """
-    import numpy as np
-
     out = np.empty(shape, np.float64 if item.decode else np.float32)
     if not out.size:
         return out
@@ -269,8 +261,6 @@ def shown_text(item: NamedValue, box: Box) -> str:
     """The values of a part as numpy prints them; of many only those at the edges are read. Types of
     8 bits and bfloat16 are shown as float32, which holds them exactly.
     """
-    import numpy as np
-
     count = prod(box.shape)
     values = values_of(item, box) if count <= _MOST else _edge_values(item, box)
     if values.dtype.name not in _PRINTED:
@@ -282,8 +272,6 @@ def shown_text(item: NamedValue, box: Box) -> str:
 
 def plain_values(item: NamedValue, box: Box) -> Any:
     """The values of a part as numbers in lists, or one number; complex ones are pairs."""
-    import numpy as np
-
     values = values_of(item, box)
     if values.dtype.name not in _PRINTED:
         values = values.astype(np.float32)
@@ -305,8 +293,6 @@ def _edge_values(item: NamedValue, box: Box) -> Array:
     """The values at the edges of a part, in an array that numpy prints as it prints the part: what
     it leaves out is one element in the middle of each long dimension.
     """
-    import numpy as np
-
     pieces: list[list[tuple[range, slice]]] = []
     shape: list[int] = []
     for numbers, gone in zip(box.ranges, box.gone, strict=True):
@@ -359,8 +345,6 @@ def write_npy(item: NamedValue, box: Box, output: Path, *, force: bool) -> None:
     """
     import io
 
-    import numpy as np
-
     _written_type(item)
     values = np.asarray(values_of(item, box), order="C")
     head = io.BytesIO()
@@ -375,8 +359,6 @@ def write_npz(chosen: Sequence[tuple[NamedValue, Box]], output: Path, *, force: 
     The values of one of them are in memory at a time. Raises `OptionRefused` as `write_npy` does,
     `RefusedObject` for names that an archive cannot hold, `OutputRefused`.
     """
-    import numpy as np
-
     named = [(item.name, _written_type(item), box.shape, b"") for item, box in chosen]
     names = [name for name, _, _, _ in named]
     for name, what in bad_names(names).items():

@@ -7,6 +7,7 @@ AWQ packs along the outputs, in an order of its own.
 
 from __future__ import annotations
 
+from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.decoding import Decoding, unpacked
@@ -123,8 +124,6 @@ def has_all_ones(zeros: Zeros) -> bool:
     """Whether a stored zero is all ones: it stands for 0, and gptqmodel's own reader carries the
     one that it adds into the next zero. What only fills up the last word does not count.
     """
-    import numpy as np
-
     words, how, rows = zeros
     ones = (1 << how.bits) - 1
     for group in range(words.shape[1]):
