@@ -42,7 +42,7 @@ from ckptconv.support.report import Fields, Row, note_rows, short_repr
 from ckptconv.support.text import count_text, seconds_text, size_text
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.digests import ALGORITHMS, Algorithm, digest
+from ckptconv.tensors.patched import ALGORITHMS, Algorithm, digest
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.element_pairs import aligned
 from ckptconv.tensors.fold import noted

@@ -26,8 +26,7 @@ from ckptconv.support.limits import in_force
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storage
-from ckptconv.tensors.schemes.base import Facts
-from ckptconv.tensors.schemes.gguf import unblocked
+from ckptconv.tensors.schemes.base import Facts, unblocked
 from ckptconv.tree.walk import label_text
 
 Label = tuple[str, str, int]

@@ -36,7 +36,7 @@ from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.report import danger_in
 from ckptconv.support.settings import collector_paused
 from ckptconv.tensors.fold import fold_all
-from ckptconv.tensors.nonfinite import nonfinite_counters
+from ckptconv.tensors.fold import nonfinite_counters
 from ckptconv.tree.labels import may_be_infinite
 from ckptconv.tree.modules import flatten_modules
 

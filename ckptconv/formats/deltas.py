@@ -32,7 +32,7 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, Unsupp
 from ckptconv.support.errors import printable as shown
 from ckptconv.support.json_text import read_object
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.digests import ALGORITHMS, DIGITS, Algorithm
+from ckptconv.tensors.patched import ALGORITHMS, DIGITS, Algorithm
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.patched import ENCODINGS, Encoding
 from ckptconv.tensors.refs import TensorRef

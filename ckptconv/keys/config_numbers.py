@@ -56,15 +56,24 @@ def _value(node: ast.expr, text: str, config: Mapping[str, Any]) -> int:
 
 
 def _named(name: str, config: Mapping[str, Any]) -> int:
-    found: Any = config
-    for part in name.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    if type(found) is not int:
-        said = "has no" if found is None else f"says {found!r:.50} for"
-        raise KeyConflict(
-            f"config.json {said} {printable(name)}" + ("" if found is None else ", not a number"),
-            hint="put config.json beside the checkpoint, or write the number itself",
-        )
+    path, _, last = name.rpartition(".")
+    found = part_of(config, path).get(last)
+    if type(found) is int:
+        return found
+    what = f"config.json has no {printable(name)}"
+    if found is not None:
+        what = f"config.json says {found!r:.50} for {printable(name)}, not a number"
+    hint = "put config.json beside the checkpoint, or write the number itself"
+    raise KeyConflict(what, hint=hint)
+
+
+def part_of(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """A part of a config, by the names on the way to it; empty where there is none."""
+    found = config
+    for name in filter(None, path.split(".")):
+        found = found.get(name, {})
+        if not isinstance(found, Mapping):
+            return {}
     return found
 
 

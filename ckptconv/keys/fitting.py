@@ -52,7 +52,7 @@ def _bare(keys: Iterable[str]) -> Names:
 
 def _head(names: Names) -> str:
     """The segments, with their dots, that all names start with; each keeps its last one."""
-    first, last = (min(names), max(names)) if names else ("", "")
+    first, last = min(names, default=""), max(names, default="")
     differ = (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
     return first[: first.rfind(".", 0, next(differ, min(len(first), len(last)))) + 1]
 
@@ -174,7 +174,9 @@ def fit_keys(source: Shapes, target: Shapes, ties: Ties = ()) -> Fit:
     if not isinstance(ties, Iterable):
         raise OptionRefused(f"ties={ties!r:.100} is not a list of groups of keys")
     fit = _fit_ties(source, target, ties)
-    return fit if fit.fits else replace(fit, preset=_preset(source, target, ties))
+    if fit.fits:
+        return fit
+    return replace(fit, preset=_preset(source, target, ties))
 
 
 def _preset(source: Shapes, target: Shapes, ties: Ties) -> str:
@@ -192,7 +194,9 @@ def _preset(source: Shapes, target: Shapes, ties: Ties) -> str:
 def _fit_ties(source: Shapes, target: Shapes, ties: Ties) -> Fit:
     """As `fit_keys`, by the keys and their ties alone."""
     fit = _fit_all(source, target)
-    absent = {} if fit.covers else _absent_names(fit, source, target, ties)
+    if fit.covers:
+        return fit
+    absent = _absent_names(fit, source, target, ties)
     if not absent:
         return fit
     again = _fit_all(source, {key: shape for key, shape in target.items() if key not in absent})
@@ -268,8 +272,8 @@ def _assigned(
     whole = [(how, pairs) for how, pairs in tried if _covers(pairs, source, target)]
     if whole and all(pairs == whole[0][1] for _, pairs in whole):
         return _fit(*whole[0], source, target)
-    for key in target if whole else ():  # several assignments, and each is all there is of its kind
-        olds = {pairs[key]: None for _, pairs in whole}
+    for key in target:  # there may be several assignments, each of them all there is of its kind
+        olds = dict.fromkeys(pairs[key] for _, pairs in whole)
         if len(olds) > 1:
             contested[key] = [*olds]
     left = [item for item in attempts if item not in whole]
@@ -348,8 +352,8 @@ def _closest(
             holders[end, shape] = None if (end, shape) in holders else other
     closest = {}
     for name, shape in names.items():
-        deepest = next((end for end in (name, *suffixes(name)) if (end, shape) in holders), None)
-        only = None if deepest is None else holders[deepest, shape]
+        ends = ((end, shape) for end in (name, *suffixes(name)))
+        only = next((holders[end] for end in ends if end in holders), None)
         if only is not None:
             closest[name] = only
     return closest

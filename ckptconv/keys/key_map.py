@@ -92,16 +92,16 @@ class KeyRules:
         ):
             what = f"renames={renames!r:.100} is not a list of pairs"
             raise OptionRefused(what, hint="write it as renames=[('old', 'new')]")
-        rules: Sequence[object] = self.rules if isinstance(self.rules, tuple) else [None]
-        if not all(isinstance(rule, Rule) for rule in rules):
+        given: object = self.rules
+        if not (isinstance(given, tuple) and all(isinstance(rule, Rule) for rule in given)):
             what = f"rules={self.rules!r:.100} is not a tuple of rules"
             raise OptionRefused(what, hint="KeyRules.of makes them from words")
-        short = [
-            *(StripPrefix(prefix) for prefix in strip_prefixes if prefix),
-            *(Rename(old, new) for old, new in renames),
-            *([AddPrefix(add_prefix)] if add_prefix else []),
-            *([Select(tuple(include), tuple(exclude))] if include or exclude else []),
-        ]
+        short: list[Rule] = [StripPrefix(prefix) for prefix in strip_prefixes if prefix]
+        short += [Rename(old, new) for old, new in renames]
+        if add_prefix:
+            short.append(AddPrefix(add_prefix))
+        if include or exclude:
+            short.append(Select(tuple(include), tuple(exclude)))
         object.__setattr__(self, "rules", (*short, *self.rules))
 
     @classmethod
@@ -124,7 +124,7 @@ class KeyRules:
         made: list[Rule] = []
         for given in rules:
             rule = _rule(given)
-            last = made[-1] if made else None
+            last = next(reversed(made), None)
             if isinstance(rule, Select) and isinstance(last, Select):
                 made[-1] = Select(last.include + rule.include, last.exclude + rule.exclude)
             else:
@@ -158,7 +158,9 @@ KeyRules.__init__ = spelling_checked(KeyRules.__init__)  # type: ignore[method-a
 def _rule(given: tuple[str, str] | Mapping[str, Any] | Rule) -> Rule:
     if isinstance(given, Rule):
         return given
-    return tensor_rule(given) if isinstance(given, Mapping) else parse_rule(*given)
+    if isinstance(given, Mapping):
+        return tensor_rule(given)
+    return parse_rule(*given)
 
 
 def parse_rule(word: str, text: str) -> Rule:
@@ -202,7 +204,7 @@ def rules_of(keys: Keys) -> KeyRules:
     if callable(keys):
         return KeyRules("keep", rules=(Called(keys),))
     refuse_no_keys(keys)
-    return STRIP if keys == "strip" else KEEP
+    return {"strip": STRIP, "keep": KEEP}[keys]
 
 
 STRIP = KeyRules()
@@ -262,8 +264,10 @@ def map_keys(
     That every rule met a key is for `refuse_idle` to say, of all state dicts together.
     """
     telling = keys if telling is None else telling
-    # a mapping says everything
-    found, steps = wrapper_steps("keep" if rules.mapped else rules.wrappers, telling, {*beside})
+    word = rules.wrappers
+    if rules.mapped:  # which says everything
+        word = "keep"
+    found, steps = wrapper_steps(word, telling, {*beside})
     new: list[str | None] = list(keys)
     for step in steps:
         new = [None if key is None else step(key) for key in new]
@@ -313,7 +317,7 @@ def unchanged(keys: Sequence[str]) -> KeyMap:
 
 def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
-    first = maps[0].idle if maps else ()
+    first = (words for item in maps[:1] for words in item.idle)
     idle = [words for words in first if all(words in item.idle for item in maps)]
     if idle:
         raise KeyConflict(f"{idle[0]} matches no key", hint=hint_of_starts(maps, rules))

@@ -168,7 +168,12 @@ def reordered(renamed: list[tuple[str, str]], order: Mapping[str, int]) -> list[
 
 def path_step_by_name(step: Step) -> PathStep:
     """The step of a rule for module paths: what it makes of the keys in the module."""
-    return lambda path: ((step(f"{path}." if path else "") or "").rstrip("."),)
+    return lambda path: ((step(_start(path)) or "").rstrip("."),)
+
+
+def _start(path: str) -> str:
+    """What the keys in a module start with."""
+    return f"{path}." if path else ""
 
 
 def path_step(rule: Rule, step: Step, patience: Patience, followed: Followed) -> PathStep:
@@ -180,18 +185,21 @@ def path_step(rule: Rule, step: Step, patience: Patience, followed: Followed) ->
         return lambda path: (followed.or_same(path),)
 
     def by_name(path: str) -> str:
-        name = f"{path}." if path else ""
         with patience:
-            after = step(name)
-        # a name stays where the step leaves it out, for it leaves out keys only
-        return (name if after is None else after).rstrip(".")
+            after = step(_start(path))
+        if after is None:  # a rule that leaves something out leaves out keys, not modules
+            return path
+        return after.rstrip(".")
 
     def follow(path: str) -> tuple[str, ...]:
         if isinstance(rule, Regex):  # what a pattern says of a name cut short is the weaker sign
             found = followed.get(path)
-            return (by_name(path),) if found is None else (found,)
+            if found is not None:
+                return (found,)
         moved = by_name(path)
-        return (moved if moved != path or rule.leaves_out else followed.or_same(path),)
+        if moved == path and not (rule.leaves_out or isinstance(rule, Regex)):
+            moved = followed.or_same(path)
+        return (moved,)
 
     return follow
 
@@ -212,14 +220,18 @@ class Followed:
 
     def or_same(self, path: str) -> str:
         found = self.get(path)
-        return path if found is None else found
+        if found is None:
+            return path
+        return found
 
     def get(self, path: str) -> str | None:
         """The new path of the module; None where it has no key, or its keys went several ways."""
-        inside = self._inside(f"{path}." if path else "")
+        inside = self._inside(_start(path))
         first = next(inside, None)
-        length = None if first is None else first.length(path)
-        if first is None or length is None:
+        if first is None:
+            return None
+        length = first.length(path)
+        if length is None:
             return None
         alike = first.alike
         for moved in inside:
@@ -261,7 +273,9 @@ class _Moved(NamedTuple):
         is_left = more <= 0 and self.same == len(self.new)
         if is_left and (not more or self.old[-len(self.new) - 1] == "."):
             return 0
-        return more - 1 if more > 0 and self.same >= rest and self.new[more - 1] == "." else None
+        if more > 0 and self.same >= rest and self.new[more - 1] == ".":
+            return more - 1
+        return None
 
 
 def _moved(old: str, new: str, after: str) -> _Moved:

@@ -28,9 +28,11 @@ NewNames = Mapping[str, "str | None"]
 def naming_entries(metadata: Mapping[str, str]) -> dict[str, str]:
     """The entries that say how the codes of tensors are read."""
     torchao = _torchao(metadata)
-    has_codes = any("_tensor_data_names" in entry for entry in torchao.values())
-    names = [TORCHAO, *torchao] if has_codes else []
-    names += [COMFYUI] if _layers(metadata) else []
+    names: list[str] = []
+    if any("_tensor_data_names" in entry for entry in torchao.values()):
+        names += [TORCHAO, *torchao]
+    if _layers(metadata):
+        names.append(COMFYUI)
     return {name: metadata[name] for name in names}
 
 
@@ -78,8 +80,8 @@ def _torchao(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _layers(metadata: Mapping[str, str]) -> dict[str, Any]:
-    layers = _parsed(metadata.get(COMFYUI), dict).get("layers")
-    return layers if type(layers) is dict else {}
+    layers: dict[str, Any] = _of_kind(_parsed(metadata.get(COMFYUI), dict).get("layers"), dict)
+    return layers
 
 
 def _parsed(text: str | None, kind: type) -> Any:
@@ -88,7 +90,11 @@ def _parsed(text: str | None, kind: type) -> Any:
         found = json.loads(text or "")
     except (ValueError, RecursionError):
         return kind()
-    return found if type(found) is kind else kind()
+    return _of_kind(found, kind)
+
+
+def _of_kind(value: object, kind: type) -> Any:
+    return value if type(value) is kind else kind()
 
 
 def _new_name(name: str, entry: Mapping[str, Any], names: NewNames) -> str | None:
@@ -139,7 +145,7 @@ def _new_prefix(name: str, prefix: str, parts: list[str], names: NewNames) -> st
         is_of_form = key is not None and key.endswith(ending)
         found.add(str(key).removesuffix(ending) if is_of_form else None)
     if len(found) > 1 or None in found:
-        raise _refusal(name, [key if key is not None else "none" for key in new.values()])
+        raise _refusal(name, [key or "none" for key in new.values()])
     return found.pop()
 
 

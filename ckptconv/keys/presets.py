@@ -93,7 +93,9 @@ class Preset(Rule):
 
     @property
     def parts(self) -> Sequence[Rule]:
-        return PRESETS.get(self.name, ()) if self.settled is None else self.settled
+        if self.settled is None:
+            return PRESETS.get(self.name, ())
+        return self.settled
 
     @property
     def is_of_adapters(self) -> bool:
@@ -115,12 +117,11 @@ class Preset(Rule):
             is_back = head == "transformers-original"
             rules = of_transformers(argument or None, config, back=is_back)
         else:
-            from ckptconv.keys.framework_layouts import LAYOUTS, layout_rules, refuse_other_model
+            from ckptconv.keys.framework_layouts import layout_rules, refuse_other_model
 
             name = head.removeprefix(_BACK)
             refuse_other_model(self.words, name, config)
-            heads = self._heads(argument, config) if LAYOUTS[name].needs_heads else None
-            rules = layout_rules(name, heads, back=head != name)
+            rules = layout_rules(name, self._heads(argument, config), back=head != name)
         return replace(self, settled=rules)
 
     def _layout(self) -> tuple[str, str]:
@@ -143,10 +144,14 @@ class Preset(Rule):
         return head, argument
 
     def _heads(self, argument: str, config: Mapping[str, Any]) -> Any:
-        """The numbers of heads, which stand in the name or in the config of the model."""
-        from ckptconv.keys.framework_layouts import Heads
+        """The numbers of heads, which stand in the name or in the config of the model; None where
+        the layout needs none.
+        """
+        from ckptconv.keys.framework_layouts import LAYOUTS, Heads
 
         head = self.name.partition(":")[0]
+        if not LAYOUTS[head.removeprefix(_BACK)].needs_heads:
+            return None
         asked = f"write it as --preset {head}:HEADS,KV_HEADS"
         if argument:
             given = [int(text) for text in argument.split(",")]
@@ -173,13 +178,14 @@ class Preset(Rule):
         def through(key: str) -> str | None:
             after: str | None = key
             for step in steps:
-                after = None if after is None else step(after)
+                if after is not None:
+                    after = step(after)
             return after
 
         return through
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return (self.words,) if all(part.idle(keys) for part in self.parts) else ()
+        return self._idle_unless(not all(part.idle(keys) for part in self.parts))
 
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
         return any(part.is_done_by(wrappers) for part in self.parts)

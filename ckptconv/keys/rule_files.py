@@ -84,8 +84,10 @@ def read_rules(path: str | os.PathLike[str], *, reverse: bool = False) -> list[R
     if kind == ".json":
         refuse_crowded(raw, path, None)
         mapping = _mapping(text, path)
+        if mapping is not None and reverse:
+            mapping = tuple(item.reversed() for item in mapping)
         if mapping is not None:
-            return [Mapped(tuple(item.reversed() for item in mapping) if reverse else mapping)]
+            return [Mapped(mapping)]
     if reverse:
         what = "holds rules, but only a mapping can be undone"
         raise KeyConflict(what, path=path, hint="--save-mapping writes one")
@@ -110,7 +112,7 @@ def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
         try:
             yield tensor_rule(_written(rule))
         except CheckpointError as error:
-            raise error.at(path=path, where=None if line is None else f"line {line}") from None
+            raise error.at(path=path, where=_where(line)) from None
         return
     says_nothing = [
         values in ([], {}, None) or (isinstance(values, dict) and "" in values)
@@ -127,8 +129,7 @@ def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
         for text in values if isinstance(values, list) else [values]:
             yield parse_rule(str(word), _text_of(text))
     except CheckpointError as error:
-        where = str(word) if line is None else f"line {line}: {word}"
-        raise error.at(path=path, where=where) from None
+        raise error.at(path=path, where=_where(line, word)) from None
 
 
 def _written(value: Any) -> Any:
@@ -138,9 +139,9 @@ def _written(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _written(item) for name, item in value.items()}
     if isinstance(value, _NoText):
-        flags = {"true": True, "false": False}
-        is_number = _NUMBER(value.text) is not None
-        return int(value.text) if is_number else flags.get(value.text.lower(), value.text)
+        if _NUMBER(value.text):
+            return int(value.text)
+        return {"true": True, "false": False}.get(value.text.lower(), value.text)
     return value
 
 
@@ -157,7 +158,13 @@ def _text_of(value: Any) -> str:
 
 
 def _refuse(path: PurePath, line: int | None, what: str, hint: str | None = None) -> NoReturn:
-    raise KeyConflict(what, path=path, where=None if line is None else f"line {line}", hint=hint)
+    raise KeyConflict(what, path=path, where=_where(line), hint=hint)
+
+
+def _where(line: int | None, *words: object) -> str | None:
+    """Where something is wrong: in which line, if that is known, and in what of it."""
+    told = [f"line {number}" for number in (line,) if number is not None]
+    return ": ".join([*told, *map(str, words)]) or None
 
 
 def _listed(found: Any, path: PurePath) -> list[Any]:
@@ -233,9 +240,10 @@ def _toml_entries(text: str, path: PurePath) -> _Entries:
     except (RecursionError, ValueError):
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
     plain = [line.partition("#")[0].strip() for line in text.splitlines()]
-    heads = [number for number, line in enumerate(plain, 1) if line == "[[rules]]"]
-    lines = heads if len(heads) == len(listed) else [None] * len(listed)
-    return list(zip(listed, lines, strict=True))
+    heads: list[int | None] = [at for at, line in enumerate(plain, 1) if line == "[[rules]]"]
+    if len(heads) != len(listed):
+        heads = [None] * len(listed)
+    return list(zip(listed, heads, strict=True))
 
 
 _MOST_DOTS = 100
@@ -301,7 +309,9 @@ def _plain(node: Any, path: PurePath, seen: set[int]) -> Any:
         _refuse(path, line, f"is not valid YAML: it has the tag {printable(node.tag)}")
     if kind == "null":
         return None
-    return node.value if kind == "str" else _NoText(node.value)
+    if kind == "str":
+        return node.value
+    return _NoText(node.value)
 
 
 _YAML_TAG = "tag:yaml.org,2002:"
@@ -321,39 +331,36 @@ _ENTRIES = {
 
 def mapping_text(state_dicts: Sequence[MappedKeys]) -> bytes:
     """A mapping as the bytes of its file."""
-    listed = [
-        {
-            "path": item.path,
-            "keys": {old: new for old, new in item.keys.items() if new is not None},
-            "left_out": [old for old, new in item.keys.items() if new is None],
-            **({"filled": dict(item.filled)} if item.filled else {}),
-            **_tensors_document(item),
-            "modules": {
-                old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()
-            },
-        }
-        for item in state_dicts
-    ]
-    return (json.dumps({_MAPPING: _VERSION, "state_dicts": listed}, indent=1) + "\n").encode()
+    document = {_MAPPING: _VERSION, "state_dicts": list(map(_document, state_dicts))}
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def _tensors_document(item: MappedKeys) -> dict[str, Any]:
-    """The tensors that became others, and the order of the keys before."""
-    if not item.tensors:
-        return {}
-    rows = [
-        {
-            "from": list(row.sources),
-            "moves": [_move_text(*move) for move in row.moves],
-            "to": list(row.targets),
-        }
-        for row in item.tensors
-    ]
-    return {"tensors": rows, "order": list(item.key_order)}
+def _document(item: MappedKeys) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "path": item.path,
+        "keys": {old: new for old, new in item.keys.items() if new is not None},
+        "left_out": [old for old, new in item.keys.items() if new is None],
+    }
+    if item.filled:
+        made["filled"] = dict(item.filled)
+    if item.tensors:
+        made["tensors"] = [
+            {
+                "from": list(row.sources),
+                "moves": [_move_text(*move) for move in row.moves],
+                "to": list(row.targets),
+            }
+            for row in item.tensors
+        ]
+        made["order"] = list(item.key_order)
+    made["modules"] = {
+        old: news[0] if len(news) == 1 else list(news) for old, news in item.modules.items()
+    }
+    return made
 
 
 def _mapped_tensors(rows: list[Any], path: PurePath) -> Iterator[MappedTensors]:
-    """The rows of a mapping that `_tensors_document` wrote."""
+    """The rows of a mapping that `_document` wrote."""
     numbered: set[object] = set()
     for row in rows:
         match row:
@@ -379,10 +386,10 @@ def _move_text(name: str, numbers: Sequence[Sequence[int]]) -> str:
 
 
 def _move(move: Any, path: PurePath) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    name, *lists = move.split(" ") if isinstance(move, str) else [""]
+    name, *lists = str(move).split(" ")
     if MOVES.get(name) != len(lists) or not all(map(_NUMBERS, lists)):
         raise _no_mapping(path)
-    return name, tuple(() if each == "-" else tuple(map(int, each.split(","))) for each in lists)
+    return name, tuple(tuple(int(n) for n in each.split(",") if n != "-") for each in lists)
 
 
 _NUMBERS = re.compile(r"-|[0-9]{1,18}(,[0-9]{1,18})*").fullmatch
@@ -407,8 +414,9 @@ def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:
 
 
 def _mapped_keys(item: Any, path: PurePath) -> MappedKeys:
-    defaults: dict[str, Any] = {"filled": {}, "tensors": [], "order": []}
-    match {**defaults, **item} if isinstance(item, dict) else None:
+    if not isinstance(item, dict):
+        raise _no_mapping(path)
+    match {"filled": {}, "tensors": [], "order": [], **item}:
         case {
             "path": str() as where,
             "keys": dict() as keys,

@@ -59,6 +59,11 @@ class Rule:
         """The words of what in the rule meets none of `keys`."""
         return ()
 
+    def _idle_unless(self, is_met: bool) -> tuple[str, ...]:
+        if is_met:
+            return ()
+        return (self.words,)
+
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
         """Whether taking these wrapper segments off has done all that the rule is for."""
         return False
@@ -93,7 +98,7 @@ class StripPrefix(Rule):
         return lambda key: key.removeprefix(self.prefix)
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return () if any(key.startswith(self.prefix) for key in keys) else (self.words,)
+        return self._idle_unless(any(key.startswith(self.prefix) for key in keys))
 
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
         return self.prefix.endswith(".") and set(self.prefix[:-1].split(".")) <= set(wrappers)
@@ -121,11 +126,12 @@ class Rename(Rule):
     def step(self, keys: Sequence[str]) -> Step:
         old, new = self.old, self.new
         if old in keys:
-            return lambda key: new if key == old else key
+            names = {old: new}
+            return lambda key: names.get(key, key)
         return lambda key: new + key[len(old) :] if key.startswith(old) else key
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return () if any(key.startswith(self.old) for key in keys) else (self.words,)
+        return self._idle_unless(any(key.startswith(self.old) for key in keys))
 
 
 _LONGEST_MADE = 1 << 20
@@ -171,7 +177,7 @@ class Regex(Rule):
         return replaced
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return () if any(map(self._compiled().search, keys)) else (self.words,)
+        return self._idle_unless(any(map(self._compiled().search, keys)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +268,15 @@ class DropSegment(Rule):
         return self._without
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return () if any(self._without(key) != key for key in keys) else (self.words,)
+        return self._idle_unless(any(self._without(key) != key for key in keys))
 
     def is_done_by(self, wrappers: Sequence[str]) -> bool:
         return self.segment in wrappers
 
     def _without(self, key: str) -> str:
-        return without_segments(key, (self.segment,)) if self.segment in key else key
+        if self.segment not in key:
+            return key
+        return without_segments(key, (self.segment,))
 
 
 # ----------------------------------------------------------------------------------------- patience
@@ -284,13 +292,13 @@ class Patience:
     """
 
     def __init__(self, rule: Rule) -> None:
-        self._words = rule.words if isinstance(rule, Regex) else None
+        self._rule = rule
         self._most = in_force().regex_seconds
         self._left = self._most
         self._armed = False
 
     def __enter__(self) -> None:
-        self._armed = self._words is not None and platforms.can_set_alarm()
+        self._armed = isinstance(self._rule, Regex) and platforms.can_set_alarm()
         if self._armed:
             platforms.set_alarm(self._left, self._stop)
 
@@ -300,7 +308,7 @@ class Patience:
 
     def _stop(self, _number: int, _frame: FrameType | None) -> NoReturn:
         advice = "make it simpler: avoid nested repetitions"
-        what = f"{self._words} takes more than {self._most} s"
+        what = f"{self._rule.words} takes more than {self._most} s"
         raise LimitExceeded(what, limit="regex_seconds", allowed=self._most, advice=advice)
 
 
@@ -329,10 +337,11 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     inside = [
         name for name in known if any(name in key and name in key.split(".")[:-1] for key in keys)
     ]
-    bare = [drop_unmistakable(key) for key in keys] if inside else keys
-    depth = _depth(bare[0]) if bare else 0
-    if depth and not all_start(bare, LEAD * depth):
-        depth = min(map(_depth, bare))
+    if inside:
+        keys = [drop_unmistakable(key) for key in keys]
+    depth = next(map(_depth, keys), 0)
+    if depth and not all_start(keys, LEAD * depth):
+        depth = min(map(_depth, keys))
     return (*[MODULE] * depth, *inside)
 
 
@@ -389,9 +398,12 @@ def wrapper_steps(
     """The wrappers in the keys `telling`, and the steps that `word` asks for; see `KeyRules`."""
     found = find_wrappers(telling)
     if word == "strip":
-        depth = found.count(MODULE)
-        steps: list[Step] = [drop_unmistakable] if found else []
-        return found, [*steps, stripping(depth)] if depth else steps
+        steps: list[Step] = []
+        if found:
+            steps.append(drop_unmistakable)
+        if MODULE in found:
+            steps.append(stripping(found.count(MODULE)))
+        return found, steps
     if word == "module":
         return found, [bare_key]
     if word == "add-module" and not all_start(telling, LEAD):

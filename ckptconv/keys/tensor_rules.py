@@ -163,7 +163,8 @@ class Operation:
     @property
     def over(self) -> str | None:
         found = self.get("over")
-        return found if isinstance(found, str) else None
+        assert found is None or isinstance(found, str)
+        return found
 
     @property
     def words(self) -> str:
@@ -179,30 +180,34 @@ class Operation:
         """The numbers in it that a config has to give."""
         for name, value in self.arguments:
             if name != "over":
-                values = value if isinstance(value, tuple) else (value,)
-                yield from (item for item in values if isinstance(item, str) and item != LIKE)
+                yield from (it for it in _listed(value) if isinstance(it, str) and it != LIKE)
 
     def with_config(self, config: Mapping[str, Any]) -> Operation:
         """The same with numbers in the place of names of a config; `KeyConflict` where one lacks
         or is not a whole number.
         """
 
-        def settled(value: Argument) -> Argument:
+        def settled(name: str, value: Argument) -> Argument:
+            if name == "over" or value == LIKE:
+                return value
             if isinstance(value, tuple):
                 return tuple(number_in(item, config) for item in value)
-            return value if value == LIKE else number_in(value, config)
+            return number_in(value, config)
 
         return replace(
-            self,
-            arguments=tuple(
-                (name, value if name == "over" else settled(value))
-                for name, value in self.arguments
-            ),
+            self, arguments=tuple((name, settled(name, v)) for name, v in self.arguments)
         )
 
 
+def _listed(value: Any) -> list[Any]:
+    """The items of a list or a tuple; of anything else itself."""
+    return [*value] if isinstance(value, (list, tuple)) else [value]
+
+
 def _value_text(value: Argument) -> str:
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value)
 
 
 _FORMS: Mapping[Kind, str] = {
@@ -364,13 +369,14 @@ class TensorRule(Rule):
         own = _same_variables(self.sources, "sources")
         implicit = frozenset((_BEFORE, _AFTER)) & own
         is_drop = self.operations == (Operation("drop"),)
-        if bool(self.targets) == is_drop:
-            raise KeyConflict(
-                "drop stands alone, and has no target" if is_drop else "a tensor rule has no target"
-            )
-        made = own if is_drop else _same_variables(self.targets, "targets") | implicit
-        if not is_drop:
-            _refuse_unfit(self, own - made, made - own)
+        if is_drop and self.targets:
+            raise KeyConflict("drop stands alone, and has no target")
+        if is_drop:
+            return
+        if not self.targets:
+            raise KeyConflict("a tensor rule has no target")
+        made = _same_variables(self.targets, "targets") | implicit
+        _refuse_unfit(self, own - made, made - own)
 
     @classmethod
     def of(
@@ -384,9 +390,8 @@ class TensorRule(Rule):
         """A rule in the words of a file: one or several sources and targets; operations are made
         ones, or as `operation` takes them.
         """
-        listed = [sources] if isinstance(sources, (str, re.Pattern)) else [*sources]
-        to = [targets] if isinstance(targets, str) else [*targets]
-        return cls(tuple(listed), tuple(to), tuple(map(operation, operations)), optional)
+        made = tuple(map(operation, operations))
+        return cls(tuple(_listed(sources)), tuple(_listed(targets)), made, optional)
 
     @property
     def words(self) -> str:
@@ -439,13 +444,15 @@ class TensorRule(Rule):
         """
         names: dict[str, str | None] = {}
         for group in self.groups(keys):
-            targets = self.targets or [None] * len(group.keys)
-            for source, target in zip(group.keys, targets, strict=True):
-                names[source] = None if target is None else filled_in(target, group.values)
+            if not self.targets:
+                names |= dict.fromkeys(group.keys)
+                continue
+            for source, target in zip(group.keys, self.targets, strict=True):
+                names[source] = filled_in(target, group.values)
         return lambda key: names.get(key, key)
 
     def idle(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return () if self.optional or any(map(self.is_for, keys)) else (self.words,)
+        return self._idle_unless(self.optional or any(map(self.is_for, keys)))
 
     def groups(self, keys: Sequence[str]) -> list[Group]:
         """The groups that the keys make, in the order in which they are met.
@@ -543,7 +550,9 @@ class TensorRule(Rule):
         ordered = sorted(numbers, key=lambda text: (int(text), text))
         for place, text in enumerate(ordered):
             if int(text) != place:
-                are = "two spellings of one number" if place and int(text) < place else "a hole"
+                are = "a hole"
+                if int(text) < place:
+                    are = "two spellings of one number"
                 raise KeyMismatch(
                     f"{self.words} joins over {{{name}}} from 0 on, and there is {are}: "
                     f"{first_few(ordered[max(0, place - 2) : place + 1], 3)}"
@@ -559,7 +568,9 @@ def _text(pattern: Pattern) -> str:
     if isinstance(pattern, str):
         return pattern
     comment = re.match(r"\(\?#([^)]*)\)", pattern.pattern)
-    return comment[1] if comment else pattern.pattern
+    if comment is None:
+        return pattern.pattern
+    return comment[1]
 
 
 def _met(sources: Sequence[Pattern], key: str) -> list[tuple[int, dict[str, str]]]:
@@ -590,7 +601,9 @@ def operation(given: Operation | str | Mapping[str, Any]) -> Operation:
         value = text.strip()
         if not value:
             return Operation(name)
-        return Operation.of(name, int(value) if re.fullmatch(r"-?\d{1,9}", value) else value)
+        if re.fullmatch(r"-?\d{1,9}", value):
+            return Operation.of(name, int(value))
+        return Operation.of(name, value)
     if isinstance(given, Mapping) and len(given) == 1:
         ((word, value),) = given.items()
         if isinstance(value, Mapping):
@@ -615,14 +628,12 @@ def tensor_rule(entry: Mapping[str, Any]) -> TensorRule:
     operations, optional = entry.get("operations", []), entry.get("optional", False)
     if type(optional) is not bool:
         raise KeyConflict(f"optional is true or false, not {optional!r:.50}")
-    listed = operations if isinstance(operations, (list, tuple)) else [operations]
     sources, targets = _texts_of(entry, "from"), _texts_of(entry, "to")
-    return TensorRule.of(sources, targets, listed, optional=optional)
+    return TensorRule.of(sources, targets, _listed(operations), optional=optional)
 
 
 def _texts_of(entry: Mapping[str, Any], name: str) -> list[Any]:
-    value = entry.get(name, [])
-    listed = [*value] if isinstance(value, (list, tuple)) else [value]
+    listed = _listed(entry.get(name, []))
     if not all(isinstance(item, (str, re.Pattern)) for item in listed):
         raise KeyConflict(f"'{name}' is not a pattern of keys, nor a list of them")
     return listed
@@ -665,16 +676,15 @@ def axis_of(item: Operation, axes: Axes, left: set[str], still: set[str], rule: 
     """The axis that an operation joins or makes: a variable, or the list."""
     if not item.is_of_list:
         return LIST
-    names = left if item.name in JOINS else still
+    names, side, is_listed = still, "targets", len(rule.targets) > axes.size(LIST)
+    if item.name in JOINS:
+        names, side, is_listed = left, "sources", axes.size(LIST) > 1
     if (over := item.over) is not None:
         if over not in names:
-            side = "sources" if item.name in JOINS else "targets"
             what = f"{rule.words}: {item.words}, but {{{over}}} is not in the {side} alone"
             raise KeyConflict(what)
         return over
-    named = {other.over for other in rule.operations}
-    free = sorted(names - named)
-    is_listed = axes.size(LIST) > 1 if item.name in JOINS else len(rule.targets) > axes.size(LIST)
+    free = sorted(names - {other.over for other in rule.operations})
     if item.name == "tie" or not free or (item.name in ("concat", "split") and is_listed):
         return LIST
     if len(free) > 1:
@@ -712,21 +722,11 @@ class Axes:
 
     def moved_innermost(self, name: str) -> list[int]:
         """Make an axis the innermost one; the order in which the tensors are to stand then."""
-        names = [each for each, _ in self.sizes]
-        if name not in names:
-            self.sizes.append((name, 1))
-            names.append(name)
-        counts = [size for _, size in self.sizes]
-        at = names.index(name)
-        axes = [*range(at), *range(at + 1, len(names)), at]
-        steps = [1] * len(counts)
-        for axis in reversed(range(len(counts) - 1)):
-            steps[axis] = steps[axis + 1] * counts[axis + 1]
-        order = [0]
-        for axis in axes:
-            order = [base + step * steps[axis] for base in order for step in range(counts[axis])]
-        self.sizes = [self.sizes[axis] for axis in axes]
-        return order
+        before = list(enumerate(self.places()))
+        others = [axis for axis in self.sizes if axis[0] != name]
+        self.sizes = [*others, (name, self.size(name))]
+        places = {tuple(place.get(each, 0) for each, _ in self.sizes): at for at, place in before}
+        return [places[tuple(place.values())] for place in self.places()]
 
     def step(self, item: Operation, axis: str, count: int) -> None:
         """Count as after an operation, for which the axis is the innermost one."""
@@ -735,12 +735,9 @@ class Axes:
             if axis == LIST:
                 self.sizes.append((LIST, 1))
         elif item.is_of_list:
-            if axis == LIST:
-                self.sizes = [
-                    (name, size * count if name == LIST else size) for name, size in self.sizes
-                ]
-            else:
-                self.sizes.append((axis, count))
+            sizes = dict(self.sizes)
+            sizes[axis] = sizes.get(axis, 1) * count
+            self.sizes = list(sizes.items())
 
     def places(self) -> Iterator[dict[str, int]]:
         """Of each tensor of the list, in order, its place along each axis."""

@@ -21,9 +21,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
-from ckptconv.keys.config_numbers import number_in
+from ckptconv.keys.config_numbers import number_in, part_of
 from ckptconv.keys.rules import Rule, Step
 from ckptconv.keys.tensor_rules import Operation, TensorRule
 from ckptconv.support.errors import KeyConflict, printable
@@ -32,6 +32,7 @@ from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import first_few
 
 Direction = Literal["v5", "original"]
+T = TypeVar("T")
 
 
 @cache
@@ -71,7 +72,9 @@ class Transform:
 
 def _body(source: str, star: str = r".*\.") -> str:
     body = source.replace("*.", star)
-    return body + r"(?!\w)" if re.search(r"[a-zA-Z0-9]$", body) else body
+    if re.search(r"[a-zA-Z0-9]$", body):
+        body += r"(?!\w)"
+    return body
 
 
 # ------------------------------------------------------------------------------ which rules apply
@@ -126,7 +129,9 @@ def _of_type(model_type: str, config: Mapping[str, Any], preset: str) -> list[Sc
     classes = _release()["classes"]
     alike = [name for name, (_, parts) in classes.items() if parts[0][3] == model_type]
     ways = [_of_class(name, config) for name in alike]
-    own = [Scope(model_type)] if _has_entry(model_type) else []
+    own = []
+    if _has_entry(model_type):
+        own.append(Scope(model_type))
     if any(way != own for way in ways):
         named = first_few(alike, 4)
         what = f"the layout of '{model_type}' depends on the class of the model: {named}"
@@ -159,23 +164,20 @@ def _of_class(name: str, config: Mapping[str, Any]) -> list[Scope]:
         model_type = _type_at(config, path) or usual
         if model_type != usual:
             of_class = _release()["bases"].get(model_type, "")
-        by_class = _has_entry(of_class)
-        if of_class and _is_within(module, claimed[of_class]):
+        entry, claims = of_class, [of_class]
+        if not _has_entry(of_class):
+            entry, claims = model_type, [of_class, model_type]
+        if any(name and _is_within(module, claimed[name]) for name in claims):
             continue
-        if not by_class and _is_within(module, claimed[model_type]):
-            continue
-        entry = of_class if by_class else model_type
         if not _has_entry(entry):
             continue
         below: tuple[str, ...] = ("",)
         if module:
-            inner = module.removeprefix(prefix).removeprefix(".")
-            dotted = f"{inner}." if inner else ""
+            dotted = f"{module}.".removeprefix(f"{prefix}.")
             below = (f"{prefix}.{dotted}", dotted) if prefix else (dotted,)
         found.append(Scope(entry, below, path or ""))
-        claimed[of_class].append(module)
-        if not by_class:
-            claimed[model_type].append(module)
+        for name in claims:
+            claimed[name].append(module)
     return found
 
 
@@ -185,30 +187,24 @@ def _is_within(module: str, claimed: Sequence[str]) -> bool:
 
 def _type_at(config: Mapping[str, Any], path: str | None) -> str | None:
     """The model type in a part of a config; None where that part says none, or it is not known."""
-    found = None if path is None else _config_at(config, path).get("model_type")
+    if path is None:
+        return None
+    found = part_of(config, path).get("model_type")
     return found if isinstance(found, str) else None
-
-
-def _config_at(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """A part of a config; empty where there is none."""
-    found: Any = config
-    for part in path.split(".") if path else ():
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
 
 
 def _transforms(scope: Scope, direction: Direction) -> Iterator[Transform]:
     """The rules of an entry, in the order in which they apply."""
     release = _release()
     listed = release["entries"][release["aliases"].get(scope.entry, scope.entry)]
-    for told in listed if direction == "v5" else reversed(listed):
-        sources, targets, sign = told["from"], told["to"], 1
+    way = {"v5": 1, "original": -1}[direction]
+    for told in listed[::way]:
+        sources, targets = told["from"], told["to"]
         if direction == "original":
             if told.get("kind") == "PrefixChange" and not told["adds"]:
                 # whether a checkpoint had it is not known then, and its loader takes both
                 continue
             sources, targets = told.get("back", [targets, sources])
-            sign = -1
         operations = told.get("ops")
         if operations is not None:
             operations = tuple((name, _frozen(given)) for name, given in operations)
@@ -217,7 +213,7 @@ def _transforms(scope: Scope, direction: Direction) -> Iterator[Transform]:
             tuple(targets),
             operations,
             told.get("kind", ""),
-            told.get("offset", 0) * sign,
+            told.get("offset", 0) * way,
             scope.below,
             scope.entry,
             scope.config_path,
@@ -282,7 +278,7 @@ class Renames(Rule):
         if not self.about:
             return ()  # what is in the layout already has nothing to be done
         known = re.compile("|".join(map(_anywhere, self.about)), re.DOTALL).match
-        return () if any(map(known, keys)) else (self.words,)
+        return self._idle_unless(any(map(known, keys)))
 
     def _is_kept(self, key: str) -> bool:
         return bool(self.kept) and re.sub(r"(?<![^.])\d+(?![^.])", "{}", key) in self.kept
@@ -298,7 +294,7 @@ def _renaming(transform: Transform, keys: Sequence[str]) -> Callable[[str], str]
         for start in below:
             if key.startswith(start):
                 found = regex.search(key[len(start) :])
-                return None if found is None else (start, found)
+                return found and (start, found)
         return None
 
     def renamed(key: str) -> str:
@@ -340,6 +336,10 @@ class Asked(NamedTuple):
     own: Mapping[str, Any]
     whole: Mapping[str, Any]
 
+    def way(self, there: T, back: T) -> T:
+        """The one of two that is for its way."""
+        return back if self.is_back else there
+
     @property
     def cut(self) -> str:
         """The one name on the side that is in one piece."""
@@ -380,7 +380,7 @@ def _shown(source: str) -> str:
 def _operations(asked: Asked) -> Iterator[Operation]:
     """The operations of a rule; on the way back the inverse ones, the last of them first."""
     listed = asked.transform.operations or ()
-    for name, given in reversed(listed) if asked.is_back else listed:
+    for name, given in listed[:: asked.way(1, -1)]:
         if name not in _MAKERS:
             raise _inexpressible(asked.transform, f"{name} cannot be told by a tensor rule")
         yield from _MAKERS[name](asked, dict(given))
@@ -392,15 +392,15 @@ def _inexpressible(transform: Transform, why: str) -> KeyConflict:
 
 
 def _stack(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
-    yield Operation.of("unstack" if asked.is_back else "stack", given["dim"], over="e")
+    yield Operation.of(asked.way("stack", "unstack"), given["dim"], over="e")
 
 
 def _concat(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
-    yield _split(asked, given) if asked.is_back else _join(asked, given)
+    yield asked.way(_join, _split)(asked, given)
 
 
 def _chunk(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
-    yield _join(asked, given) if asked.is_back else _split(asked, given)
+    yield asked.way(_split, _join)(asked, given)
 
 
 def _split_as_model(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
@@ -419,13 +419,10 @@ def _over(names: Sequence[str]) -> str | None:
 
 
 def _split(asked: Asked, given: Mapping[str, Any]) -> Operation:
-    count = given.get("num_shards_attribute")
-    parts = None
-    if count is not None:
+    parts = sizes = None
+    if (count := given.get("num_shards_attribute")) is not None:
         parts = number_in(count, asked.whole.get("text_config", asked.whole))
-    sizes = None
-    texts = _SIZES.get((asked.transform.entry, asked.cut))
-    if texts:
+    if texts := _SIZES.get((asked.transform.entry, asked.cut)):
         sizes = [number_in(text, asked.own) for text in texts]
     over = _over(asked.transform.targets)
     return Operation.of("split", given["dim"], parts=parts, sizes=sizes, over=over)
@@ -463,9 +460,9 @@ def _rope(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     permuted = given.get("permute_layer_names")
     on = None
     if permuted is not None:
-        names = asked.transform.sources if asked.is_back else asked.transform.targets
+        names = asked.way(asked.transform.targets, asked.transform.sources)
         on = [at for at, name in enumerate(names) if any(part in name for part in permuted)]
-    yield Operation.of("unrope" if asked.is_back else "rope", heads=heads, on=on)
+    yield Operation.of(asked.way("rope", "unrope"), heads=heads, on=on)
 
 
 def _transpose(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
@@ -493,7 +490,7 @@ parameters in transformers' ``models/qwen3_vl_moe``.
 
 
 def _interleave(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
-    yield Operation.of("interleave" if asked.is_back else "deinterleave", given["dim"])
+    yield Operation.of(asked.way("deinterleave", "interleave"), given["dim"])
 
 
 _MAKERS: Mapping[str, Callable[[Asked, Mapping[str, Any]], Iterator[Operation]]] = {
@@ -550,22 +547,26 @@ def layout_rules(model: str | None, config: Mapping[str, Any], *, back: bool) ->
     `model` is its model type or its class; left out, `config` says it. Raises `KeyConflict` for
     one that transformers does not have, or whose rules depend on the code of the model.
     """
-    listed = scopes(config, model, "transformers-original" if back else "transformers-v5")
-    forward, backward = transforms_of(listed, "v5"), transforms_of(listed, "original")
-    conversions = [item for item in (backward if back else forward) if item.operations is not None]
+    preset, direction = "transformers-v5", "v5"
+    if back:
+        preset, direction = "transformers-original", "original"
+    listed = scopes(config, model, preset)
+    ways = {way: transforms_of(listed, way) for way in get_args(Direction)}
+    conversions = [item for item in ways[direction] if item.operations is not None]
     made = [
-        _tensor_rule(
-            Asked(item, back, _config_at(config, item.config_path), config), conversions[:at]
-        )
+        _tensor_rule(Asked(item, back, part_of(config, item.config_path), config), conversions[:at])
         for at, item in enumerate(conversions)
     ]
-    for item in (*forward, *backward):
+    every = (*ways["v5"], *ways["original"])
+    for item in every:
         if item.kind not in _KINDS:
             raise _inexpressible(item, f"{item.kind} is not a rename")
-    about = _about((*forward, *backward)) if model is not None else ()
-    there = Renames(_renames(forward), _kept(config, model), about)
-    again = Renames(_renames(backward), about=about)
-    return (IsVersion5(there, again), *made, again) if back else (there, *made)
+    about = _about(every) if model is not None else ()
+    there = Renames(_renames(ways["v5"]), _kept(config, model), about)
+    if not back:
+        return (there, *made)
+    again = Renames(_renames(ways["original"]), about=about)
+    return (IsVersion5(there, again), *made, again)
 
 
 _KINDS = ("", "PrefixChange", "GroupWeightRename", "Inkling2IndexOffsetWeightRename")
@@ -594,7 +595,11 @@ def _kept(config: Mapping[str, Any], model: str | None) -> frozenset[str]:
 def _classes(config: Mapping[str, Any], model: str | None) -> list[str]:
     """The classes that a model may be of, among those that are known."""
     classes = _release()["classes"]
-    listed = config.get("architectures") if model is None else [model]
-    named = [name for name in listed if name in classes] if isinstance(listed, list) else []
-    model_type = config.get("model_type") if model is None else model
-    return named[:1] or [name for name, (_, parts) in classes.items() if parts[0][3] == model_type]
+    listed, model_type = config.get("architectures"), config.get("model_type")
+    if model is not None:
+        listed, model_type = [model], model
+    if isinstance(listed, list):
+        named = [name for name in listed if name in classes]
+        if named:
+            return named[:1]
+    return [name for name, (_, parts) in classes.items() if parts[0][3] == model_type]

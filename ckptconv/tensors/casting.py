@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import CheckpointError
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import FLOAT32, DType
 
 Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]"
 
@@ -81,8 +81,7 @@ class _Narrowing:
 
     def counted(self, numbers: Array) -> Array:
         """Which values at or above the limit are lost: infinite ones if they become numbers."""
-        counted: Array = np.isfinite(numbers)
-        return ~np.isnan(numbers) if self.saturates else counted
+        return ~np.isnan(numbers) if self.saturates else np.isfinite(numbers)
 
 
 def overflow_text(targets: Iterable[str]) -> str:
@@ -120,7 +119,17 @@ def cast(values: memoryview, source: DType, target: DType) -> Cast:
         step = _step(source, target, min(items.size, count))
         for start in range(0, items.size, count):
             overflowed += step(items[start : start + count], codes[start : start + count])
-    return Cast(codes.view(np.uint8).data, overflowed)
+    return Cast(octets(codes), overflowed)
+
+
+def octets(values: Array) -> memoryview:
+    """The bytes of an array, in C order."""
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def as_floats(raw: memoryview, dtype: DType, wide: DType) -> Array:
+    """The numbers in some bytes as an array of float32 or float64, without a shape."""
+    return np.frombuffer(cast(raw, dtype, wide).data, wide.array_type)
 
 
 def _step(source: DType, target: DType, size: int) -> Callable[[Bits, Bits], int]:
@@ -251,9 +260,7 @@ _NARROWINGS = {
 def _table(source: DType, target: DType) -> tuple[Bits, Array, int]:
     """A cast of all patterns of a small type: codes, overflowing patterns, the least of those."""
     numbers = every_value(source)
-    codes = np.frombuffer(
-        cast(numbers.view(np.uint8).data, BY_NAME["float32"], target).data, f"<u{target.itemsize}"
-    )
+    codes = np.frombuffer(cast(octets(numbers), FLOAT32, target).data, f"<u{target.itemsize}")
     overflows = beyond(numbers, target)
     magnitudes = np.flatnonzero(overflows) & (numbers.size // 2 - 1)
     return codes, overflows, int(magnitudes.min(initial=numbers.size))

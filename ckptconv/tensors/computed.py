@@ -20,17 +20,18 @@ from ckptconv.io.crc import crc32
 from ckptconv.io.source import CHUNK, Fingerprint, Source, WrappedSource
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple, dataclass
+from ckptconv.tensors.assembly import flat_boxes
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.flat_runs import flat_boxes
 from ckptconv.tensors.refs import (
+    Box,
     DerivedSource,
     Shape,
     Storage,
     TensorRef,
     box_of,
-    contiguous_stride,
+    number_at,
     origins,
     permuted,
     whole_storage,
@@ -48,7 +49,7 @@ from ckptconv.tensors.stream import (
 )
 
 if TYPE_CHECKING:
-    from ckptconv.tensors.operations import Box, Operation, Parameters
+    from ckptconv.tensors.operations import Operation, Parameters
 
 
 class ReadRun(NamedTuple):
@@ -179,12 +180,6 @@ class ComputedSource(DerivedSource):
             self._is_checked = True
         self.compute_into(offset, view, _nobody)
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        self._require(offset, nbytes)
-        whole = bytearray(nbytes)
-        self.read_into(offset, memoryview(whole))
-        return bytes(whole)
-
     def compute_into(self, offset: int, view: memoryview, note: Note) -> None:
         """Fill `view` with the bytes from `offset` on; `note` is told what was read for them."""
         self._require(offset, len(view))
@@ -227,27 +222,13 @@ class ComputedSource(DerivedSource):
         return OPERATIONS[self.value.operation]
 
     def fingerprint(self) -> Fingerprint:
-        inputs = tuple(
-            (piece.storage.source.fingerprint(), piece.storage.offset, *piece[1:])
-            for ref in self.inputs
-            for piece in ref.pieces
-        )
         types = tuple((ref.dtype.name, ref.conj, ref.neg) for ref in self.inputs)
-        value = self.value
-        return (value.operation, value.parameters, value.dtype.name, value.shape, types, inputs)
-
-    def needs_closing(self) -> bool:
-        return False
+        told = self.value
+        made = (told.operation, told.parameters, told.dtype.name, told.shape)
+        return (*made, types, self._of_inputs())
 
     def is_for_threads(self) -> bool:
         return all(storage.source.is_for_threads() for storage in origins(self.inputs))
-
-    def close(self) -> None:
-        """What it reads is closed by whoever opened it."""
-
-    def check_unchanged(self) -> None:
-        for storage in origins(self.inputs):
-            storage.source.check_unchanged()
 
     def computed_as(self, target: DType, first: int, count: int, note: Note) -> Cast:
         """So many elements from the one with this number on, in the type `target`: another one than
@@ -288,9 +269,7 @@ class ComputedSource(DerivedSource):
             self._gather_into(index, start, shape, raw, note)
             return
         storage, at = found
-        steps = contiguous_stride(ref.shape)
-        first = sum(place * step for place, step in zip(start, steps, strict=True))
-        read_run(storage, at + first * ref.dtype.itemsize, raw, note)
+        read_run(storage, at + number_at(start, ref.shape) * ref.dtype.itemsize, raw, note)
 
     def _gather_into(
         self, index: int, start: Shape, shape: Shape, raw: memoryview, note: Note
@@ -602,11 +581,6 @@ class _Noting(WrappedSource):
 
     def read_into(self, offset: int, view: memoryview) -> None:
         self._computed.compute_into(offset, view, lambda run: self._checksums.copied(*run))
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        whole = bytearray(nbytes)
-        self.read_into(offset, memoryview(whole))
-        return bytes(whole)
 
 
 def _nobody(run: ReadRun) -> None:

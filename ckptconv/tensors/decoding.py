@@ -21,19 +21,14 @@ from typing import Any
 
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.casting import Cast, beyond, cast, every_value
-from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.plain_numbers import number_of, rounded
-from ckptconv.tensors.refs import Shape
-
-Box = tuple[Shape, Shape]
-Number = float | complex
-
-_FLOAT32 = BY_NAME["float32"]
+from ckptconv.tensors.casting import Cast, as_floats, beyond, cast, every_value, octets
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, DType
+from ckptconv.tensors.plain_numbers import Number, number_of, quotient, real, single
+from ckptconv.tensors.refs import Box, Shape
 
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4 = (*_HALF, *(-value for value in _HALF))
-"""The values of E2M1 by code (OCP Microscaling 1.0); code 8 is -0."""
+"""The values of E2M1 by code (OCP Microscaling Formats 1.0, section 5.3.3); code 8 is -0."""
 
 
 class Decoding(NamedTuple):
@@ -160,7 +155,7 @@ def decode_values(
             made += np.float32(how.plus)
         if how.last != 1.0:
             made *= np.float32(how.last)
-    return cast(made.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    return cast(octets(made), FLOAT32, target)
 
 
 def _scales(how: Decoding, given: dict[str, Any]) -> Array:
@@ -173,17 +168,15 @@ def _scales(how: Decoding, given: dict[str, Any]) -> Array:
 
 
 def _with_second(scale: Array, second: Array, divides: bool) -> Array:
-    return np.divide(scale, second) if divides else np.multiply(scale, second)
+    combine = np.divide if divides else np.multiply
+    return combine(scale, second)
 
 
 def _floats(part: memoryview, dtype: DType, shape: Shape) -> Array:
     """Numbers of any real type as float32; integers of at most 24 bits are exact."""
     if dtype.is_floating:
-        raw = cast(part, dtype, _FLOAT32).data
-        return np.frombuffer(raw, "<f4").reshape(shape)
-    numpy = dtype.numpy
-    assert numpy is not None
-    return np.frombuffer(part, np.dtype(numpy).newbyteorder("<")).astype("<f4").reshape(shape)
+        return as_floats(part, dtype, FLOAT32).reshape(shape)
+    return np.frombuffer(part, dtype.array_type).astype("<f4").reshape(shape)
 
 
 def _codes(
@@ -194,9 +187,9 @@ def _codes(
     table = _table(how, given)
     stored = np.frombuffer(part, f"<u{how.word}").reshape(shape)
     if _is_by_bytes(how):
-        octets = stored.view(np.uint8).reshape(*shape[:-1], shape[-1] * how.word)
+        each = stored.view(np.uint8).reshape(*shape[:-1], shape[-1] * how.word)
         by_bytes = _by_bytes(table, how.bits, how.order)
-        made = np.take(by_bytes, octets, mode="clip").view(np.float32)
+        made = np.take(by_bytes, each, mode="clip").view(np.float32)
         skipped = column % how.per_word
         return np.ascontiguousarray(made[..., skipped : skipped + columns])
     first, count = (row, rows) if how.axis == -2 else (column, columns)
@@ -247,8 +240,8 @@ def _small_float(code: int, mantissa: int, bias: int) -> float:
 
 def _by_bytes(numbers: Array, bits: int, order: tuple[int, ...]) -> Array:
     """What the fields of a byte stand for, by its value: of `numbers` (..., codes), of each."""
-    octets = np.arange(256)
-    fields = [octets >> bits * field & (1 << bits) - 1 for field in order or range(8 // bits)]
+    every = np.arange(256)
+    fields = [every >> bits * field & (1 << bits) - 1 for field in order or range(8 // bits)]
     made = np.stack([numbers[..., field] for field in fields], axis=-1)
     return made.view(_ITEMS[made.itemsize * len(fields)])[..., 0]
 
@@ -281,13 +274,13 @@ def unpacked(stored: Array, how: Decoding, first: int, count: int) -> Array:
 
 def _straddling(stored: Array, bits: int, axis: int, shift: int) -> Array:
     """Fields that words do not hold whole, end to end from the bit `shift` on."""
-    octets = np.ascontiguousarray(np.moveaxis(stored, axis, -1)).view(np.uint8)
-    available = (8 * octets.shape[-1] - shift) // bits
-    padded = np.concatenate([octets, np.zeros((*octets.shape[:-1], 2), np.uint8)], axis=-1)
+    whole = np.ascontiguousarray(np.moveaxis(stored, axis, -1)).view(np.uint8)
+    available = (8 * whole.shape[-1] - shift) // bits
+    padded = np.concatenate([whole, np.zeros((*whole.shape[:-1], 2), np.uint8)], axis=-1)
     pairs = padded[..., :-1].astype(np.uint16)
     pairs |= padded[..., 1:].astype(np.uint16) << np.uint16(8)
     period = 8 // gcd(bits, 8)  # elements after which the places within bytes come again
-    made = np.empty((*octets.shape[:-1], available), np.uint8)
+    made = np.empty((*whole.shape[:-1], available), np.uint8)
     mask = np.uint16((1 << bits) - 1)
     for at in range(min(period, available)):
         bit = shift + at * bits
@@ -326,7 +319,7 @@ class _Spread:
         self._groups = None
         if "groups" in given:
             part, dtype, _ = given["groups"]
-            self._groups = _integers(part, dtype)
+            self._groups = np.frombuffer(part, dtype.array_type).astype(np.intp)
 
     def __call__(self, each: Array) -> Array:
         high, wide = self._block
@@ -347,12 +340,6 @@ def spread_out(each: Array, axis: int, size: int, first: int, count: int) -> Arr
     taken[axis] = slice(first % size, first % size + count)
     cut: Array = spread[tuple(taken)]
     return cut
-
-
-def _integers(part: memoryview, dtype: DType) -> Array:
-    numpy = dtype.numpy
-    assert numpy is not None
-    return np.frombuffer(part, np.dtype(numpy).newbyteorder("<")).astype(np.intp)
 
 
 # ----------------------------------------------------------------------------- scales of a byte
@@ -395,7 +382,7 @@ def _scaled_items(
     if second:
         scales = _with_second(scales, np.frombuffer(second, np.float32), divides)
     wanted = np.multiply(_numbers(numbers, bits, offset), scales[:, None])
-    result = cast(wanted.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    result = cast(octets(wanted), FLOAT32, target)
     if result.overflowed:
         return None
     values = np.frombuffer(result.data, f"<u{target.itemsize}").reshape(wanted.shape)
@@ -409,7 +396,7 @@ def _by_small_scales(
     (*_, row, column), (*counts, rows, columns) = box
     codes, _, shape = given["codes"]
     scales, _, grid = given["scale"]
-    octets = np.frombuffer(codes, np.uint8).reshape(*shape[:-1], shape[-1] * how.word)
+    stored = np.frombuffer(codes, np.uint8).reshape(*shape[:-1], shape[-1] * how.word)
     each = np.frombuffer(scales, np.uint8).reshape(grid).astype(np.uint16) << np.uint16(8)
     per_byte = 8 // how.bits
     sizes, firsts = list(how.block), [row, column]
@@ -417,15 +404,15 @@ def _by_small_scales(
     sizes[how.axis] //= per_byte
     firsts[how.axis] = (firsts[how.axis] - skipped) // per_byte
     for axis in (-2, -1):
-        each = spread_out(each, axis, sizes[axis], firsts[axis], octets.shape[axis])
-    found = np.take(items, np.add(octets, each, dtype=np.uint16), mode="clip")
-    fields = found.reshape(-1).view(f"<u{target.itemsize}").reshape(*octets.shape, per_byte)
+        each = spread_out(each, axis, sizes[axis], firsts[axis], stored.shape[axis])
+    found = np.take(items, np.add(stored, each, dtype=np.uint16), mode="clip")
+    fields = found.reshape(-1).view(f"<u{target.itemsize}").reshape(*stored.shape, per_byte)
     if how.axis == -2:
         fields = np.ascontiguousarray(np.moveaxis(fields, -1, -2))
         made = fields.reshape(*counts, -1, columns)[..., skipped : skipped + rows, :]
     else:
         made = fields.reshape(*counts, rows, -1)[..., skipped : skipped + columns]
-    return Cast(np.ascontiguousarray(made).reshape(-1).view(np.uint8).data, 0)
+    return Cast(octets(made), 0)
 
 
 # ------------------------------------------------------------------------------- large blocks
@@ -454,7 +441,7 @@ def _by_tables(
     stored = np.frombuffer(codes[0], np.uint8).reshape(-1, rows, columns)
     grid = scale.reshape(-1, *scale.shape[-2:])
     wanted = np.multiply(numbers, grid[..., None])
-    result = cast(wanted.reshape(-1).view(np.uint8).data, _FLOAT32, target)
+    result = cast(octets(wanted), FLOAT32, target)
     tables = np.frombuffer(result.data, f"<u{target.itemsize}").reshape(len(grid), -1)
     lost = np.zeros(0, bool)
     if result.overflowed:
@@ -477,7 +464,7 @@ def _by_tables(
             np.take(tables[outer, own], index, out=made[outer, first:stop], mode="clip")
             if result.overflowed:
                 count += int(np.count_nonzero(lost[outer, own][index]))
-    return Cast(made.reshape(-1).view(np.uint8).data, count)
+    return Cast(octets(made), count)
 
 
 _COUNTED = 1 << 16
@@ -507,29 +494,29 @@ def decode_plain(how: Decoding, box: Box, numbers: Sequence[Sequence[Number]]) -
     along = column if how.axis == -1 else row
     code = _plain_code(how, given["codes"], along)
     if "table" in given:
-        number = _real(given["table"][int(_real(code))])
+        number = real(given["table"][int(real(code))])
     else:
         number = _plain_number(how, code)
-    group = int(_real(given["groups"][0])) if "groups" in given else 0
+    group = int(real(given["groups"][0])) if "groups" in given else 0
     scale = _plain_scale(how, given["scale"][group])
     if "second" in given:
-        second = _real(given["second"][0])
-        scale = _f32(_ratio(scale, second) if how.divides else scale * second)
+        second = real(given["second"][0])
+        scale = single(quotient(scale, second) if how.divides else scale * second)
     if "zero" in given:
-        number = _f32(number - _plain_zero(how, given["zero"], group, row))
-    value = _f32(number * scale)
+        number = single(number - _plain_zero(how, given["zero"], group, row))
+    value = single(number * scale)
     if "bias" in given:
-        value = _f32(value + _real(given["bias"][0]))
+        value = single(value + real(given["bias"][0]))
     if how.plus:
-        value = _f32(value + how.plus)
-    return _f32(value * how.last) if how.last != 1.0 else value
+        value = single(value + how.plus)
+    return single(value * how.last) if how.last != 1.0 else value
 
 
 def _plain_code(how: Decoding, words: Sequence[Number], along: int) -> Number:
     """The field of the element; a code of 8 bits of a type of its own is its number already."""
     if how.bits == 8 and how.word == 1:
         return words[0]
-    return _field(how, [int(_real(word)) for word in words], along)
+    return _field(how, [int(real(word)) for word in words], along)
 
 
 def _field(how: Decoding, words: Sequence[int], along: int) -> int:
@@ -545,42 +532,29 @@ def _field(how: Decoding, words: Sequence[int], along: int) -> int:
 def _plain_number(how: Decoding, code: Number) -> float:
     """What a code stands for."""
     if how.numbers == "uint":
-        return _real(code) - how.offset
+        return real(code) - how.offset
     if how.numbers == "e2m1":
-        return FLOAT4[int(_real(code))]
+        return FLOAT4[int(real(code))]
     if how.numbers == "e2m3":
-        return _small_float(int(_real(code)), 3, 1)
-    return _of_byte(code, how.numbers) if type(code) is int else _real(code)
+        return _small_float(int(real(code)), 3, 1)
+    return _of_byte(code, how.numbers) if type(code) is int else real(code)
 
 
 def _of_byte(byte: int, name: str) -> float:
-    return _real(number_of(bytes((byte % 256,)), BY_NAME[name]))
+    return real(number_of(bytes((byte % 256,)), BY_NAME[name]))
 
 
 def _plain_scale(how: Decoding, scale: Number) -> float:
     if how.scale_as:
-        return _of_byte(int(_real(scale)), how.scale_as)
-    return _real(rounded(scale, _FLOAT32))
+        return _of_byte(int(real(scale)), how.scale_as)
+    return single(real(scale))
 
 
 def _plain_zero(how: Decoding, zeros: Sequence[Number], group: int, row: int) -> float:
     if not how.packed_zero:
-        return _real(zeros[group])
+        return real(zeros[group])
     _, count = _words(how, *_span(row, 1, how.block[0]))
     per_row = len(zeros) // count
-    words = [int(_real(zeros[at * per_row + group])) for at in range(count)]
+    words = [int(real(zeros[at * per_row + group])) for at in range(count)]
     field = _field(how, words, row // how.block[0])
     return float((field + how.zero_step) % (1 << how.bits) - how.offset)
-
-
-def _ratio(one: float, other: float) -> float:
-    with np.errstate(all="ignore"):
-        return float(np.float64(one) / np.float64(other))
-
-
-def _f32(number: float) -> float:
-    return _real(rounded(number, _FLOAT32))
-
-
-def _real(number: Number) -> float:
-    return number.real if isinstance(number, complex) else number

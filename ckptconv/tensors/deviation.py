@@ -11,7 +11,7 @@ from ckptconv.support.arrays import Array, np
 from ckptconv.support.progress import Meter
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.element_pairs import Run, Tolerance, aligned, words_of
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.refs import TensorRef, place_of
 
 
 class Norms:
@@ -253,18 +253,13 @@ class _Tally:
     def deviation(self, shape: tuple[int, ...], norms: Norms) -> Deviation | None:
         if not self.count:
             return None
-        where: list[int] = []
-        rest = self.at
-        for size in reversed(shape):
-            rest, index = divmod(rest, size)
-            where.insert(0, index)
         return Deviation(
             self.count,
             self.numel,
             self.nans,
             self.max_abs,
             self.max_rel,
-            tuple(where),
+            place_of(self.at, shape),
             *self.values,
             rel_l2=norms.rel_l2(),
             cosine=norms.cosine(),

@@ -43,8 +43,8 @@ class DType:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", self.bits or 8 * self.itemsize)
-        word = self.itemsize // (2 if self.kind == "complex" else 1)
-        object.__setattr__(self, "word", word if self.elements == 1 else 1)
+        word = self.itemsize // 2 if self.kind == "complex" else self.itemsize
+        object.__setattr__(self, "word", 1 if self.is_block else word)
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the type of this name, or that which numpy, ml_dtypes or torch calls so.
@@ -80,6 +80,14 @@ class DType:
     def is_block(self) -> bool:
         """Whether it is a quantised type of GGUF: codes and scales of several elements."""
         return self.elements > 1
+
+    @property
+    def array_type(self) -> str:
+        """What numpy calls its numbers, little-endian, of a type that numpy has itself: ``<f4``;
+        bools are bytes.
+        """
+        letter = {"float": "f", "complex": "c", "bool": "u"}.get(self.kind, self.name[0])
+        return f"<{letter}{self.itemsize}"
 
     @property
     def is_differentiable(self) -> bool:
@@ -158,6 +166,7 @@ def _named(name: str) -> DType:
 
 
 FLOAT4_PAIRS = BY_NAME["float4_e2m1fn_x2"]
+FLOAT32, FLOAT64 = BY_NAME["float32"], BY_NAME["float64"]
 UINT8 = BY_NAME["uint8"]
 
 _SHORT_NAMES = {

@@ -9,12 +9,10 @@ from ckptconv.support.arrays import Array, np
 from ckptconv.support.choices import refuse_no_flag
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.casting import cast
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.casting import as_floats, octets
+from ckptconv.tensors.dtypes import FLOAT64, DType
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import iter_chunks
-
-_FLOAT64 = BY_NAME["float64"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +82,11 @@ _STEP = 1 << 17  # elements whose numbers are in memory at a time
 def numbers_of(words: Array, dtype: DType) -> Array | None:
     """Elements as float64, complex128 or integers; None for a type that holds no numbers."""
     if dtype.kind == "float":
-        return np.frombuffer(cast(words.view(np.uint8).data, dtype, _FLOAT64).data, "<f8")
+        return as_floats(octets(words), dtype, FLOAT64)
     if dtype.name == "complex32":
-        parts = words.view("<f2").astype(np.float64)
-        return parts.view(np.complex128)
+        return words.view("<f2").astype(np.float64).view(np.complex128)
     if dtype.kind in ("complex", "int", "bool"):
-        code = {"complex": "c", "bool": "u"}.get(
-            dtype.kind, "u" if dtype.name.startswith("u") else "i"
-        )
-        values = words.view(f"<{code}{dtype.itemsize}")
+        values = words.view(dtype.array_type)
         return values.astype(np.complex128) if dtype.kind == "complex" else values
     return None
 

@@ -1,7 +1,7 @@
 """One pass over the values of a tensor for several counters.
 
-A folder takes the values chunk by chunk and keeps what it has learnt of them: how many are NaN
-(`nonfinite`), the checksum of their bytes, a statistic. Several folders share a pass, so a tensor
+A folder takes the values chunk by chunk and keeps what it has learnt of them: how many are NaN, the
+checksum of their bytes, a statistic. Several folders share a pass, so a tensor
 is read once, whatever is to be known of it.
 """
 
@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptconv.io.crc import crc32
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.progress import Counting, Meter
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import noting
+from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage, TensorRef, origins
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
 
@@ -55,6 +58,82 @@ class OddBools:
 
     def update(self, chunk: memoryview) -> None:
         self.count += len(bytes(chunk).translate(None, b"\0\1"))
+
+
+# -------------------------------------------------------------------- values that are not finite
+
+# Which bits these are follows from each format: IEEE 754 for 16, 32 and 64 bits,
+# torch/headeronly/util/Float8_*.h for 8.
+
+
+class NonFinite(NamedTuple):
+    """Elements that are NaN, and that are infinite (a complex one counts by its worse part)."""
+
+    nan: int
+    infinite: int
+
+
+class _Bits(NamedTuple):
+    """Without its sign (`magnitude` masks it), a code above `infinity` is NaN. The code `infinity`
+    itself is infinite, or the largest finite value.
+    """
+
+    magnitude: int
+    infinity: int
+    has_infinity: bool = True
+
+
+_IEEE = {
+    2: _Bits(0x7FFF, 0x7C00),
+    4: _Bits(0x7FFF_FFFF, 0x7F80_0000),
+    8: _Bits((1 << 63) - 1, 0x7FF << 52),
+}
+_OTHERS = {
+    "bfloat16": _Bits(0x7FFF, 0x7F80),
+    "float8_e5m2": _Bits(0x7F, 0x7C),
+    "float8_e4m3fn": _Bits(0x7F, 0x7E, has_infinity=False),
+    "float8_e8m0fnu": _Bits(0xFF, 0xFE, has_infinity=False),
+}
+_ONE_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80}
+
+
+class NonFiniteCounter:
+    """A folder that counts the values of `dtype` that are not finite, as `nonfinite`."""
+
+    def __init__(self, dtype: DType) -> None:
+        self.nonfinite = NonFinite(0, 0)
+        self._dtype = dtype
+
+    def update(self, chunk: memoryview) -> None:
+        words = np.frombuffer(chunk, dtype=f"<u{self._dtype.word}")
+        is_nan, is_infinite = _not_finite(words, self._dtype.name)
+        if self._dtype.kind == "complex":
+            is_nan = is_nan.reshape(-1, 2).any(axis=1)
+            is_infinite = is_infinite.reshape(-1, 2).any(axis=1)
+        nan, infinite = self.nonfinite
+        nan += int(np.count_nonzero(is_nan))
+        infinite += int(np.count_nonzero(is_infinite & ~is_nan))
+        self.nonfinite = NonFinite(nan, infinite)
+
+
+def nonfinite_counters(ref: TensorRef) -> tuple[NonFiniteCounter, ...]:
+    """The counter for a tensor's values; none if its type has only finite values."""
+    if ref.dtype.kind not in ("float", "complex"):
+        return ()
+    return (NonFiniteCounter(ref.dtype),)
+
+
+def _not_finite(words: Array, name: str) -> tuple[Any, Any]:
+    """Which words are NaN, and which are infinite."""
+    if name in _ONE_NAN:
+        return words == _ONE_NAN[name], words != words
+    bits = _OTHERS.get(name) or _IEEE[words.dtype.itemsize]
+    magnitude = words & words.dtype.type(bits.magnitude)
+    infinity = words.dtype.type(bits.infinity)
+    return magnitude > infinity, (magnitude == infinity) & bits.has_infinity
+
+
+# -------------------------------------------------------------------------------------- the pass
 
 
 def fold(

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 
 from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.casting import Cast, cast
-from ckptconv.tensors.dtypes import BLOCKS, BY_NAME, DType
-from ckptconv.tensors.refs import Shape
+from ckptconv.tensors.casting import Cast, cast, octets
+from ckptconv.tensors.dtypes import BLOCKS, FLOAT32, DType
+from ckptconv.tensors.plain_numbers import single
+from ckptconv.tensors.refs import Box
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -218,15 +219,6 @@ def _nvfp4(blocks: Bytes, out: Floats) -> None:
 # ----------------------------------------------------------------------------- one element
 
 
-def _single(number: float) -> float:
-    """A number rounded to float32."""
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
-    except OverflowError:
-        return float("inf") if number > 0 else float("-inf")
-    return rounded
-
-
 def _half(block: bytes, at: int) -> float:
     found: float = struct.unpack_from("<e", block, at)[0]
     return found
@@ -254,7 +246,7 @@ def _plain_q4_0(block: bytes, index: int) -> float:
 
 
 def _plain_q4_1(block: bytes, index: int) -> float:
-    return _single(_half(block, 0) * _nibble(block, 4, index, 16) + _half(block, 2))
+    return single(_half(block, 0) * _nibble(block, 4, index, 16) + _half(block, 2))
 
 
 def _plain_q5_0(block: bytes, index: int) -> float:
@@ -264,7 +256,7 @@ def _plain_q5_0(block: bytes, index: int) -> float:
 
 def _plain_q5_1(block: bytes, index: int) -> float:
     fifth = block[4 + index // 8] >> index % 8 & 1
-    return _single(_half(block, 0) * (_nibble(block, 8, index, 16) + 16 * fifth) + _half(block, 2))
+    return single(_half(block, 0) * (_nibble(block, 8, index, 16) + 16 * fifth) + _half(block, 2))
 
 
 def _plain_q8_0(block: bytes, index: int) -> float:
@@ -275,7 +267,7 @@ def _plain_q8_0(block: bytes, index: int) -> float:
 def _plain_q2_k(block: bytes, index: int) -> float:
     factor = block[index // 16]
     minimum = _half(block, 82) * (factor >> 4)
-    return _single(_half(block, 80) * (factor & 15) * _pair(block, 16, index) - minimum)
+    return single(_half(block, 80) * (factor & 15) * _pair(block, 16, index) - minimum)
 
 
 def _plain_q3_k(block: bytes, index: int) -> float:
@@ -298,13 +290,13 @@ def _plain_factors(block: bytes, group: int) -> tuple[int, int]:
 def _plain_q4_k(block: bytes, index: int) -> float:
     factor, below = _plain_factors(block, index // 32)
     code = _nibble(block, 16, index, 32)
-    return _single(_half(block, 0) * factor * code - _half(block, 2) * below)
+    return single(_half(block, 0) * factor * code - _half(block, 2) * below)
 
 
 def _plain_q5_k(block: bytes, index: int) -> float:
     factor, below = _plain_factors(block, index // 32)
     code = _nibble(block, 48, index, 32) + 16 * _bit(block, 16, index)
-    return _single(_half(block, 0) * factor * code - _half(block, 2) * below)
+    return single(_half(block, 0) * factor * code - _half(block, 2) * below)
 
 
 def _plain_q6_k(block: bytes, index: int) -> float:
@@ -326,7 +318,7 @@ def _plain_iq4_xs(block: bytes, index: int) -> float:
 
 
 def _plain_mxfp4(block: bytes, index: int) -> float:
-    return _single(2.0 ** (block[0] - 128) * _FP4[_nibble(block, 1, index, 16)])
+    return single(2.0 ** (block[0] - 128) * _FP4[_nibble(block, 1, index, 16)])
 
 
 def _plain_nvfp4(block: bytes, index: int) -> float:
@@ -367,8 +359,6 @@ ever met (TQ, Q1_0).
 
 # ------------------------------------------------------------------------------ the operation
 
-Box = tuple[Shape, Shape]
-
 
 def block_needs(names: tuple[str], box: Box, count: int) -> Sequence[Box]:
     """The blocks for a box of values; the parameter is the name of their type."""
@@ -390,11 +380,10 @@ def block_values(
     decoder = _BY_NAME[names[0]]
     (*_, first), (*_, number) = box
     _, blocks = _blocks_of(decoder.dtype, first, number)
-    octets = np.frombuffer(raw[0], np.uint8).reshape(-1, decoder.dtype.itemsize)
-    rows = decoder.decode(octets).reshape(-1, blocks * decoder.dtype.elements)
+    stored = np.frombuffer(raw[0], np.uint8).reshape(-1, decoder.dtype.itemsize)
+    rows = decoder.decode(stored).reshape(-1, blocks * decoder.dtype.elements)
     skipped = first % decoder.dtype.elements
-    made = np.ascontiguousarray(rows[:, skipped : skipped + number])
-    return cast(made.reshape(-1).view(np.uint8).data, BY_NAME["float32"], target)
+    return cast(octets(rows[:, skipped : skipped + number]), FLOAT32, target)
 
 
 def block_plain(names: tuple[str], box: Box, numbers: Sequence[Sequence[Any]]) -> float:

@@ -9,15 +9,15 @@ computes, when its values are read, and has no reverse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, islice, product
 from math import prod
-from typing import Any
 
 from ckptconv.io.source import CHUNK
 from ckptconv.support.errors import KeyMismatch, RefusedObject
 from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text
-from ckptconv.tensors.flat_runs import flat_boxes
+from ckptconv.tensors.assembly import flat_boxes
 from ckptconv.tensors.refs import (
     Piece,
     Shape,
@@ -112,10 +112,12 @@ def _with_dim(ref: TensorRef, dim: int) -> TensorRef:
         return (*numbers[:dim], number, *numbers[dim:])
 
     pieces = tuple(
-        piece._replace(
-            shape=more(piece.shape, 1),
-            stride=more(piece.stride, prod(piece.shape)),
-            start=more(piece.start, 0),
+        Piece(
+            piece.storage,
+            piece.offset,
+            more(piece.shape, 1),
+            more(piece.stride, prod(piece.shape)),
+            more(piece.start, 0),
         )
         for piece in ref.pieces
     )
@@ -232,8 +234,8 @@ def apart(ref: TensorRef) -> TensorRef:
     return view._replace(pieces=(piece._replace(storage=storage, offset=0),))
 
 
-def _refuse_dim(dim: int, dimensions: int) -> None:
-    if not 0 <= dim < dimensions:
+def _refuse_dim(dim: int, dimensions: int, least: int = 0) -> None:
+    if not least <= dim < dimensions:
         raise KeyMismatch(f"there is no dimension {dim} of {dimensions}")
 
 
@@ -482,6 +484,24 @@ MOVES: Mapping[str, _Row] = {
 # ------------------------------------------------------------------------------ operations as moves
 
 
+class _Asked(NamedTuple):
+    """An operation that was asked for, of some tensors; as `settled` is told of it."""
+
+    arguments: Mapping[str, object]
+    refs: Sequence[TensorRef]
+    sets: int | None
+    on: Shape
+
+    def axis(self, more: int = 0) -> int:
+        """The dimension that is named, of so many more than the first tensor has."""
+        return _axis(self.arguments["dim"], len(self.refs[0].shape) + more)
+
+
+_Settle = Callable[[_Asked], list[Move]]
+_Steps = Iterator[tuple[str, tuple[Shape, ...]]]
+"""Moves of one tensor, by their names and numbers."""
+
+
 def settled(
     name: str,
     arguments: Mapping[str, object],
@@ -495,10 +515,7 @@ def settled(
     size of the dimension); `on` the places in the list that it is for (none: all). Raises
     `KeyMismatch` where shapes do not fit.
     """
-    return _SETTLED[name](arguments, refs, count, tuple(on))
-
-
-_Settle = Callable[[Mapping[str, object], Sequence[TensorRef], "int | None", Shape], "list[Move]"]
+    return _SETTLED[name](_Asked(arguments, refs, count, tuple(on)))
 
 
 def _numbers(value: object) -> Shape:
@@ -514,126 +531,99 @@ def _number(value: object) -> int:
 def _axis(value: object, dimensions: int) -> int:
     """A dimension counted from the start."""
     axis = _number(value)
-    if not -dimensions <= axis < dimensions:
-        raise KeyMismatch(f"there is no dimension {axis} of {dimensions}")
+    _refuse_dim(axis, dimensions, least=-dimensions)
     return axis % dimensions
 
 
-def _settle_stack(
-    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
-) -> list[Move]:
-    dim = _axis(arguments["dim"], len(refs[0].shape) + 1)
-    return [Move("stack", ((dim,), (count or 1,)))]
+def _settle_stack(asked: _Asked) -> list[Move]:
+    return [Move("stack", ((asked.axis(1),), (asked.sets or 1,)))]
 
 
-def _settle_unstack(
-    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
-) -> list[Move]:
-    dim = _axis(arguments["dim"], len(refs[0].shape))
-    size = refs[0].shape[dim]
-    if count is not None and size != count:
+def _settle_unstack(asked: _Asked) -> list[Move]:
+    dim, shape, count = asked.axis(), asked.refs[0].shape, asked.sets
+    if count is not None and shape[dim] != count:
         raise KeyMismatch(
-            f"dimension {dim} of {list(refs[0].shape)} is {size}, and there are {count} targets"
+            f"dimension {dim} of {list(shape)} is {shape[dim]}, and there are {count} targets"
         )
-    return [Move("unstack", ((dim,), (size,)))]
+    return [Move("unstack", ((dim,), (shape[dim],)))]
 
 
-def _settle_concat(
-    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
-) -> list[Move]:
-    dim = _axis(arguments["dim"], len(refs[0].shape))
-    sizes = tuple(ref.shape[dim] for ref in refs[: count or 1] if dim < len(ref.shape))
+def _settle_concat(asked: _Asked) -> list[Move]:
+    dim, some = asked.axis(), asked.refs[: asked.sets or 1]
+    sizes = tuple(ref.shape[dim] for ref in some if dim < len(ref.shape))
     return [Move("concat", ((dim,), sizes))]
 
 
-def _settle_split(
-    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
-) -> list[Move]:
-    dim = _axis(arguments["dim"], len(refs[0].shape))
-    if (given := arguments.get("sizes")) is not None:
+def _settle_split(asked: _Asked) -> list[Move]:
+    dim, shape = asked.axis(), asked.refs[0].shape
+    if (given := asked.arguments.get("sizes")) is not None:
         return [Move("split", ((dim,), _numbers(given)))]
-    parts = _number(arguments.get("parts") or count)
-    size, rest = divmod(refs[0].shape[dim], parts)
+    parts = _number(asked.arguments.get("parts") or asked.sets)
+    size, rest = divmod(shape[dim], parts)
     if rest:
         raise KeyMismatch(
-            f"dimension {dim} of {list(refs[0].shape)} cannot be split into {parts} equal parts",
+            f"dimension {dim} of {list(shape)} cannot be split into {parts} equal parts",
             hint='say their sizes: {"split": {"dim": 0, "sizes": [...]}}',
         )
     return [Move("split", ((dim,), (size,) * parts))]
 
 
-def _settle_tie(
-    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
-) -> list[Move]:
-    return [Move("tie", ((count or 1,),))]
-
-
-def _for_each(
-    make: Callable[[Mapping[str, object], Shape], Iterator[tuple[str, tuple[Shape, ...]]]],
-) -> _Settle:
+def _for_each(make: Callable[[Mapping[str, object], Shape], _Steps]) -> _Settle:
     """Moves of single tensors: those of one shape at a time."""
 
-    def settle(
-        arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
-    ) -> list[Move]:
+    def settle(asked: _Asked) -> list[Move]:
         places: dict[Shape, list[int]] = {}
-        for at in on or range(len(refs)):
-            places.setdefault(refs[at].shape, []).append(at)
+        for at in asked.on or range(len(asked.refs)):
+            places.setdefault(asked.refs[at].shape, []).append(at)
         moves = []
         for shape, of_shape in places.items():
-            where = () if len(of_shape) == len(refs) else tuple(of_shape)
-            for name, numbers in make(arguments, shape):
+            where = tuple(of_shape)
+            if len(of_shape) == len(asked.refs):
+                where = ()
+            for name, numbers in make(asked.arguments, shape):
                 moves.append(Move(name, (*numbers, where)))
         return moves
 
     return settle
 
 
-def _transposes(
-    arguments: Mapping[str, object], shape: Shape
-) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+def _transposes(arguments: Mapping[str, object], shape: Shape) -> _Steps:
     one, other = (_axis(axis, len(shape)) for axis in _numbers(arguments["dims"]))
     dims = list(range(len(shape)))
     dims[one], dims[other] = other, one
     yield "permute", (tuple(dims),)
 
 
-def _permutes(
-    arguments: Mapping[str, object], shape: Shape
-) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+def _permutes(arguments: Mapping[str, object], shape: Shape) -> _Steps:
     dims = _numbers(arguments["dims"])
     if len(dims) != len(shape):
         raise KeyMismatch(f"{list(dims)} is not an order of the dimensions of {list(shape)}")
     yield "permute", (tuple(_axis(axis, len(shape)) for axis in dims),)
 
 
-def _reshapes(
-    arguments: Mapping[str, object], shape: Shape
-) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+def _reshapes(arguments: Mapping[str, object], shape: Shape) -> _Steps:
     wanted = _numbers(arguments["shape"])
     if wanted.count(-1) > 1 or any(size < -1 for size in wanted):
         raise KeyMismatch(f"{list(wanted)} is not a shape", hint="one of its sizes may be -1")
-    known = prod(size for size in wanted if size != -1)
-    if -1 in wanted and (not known or prod(shape) % known):
-        raise KeyMismatch(f"{list(shape)} cannot have the shape {list(wanted)}")
-    made = tuple(prod(shape) // known if size == -1 else size for size in wanted)
+    made = list(wanted)
+    if -1 in made:
+        known = prod(size for size in made if size != -1)
+        if not known or prod(shape) % known:
+            raise KeyMismatch(f"{list(shape)} cannot have the shape {list(wanted)}")
+        made[made.index(-1)] = prod(shape) // known
     if prod(made) != prod(shape):
-        raise KeyMismatch(f"{list(shape)} cannot have the shape {list(made)}")
-    yield "reshape", (made, shape)
+        raise KeyMismatch(f"{list(shape)} cannot have the shape {made}")
+    yield "reshape", (tuple(made), shape)
 
 
-def _unflattens(
-    arguments: Mapping[str, object], shape: Shape
-) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+def _unflattens(arguments: Mapping[str, object], shape: Shape) -> _Steps:
     dim = _axis(arguments["dim"], len(shape))
     sizes = _numbers(arguments["sizes"])
     [(_, (inner, _))] = _reshapes({"shape": sizes}, shape[dim : dim + 1])
     yield "reshape", ((*shape[:dim], *inner, *shape[dim + 1 :]), shape)
 
 
-def _flattens(
-    arguments: Mapping[str, object], shape: Shape
-) -> Iterator[tuple[str, tuple[Shape, ...]]]:
+def _flattens(arguments: Mapping[str, object], shape: Shape) -> _Steps:
     first, last = (_axis(axis, len(shape)) for axis in _numbers(arguments["dims"]))
     if first > last:
         raise KeyMismatch(f"flatten goes from a dimension to a later one, not {first} to {last}")
@@ -641,7 +631,7 @@ def _flattens(
     yield "reshape", ((*shape[:first], inner, *shape[last + 1 :]), shape)
 
 
-def _turned(shape: Shape, dim: int, inner: Shape, what: str) -> Iterator[tuple[str, Any]]:
+def _turned(shape: Shape, dim: int, inner: Shape, what: str) -> _Steps:
     """A dimension taken apart into two or three, of which the last two change places."""
     if shape[dim] != prod(inner):
         raise KeyMismatch(f"dimension {dim} of {list(shape)} is not of {what}")
@@ -655,41 +645,23 @@ def _turned(shape: Shape, dim: int, inner: Shape, what: str) -> Iterator[tuple[s
     yield "reshape", (shape, turned)
 
 
-def _interleaves(*, back: bool) -> _Settle:
-    def make(
-        arguments: Mapping[str, object], shape: Shape
-    ) -> Iterator[tuple[str, tuple[Shape, ...]]]:
-        dim = _axis(arguments["dim"], len(shape))
-        parts = _number(arguments.get("parts") or 2)
-        size = shape[dim] // parts
-        inner = (size, parts) if back else (parts, size)
-        yield from _turned(shape, dim, inner, f"{parts} equal parts")
-
-    return _for_each(make)
+def _interleaves(arguments: Mapping[str, object], shape: Shape, way: int = 1) -> _Steps:
+    """Parts side by side, one value of each in turn; by the `way` -1 back."""
+    dim = _axis(arguments["dim"], len(shape))
+    parts = _number(arguments.get("parts") or 2)
+    inner = (parts, shape[dim] // parts)[::way]
+    yield from _turned(shape, dim, inner, f"{parts} equal parts")
 
 
-def _ropes(*, back: bool) -> _Settle:
+def _ropes(arguments: Mapping[str, object], shape: Shape, way: int = 1) -> _Steps:
     """Rows of each head in pairs, and in halves. Source: the permutation of q and k in
     transformers' ``convert_llama_weights_to_hf.py``, stated as view and transpose.
     """
-
-    def make(
-        arguments: Mapping[str, object], shape: Shape
-    ) -> Iterator[tuple[str, tuple[Shape, ...]]]:
-        heads = _number(arguments["heads"])
-        if not shape:
-            raise KeyMismatch("a number has no heads")
-        half = shape[0] // heads // 2
-        inner = (heads, 2, half) if back else (heads, half, 2)
-        yield from _turned(shape, 0, inner, f"{count_text(heads, 'head')} of an even size")
-
-    return _for_each(make)
-
-
-def _settle_add(
-    arguments: Mapping[str, object], refs: Sequence[TensorRef], count: int | None, on: Shape
-) -> list[Move]:
-    return [Move("add", ((_number(arguments["value"]),), on))]
+    heads = _number(arguments["heads"])
+    if not shape:
+        raise KeyMismatch("a number has no heads")
+    inner = (heads, *(shape[0] // heads // 2, 2)[::way])
+    yield from _turned(shape, 0, inner, f"{count_text(heads, 'head')} of an even size")
 
 
 _SETTLED: Mapping[str, _Settle] = {
@@ -702,10 +674,10 @@ _SETTLED: Mapping[str, _Settle] = {
     "reshape": _for_each(_reshapes),
     "unflatten": _for_each(_unflattens),
     "flatten": _for_each(_flattens),
-    "interleave": _interleaves(back=False),
-    "deinterleave": _interleaves(back=True),
-    "rope": _ropes(back=False),
-    "unrope": _ropes(back=True),
-    "add": _settle_add,
-    "tie": _settle_tie,
+    "interleave": _for_each(_interleaves),
+    "deinterleave": _for_each(partial(_interleaves, way=-1)),
+    "rope": _for_each(_ropes),
+    "unrope": _for_each(partial(_ropes, way=-1)),
+    "add": lambda asked: [Move("add", ((_number(asked.arguments["value"]),), asked.on))],
+    "tie": lambda asked: [Move("tie", ((asked.sets or 1,),))],
 }

@@ -22,16 +22,10 @@ from math import prod
 
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.casting import Cast, cast
-from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.plain_numbers import rounded
-from ckptconv.tensors.refs import Shape
-
-Box = tuple[Shape, Shape]
-Number = float | complex
-
-_FLOAT32 = BY_NAME["float32"]
-_FLOAT64 = BY_NAME["float64"]
+from ckptconv.tensors.casting import Cast, as_floats, cast, octets
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, FLOAT64, DType
+from ckptconv.tensors.plain_numbers import Number, quotient, real, rounded, single
+from ckptconv.tensors.refs import Box, Shape, number_at
 
 
 class Term(NamedTuple):
@@ -135,9 +129,11 @@ def low_rank_values(
     """The bytes of a box of the output, from those of the boxes that it needs."""
     boxes = low_rank_needs(how, box, len(raw))
     shapes = [_flat(shape, how.outer) for _, shape in boxes]
-    wide = _FLOAT64 if how.delta_as == "float64" else _FLOAT32
-    base = _array(raw[0], types[0], wide).reshape(shapes[0])
-    given = [_array(part, dtype, _FLOAT32) for part, dtype in zip(raw[1:], types[1:], strict=True)]
+    wide = FLOAT64 if how.delta_as == "float64" else FLOAT32
+    base = as_floats(raw[0], types[0], wide).reshape(shapes[0])
+    given = [
+        as_floats(part, dtype, FLOAT32) for part, dtype in zip(raw[1:], types[1:], strict=True)
+    ]
     deltas: list[_Delta] = []
     at = 0
     for term in how.terms:
@@ -151,7 +147,7 @@ def low_rank_values(
     with np.errstate(all="ignore"):
         if how.row:
             whole = _of_magnitude(how, _sum(base, deltas), given[-1], box)
-            return cast(_octets(whole), wide, target)
+            return cast(octets(whole), wide, target)
         return _by_rows(base, deltas, wide, target)
 
 
@@ -166,7 +162,7 @@ def _by_rows(base: Array, deltas: Sequence[_Delta], wide: DType, target: DType) 
     count, rows, columns = base.shape
     step = max(1, _ROWS // max(1, columns))
     made = np.empty(base.shape, f"<u{target.itemsize}")
-    may_be_quick = target.itemsize == 2 and wide is _FLOAT32
+    may_be_quick = target.itemsize == 2 and wide is FLOAT32
     overflowed = 0
     for one in range(count):
         unsure: list[Array] = []
@@ -175,7 +171,7 @@ def _by_rows(base: Array, deltas: Sequence[_Delta], wide: DType, target: DType) 
             own = [delta.rows(one, first, first + step) for delta in deltas]
             quick = _quick_sum(part, own, target) if may_be_quick else None
             if quick is None:
-                result = cast(_octets(_sum(part, own)), wide, target)
+                result = cast(octets(_sum(part, own)), wide, target)
             else:
                 result, places = quick
                 unsure.append(places + first * columns)
@@ -188,10 +184,10 @@ def _by_rows(base: Array, deltas: Sequence[_Delta], wide: DType, target: DType) 
             total = base[one].reshape(-1)[places]
             for delta in deltas:
                 total = total + delta.rows(one, 0, rows).at(places)
-            result = cast(_octets(total), _FLOAT32, target)
+            result = cast(octets(total), FLOAT32, target)
             made[one].reshape(-1)[places] = np.frombuffer(result.data, made.dtype)
             overflowed += result.overflowed
-    return Cast(made.reshape(-1).view(np.uint8).data, overflowed)
+    return Cast(octets(made), overflowed)
 
 
 def _sum(base: Array, deltas: Sequence[_Delta]) -> Array:
@@ -201,18 +197,9 @@ def _sum(base: Array, deltas: Sequence[_Delta]) -> Array:
     return whole
 
 
-def _octets(values: Array) -> memoryview:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-
-
 def _flat(shape: Shape, outer: int) -> Shape:
     """A box as matrices: how many, rows, columns."""
     return (prod(shape[:outer]), shape[outer], prod(shape[outer + 1 :])) if shape else (1, 1, 1)
-
-
-def _array(part: memoryview, dtype: DType, wide: DType) -> Array:
-    """Numbers as an array of float32 or float64, without a shape."""
-    return np.frombuffer(cast(part, dtype, wide).data, f"<f{wide.itemsize}")
 
 
 class _Delta:
@@ -221,7 +208,7 @@ class _Delta:
     def __init__(self, term: Term, factors: Sequence[Array], rounded_as: str) -> None:
         self._rank, self._factors = term.rank, factors
         self._scale = np.float32(term.scale)
-        self._as = BY_NAME[rounded_as] if rounded_as else _FLOAT32
+        self._as = BY_NAME[rounded_as] if rounded_as else FLOAT32
         self._off: Array | None = None
 
     def rows(self, matrix: int, first: int, stop: int) -> _Delta:
@@ -279,10 +266,10 @@ class _Delta:
         return self._rounded(self._scale * total)
 
     def _rounded(self, values: Array) -> Array:
-        if self._as is _FLOAT32:
+        if self._as is FLOAT32:
             return values
-        raw = cast(_octets(values), _FLOAT32, self._as)
-        return _array(raw.data, self._as, _FLOAT32).reshape(values.shape)
+        raw = cast(octets(values), FLOAT32, self._as)
+        return as_floats(raw.data, self._as, FLOAT32).reshape(values.shape)
 
 
 _ROOM = 1 << 14
@@ -327,17 +314,17 @@ def _quick_sum(base: Array, deltas: Sequence[_Delta], target: DType) -> tuple[Ca
         # rounding is monotone: so are sums, step by step; memory that was just used is warm
         low = np.add(low, both[0], out=both[0])
         high = np.add(high, both[1], out=both[1])
-    made = cast(_octets(low), _FLOAT32, target)
+    made = cast(octets(low), FLOAT32, target)
     if target.name == "bfloat16":
         places = _other_halves(low.reshape(-1).view(np.uint32), high.reshape(-1).view(np.uint32))
     else:
-        other = cast(_octets(high), _FLOAT32, target)
+        other = cast(octets(high), FLOAT32, target)
         places = np.flatnonzero(np.frombuffer(made.data, "<u2") != np.frombuffer(other.data, "<u2"))
     if len(places) * _MANY > base.size:
         return None
     lost = 0
     if made.overflowed and len(places):
-        lost = cast(_octets(low.reshape(-1)[places]), _FLOAT32, target).overflowed
+        lost = cast(octets(low.reshape(-1)[places]), FLOAT32, target).overflowed
     return Cast(made.data, made.overflowed - lost), places
 
 
@@ -394,21 +381,21 @@ def product_values(
 ) -> Cast:
     """A box of the product of two matrices."""
     factors = [
-        _array(part, dtype, _FLOAT32).reshape(_flat(shape, how.outer))
+        as_floats(part, dtype, FLOAT32).reshape(_flat(shape, how.outer))
         for part, dtype, (_, shape) in zip(raw, types, product_needs(how, box, 2), strict=True)
     ]
     with np.errstate(all="ignore"):
         made = chained(*factors)
-    return cast(_octets(made), _FLOAT32, target)
+    return cast(octets(made), FLOAT32, target)
 
 
 def multiply_values(
     how: object, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
 ) -> Cast:
     """The products of the elements of two inputs at one place."""
-    one, other = (_array(*given, _FLOAT32) for given in zip(raw, types, strict=True))
+    one, other = (as_floats(*given, FLOAT32) for given in zip(raw, types, strict=True))
     with np.errstate(all="ignore"):
-        return cast(_octets(one * other), _FLOAT32, target)
+        return cast(octets(one * other), FLOAT32, target)
 
 
 def kron_values(
@@ -418,7 +405,7 @@ def kron_values(
     (row, column, *_), (rows, columns, *_) = box
     needed = kron_needs(how, box, 2)
     one, other = (
-        _array(part, dtype, _FLOAT32).reshape(shape)
+        as_floats(part, dtype, FLOAT32).reshape(shape)
         for part, dtype, (_, shape) in zip(raw, types, needed, strict=True)
     )
     down, along = np.arange(row, row + rows), np.arange(column, column + columns)
@@ -427,7 +414,7 @@ def kron_values(
     inner = other[np.ix_(down % how.rows - first, along % how.columns - begin)]
     with np.errstate(all="ignore"):
         made = outer.reshape(*outer.shape, *(1,) * (inner.ndim - 2)) * inner
-    return cast(_octets(made), _FLOAT32, target)
+    return cast(octets(made), FLOAT32, target)
 
 
 # ------------------------------------------------------------------------------- one element
@@ -439,39 +426,37 @@ def low_rank_plain(how: LowRank, box: Box, numbers: Sequence[Sequence[Number]]) 
     row = [_plain_sum(how, numbers, column, width) for column in range(width)]
     if not how.row:
         return row[0]
-    norm = _f32(_plain_norm(row) + _f32(how.epsilon))
-    magnitude = _f32(_real(numbers[-1][0]))
-    index = 0
-    for at, size in zip(box[0][how.outer + 1 :], how.row, strict=True):
-        index = index * size + at
-    return _f32(_ratio(magnitude, norm) * row[index])
+    norm = single(_plain_norm(row) + single(how.epsilon))
+    magnitude = single(real(numbers[-1][0]))
+    index = number_at(box[0][how.outer + 1 :], how.row)
+    return single(single(quotient(magnitude, norm)) * row[index])
 
 
 def _plain_norm(row: Sequence[float]) -> float:
-    squares = [_f32(value * value) for value in row]
+    squares = [single(value * value) for value in row]
     whole = len(row) - len(row) % _LANES
     lanes = [0.0] * _LANES
     for at, square in enumerate(squares[:whole]):
-        lanes[at % _LANES] = _f32(lanes[at % _LANES] + square)
+        lanes[at % _LANES] = single(lanes[at % _LANES] + square)
     total = 0.0
     for square in (*lanes, *squares[whole:]):
-        total = _f32(total + square)
-    return _f32(math.sqrt(total)) if total >= 0 else math.nan
+        total = single(total + square)
+    return single(math.sqrt(total)) if total >= 0 else math.nan
 
 
 def _plain_sum(how: LowRank, numbers: Sequence[Sequence[Number]], column: int, width: int) -> float:
-    total = _real(numbers[0][column])
+    total = real(numbers[0][column])
     is_double = how.delta_as == "float64"
     at = 1
     for term in how.terms:
         if term.rank:
             product = _plain_product(numbers[at], numbers[at + 1][column::width])
         else:
-            product = _f32(_real(numbers[at][column]))
-        delta = _f32(_f32(term.scale) * product)
+            product = single(real(numbers[at][column]))
+        delta = single(single(term.scale) * product)
         if how.delta_as:
-            delta = _real(rounded(delta, BY_NAME[how.delta_as]))
-        total = total + delta if is_double else _f32(total + delta)
+            delta = real(rounded(delta, BY_NAME[how.delta_as]))
+        total = total + delta if is_double else single(total + delta)
         at += 2 if term.rank else 1
     return total
 
@@ -484,23 +469,10 @@ def product_plain(how: Product, box: Box, numbers: Sequence[Sequence[Number]]) -
 def _plain_product(row: Sequence[Number], column: Sequence[Number]) -> float:
     total = 0.0
     for one, other in zip(row, column, strict=True):
-        total = _f32(total + _f32(_real(one)) * _f32(_real(other)))
+        total = single(total + single(real(one)) * single(real(other)))
     return total
 
 
 def multiply_plain(how: object, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
     """One element of two multiplied at its place."""
-    return _f32(_f32(_real(numbers[0][0])) * _f32(_real(numbers[1][0])))
-
-
-def _ratio(one: float, other: float) -> float:
-    with np.errstate(all="ignore"):
-        return _f32(float(np.float64(one) / np.float64(other)))
-
-
-def _f32(number: float) -> float:
-    return _real(rounded(number, _FLOAT32))
-
-
-def _real(number: Number) -> float:
-    return number.real if isinstance(number, complex) else number
+    return single(single(real(numbers[0][0])) * single(real(numbers[1][0])))

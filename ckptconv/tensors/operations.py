@@ -13,9 +13,9 @@ from typing import Any
 
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.casting import Cast, cast
+from ckptconv.tensors.casting import Cast, as_floats, cast, octets
 from ckptconv.tensors.decoding import decode_needs, decode_plain, decode_values
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, FLOAT64, DType
 from ckptconv.tensors.gguf_blocks import block_needs, block_plain, block_values
 from ckptconv.tensors.low_rank import (
     kron_needs,
@@ -29,14 +29,10 @@ from ckptconv.tensors.low_rank import (
     product_plain,
     product_values,
 )
-from ckptconv.tensors.refs import Shape
+from ckptconv.tensors.plain_numbers import Number
+from ckptconv.tensors.refs import Box
 
 Parameters = tuple[Hashable, ...]
-
-Box = tuple[Shape, Shape]
-"""Where a box starts in its tensor, and its shape."""
-
-Number = float | complex
 
 
 class Operation(NamedTuple):
@@ -82,7 +78,6 @@ def _itself(parameters: Parameters, box: Box, numbers: Sequence[Sequence[Number]
 
 # ------------------------------------------------------------------------------------------- mean
 
-_FLOAT64 = BY_NAME["float64"]
 _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
@@ -106,14 +101,14 @@ def _mean(
         if not np.isfinite(mean).all():  # the sum may be beyond all numbers, but not the mean
             shares = [weight / whole for weight in _numbers(weights)]
             mean = np.where(np.isfinite(mean), mean, _sum(raw, real, shares))
-    return cast(mean.view(np.uint8).data, _FLOAT64, real)
+    return cast(octets(mean), FLOAT64, real)
 
 
 def _sum(raw: Sequence[memoryview], real: DType, weights: Sequence[float]) -> Array:
     """The weighted sum of the numbers in some bytes."""
     total: Array | None = None
     for one, weight in zip(raw, weights, strict=True):
-        numbers = np.frombuffer(cast(one, real, _FLOAT64).data, "<f8") * weight
+        numbers = as_floats(one, real, FLOAT64) * weight
         total = numbers if total is None else np.add(total, numbers, out=total)
     assert total is not None
     return total
@@ -149,8 +144,6 @@ def _plain_sum(numbers: Sequence[float], weights: Sequence[float]) -> float:
 
 # -------------------------------------------------------------------------------------------- add
 
-_FLOAT32 = BY_NAME["float32"]
-
 
 def can_add(dtype: DType) -> bool:
     """Whether a number is added to values of a type: floating ones of 16 bits and more."""
@@ -166,10 +159,10 @@ def _add(
 ) -> Cast:
     """A number added to each value, in float32 as torch adds it to 16 bits; float64 in its own."""
     [number] = _numbers(parameters)
-    wide = _FLOAT64 if types[0] is _FLOAT64 else _FLOAT32
-    values = np.frombuffer(cast(raw[0], types[0], wide).data, f"<f{wide.itemsize}")
+    wide = FLOAT64 if types[0] is FLOAT64 else FLOAT32
+    values = as_floats(raw[0], types[0], wide)
     with np.errstate(all="ignore"):
-        return cast((values + values.dtype.type(number)).view(np.uint8).data, wide, target)
+        return cast(octets(values + values.dtype.type(number)), wide, target)
 
 
 def _plain_add(parameters: Parameters, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:

@@ -10,8 +10,6 @@ has no kernel that reads a value.
 
 from __future__ import annotations
 
-from functools import cache
-
 from ckptconv.support.arrays import Array, np
 
 BITS = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
@@ -42,10 +40,3 @@ def codes_in(counts: Array, bits: int, last: int, padding: int) -> Array:
     for place in range(padding):
         made[last >> (8 - bits * (place + 1)) & mask] -= 1
     return made
-
-
-@cache
-def float4_numbers() -> Array:
-    """What the 16 codes of E2M1 stand for (OCP Microscaling Formats 1.0, section 5.3.3)."""
-    positive = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    return np.concatenate([positive, -positive])

@@ -13,16 +13,16 @@ nothing of dtypes.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from ckptconv.io.source import CHUNK, Fingerprint, RangeSource
 from ckptconv.io.zstd import Inflating
 from ckptconv.support.arrays import Array, np
-from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.errors import MalformedCheckpoint, MissingDependency
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.digests import Algorithm, digest
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef, whole_view
 from ckptconv.tensors.stream import iter_chunks
 
@@ -34,6 +34,53 @@ MOST_PLACES = (1 << 32) - 1
 
 _PLACES = 1 << 17  # that are held at a time
 _NOTHING: tuple[Iterator[memoryview], memoryview] = iter(()), memoryview(b"")
+
+
+Algorithm = Literal["xxh3-128", "blake3", "adler32"]
+"""The checksums of slime and miles, under their names; the first is their default."""
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+DIGITS = {"xxh3-128": 32, "blake3": 64, "adler32": 8}
+"""How many hexadecimal digits, in lower case, each has."""
+
+
+class Digest(Protocol):
+    """The checksum of the bytes so far."""
+
+    def update(self, data: Any, /) -> object:
+        """Take the next bytes."""
+
+    def hexdigest(self) -> str:
+        """It, in hexadecimal digits."""
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._value = 1
+
+    def update(self, data: Any, /) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def digest(algorithm: Algorithm) -> Digest:
+    """A checksum of no bytes yet; `MissingDependency` where its package is not there."""
+    if algorithm == "adler32":
+        return _Adler32()
+    package = {"blake3": "blake3", "xxh3-128": "xxhash"}[algorithm]
+    try:
+        if algorithm == "blake3":
+            import blake3
+
+            return blake3.blake3()
+        import xxhash
+
+        return xxhash.xxh3_128()
+    except ImportError:
+        what = f"the checksum {algorithm} needs the package {package}"
+        hint = f"pip install {package}; adler32 needs none"
+        raise MissingDependency(what, hint=hint) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +136,8 @@ class PatchedSource(DerivedSource):
             else:  # what made the bytes holds some MB, and there may be 100,000 tensors
                 self._made, self._left = _NOTHING
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        self._require(offset, nbytes)
-        whole = bytearray(nbytes)
-        self.read_into(offset, memoryview(whole))
-        return bytes(whole)
-
     def fingerprint(self) -> Fingerprint:
-        inputs = tuple(
-            (piece.storage.source.fingerprint(), piece.storage.offset, *piece[1:])
-            for ref in self.inputs
-            for piece in ref.pieces
-        )
-        return ("patched", self._change.encoding, self._change.after, inputs)
-
-    def needs_closing(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """What it reads is closed by whoever opened it."""
-
-    def check_unchanged(self) -> None:
-        for ref in self.inputs:
-            for piece in ref.pieces:
-                piece.storage.source.check_unchanged()
+        return ("patched", self._change.encoding, self._change.after, self._of_inputs())
 
     def _begin(self) -> None:
         self._made, self._left = self._checked(), _NOTHING[1]

@@ -15,9 +15,9 @@ from random import Random
 from ckptconv.io.source import CHUNK
 from ckptconv.tensors.computed import ComputedSource
 from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.operations import OPERATIONS, Box, Number
-from ckptconv.tensors.plain_numbers import number_of, rounded, stands_for
-from ckptconv.tensors.refs import DerivedSource, Shape, TensorRef, box_of, origins
+from ckptconv.tensors.operations import OPERATIONS
+from ckptconv.tensors.plain_numbers import Number, number_of, rounded, stands_for
+from ckptconv.tensors.refs import Box, DerivedSource, Shape, TensorRef, box_of, origins, place_of
 from ckptconv.tensors.stream import read_box
 
 _MOST = 64
@@ -55,7 +55,7 @@ def other_element(ref: TensorRef, dtype: DType, written: TensorRef, most: int) -
     `most` elements, the edges first, are all right.
     """
     for number in _sample(ref.numel, ref.dtype.itemsize, _affordable(ref, most)):
-        place = _place(number, ref.shape)
+        place = place_of(number, ref.shape)
         if not stands_for(_number_at(ref, place, dtype), dtype, _raw_at(written, place)):
             return place
     return None
@@ -89,15 +89,6 @@ def _sample(numel: int, itemsize: int, most: int) -> list[int]:
     return list(dict.fromkeys(edges + drawn))[:most]
 
 
-def _place(number: int, shape: Shape) -> Shape:
-    """Where the element with this number in C order is."""
-    place = []
-    for size in reversed(shape):
-        number, at = divmod(number, size)
-        place.append(at)
-    return tuple(reversed(place))
-
-
 def _raw_at(ref: TensorRef, place: Shape) -> bytes:
     """The bytes of one element where it lies, little-endian."""
     piece = box_of(ref, place, (1,) * len(place)).pieces[0]
@@ -124,7 +115,7 @@ def _number_at(ref: TensorRef, place: Shape, target: DType) -> Number:
 
 def _computed_at(source: ComputedSource, number: int, target: DType) -> Number:
     value = source.value
-    box = _place(number, value.shape), (1,) * len(value.shape)
+    box = place_of(number, value.shape), (1,) * len(value.shape)
     operation = OPERATIONS[value.operation]
     needed = operation.needs(value.parameters, box, len(value.inputs))
     numbers = [_numbers_in(ref, one) for ref, one in zip(value.inputs, needed, strict=True)]

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 import struct
 
+from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.dtypes import DType
+
+Number = float | complex
 
 
 class _Form(NamedTuple):
@@ -39,7 +42,7 @@ _FORMS = {
 }
 
 
-def number_of(raw: bytes, dtype: DType) -> float | complex:
+def number_of(raw: bytes, dtype: DType) -> Number:
     """The number that the little-endian bytes of one element stand for; an int of integers."""
     if dtype.kind in ("int", "bits", "bool"):
         return int.from_bytes(raw, "little", signed=dtype.name.startswith("int"))
@@ -69,7 +72,7 @@ def number_of(raw: bytes, dtype: DType) -> float | complex:
     return sign * mantissa * 2.0 ** (max(exponent, 1) - form.bias - form.mantissa)
 
 
-def stands_for(number: float | complex, dtype: DType, raw: bytes) -> bool:
+def stands_for(number: Number, dtype: DType, raw: bytes) -> bool:
     """Whether the bytes of an element of `dtype` are what `number` becomes in it: rounded to
     nearest, ties to even, by way of float32 where the type is smaller (as torch's `to` does).
     """
@@ -77,7 +80,7 @@ def stands_for(number: float | complex, dtype: DType, raw: bytes) -> bool:
     return _same(here.real, there.real) and _same(here.imag, there.imag)
 
 
-def rounded(number: float | complex, dtype: DType) -> float | complex:
+def rounded(number: Number, dtype: DType) -> Number:
     """What a number becomes in a type; one of integers is only moved, never rounded."""
     if dtype.kind in ("int", "bits", "bool"):
         return number
@@ -98,7 +101,7 @@ def _rounded(number: float, name: str) -> float:
     """The number that a type has for `number`."""
     if name == "float64" or math.isnan(number):
         return number
-    number = _to_float32(number)
+    number = single(number)
     if name == "float32":
         return number
     if name == "float8_e8m0fnu":
@@ -116,7 +119,19 @@ def _rounded(number: float, name: str) -> float:
     return 0.0 if is_fnuz and near == 0 else near
 
 
-def _to_float32(number: float) -> float:
+def real(number: Number) -> float:
+    """A number without its imaginary part."""
+    return number.real
+
+
+def quotient(one: float, other: float) -> float:
+    """A quotient as IEEE 754 has it: by 0 it is infinite or NaN."""
+    with np.errstate(all="ignore"):
+        return float(np.float64(one) / np.float64(other))
+
+
+def single(number: float) -> float:
+    """The nearest number of float32."""
     try:
         narrow: float = struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:

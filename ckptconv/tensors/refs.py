@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NoReturn
 
-from ckptconv.io.source import Source
+from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from ckptconv.support.limits import in_force
 from ckptconv.support.records import NamedTuple, dataclass, made
@@ -21,6 +21,8 @@ from ckptconv.support.report import short_repr
 from ckptconv.tensors.dtypes import UINT8, DType
 
 Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Where a part of a tensor starts in it, and its shape."""
 
 
 class Storage(NamedTuple):
@@ -169,6 +171,30 @@ class DerivedSource(Source):
     inputs: tuple[TensorRef, ...]
     is_derived = True
     is_in_order = False
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._require(offset, nbytes)
+        whole = bytearray(nbytes)
+        self.read_into(offset, memoryview(whole))
+        return bytes(whole)
+
+    def needs_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """What it reads is closed by whoever opened it."""
+
+    def check_unchanged(self) -> None:
+        for storage in origins(self.inputs):
+            storage.source.check_unchanged()
+
+    def _of_inputs(self) -> Fingerprint:
+        """What tells the bytes of its inputs from others."""
+        return tuple(
+            (piece.storage.source.fingerprint(), piece.storage.offset, *piece[1:])
+            for ref in self.inputs
+            for piece in ref.pieces
+        )
 
 
 def origins(values: Iterable[TensorRef | Storage]) -> Iterator[Storage]:
@@ -341,6 +367,20 @@ def permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
         for piece in ref.pieces
     )
     return ref._replace(shape=of(ref.shape), stride=of(ref.stride), pieces=pieces)
+
+
+def place_of(number: int, shape: Shape) -> Shape:
+    """Where the element with this number in C order is."""
+    place = []
+    for size in reversed(shape):
+        number, at = divmod(number, size)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def number_at(place: Sequence[int], shape: Shape) -> int:
+    """How many elements of a tensor of this shape stand before the one at `place`, in C order."""
+    return sum(at * step for at, step in zip(place, contiguous_stride(shape), strict=True))
 
 
 def box_of(ref: TensorRef, start: Shape, shape: Shape) -> TensorRef:

@@ -63,7 +63,7 @@ _PACKED_ENDINGS = ("_packed", "_blocks", "_qdata", "_data")
 _CODE_NAMES = frozenset(("weight", "qweight", "W_q", "codes"))
 """Integers under these names are codes where the module has a scale, whatever else it has."""
 _PAIRS = {"weight": "SCB", "B": "s", "q_weight": "q_scale", "trellis": "suh", "Qidxs": "SU"}
-_MARK = "scaled_fp8"
+MARK = "scaled_fp8"
 _QUANT_STATE = ".quant_state."
 _ONLY_SCALES = BY_NAME["float8_e8m0fnu"]
 
@@ -117,7 +117,7 @@ def may_hold_codes(refs: Iterable[TensorRef]) -> bool:
 
 def _may_be_codes(key: str, dtype: DType) -> bool:
     name = key.rpartition(".")[2]
-    return _is_of_codes(dtype) and name != _MARK and not _names_scale(name)
+    return _is_of_codes(dtype) and name != MARK and not _names_scale(name)
 
 
 def _is_of_codes(dtype: DType) -> bool:
@@ -139,7 +139,7 @@ class _Scales:
         self._marks: list[str] = []
         for key in tensors:
             prefix, _, name = key.rpartition(".")
-            if name == _MARK:
+            if name == MARK:
                 self._marks.append(key)
             elif _QUANT_STATE in key:
                 self._add(key.partition(_QUANT_STATE)[0], "", key)
@@ -159,9 +159,9 @@ class _Scales:
         """
         for key in keys:
             name = key.rpartition(".")[2]
-            is_scale = _names_scale(name) or name in _PAIRS.values() or name == _MARK
+            is_scale = _names_scale(name) or name in _PAIRS.values() or name == MARK
             if is_scale and not (
-                _is_float8(dtype) and name != _MARK and _is_float8(self._tensors[key].dtype)
+                _is_float8(dtype) and name != MARK and _is_float8(self._tensors[key].dtype)
             ):
                 return key
         return None
@@ -176,7 +176,7 @@ class _Scales:
             yield from there.get("", ())
         yield from below.get("", ())  # weight.scale; bitsandbytes: as if the weight were a module
         if _is_float8(dtype):
-            yield from (mark for mark in self._marks if key.startswith(mark.removesuffix(_MARK)))
+            yield from (mark for mark in self._marks if key.startswith(mark.removesuffix(MARK)))
         elif name in _PAIRS:
             pair = f"{prefix}{dot}{_PAIRS[name]}"
             if pair in self._tensors:

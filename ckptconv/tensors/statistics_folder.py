@@ -22,7 +22,7 @@ from typing import Any
 
 from ckptconv.support.arrays import Array, np
 from ckptconv.tensors.casting import every_value
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import FLOAT64, DType
 from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
 from ckptconv.tensors.statistics import FEW, Distribution, FewValues, Statistics, mean_and_std
 
@@ -59,7 +59,7 @@ class StatisticsFolder:
         if numbers is not None:
             self._counted, decode = _Counted(dtype, numel, bits, numbers), None
         elif decode is not None:
-            self._counted = _Folded(BY_NAME["float64"], numel)
+            self._counted = _Folded(FLOAT64, numel)
         elif numel <= FEW and (dtype.kind in ("float", "int") or has_codes(dtype)):
             self._counted = _Listed(dtype, numel)
         elif has_codes(dtype):
@@ -253,8 +253,7 @@ def _numbers(dtype: DType) -> Array:
         truths: Array = np.minimum(np.arange(256.0), 1)  # any byte but 0 is true
         return truths
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"<u{dtype.itemsize}")
-    signed = "u" if dtype.name.startswith("u") else "i"
-    return codes.view(f"<{signed}{dtype.itemsize}").astype(np.float64)
+    return codes.view(dtype.array_type).astype(np.float64)
 
 
 class _Folded:
@@ -456,8 +455,4 @@ class _Moments:
 
 def _type_of(dtype: DType) -> str:
     """The numpy type of the numbers, or of the parts of complex ones."""
-    if dtype.kind == "complex":
-        return f"<f{dtype.word}"
-    if dtype.kind == "int":
-        return f"<{'u' if dtype.name.startswith('u') else 'i'}{dtype.itemsize}"
-    return f"<f{dtype.itemsize}"
+    return f"<f{dtype.word}" if dtype.kind == "complex" else dtype.array_type

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -144,21 +145,10 @@ def _blocks(shape: Shape, limit: int) -> Iterator[tuple[Shape, Shape]]:
         return
     rows = max(1, limit // inner)
     outer = shape[: axis - 1]
-    for index in _indices(outer):
+    for index in product(*map(range, outer)):
         for row in range(0, shape[axis - 1], rows):
             start = (*index, row, *[0] * (len(shape) - axis))
             yield start, (*[1] * len(outer), min(rows, shape[axis - 1] - row), *shape[axis:])
-
-
-def _indices(shape: Shape) -> Iterator[Shape]:
-    index = [0] * len(shape)
-    for _ in range(prod(shape)):
-        yield tuple(index)
-        for axis in reversed(range(len(shape))):
-            index[axis] += 1
-            if index[axis] < shape[axis]:
-                break
-            index[axis] = 0
 
 
 def words(itemsize: int) -> str:

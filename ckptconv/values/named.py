@@ -16,12 +16,12 @@ from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import KeyConflict, OptionRefused, UnsupportedCheckpoint, printable
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import quoted
+from ckptconv.tensors.decoding import FLOAT4
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
 from ckptconv.tensors.gguf_blocks import DECODERS
-from ckptconv.tensors.packing import BITS, float4_numbers
+from ckptconv.tensors.packing import BITS
 from ckptconv.tensors.refs import Shape, TensorObject, TensorRef, view_identity
-from ckptconv.tensors.schemes.base import Facts
-from ckptconv.tensors.schemes.gguf import unblocked
+from ckptconv.tensors.schemes.base import Facts, unblocked
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import find
@@ -234,7 +234,7 @@ def _plain(name: str, ref: TensorRef) -> NamedValue:
     if ref.dtype is not FLOAT4_PAIRS:
         return NamedValue(name, ref, ref.dtype, ref.shown_shape)
     shape = (*ref.shape[:-1], 2 * ref.shape[-1]) if ref.shape else (2,)
-    return NamedValue(name, ref, ref.dtype, shape, bits=4, numbers=float4_numbers())
+    return NamedValue(name, ref, ref.dtype, shape, bits=4, numbers=np.array(FLOAT4))
 
 
 def _dequantized(
@@ -246,8 +246,6 @@ def _dequantized(
     integers, dtype = parts.pop(f"{name}.integers"), BY_NAME[recipe["dtype"]]
     bits = BITS[dtype.name] if shape is not None else 8 * integers.dtype.itemsize
     shape = integers.shape if shape is None else shape
-    signed = "u" if integers.dtype.name.startswith("u") else "i"
-    kind = f"<{signed}{integers.dtype.itemsize}"
     is_whole = recipe["scheme"] == "per_tensor_affine"
     inner, channels = 1, 1
     if not is_whole:
@@ -264,7 +262,7 @@ def _dequantized(
 
     def decode(chunk: memoryview, before: int) -> Array:
         scales, zeros = scales_and_zeros()
-        codes = np.frombuffer(chunk, kind).astype(np.float32)
+        codes = np.frombuffer(chunk, integers.dtype.array_type).astype(np.float32)
         at = (np.arange(before, before + len(codes)) // inner) % channels if channels > 1 else 0
         made: Array = ((codes - zeros[at]) * scales[at]).astype(np.float64)
         return made

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from ckptconv.tensors.decoding import FLOAT4
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.packing import codes_in, float4_numbers, packed_nbytes, unpacked
+from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
 from ckptconv.tensors.statistics_folder import StatisticsFolder
 
 
 def test_the_codes_of_4_bits_are_the_numbers_of_the_standard():
     codes = np.arange(16, dtype=np.uint8)
-    ours = float4_numbers()
+    ours = np.array(FLOAT4)
     assert np.array_equal(ours, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64))
     assert np.signbit(ours[8]) and ours[8] == 0
 
@@ -23,7 +24,7 @@ def test_of_a_pair_the_first_has_the_low_bits():
     """As torch/headeronly/util/Float4_e2m1fn_x2.h says: bits 7654 are val1, bits 3210 are val0."""
     first, second = 0b0101, 0b1001
     assert unpacked(memoryview(bytes([second << 4 | first])), 4).tolist() == [first, second]
-    assert float4_numbers()[[first, second]].tolist() == [3.0, -0.5]
+    assert [FLOAT4[first], FLOAT4[second]] == [3.0, -0.5]
 
 
 @pytest.mark.parametrize("dtype", [torch.quint4x2, torch.quint2x4])

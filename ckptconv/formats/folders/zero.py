@@ -21,7 +21,7 @@ from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.flat_runs import Flat, Run, shaped
+from ckptconv.tensors.assembly import Flat, Run, shaped
 from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions
 from ckptconv.tree.walk import tensor_of
 

@@ -19,7 +19,7 @@ from ckptconv.objects.plain import plain_form
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.flat_runs import Flat, shaped
+from ckptconv.tensors.assembly import Flat, shaped
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.stream import verbatim_range
 from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer, read_number

@@ -7,23 +7,25 @@ all that is stored is checked against each other here, before anything is comput
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
-from struct import unpack
-from typing import Any, NoReturn
+from dataclasses import field, replace
+from typing import Any, NoReturn, TypeGuard
 
+from ckptconv.support.arrays import np
 from ckptconv.support.errors import MalformedCheckpoint, RefusedObject
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed
 from ckptconv.tensors.decoding import Decoding, decode_needs
-from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.refs import Shape, TensorRef, box_of, whole_view
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, DType
+from ckptconv.tensors.gguf_blocks import DECODERS
+from ckptconv.tensors.refs import Shape, TensorRef, box_of
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tensors.views import reshaped
 
-FLOAT32, BFLOAT16 = BY_NAME["float32"], BY_NAME["bfloat16"]
+BFLOAT16 = BY_NAME["bfloat16"]
 E8M0, E4M3 = BY_NAME["float8_e8m0fnu"], BY_NAME["float8_e4m3fn"]
 FLOAT8 = tuple(BY_NAME[f"float8_{form}"] for form in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
 
@@ -61,7 +63,9 @@ class Facts:
     def method(self) -> str:
         """The ``quant_method`` of the configuration; empty where there is none."""
         method = self.config.get("quant_method")
-        return method.lower() if isinstance(method, str) else ""
+        if not isinstance(method, str):
+            return ""
+        return method.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +108,18 @@ class Group:
         """Raise `MalformedCheckpoint` about this weight."""
         raise MalformedCheckpoint(what, where=self.key, hint=hint)
 
+    def misfit(self, scale: TensorRef) -> NoReturn:
+        """Raise `MalformedCheckpoint` about scales of another shape."""
+        self.fail(f"is {list(self.codes.shape)}, which scales of {list(scale.shape)} do not fit")
+
     def refuse(self, what: str, hint: str | None = None) -> NoReturn:
         """Raise `RefusedObject` about this weight."""
         raise RefusedObject(what, where=self.key, hint=hint)
+
+    def without(self, ending: str) -> Group:
+        """The same without what has a name of this ending."""
+        others = {name: ref for name, ref in self.parts.items() if not name.endswith(ending)}
+        return replace(self, parts=others)
 
 
 class Weight(NamedTuple):
@@ -132,6 +145,15 @@ class Scheme(NamedTuple):
     is_certain: bool = False
 
 
+def json_object(raw: bytes | str) -> Mapping[str, Any] | None:
+    """What a JSON text says; None where it is not an object."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def read_small(ref: TensorRef, where: str) -> bytes:
     """All bytes of a small tensor, in C order, held against their checksum."""
     if ref.nbytes > _MOST:
@@ -145,12 +167,13 @@ def read_integers(ref: TensorRef, where: str) -> tuple[int, ...]:
     """The values of a small tensor of integers."""
     if ref.dtype.kind != "int":
         raise MalformedCheckpoint(f"is {ref.dtype.name}, not integers", where=where)
-    raw, form = read_small(ref, where), _FORMS[ref.dtype.name.removeprefix("u")]
-    form = form if ref.dtype.name.startswith("int") else form.upper()
-    return unpack(f"<{ref.numel}{form}", raw)  # a tenth of the time of numbers made one by one
+    return tuple(np.frombuffer(read_small(ref, where), ref.dtype.array_type).tolist())
 
 
-_FORMS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q"}
+def group_size(group: Group, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The block of a group of columns that a configuration says; None where it says none."""
+    size = told_size(group, config, "group_size")
+    return None if size is None or size <= 0 else (1, size)
 
 
 def check_groups(group: Group, name: str, columns: int, groups: int) -> None:
@@ -204,12 +227,13 @@ def told_block(group: Group, told: object) -> tuple[int, int] | None:
     if isinstance(told, str):
         found = re.fullmatch(r"(\d{1,9})x(\d{1,9})", told)
         told = found and [*map(int, found.groups())]
-    if not (isinstance(told, list) and len(told) == 2 and all(map(_is_size, told))):
+    if not (isinstance(told, list) and len(told) == 2 and all(map(is_size, told))):
         group.fail("is described by a config whose block is not two whole numbers", _CORRECT)
     return told[0], told[1]
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> TypeGuard[int]:
+    """Whether a value out of JSON is a whole number above 0."""
     return type(value) is int and value > 0
 
 
@@ -221,25 +245,21 @@ def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
     if not isinstance(groups, dict):
         return {}
     found = [item for item in groups.values() if isinstance(item, dict)]
-    named = [item for item in found if _targets(item, group)]
-    chosen = named if named else found
-    if len(chosen) != 1:
-        return {}
-    weights = chosen[0].get("weights")
+    chosen = [item for item in found if _targets(item, group)] or found
+    weights = chosen[0].get("weights") if len(chosen) == 1 else None
     return weights if isinstance(weights, dict) else {}
 
 
 def _targets(item: Mapping[str, Any], group: Group) -> bool:
     """Whether a group names a module: by its class it cannot be told here."""
     targets = item.get("targets")
-    for target in targets if isinstance(targets, list) else ():
-        if not isinstance(target, str):
-            continue
-        if target == group.module:
-            return True
-        if target.startswith("re:") and _matches(target[3:], group):
-            return True
-    return False
+    if not isinstance(targets, list):
+        return False
+    texts = [target for target in targets if isinstance(target, str)]
+    return any(
+        text == group.module or (text.startswith("re:") and _matches(text[3:], group))
+        for text in texts
+    )
 
 
 _SLOW = re.compile(r"\)[*+{]|\\[1-9]")
@@ -295,11 +315,10 @@ def block_of(
     The block is never the size divided by that of the grid: blocks at the edges are cut.
     """
     *outer, rows, columns = shape
-    if 0 in shape:
-        return max(rows, 1), max(columns, 1)
     sizes = _large(scale.shape)
     is_grid = len(scale.shape) == len(shape) and list(scale.shape[:-2]) == outer
-    if not sizes or (scale.shape[-2:] == (1, 1) if is_grid else sizes == _large(outer)):
+    is_for_all = not is_grid and sizes == _large(outer)
+    if 0 in shape or not sizes or is_for_all or (is_grid and scale.shape[-2:] == (1, 1)):
         return max(rows, 1), max(columns, 1)
     if given is not None:
         return given
@@ -347,18 +366,32 @@ def decoded(
     how: Decoding,
     inputs: Mapping[str, TensorRef],
     shape: Shape,
-    dtype: DType | None,
-    final: Shape | None = None,
+    *,
+    dtype: DType | None = None,
+    default: DType = BFLOAT16,
 ) -> TensorRef:
-    """The values of a weight: of `shape` as they are computed, `final` as they are seen. Their type
-    is `dtype`, that which the configuration names, or bfloat16.
+    """The values of a weight, of this shape. Their type is `dtype`, else that which the
+    configuration names, else the `default`.
     """
-    target = dtype or facts.dtype or BFLOAT16
     check_inputs(group, how, inputs, shape)
     refs = tuple(inputs[role] for role in how.roles)
-    value = Computed("decode", refs, how, target, shape)
-    made = computed(value, group.key, facts.checked)
-    return whole_view(made.storage, target, shape if final is None else final)
+    value = Computed("decode", refs, how, dtype or facts.dtype or default, shape)
+    return computed(value, group.key, facts.checked)
+
+
+def unblocked(key: str, ref: TensorRef, facts: Facts) -> TensorRef:
+    """The values of a tensor of blocks of GGUF, whose type says all: float32 where nothing asks
+    for another type, for a block has more bits than those of 16 have. `RefusedObject` for a type
+    whose tables are not here.
+    """
+    if ref.dtype not in DECODERS:
+        raise RefusedObject(
+            f"is {ref.dtype.name} of GGUF, whose values cannot be read here",
+            where=key,
+            hint="dequantise the file with llama.cpp",
+        )
+    made_as = (facts.dtype or FLOAT32, ref.shown_shape)
+    return computed(Computed("unblock", (ref,), (ref.dtype.name,), *made_as), key, facts.checked)
 
 
 _NUMBERS = ("uint", "e2m1", "e2m3", "int8", *(dtype.name for dtype in FLOAT8))
@@ -399,5 +432,7 @@ def check_words(group: Group, codes: TensorRef, bits: int, columns: int) -> None
 
 def known_dtype(name: object) -> DType | None:
     """The floating type of 16 bits or more that a text names; None for anything else."""
-    found = BY_NAME.get(name.removeprefix("torch.")) if isinstance(name, str) else None
-    return found if found is not None and found.is_floating and found.itemsize > 1 else None
+    found = BY_NAME.get(str(name).removeprefix("torch."))
+    if found is None or not found.is_floating or found.itemsize == 1:
+        return None
+    return found

@@ -6,24 +6,22 @@ wrong where blocks do not divide the columns. The table that is stored counts, n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ckptconv.tensors.computed import Computed, computed
 from ckptconv.tensors.decoding import Decoding
-from ckptconv.tensors.dtypes import BY_NAME, UINT8
-from ckptconv.tensors.plain_numbers import rounded
-from ckptconv.tensors.refs import Piece, Shape, TensorRef, whole_view
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, UINT8
+from ckptconv.tensors.plain_numbers import single
+from ckptconv.tensors.refs import Piece, Shape, TensorRef
 from ckptconv.tensors.schemes.base import (
-    FLOAT32,
     Facts,
     Group,
     Scheme,
     Weight,
-    check_inputs,
     decoded,
+    is_size,
+    json_object,
     known_dtype,
     read_integers,
     read_small,
@@ -56,33 +54,29 @@ def _four_bits(group: Group, facts: Facts) -> Weight:
     assert name is not None
     state = _state(group, name)
     kind, shape, size = state.get("quant_type"), _sizes(group, state), state.get("blocksize")
-    if kind not in ("nf4", "fp4") or not _is_size(size):
+    if kind not in ("nf4", "fp4") or not is_size(size):
         group.fail("has a quant_state that is not one of nf4 or fp4")
-    assert isinstance(size, int)
     numel = prod(shape)
     codes = group.codes
     if codes.nbytes != -(-numel // 2):
         group.fail(f"has {codes.nbytes} bytes for {numel} codes of 4 bits")
-    octets = _as_bytes(group, codes)
-    blocks = -(-numel // size)
     inputs = {
-        "codes": octets,
-        "scale": _absmax(group, state, blocks),
+        "codes": _as_bytes(group, codes),
+        "scale": _absmax(group, state, -(-numel // size)),
         "table": _table(group, "quant_map", 16),
     }
     how = Decoding(tuple(inputs), "uint", (1, size), bits=4, order=_HIGH_FIRST, table=16)
     dtype = facts.dtype or known_dtype(state.get("dtype"))
-    values = decoded(group, facts, how, inputs, (1, numel), dtype, shape)
-    nested = ", nested" if "nested_blocksize" in state else ""
-    return Weight(group.name, values, f"bitsandbytes {kind}, blocks of {size}{nested}")
+    values = decoded(group, facts, how, inputs, (1, numel), dtype=dtype)
+    words = f"bitsandbytes {kind}, blocks of {size}"
+    if "nested_blocksize" in state:
+        words += ", nested"
+    return Weight(group.name, reshaped(values, shape, group.key), words)
 
 
 def _state(group: Group, name: str) -> Mapping[str, Any]:
-    try:
-        state = json.loads(read_small(group.parts[name], group.prefix + name))
-    except (ValueError, RecursionError):
-        state = None
-    if not isinstance(state, dict):
+    state = json_object(read_small(group.parts[name], group.prefix + name))
+    if state is None:
         group.fail(f"has a {name} that is not a JSON object")
     return state
 
@@ -92,10 +86,6 @@ def _sizes(group: Group, state: Mapping[str, Any]) -> Shape:
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         group.fail("has a quant_state without a shape")
     return tuple(sizes)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
 
 
 def _as_bytes(group: Group, codes: TensorRef) -> TensorRef:
@@ -124,9 +114,8 @@ def _absmax(group: Group, state: Mapping[str, Any], blocks: int) -> TensorRef:
     if absmax.dtype.is_floating:
         return reshaped(absmax, (1, blocks), group.key)
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-    if not _is_size(size) or not isinstance(offset, (int, float)) or absmax.dtype.name != "uint8":
+    if not is_size(size) or not isinstance(offset, (int, float)) or absmax.dtype is not UINT8:
         group.fail("has scales that are codes, and a quant_state that does not say of what")
-    assert isinstance(size, int)
     inner = group.need(f"{group.name}.nested_absmax")
     if inner.shape != (-(-blocks // size),) or inner.dtype is not FLOAT32:
         group.fail(f"has {inner.numel} scales for {blocks} scales in blocks of {size}")
@@ -137,33 +126,27 @@ def _absmax(group: Group, state: Mapping[str, Any], blocks: int) -> TensorRef:
     }
     plus = _offset(group, offset)
     how = Decoding(tuple(inputs), "uint", (1, size), table=256, plus=plus)
-    check_inputs(group, how, inputs, (1, blocks))
-    value = Computed("decode", tuple(inputs.values()), how, FLOAT32, (1, blocks))
-    return whole_view(computed(value, group.key).storage, FLOAT32, (1, blocks))
+    return decoded(group, Facts(), how, inputs, (1, blocks), dtype=FLOAT32)
 
 
 def _offset(group: Group, offset: float) -> float:
     try:
-        plus = rounded(float(offset), FLOAT32)
+        return single(float(offset))
     except OverflowError:  # an integer of hundreds of digits
         group.fail("has a nested_offset that is not a float")
-    assert isinstance(plus, float)
-    return plus
 
 
 def _eight_bits(group: Group, facts: Facts) -> Weight:
     codes, scale = group.codes, group.need("SCB")
     if len(codes.shape) != 2 or scale.shape != codes.shape[:1]:
-        group.fail(f"is {list(codes.shape)}, which scales of {list(scale.shape)} do not fit")
+        group.misfit(scale)
     order = group.first("weight_format")
-    told = (_ROWS,) if order is None else read_integers(order, f"{group.prefix}weight_format")
-    if told != (_ROWS,):
+    if order is not None and read_integers(order, f"{group.prefix}weight_format") != (_ROWS,):
         group.refuse("is int8 of bitsandbytes in the order of a kernel, which is not known here")
     inputs = {"codes": codes, "scale": reshaped(scale, (codes.shape[0], 1), group.key)}
-    last = rounded(1 / 127, FLOAT32)
-    assert isinstance(last, float)
-    how = Decoding(("codes", "scale"), "int8", (1, max(1, codes.shape[1])), last=last)
-    values = decoded(group, facts, how, inputs, codes.shape, facts.dtype or BY_NAME["float16"])
+    block = (1, max(1, codes.shape[1]))
+    how = Decoding(("codes", "scale"), "int8", block, last=single(1 / 127))
+    values = decoded(group, facts, how, inputs, codes.shape, default=BY_NAME["float16"])
     return Weight(group.name, values, "bitsandbytes int8, a scale for each row")
 
 

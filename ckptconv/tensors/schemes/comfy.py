@@ -7,13 +7,15 @@ shape before is not in the file: the values have the padded one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.scaled_weights import MARK
 from ckptconv.tensors.schemes.base import (
     FLOAT8,
     Facts,
@@ -22,6 +24,7 @@ from ckptconv.tensors.schemes.base import (
     Weight,
     as_scale,
     decoded,
+    json_object,
     one_number,
     read_small,
 )
@@ -29,7 +32,7 @@ from ckptconv.tensors.schemes.modelopt import is_nvfp4
 from ckptconv.tensors.schemes.scaled import scaled
 from ckptconv.tensors.views import cut, unswizzled, whole_tiles
 
-_METADATA, _INLINE, _MARK = "_quantization_metadata", "comfy_quant", "scaled_fp8"
+_METADATA, _INLINE = "_quantization_metadata", "comfy_quant"
 _BASE = "model.diffusion_model."  # third parties leave it out in the metadata
 PLAIN = {
     "float8_e4m3fn": "float8_e4m3fn",
@@ -39,13 +42,26 @@ PLAIN = {
 """The formats of a plain scale, and the type of their codes."""
 
 
+class _Tiled(NamedTuple):
+    bits: int
+    size: int
+    order: tuple[int, ...]
+
+
+_TILED = {"nvfp4": _Tiled(4, 16, (1, 0)), "mxfp8": _Tiled(8, 32, ())}
+"""The formats of scales in tiles: the bits of a code, the codes of a scale, which nibble is first.
+"""
+
+
 def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
     """What ComfyUI says of a layer."""
     inline = group.parts.get(_INLINE)
     if inline is not None:
         return _object(group, read_small(inline, group.prefix + _INLINE))
     text = facts.metadata.get(_METADATA)
-    layers = None if text is None else _object(group, text).get("layers")
+    if text is None:
+        return None
+    layers = _object(group, text).get("layers")
     if not isinstance(layers, dict):
         return None
     found = layers.get(group.module, layers.get(group.module.removeprefix(_BASE)))
@@ -54,18 +70,12 @@ def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
 
 def _object(group: Group, raw: bytes | str) -> Mapping[str, Any]:
     found = _parsed(raw)
-    if not isinstance(found, dict):
+    if found is None:
         group.fail("is described by ComfyUI's metadata, which are not a JSON object")
     return found
 
 
-@lru_cache(maxsize=1)
-def _parsed(raw: bytes | str) -> object:
-    """What a JSON text says, None if it is not one; the text is asked for layer by layer."""
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+_parsed = lru_cache(maxsize=1)(json_object)  # one text of the whole file is asked layer by layer
 
 
 def _is_comfy(group: Group, facts: Facts) -> bool:
@@ -78,36 +88,33 @@ def _comfy(group: Group, facts: Facts) -> Weight:
     kind = layer.get("format")
     if "pre_quant_scale" in group.parts:
         group.refuse("has a pre_quant_scale, which belongs to the inputs of its layer")
-    is_known = isinstance(kind, str) and kind in (*PLAIN, "nvfp4", "mxfp8")
-    if layer.get("convrot") or not is_known:
+    if layer.get("convrot") or kind not in [*PLAIN, *_TILED]:
         group.refuse(f"is quantised as {kind!r:.60} of ComfyUI, which is not known here")
-    without = {name: ref for name, ref in group.parts.items() if name != _INLINE}
-    group = Group(group.key, group.prefix, without)
+    group = group.without(_INLINE)
     if kind in PLAIN:
-        assert isinstance(kind, str)
         if group.codes.dtype.name != PLAIN[kind]:
             group.fail(f"is {group.codes.dtype.name}, and ComfyUI's metadata say {kind}")
         return scaled(group, facts, f"ComfyUI {kind}")
-    return _tiled(group, facts, str(kind))
+    return _tiled(group, facts, kind)
 
 
 def _tiled(group: Group, facts: Facts, kind: str) -> Weight:
     """Scales in tiles of 128 x 4, of nibbles (the high one first) or of fp8."""
     codes, scale = group.codes, group.need("weight_scale")
-    bits, size = (4, 16) if kind == "nvfp4" else (8, 32)
-    is_right = codes.dtype.name == "uint8" if bits == 4 else codes.dtype in FLOAT8
-    if not is_right or len(codes.shape) != 2:
+    bits, size, order = _TILED[kind]
+    types, numbers = FLOAT8, codes.dtype.name
+    if bits == 4:
+        types, numbers = (UINT8,), "e2m1"
+    if codes.dtype not in types or len(codes.shape) != 2:
         group.fail(f"is {list(codes.shape)} of {codes.dtype.name}, which is not {kind}")
     shape = (codes.shape[0], codes.shape[1] * 8 // bits)
     inputs = {"codes": codes, "scale": _tiles(group, scale, shape, size)}
     if bits == 4:
         inputs["second"] = one_number(group, "weight_scale_2")
-    numbers = "e2m1" if bits == 4 else codes.dtype.name
-    order = (1, 0) if bits == 4 else ()
     how = Decoding(
         tuple(inputs), numbers, (1, size), bits=bits, order=order, scale_as=as_scale(scale)
     )
-    values = decoded(group, facts, how, inputs, shape, None)
+    values = decoded(group, facts, how, inputs, shape)
     return Weight("weight", values, f"ComfyUI {kind}, groups of {size}")
 
 
@@ -133,17 +140,17 @@ def _tiled_nvfp4(group: Group, facts: Facts) -> Weight:
 
 def _is_marked(group: Group, _: Facts) -> bool:
     """fp8 of a checkpoint that has the mark; a layer without a scale has one of 1."""
-    return group.codes.dtype in FLOAT8 and any(name.endswith(_MARK) for name in group.parts)
+    return group.codes.dtype in FLOAT8 and any(name.endswith(MARK) for name in group.parts)
 
 
 def _marked(group: Group, facts: Facts) -> Weight:
-    without = {name: ref for name, ref in group.parts.items() if not name.endswith(_MARK)}
-    if len(without) == 1:
+    group = group.without(MARK)
+    if len(group.parts) == 1:
         group.refuse(
             "is fp8 in a checkpoint of scaled fp8, and has no scale",
             hint="convert without --dequantize",
         )
-    return scaled(Group(group.key, group.prefix, without), facts, "ComfyUI scaled fp8")
+    return scaled(group, facts, "ComfyUI scaled fp8")
 
 
 SCHEMES = (

@@ -24,6 +24,7 @@ from ckptconv.tensors.schemes.base import (
     check_words,
     decoded,
     grid_of,
+    group_size,
     one_number,
     read_integers,
     told_size,
@@ -63,10 +64,8 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
     index = _order(group, f"{base}_g_idx", columns)
     if f"{base}_g_idx" not in group.parts and _is_ordered(config):
         group.fail(f"is quantised in act order, and has no {base}_g_idx")
-    size = told_size(group, config, "group_size")
-    given = (1, size) if size is not None and size > 0 else None
     scale = group.need(f"{base}_scale")
-    block = block_of(group, scale, shape, given)
+    block = block_of(group, scale, shape, group_size(group, config))
     if block[1] < columns and columns % block[1]:
         group.fail(f"has {columns} columns, which groups of {block[1]} do not divide")
     inputs["scale"] = grid_of(group, f"{base}_scale", shape, block)
@@ -90,10 +89,13 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
         packed_zero=True,
         groups=groups,
     )
-    values = decoded(group, facts, how, inputs, shape, facts.dtype or scale.dtype)
-    kind = f"int{bits}" + (", asymmetric" if zero is not None else "")
-    order = ", act order" if index is not None else ""
-    return Weight(base, values, f"{kind}, {block_text(block, shape)}{order}")
+    values = decoded(group, facts, how, inputs, shape, default=scale.dtype)
+    told = [f"int{bits}", block_text(block, shape)]
+    if zero is not None:
+        told.insert(1, "asymmetric")
+    if index is not None:
+        told.append("act order")
+    return Weight(base, values, ", ".join(told))
 
 
 def _is_ordered(config: Mapping[str, Any]) -> bool:
@@ -141,19 +143,25 @@ def _is_float(group: Group, facts: Facts) -> bool:
     return _is_packed(group, "uint8")
 
 
+_FLOATS = {
+    (True, 8): ("nvfp4", 4, 16),
+    (False, 16): ("mxfp4", 4, 32),
+    (False, 24): ("mxfp6", 6, 32),
+}
+"""The formats by whether they are NVFP4 and the bytes of codes of a scale: name, bits, codes."""
+
+
 def _float(group: Group, facts: Facts) -> Weight:
     """NVFP4, MXFP4 and MXFP6: told by the type of the scale, and by how many codes it is for."""
     base, codes = _base(group), group.codes
     scale = group.need(f"{base}_scale")
     second = group.first(f"{base}_global_scale")
     if len(codes.shape) < 2 or len(scale.shape) != len(codes.shape) or not scale.shape[-1]:
-        group.fail(f"is {list(codes.shape)}, which scales of {list(scale.shape)} do not fit")
+        group.misfit(scale)
     octets, rest = divmod(codes.shape[-1], scale.shape[-1])  # bytes of codes for a scale
     is_nv = scale.dtype is E4M3 and second is not None
     is_mx = as_scale(scale) or scale.dtype is E8M0
-    bits, size = {(True, 8): (4, 16), (False, 16): (4, 32), (False, 24): (6, 32)}.get(
-        (is_nv, octets), (0, 0)
-    )
+    name, bits, size = _FLOATS.get((is_nv, octets), ("", 0, 0))
     if rest or not bits or (second is not None) != is_nv or not (is_nv or is_mx):
         what = f"{scale.dtype.name} scales for {octets} bytes each"
         group.refuse(f"is packed in a way that is not known: {what}")
@@ -163,10 +171,9 @@ def _float(group: Group, facts: Facts) -> Weight:
     inputs = {"codes": codes, "scale": grid_of(group, f"{base}_scale", shape, block)}
     if second is not None:
         inputs["second"] = one_number(group, f"{base}_global_scale")
-    numbers = "e2m1" if bits == 4 else "e2m3"
+    numbers = {4: "e2m1", 6: "e2m3"}[bits]
     how = Decoding(tuple(inputs), numbers, block, bits=bits, scale_as=as_scale(scale), divides=True)
-    values = decoded(group, facts, how, inputs, shape, None)
-    name = "nvfp4" if is_nv else f"mxfp{bits}"
+    values = decoded(group, facts, how, inputs, shape)
     return Weight(base, values, f"{name}, groups of {size}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.computed import computed_value
+from ckptconv.tensors.computed import Computed, computed_value
 from ckptconv.tensors.decoding import Decoding, unpacked
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
@@ -97,10 +97,11 @@ def _gptq(group: Group, facts: Facts) -> Weight:
         zero_step=int(version == "gptq"),
         groups=groups,
     )
-    shape = (outputs, count)
-    values = decoded(group, facts, how, inputs, shape, facts.dtype or scales.dtype)
-    told = f"GPTQ {bits} bit, groups of {size}{', act order' if is_ordered else ''}"
-    return Weight("weight", values, told)
+    values = decoded(group, facts, how, inputs, (outputs, count), default=scales.dtype)
+    words = f"GPTQ {bits} bit, groups of {size}"
+    if is_ordered:
+        words += ", act order"
+    return Weight("weight", values, words)
 
 
 class Zeros(NamedTuple):
@@ -113,11 +114,10 @@ class Zeros(NamedTuple):
 
 def stepped_zeros(values: TensorRef) -> Zeros | None:
     """The zeros of a weight of the first version of GPTQ; None for any other."""
-    value = computed_value(values)
-    how = None if value is None else value.parameters
-    if value is None or not isinstance(how, Decoding) or not how.zero_step:
-        return None
-    return Zeros(value.inputs[how.roles.index("zero")], how, value.shape[-2])
+    match computed_value(values):
+        case Computed(parameters=Decoding(zero_step=step) as how) as value if step:
+            return Zeros(value.inputs[how.roles.index("zero")], how, value.shape[-2])
+    return None
 
 
 def has_all_ones(zeros: Zeros) -> bool:
@@ -195,8 +195,7 @@ def _awq(group: Group, facts: Facts) -> Weight:
         packed_zero=True,
     )
     inputs = {"codes": transposed(codes), "scale": transposed(scales), "zero": transposed(zeros)}
-    shape = (outputs, count)
-    values = decoded(group, facts, how, inputs, shape, facts.dtype or scales.dtype)
+    values = decoded(group, facts, how, inputs, (outputs, count), default=scales.dtype)
     return Weight("weight", values, f"AWQ 4 bit, groups of {size}")
 
 

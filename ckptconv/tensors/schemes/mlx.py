@@ -49,14 +49,14 @@ def _config(group: Group, facts: Facts) -> Mapping[str, Any]:
     entry leaves out is MLX's default, not what all have (`mlx.nn.quantize`).
     """
     own = facts.config.get(group.module)
-    return {**_DEFAULTS, **own} if isinstance(own, dict) else facts.config
+    if not isinstance(own, dict):
+        return facts.config
+    return {**_DEFAULTS, **own}
 
 
 def _mlx(group: Group, facts: Facts) -> Weight:
-    return _integers(group, facts) if "biases" in group.parts else _floats(group, facts)
-
-
-def _integers(group: Group, facts: Facts) -> Weight:
+    if "biases" not in group.parts:
+        return _floats(group, facts)
     codes, scales = group.codes, group.need("scales")
     _refuse_other_mode(group, facts, "affine")
     bits, size = _bits(group, _config(group, facts), codes.shape[-1], scales.shape[-1])
@@ -68,7 +68,7 @@ def _integers(group: Group, facts: Facts) -> Weight:
         "bias": grid_of(group, "biases", shape, block),
     }
     how = Decoding(tuple(inputs), "uint", block, bits=bits, word=4)
-    values = decoded(group, facts, how, inputs, shape, facts.dtype or scales.dtype)
+    values = decoded(group, facts, how, inputs, shape, default=scales.dtype)
     return Weight("weight", values, f"MLX {bits} bit, groups of {size}")
 
 
@@ -113,7 +113,7 @@ def _floats(group: Group, facts: Facts) -> Weight:
     how = Decoding(
         ("codes", "scale"), mode.numbers, block, bits=mode.bits, word=4, scale_as=mode.scale
     )
-    values = decoded(group, facts, how, inputs, shape, None)
+    values = decoded(group, facts, how, inputs, shape)
     return Weight("weight", values, f"MLX {fitting[0]}, groups of {mode.size}")
 
 

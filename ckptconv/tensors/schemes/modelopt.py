@@ -11,6 +11,7 @@ outputs: what was packed along the last axis lies along the one before it.
 from __future__ import annotations
 
 from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.schemes.base import (
     E4M3,
     FLOAT8,
@@ -60,7 +61,7 @@ def _modelopt(group: Group, facts: Facts) -> Weight:
         "second": one_number(group, "weight_scale_2"),
     }
     how = Decoding(tuple(inputs), "e2m1", (1, _SIZE), bits=4)
-    values = decoded(group, facts, how, inputs, shape, None)
+    values = decoded(group, facts, how, inputs, shape)
     return Weight("weight", values, f"nvfp4, groups of {_SIZE}")
 
 
@@ -76,20 +77,21 @@ def _is_experts(group: Group, _: Facts) -> bool:
 
 
 def _experts(group: Group, facts: Facts) -> Weight:
-    is_nv = group.codes.dtype.name == "uint8"
-    return _experts4(group, facts) if is_nv else _experts8(group, facts)
+    if group.codes.dtype is not UINT8:
+        return _experts8(group, facts)
+    return _experts4(group, facts)
 
 
 def _experts4(group: Group, facts: Facts) -> Weight:
     """Nibbles along the last axis, or along the one before it: the scales tell which."""
     experts, first, last = group.codes.shape
     name = f"{group.name}_weight_scale"
-    scale = group.need(name).shape
-    axis = -1 if scale == (experts, first, -(-2 * last // _SIZE)) else -2
-    if axis == -2 and scale != (experts, -(-2 * first // _SIZE), last):
-        group.fail(f"is {[experts, first, last]}, which scales of {list(scale)} do not fit")
-    shape = (experts, first, 2 * last) if axis == -1 else (experts, 2 * first, last)
-    block = (1, _SIZE) if axis == -1 else (_SIZE, 1)
+    scale = group.need(name)
+    shape, block, axis = (experts, first, 2 * last), (1, _SIZE), -1
+    if scale.shape != (experts, first, -(-2 * last // _SIZE)):
+        shape, block, axis = (experts, 2 * first, last), (_SIZE, 1), -2
+        if scale.shape != (experts, -(-2 * first // _SIZE), last):
+            group.misfit(scale)
     if group.need(f"{name}_2").numel != 1:
         group.refuse("has a second scale for each expert, in an order that is not known here")
     inputs = {
@@ -98,7 +100,7 @@ def _experts4(group: Group, facts: Facts) -> Weight:
         "second": one_number(group, f"{name}_2"),
     }
     how = Decoding(tuple(inputs), "e2m1", block, bits=4, axis=axis)
-    values = decoded(group, facts, how, inputs, shape, None)
+    values = decoded(group, facts, how, inputs, shape)
     return Weight(group.name, values, f"nvfp4 experts, groups of {_SIZE}")
 
 
@@ -110,10 +112,12 @@ def _experts8(group: Group, facts: Facts) -> Weight:
     scale = group.need(name)
     if scale.shape == (experts, columns) and rows == columns:
         group.refuse(f"is square, and {name} does not say whether it is for rows or for columns")
-    block = (rows, 1) if scale.shape == (experts, columns) else block_of(group, scale, shape)
+    block = (rows, 1)
+    if scale.shape != (experts, columns):
+        block = block_of(group, scale, shape)
     inputs = {"codes": group.codes, "scale": grid_of(group, name, shape, block)}
     how = Decoding(tuple(inputs), group.codes.dtype.name, block)
-    values = decoded(group, facts, how, inputs, shape, None)
+    values = decoded(group, facts, how, inputs, shape)
     return Weight(group.name, values, f"fp8 experts, {block_text(block, shape)}")
 
 

@@ -1,12 +1,16 @@
 """Codes of one byte each beside a scale for the tensor, for rows, groups or blocks: fp8 and int8 of
-Hugging Face, DeepSeek, compressed-tensors, FBGEMM, Quark and ModelOpt; FP4 of DeepSeek V4, Quark.
+Hugging Face, DeepSeek, compressed-tensors, FBGEMM, Quark and ModelOpt; FP4 of DeepSeek V4, Quark
+and gpt-oss.
 
-Facts: transformers' finegrained_fp8, compressed_tensors' naive_quantized, Quark 0.13's Pack_fp4 and
-to_e8m0_uint8. A block size is that of the configuration: transformers 5.23 divides the rows by
-those of the grid, and reads a weight of 192 rows in blocks of 96.
+Facts: transformers' finegrained_fp8 and, for gpt-oss, `convert_moe_packed_tensors`;
+compressed_tensors' naive_quantized; Quark 0.13's Pack_fp4 and to_e8m0_uint8. A block size is that
+of the configuration: transformers 5.23 divides the rows by those of the grid, and reads a weight of
+192 rows in blocks of 96.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import BY_NAME
@@ -22,11 +26,11 @@ from ckptconv.tensors.schemes.base import (
     block_of,
     decoded,
     grid_of,
+    group_size,
     told_block,
-    told_size,
     weights_config,
 )
-from ckptconv.tensors.views import reshaped
+from ckptconv.tensors.views import reshaped, transposed
 
 _INT8 = BY_NAME["int8"]
 _MX = 32  # elements of a scale in the Microscaling formats
@@ -78,8 +82,7 @@ def given_block(facts: Facts, group: Group) -> tuple[int, int] | None:
     config = weights_config(facts, group)
     if config.get("block_structure"):
         return told_block(group, config["block_structure"])
-    size = told_size(group, config, "group_size")
-    return (1, size) if size is not None and size > 0 else None
+    return group_size(group, config)
 
 
 def scaled(group: Group, facts: Facts, words: str) -> Weight:
@@ -99,7 +102,7 @@ def scaled(group: Group, facts: Facts, words: str) -> Weight:
     if zero in group.parts:
         inputs["zero"] = grid_of(group, zero, shape, block)
     how = Decoding(tuple(inputs), codes.dtype.name, block, scale_as=as_scale(scale))
-    values = decoded(group, facts, how, inputs, shape, None, codes.shape)
+    values = reshaped(decoded(group, facts, how, inputs, shape), codes.shape, group.key)
     return Weight(group.name, values, f"{words}, {block_text(block, shape)}")
 
 
@@ -114,13 +117,9 @@ def _refuse_kernels(group: Group, name: str) -> None:
 def _at_least_two(shape: Shape) -> Shape:
     """A shape as rows and columns, of experts too; kernels of a convolution are columns."""
     if len(shape) < 2:
-        return (1, *shape) if shape else (1, 1)
+        return 1, prod(shape)
     if len(shape) > 3:
-        rows, *rest = shape
-        columns = 1
-        for size in rest:
-            columns *= size
-        return rows, columns
+        return shape[0], prod(shape[1:])
     return shape
 
 
@@ -150,9 +149,41 @@ def _float4(group: Group, facts: Facts) -> Weight:
     inputs = {"codes": codes, "scale": grid_of(group, name, shape, (1, _MX))}
     as_power = as_scale(group.need(name))
     how = Decoding(("codes", "scale"), "e2m1", (1, _MX), bits=4, scale_as=as_power)
-    values = decoded(group, facts, how, inputs, shape, None)
+    values = decoded(group, facts, how, inputs, shape)
     return Weight(group.name, values, f"mxfp4, groups of {_MX}")
 
+
+# ------------------------------------------------------------------- fused experts of gpt-oss
+
+_BLOCKS = "_blocks"
+
+
+def _is_gpt_oss(group: Group, _: Facts) -> bool:
+    base = group.name.removesuffix(_BLOCKS)
+    scale = group.parts.get(f"{base}_scales")
+    return (
+        group.name == base + _BLOCKS
+        and scale is not None
+        and group.codes.dtype.name == scale.dtype.name == "uint8"
+        and len(group.codes.shape) == 4
+    )
+
+
+def _gpt_oss(group: Group, facts: Facts) -> Weight:
+    """MXFP4, whose values are seen transposed."""
+    base = group.name.removesuffix(_BLOCKS)
+    codes, scale = group.codes, group.need(f"{base}_scales")
+    experts, outputs, blocks, octets = codes.shape
+    if octets != _MX // 2 or scale.shape != codes.shape[:3]:
+        group.misfit(scale)
+    packed = reshaped(codes, (experts, outputs, blocks * octets), group.key)
+    inputs = {"codes": transposed(packed), "scale": transposed(scale)}
+    how = Decoding(("codes", "scale"), "e2m1", (_MX, 1), bits=4, axis=-2, scale_as=E8M0.name)
+    values = decoded(group, facts, how, inputs, (experts, blocks * _MX, outputs))
+    return Weight(base, values, "mxfp4 experts, groups of 32")
+
+
+GPT_OSS = Scheme("gpt-oss", ("mxfp4",), _is_gpt_oss, _gpt_oss, is_certain=True)
 
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark", "mxfp8")
 

@@ -10,16 +10,15 @@ from math import prod
 from ckptconv.support.errors import CheckpointError, OptionRefused, RefusedObject, printable
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
-from ckptconv.tensors.schemes.base import Facts, Group, Scheme
+from ckptconv.tensors.scaled_weights import MARK, ScaledWeight, find_scaled
+from ckptconv.tensors.schemes.base import Facts, Group, Scheme, unblocked
 from ckptconv.tensors.schemes.bitsandbytes import SCHEMES as BITSANDBYTES
 from ckptconv.tensors.schemes.comfy import SCHEMES as COMFY
 from ckptconv.tensors.schemes.compressed import SCHEMES as COMPRESSED
-from ckptconv.tensors.schemes.experts import SCHEMES as EXPERTS
-from ckptconv.tensors.schemes.gguf import unblocked
 from ckptconv.tensors.schemes.gptq import SCHEMES as GPTQ
 from ckptconv.tensors.schemes.mlx import SCHEMES as MLX
 from ckptconv.tensors.schemes.modelopt import SCHEMES as MODELOPT
+from ckptconv.tensors.schemes.scaled import GPT_OSS
 from ckptconv.tensors.schemes.scaled import SCHEMES as SCALED
 from ckptconv.tensors.schemes.torchao import SCHEMES as TORCHAO
 
@@ -27,7 +26,7 @@ SCHEMES: tuple[Scheme, ...] = (
     *COMFY,
     *TORCHAO,
     *BITSANDBYTES,
-    *EXPERTS,
+    GPT_OSS,
     *COMPRESSED,
     *MLX,
     *MODELOPT,
@@ -109,8 +108,7 @@ def _decoded(item: ScaledWeight, tensors: Mapping[str, TensorRef], facts: Facts)
 
 def group_of(item: ScaledWeight, tensors: Mapping[str, TensorRef]) -> Group:
     """The tensors of one weight."""
-    prefix, _, _ = item.codes.rpartition(".")
-    prefix = f"{prefix}." if prefix else ""
+    prefix = item.codes[: item.codes.rfind(".") + 1]
     parts = {key.removeprefix(prefix): tensors[key] for key in (item.codes, *item.needed)}
     return Group(item.codes, prefix, parts)
 
@@ -143,7 +141,7 @@ def names_activations(key: str) -> bool:
 
 
 def _is_mark(key: str) -> bool:
-    return key.rpartition(".")[2] == "scaled_fp8"
+    return key.rpartition(".")[2] == MARK
 
 
 def scheme_of(group: Group, facts: Facts) -> Scheme:
@@ -201,8 +199,7 @@ _WRITERS = {
 
 
 def _unknown(group: Group) -> RefusedObject:
-    writer = next((told for name, told in _WRITERS.items() if name in group.parts), None)
-    by = f" by {writer}" if writer else ""
+    by = next((f" by {told}" for name, told in _WRITERS.items() if name in group.parts), "")
     return RefusedObject(
         f"is quantised{by} in a way that cannot be dequantised here: {_listed(group)}",
         where=group.key,

@@ -5,11 +5,11 @@ Fact: torchao 0.18, prototype/safetensors and the `dequantize` of each class.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.dtypes import FLOAT4_PAIRS, UINT8
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
     Facts,
@@ -19,6 +19,8 @@ from ckptconv.tensors.schemes.base import (
     as_scale,
     decoded,
     grid_of,
+    is_size,
+    json_object,
     known_dtype,
     one_number,
 )
@@ -31,11 +33,10 @@ _ROWS = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
 
 def described(name: str, facts: Facts) -> Mapping[str, Any] | None:
     """What the metadata say of a tensor: its class and its attributes."""
-    try:
-        found = json.loads(facts.metadata[name])
-    except (KeyError, ValueError, RecursionError):
+    found = json_object(facts.metadata.get(name, ""))
+    if found is None or not isinstance(found.get("_data"), dict):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("_data"), dict) else None
+    return found
 
 
 def _weight_name(group: Group) -> str:
@@ -102,10 +103,11 @@ def _rows(
     if "zero_point" in parts:
         inputs["zero"] = grid_of(group, parts["zero_point"], codes.shape, pair)
     how = Decoding(tuple(inputs), codes.dtype.name, pair)
-    values = decoded(group, facts, how, inputs, codes.shape, dtype)
-    named = _spelt(told.get("target_dtype"))
-    kind = named.removeprefix("torch.") if isinstance(named, str) else codes.dtype.name
-    return values, f"{kind}, {block_text(pair, codes.shape)}"
+    values = decoded(group, facts, how, inputs, codes.shape, dtype=dtype)
+    kind = _spelt(told.get("target_dtype"))
+    if not isinstance(kind, str):
+        kind = codes.dtype.name
+    return values, f"{kind.removeprefix('torch.')}, {block_text(pair, codes.shape)}"
 
 
 def _need(group: Group, parts: Mapping[str, str], part: str) -> str:
@@ -128,11 +130,12 @@ def _micro(
     if len(codes.shape) < 2:
         group.fail(f"is {list(codes.shape)}, which are not rows and columns")
     scale = group.need(name)
-    is_nv = kind == "NVFP4Tensor"
-    size = told.get("block_size")
-    if type(size) is not int or size <= 0:
-        size = 16 if is_nv else 32
-    bits = 4 if codes.dtype.name in ("uint8", "float4_e2m1fn_x2") else 8
+    bits, numbers = 8, codes.dtype.name
+    if codes.dtype in (UINT8, FLOAT4_PAIRS):
+        bits, numbers = 4, "e2m1"
+    word, size = {"NVFP4Tensor": ("nvfp4", 16)}.get(kind, (f"mxfp{bits}", 32))
+    if is_size(told.get("block_size")):
+        size = told["block_size"]
     shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
     if told.get("is_swizzled_scales"):
         rows, columns = shape[-2], -(-shape[-1] // size)
@@ -146,10 +149,9 @@ def _micro(
     inputs = {"codes": codes, "scale": grid}
     if "per_tensor_scale" in parts:
         inputs["second"] = one_number(group, parts["per_tensor_scale"])
-    numbers = "e2m1" if bits == 4 else codes.dtype.name
     how = Decoding(tuple(inputs), numbers, (1, size), bits=bits, scale_as=as_scale(scale))
-    values = decoded(group, facts, how, inputs, shape, dtype)
-    return values, f"{'nvfp4' if is_nv else f'mxfp{bits}'}, groups of {size}"
+    values = decoded(group, facts, how, inputs, shape, dtype=dtype)
+    return values, f"{word}, groups of {size}"
 
 
 SCHEMES = (Scheme("torchao", ("torchao",), _is_torchao, _torchao, is_certain=True),)
