@@ -134,8 +134,8 @@ class Rename(Rule):
         return self._idle_unless(any(key.startswith(self.old) for key in keys))
 
 
+# Characters of a key to which replacements may lengthen it: each of many can double it.
 _LONGEST_MADE = 1 << 20
-"""Characters of a key to which replacements may lengthen it: each of many can double it."""
 
 
 @dataclass(frozen=True, slots=True)

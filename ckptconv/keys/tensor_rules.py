@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, Literal, TypeAlias
 
 from ckptconv.keys.config_numbers import Number, number_in
@@ -519,9 +520,8 @@ class TensorRule(Rule):
         for place, name in enumerate(joined):
             numbers = {member[place] for _, member in members}
             axes.append((name, self._counted(name, numbers, members)))
-        wanted: list[tuple[int, tuple[str, ...]]] = [(at, ()) for at in range(len(self.sources))]
-        for _, numbers_of in axes[1:]:
-            wanted = [(at, (*before, each)) for at, before in wanted for each in numbers_of]
+        each = list(product(*(numbers for _, numbers in axes[1:])))
+        wanted = [(at, place) for at in range(len(self.sources)) for place in each]
         lacking = [item for item in wanted if item not in members]
         if lacking:
             at, missing = lacking[0]
@@ -741,7 +741,6 @@ class Axes:
 
     def places(self) -> Iterator[dict[str, int]]:
         """Of each tensor of the list, in order, its place along each axis."""
-        found: list[dict[str, int]] = [{}]
-        for name, size in self.sizes:
-            found = [{**before, name: at} for before in found for at in range(size)]
-        yield from found
+        names, sizes = zip(*self.sizes, strict=True)
+        for place in product(*map(range, sizes)):
+            yield dict(zip(names, place, strict=True))

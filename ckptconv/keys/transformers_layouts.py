@@ -45,24 +45,31 @@ def _release() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Scope:
+    """An entry, and what it is for: `below` are the starts of keys, the longest first, each cut off
+    while a rule looks at a key; `config_path` is where their config stands in that of the model.
+    """
+
+    entry: str
+    below: tuple[str, ...] = ("",)
+    config_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Transform:
     """One rule of transformers, in one direction.
 
-    `operations` are transformers' own, by their names there; `below`: the starts of keys that it is
-    for, the longest first, each cut off while it looks at a key; `config_path`: where the config of
-    what is below stands in that of the model. `kind`: ``GroupWeightRename``, of
+    `operations` are transformers' own, by their names there. `kind`: ``GroupWeightRename``, of
     which each source has a target of its own, and the first must meet a key;
     ``Inkling2IndexOffsetWeightRename`` adds `offset` to the number that it finds.
     """
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    operations: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] | None = None
-    kind: str = ""
-    offset: int = 0
-    below: tuple[str, ...] = ("",)
-    entry: str = ""
-    config_path: str = ""
+    operations: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] | None
+    kind: str
+    offset: int
+    scope: Scope
 
     def regex(self) -> re.Pattern[str]:
         """What is searched for in a key: a group ``g0``, ``g1``, ... for each source."""
@@ -78,15 +85,6 @@ def _body(source: str, star: str = r".*\.") -> str:
 
 
 # ------------------------------------------------------------------------------ which rules apply
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """An entry, the starts of keys that it is for, and where their config stands."""
-
-    entry: str
-    below: tuple[str, ...] = ("",)
-    config_path: str = ""
 
 
 def scopes(
@@ -208,16 +206,8 @@ def _transforms(scope: Scope, direction: Direction) -> Iterator[Transform]:
         operations = told.get("ops")
         if operations is not None:
             operations = tuple((name, _frozen(given)) for name, given in operations)
-        yield Transform(
-            tuple(sources),
-            tuple(targets),
-            operations,
-            told.get("kind", ""),
-            told.get("offset", 0) * way,
-            scope.below,
-            scope.entry,
-            scope.config_path,
-        )
+        kind, offset = told.get("kind", ""), told.get("offset", 0) * way
+        yield Transform(tuple(sources), tuple(targets), operations, kind, offset, scope)
 
 
 _ALL = "legacy"
@@ -286,7 +276,7 @@ class Renames(Rule):
 
 def _renaming(transform: Transform, keys: Sequence[str]) -> Callable[[str], str]:
     """What one rename does to a key: the first text that a source matches becomes its target."""
-    regex, below = transform.regex(), transform.below
+    regex, below = transform.regex(), transform.scope.below
     is_group = transform.kind == "GroupWeightRename"
 
     def found_in(key: str) -> tuple[str, re.Match[str]] | None:
@@ -352,7 +342,7 @@ def _tensor_rule(asked: Asked, earlier: Sequence[Transform]) -> TensorRule:
     transform = asked.transform
     others = "|".join(_anywhere(item) for item in earlier)
     start = f"^(?!{others})" if others else "^"
-    below = "|".join(map(re.escape, transform.below))
+    below = "|".join(map(re.escape, transform.scope.below))
     sources = tuple(
         re.compile(
             f"(?#{_shown(source)}){start}(?P<_>(?:{below}).*?)" + _body(source, r"(?P<e>.*)\."),
@@ -366,7 +356,7 @@ def _tensor_rule(asked: Asked, earlier: Sequence[Transform]) -> TensorRule:
 
 def _anywhere(transform: Transform) -> str:
     """A regular expression that matches from their start the keys that a conversion takes."""
-    below = "|".join(map(re.escape, transform.below))
+    below = "|".join(map(re.escape, transform.scope.below))
     bodies = "|".join(map(_body, transform.sources))
     return f"(?:{below}).*?(?:{bodies})"
 
@@ -387,7 +377,7 @@ def _operations(asked: Asked) -> Iterator[Operation]:
 
 
 def _inexpressible(transform: Transform, why: str) -> KeyConflict:
-    what = f"the layout of '{transform.entry}' is not supported: {why}"
+    what = f"the layout of '{transform.scope.entry}' is not supported: {why}"
     return KeyConflict(what, hint="write rules for it: ckptconv help layouts")
 
 
@@ -405,7 +395,7 @@ def _chunk(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
 
 def _split_as_model(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     """Parts as large as the parameters of the model, which its code says."""
-    if not asked.is_back and (asked.transform.entry, asked.cut) not in _SIZES:
+    if not asked.is_back and (asked.transform.scope.entry, asked.cut) not in _SIZES:
         raise _inexpressible(asked.transform, "the sizes of parts are those in code of the model")
     yield from _chunk(asked, given)
 
@@ -422,12 +412,15 @@ def _split(asked: Asked, given: Mapping[str, Any]) -> Operation:
     parts = sizes = None
     if (count := given.get("num_shards_attribute")) is not None:
         parts = number_in(count, asked.whole.get("text_config", asked.whole))
-    if texts := _SIZES.get((asked.transform.entry, asked.cut)):
+    if texts := _SIZES.get((asked.transform.scope.entry, asked.cut)):
         sizes = [number_in(text, asked.own) for text in texts]
     over = _over(asked.transform.targets)
     return Operation.of("split", given["dim"], parts=parts, sizes=sizes, over=over)
 
 
+# The sizes of parts that are not equal, by entry and by what is cut: those of the parameters in
+# transformers' `models/olmo_hybrid`, `models/lara_mini` and `models/molmo2`. On the way back
+# transformers cuts in equal parts, and what it writes is not what was read.
 _SIZES = {
     ("olmo_hybrid", "linear_attn.conv1d.weight"): (
         "linear_num_key_heads * linear_key_head_dim",
@@ -448,10 +441,6 @@ _SIZES = {
         "num_key_value_heads * head_dim",
     ),
 }
-"""The sizes of parts that are not equal, by entry and by what is cut: those of the parameters in
-transformers' ``models/olmo_hybrid``, ``models/lara_mini`` and ``models/molmo2``. On the way back
-transformers cuts in equal parts, and what it writes is not what was read.
-"""
 
 
 def _rope(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
@@ -469,7 +458,7 @@ def _transpose(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     dims = [given["dim0"], given["dim1"]]
     if given.get("check_dims"):
         # the same name before and after: only the size of a dimension tells which layout it is
-        texts = _BEFORE_TRANSPOSE.get((asked.transform.entry, asked.cut))
+        texts = _BEFORE_TRANSPOSE.get((asked.transform.scope.entry, asked.cut))
         if texts is None:
             raise _inexpressible(asked.transform, "code of the model decides what is transposed")
         config = asked.own.get("text_config", asked.own)
@@ -480,13 +469,12 @@ def _transpose(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     yield Operation.of("transpose", dims=dims)
 
 
+# The size of the first dimension that is transposed, on the Hub and in version 5: those of the
+# parameters in transformers' `models/qwen3_vl_moe`.
 _BEFORE_TRANSPOSE = {
     ("qwen3_vl_moe", "mlp.experts.gate_up_proj"): ("hidden_size", "2 * moe_intermediate_size"),
     ("qwen3_vl_moe", "mlp.experts.down_proj"): ("moe_intermediate_size", "hidden_size"),
 }
-"""The size of the first dimension that is transposed, on the Hub and in version 5: those of the
-parameters in transformers' ``models/qwen3_vl_moe``.
-"""
 
 
 def _interleave(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
@@ -553,10 +541,10 @@ def layout_rules(model: str | None, config: Mapping[str, Any], *, back: bool) ->
     listed = scopes(config, model, preset)
     ways = {way: transforms_of(listed, way) for way in get_args(Direction)}
     conversions = [item for item in ways[direction] if item.operations is not None]
-    made = [
-        _tensor_rule(Asked(item, back, part_of(config, item.config_path), config), conversions[:at])
-        for at, item in enumerate(conversions)
-    ]
+    made = []
+    for at, item in enumerate(conversions):
+        asked = Asked(item, back, part_of(config, item.scope.config_path), config)
+        made.append(_tensor_rule(asked, conversions[:at]))
     every = (*ways["v5"], *ways["original"])
     for item in every:
         if item.kind not in _KINDS:
@@ -580,7 +568,7 @@ def _about(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
     """The rules that tell a model type: conversions, where there are some, for names that are
     changed may be those of many models.
     """
-    own = tuple(item for item in transforms if item.entry != _ALL)
+    own = tuple(item for item in transforms if item.scope.entry != _ALL)
     return tuple(item for item in own if item.operations is not None) or own
 
 

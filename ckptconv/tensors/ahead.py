@@ -75,7 +75,15 @@ def runs_of(value: TensorRef | Storage) -> list[Run]:
     runs = verbatim_runs(value)
     if runs is not None:
         return [run for part in runs for run in _runs_in(*part)]
-    return _interleaved([_extent(piece, value.dtype.itemsize) for piece in value.pieces])
+    return _interleaved(_parts_of(value))
+
+
+def _parts_of(ref: TensorRef) -> Sequence[Part]:
+    """What is read for a tensor: runs where its values lie in order, else all around them."""
+    runs = verbatim_runs(ref)
+    if runs is not None:
+        return runs
+    return [_extent(piece, ref.dtype.itemsize) for piece in ref.pieces]
 
 
 def _runs_in(storage: Storage, first: int, nbytes: int) -> list[Run]:
@@ -90,10 +98,7 @@ def _runs_in(storage: Storage, first: int, nbytes: int) -> list[Run]:
     runs: list[Run] = []
     for at in range(offset, offset + nbytes, _STEP):
         for ref, (start, shape) in source.needs(at, min(_STEP, offset + nbytes - at)):
-            whole = box_of(ref, start, shape)
-            inner = verbatim_runs(whole)
-            parts = [_extent(piece, ref.dtype.itemsize) for piece in whole.pieces]
-            runs += _interleaved(inner if inner is not None else parts)
+            runs += _interleaved(_parts_of(box_of(ref, start, shape)))
     return runs
 
 
@@ -104,9 +109,7 @@ def _is_in_order(source: Source) -> TypeGuard[DerivedSource]:
 def _read_in_order(source: DerivedSource) -> Iterator[Part]:
     """What is read side by side, each from its beginning to its end, for what is made in order."""
     for ref in source.inputs:
-        runs = verbatim_runs(ref)
-        extents = [_extent(piece, ref.dtype.itemsize) for piece in ref.pieces]
-        for part in extents if runs is None else runs:
+        for part in _parts_of(ref):
             inner = part[0].source
             if _is_in_order(inner):
                 yield from _read_in_order(inner)

@@ -37,6 +37,8 @@ from ckptconv.support.errors import CheckpointError
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import FLOAT32, DType
 
+Raw: TypeAlias = tuple[memoryview, DType]
+"""Numbers as bytes, little-endian and in C order, and their type."""
 Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]"
 
 # Elements per step: what a step touches (input, two scratch rows, output) stays within a

@@ -23,8 +23,8 @@ from ckptconv.tensors.element_pairs import aligned, words_of
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import verbatim_runs
 
+# Bytes of one tensor, or of several, that a thread compares before it takes the next.
 _BATCH = 16 << 20
-"""Bytes of one tensor, or of several, that a thread compares before it takes the next."""
 _THREADS = min(4, os.cpu_count() or 1)
 
 Pair = tuple[TensorRef, TensorRef]

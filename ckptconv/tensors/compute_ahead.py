@@ -44,8 +44,8 @@ THREADS = _threads()
 _STEPS = 4  # that a thread is given at a time
 _STEP = CHUNK  # bytes that it reads, computes and writes in each
 
+# The bytes that it writes in one where less would have it read the same spans more often.
 _ROOM = (32 << 20) // THREADS
-"""The bytes that it writes in one where less would have it read the same spans more often."""
 
 WriteAt = Callable[[memoryview, int], None]
 

@@ -235,12 +235,11 @@ class ComputedSource(DerivedSource):
         its own only of an operation that rounds once.
         """
         value, parts, overflowed = self.value, [], 0
-        types = [ref.dtype for ref in self.inputs]
         make = self._operation.values
         for box in _steps(value.shape, first, first + count):
-            needed = self._needed(box)
-            raw = [self._box(index, *part, note) for index, part in enumerate(needed)]
-            made = make(value.parameters, box, types, raw, target)
+            needed = enumerate(self._needed(box))
+            inputs = [(self._box(at, *part, note), self.inputs[at].dtype) for at, part in needed]
+            made = make(value.parameters, box, inputs, target)
             parts.append(made.data)
             overflowed += made.overflowed
         return Cast(parts[0] if len(parts) == 1 else memoryview(b"".join(parts)), overflowed)
@@ -294,15 +293,14 @@ class ComputedSource(DerivedSource):
         return self._operation.needs(self.value.parameters, box, len(self.inputs))
 
 
+# About the elements that are computed at a time. Fewer have more of their time go into Python; of
+# more, a thread takes more memory: some arrays of 2 MB.
 _STEP = 1 << 19
-"""About the elements that are computed at a time. Fewer have more of their time go into Python; of
-more, a thread takes more memory: some arrays of 2 MB.
-"""
 
 
 def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
     """The boxes that some elements are, in order, of about so many each; ends with short rows."""
-    row = shape[-1] if shape else 1
+    row = prod(shape[-1:])
     while first < stop:
         end = min(stop, first + _STEP)
         if end < stop and end // row * row > first:
@@ -313,13 +311,12 @@ def _steps(shape: Shape, first: int, stop: int) -> Iterator[Box]:
 
 # ------------------------------------------------------------- what does not lie in order is kept
 
+# The most bytes of gathered inputs that are kept: what is read next lies between them.
 _KEPT = 36 << 20
-"""The most bytes of gathered inputs that are kept: what is read next lies between them."""
 
+# About the bytes of an input that are gathered at a time: a row that lies in the file gives only
+# some of its bytes for each of them.
 _STRIP = 16 << 20
-"""About the bytes of an input that are gathered at a time: a row that lies in the file gives only
-some of its bytes for each of them.
-"""
 
 
 def _cost(ref: TensorRef, box: Box) -> float:
@@ -533,8 +530,8 @@ def iter_cast_chunks(ref: TensorRef, target: DType, overflowed: list[int]) -> It
                 yield _counted(made, overflowed)
 
 
+# Types that hold the values of all others: none becomes infinite.
 _WIDEST = ("float32", "float64")
-"""Types that hold the values of all others: none becomes infinite."""
 
 
 def _made_as(ref: TensorRef, target: DType) -> TensorRef:

@@ -120,9 +120,7 @@ _NOTHING = 1e-200  # sums of squares below may lack some that became nothing
 
 def _reals(values: Array) -> Array:
     """Values as float64, a complex one as two."""
-    return values.astype(
-        np.complex128 if values.dtype.kind == "c" else np.float64, copy=False
-    ).view(np.float64)
+    return values.astype(np.result_type(values, np.float64), copy=False).view(np.float64)
 
 
 def _scaled_difference(run: Run) -> tuple[Array, int]:
@@ -183,7 +181,7 @@ class Deviation:
 
         NaN and infinite differences count first, then the relative L2, then the largest |a - b|.
         """
-        largest = 0.0 if self.max_abs is None else self.max_abs
+        largest = self.max_abs or 0.0
         broken = bool(self.nans) or largest == math.inf
         return broken, -1.0 if self.rel_l2 is None else self.rel_l2, largest
 
@@ -231,11 +229,7 @@ class _Tally:
         self.count += len(places)
         if run.apart is None or run.relative is None:
             return
-        is_nan = (
-            np.isnan(run.apart[places])
-            if run.apart.dtype.kind == "f"
-            else np.zeros(len(places), bool)
-        )
+        is_nan = np.isnan(run.apart[places])
         self.nans += int(is_nan.sum())
         places = places[~is_nan]
         if not len(places):
@@ -268,5 +262,7 @@ class _Tally:
 
 
 def _text(value: Any) -> str:
-    item = value.item() if hasattr(value, "item") else value
-    return f"0x{item.hex()}" if isinstance(item, bytes) else repr(item)
+    item = value.item()
+    if isinstance(item, bytes):
+        return f"0x{item.hex()}"
+    return repr(item)

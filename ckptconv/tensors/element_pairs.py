@@ -120,7 +120,7 @@ class Run:
             apart = _apart(first, second)
             if tolerance is not None:
                 differ = ~_close(first, second, apart, tolerance)
-            size = np.abs(second.astype(np.complex128 if second.dtype.kind == "c" else np.float64))
+            size = np.abs(second.astype(np.result_type(second, np.float64)))
             distance = apart.astype(np.float64)
             relative = np.where(
                 apart == 0, 0.0, np.where(np.isinf(distance), distance, distance / size)
@@ -137,14 +137,14 @@ def of_one_kind(first: Array, second: Array) -> tuple[Array, Array]:
     """Both as they are where their types are the same, else both in float64 or complex128."""
     if first.dtype == second.dtype:
         return first, second
-    wide = np.complex128 if "c" in (first.dtype.kind, second.dtype.kind) else np.float64
+    wide = np.result_type(first, second, np.float64)
     return first.astype(wide), second.astype(wide)
 
 
 def _apart(first: Array, second: Array) -> Array:
     """|a - b|; exact for integers, as unsigned ones; 0 for equal infinities."""
     if first.dtype.kind in "iu":
-        wide = np.uint64 if first.dtype.kind == "u" else np.int64
+        wide = f"{first.dtype.kind}8"
         low, high = np.minimum(first, second).astype(wide), np.maximum(first, second).astype(wide)
         return high.view(np.uint64) - low.view(np.uint64)
     return np.where(first == second, 0.0, np.abs(first - second))

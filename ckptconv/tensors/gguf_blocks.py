@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.casting import Cast, cast, octets
+from ckptconv.tensors.casting import Cast, Raw, cast, octets
 from ckptconv.tensors.dtypes import BLOCKS, FLOAT32, DType
 from ckptconv.tensors.plain_numbers import single
 from ckptconv.tensors.refs import Box
@@ -26,8 +26,8 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# What the codes of IQ4 stand for, and those of E2M1: twice the number, code 8 without its sign.
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""What the codes of IQ4 stand for, and those of E2M1: twice the number, code 8 without its sign."""
 
 
 class Decoder(NamedTuple):
@@ -42,10 +42,9 @@ class Decoder(NamedTuple):
 
 # -------------------------------------------------------------------------------- whole blocks
 
+# Elements that are decoded at a time: with those of 1 MiB, the allocator gives the memory back and
+# takes it anew each time, which costs more than the decoding.
 _STEP = 1 << 17
-"""Elements that are decoded at a time: with those of 1 MiB, the allocator gives the memory back and
-takes it anew each time, which costs more than the decoding.
-"""
 
 
 def _decoded(fill: Callable[[Bytes, Floats], None], elements: int, blocks: Bytes) -> Floats:
@@ -373,14 +372,12 @@ def _blocks_of(dtype: DType, first: int, number: int) -> tuple[int, int]:
     return start, -(-(first + number) // dtype.elements) - start
 
 
-def block_values(
-    names: tuple[str], box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
-) -> Cast:
+def block_values(names: tuple[str], box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """The values of a box, of the bytes of the blocks that it needs."""
     decoder = _BY_NAME[names[0]]
     (*_, first), (*_, number) = box
     _, blocks = _blocks_of(decoder.dtype, first, number)
-    stored = np.frombuffer(raw[0], np.uint8).reshape(-1, decoder.dtype.itemsize)
+    stored = np.frombuffer(inputs[0][0], np.uint8).reshape(-1, decoder.dtype.itemsize)
     rows = decoder.decode(stored).reshape(-1, blocks * decoder.dtype.elements)
     skipped = first % decoder.dtype.elements
     return cast(octets(rows[:, skipped : skipped + number]), FLOAT32, target)

@@ -30,15 +30,13 @@ from ckptconv.tensors.refs import (
 from ckptconv.tensors.stream import verbatim_runs
 from ckptconv.tensors.views import in_order
 
+# Of a tensor that is reshaped, where they follow each other in it: a piece takes about 0.5 kB of
+# memory, and is a request of its own of a server.
 _MOST_PIECES = 4096
-"""Of a tensor that is reshaped, where they follow each other in it: a piece takes about 0.5 kB of
-memory, and is a request of its own of a server.
-"""
+# The same, where they lie between each other, so that each block of values is put together from
+# many of them. Beyond these numbers the tensor is gathered in its former shape, a large part at a
+# time, when it is read: interleaving 1,536 rows is 7 times as quick like that as from 768 pieces.
 _MOST_APART = 16
-"""The same, where they lie between each other, so that each block of values is put together from
-many of them. Beyond these numbers the tensor is gathered in its former shape, a large part at a
-time, when it is read: interleaving 1,536 rows is 7 times as quick like that as from 768 pieces.
-"""
 
 
 class Move(NamedTuple):

@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from itertools import islice
 from math import prod
 
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.casting import Cast, as_floats, cast, octets
+from ckptconv.tensors.casting import Cast, Raw, as_floats, cast, octets
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, FLOAT64, DType
 from ckptconv.tensors.plain_numbers import Number, quotient, real, rounded, single
 from ckptconv.tensors.refs import Box, Shape, number_at
@@ -123,27 +124,16 @@ def _blocks(start: int, count: int, size: int) -> tuple[tuple[int, int], int, in
 # ------------------------------------------------------------------------------------- values
 
 
-def low_rank_values(
-    how: LowRank, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
-) -> Cast:
+def low_rank_values(how: LowRank, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """The bytes of a box of the output, from those of the boxes that it needs."""
-    boxes = low_rank_needs(how, box, len(raw))
-    shapes = [_flat(shape, how.outer) for _, shape in boxes]
+    shapes = [_flat(shape, how.outer) for _, shape in low_rank_needs(how, box, len(inputs))]
     wide = FLOAT64 if how.delta_as == "float64" else FLOAT32
-    base = as_floats(raw[0], types[0], wide).reshape(shapes[0])
-    given = [
-        as_floats(part, dtype, FLOAT32) for part, dtype in zip(raw[1:], types[1:], strict=True)
+    base = as_floats(*inputs[0], wide).reshape(shapes[0])
+    given = [as_floats(*one, FLOAT32) for one in inputs[1:]]
+    shaped = (one.reshape(shape) for one, shape in zip(given, shapes[1:], strict=True))
+    deltas = [
+        _Delta(term, [*islice(shaped, 2 if term.rank else 1)], how.delta_as) for term in how.terms
     ]
-    deltas: list[_Delta] = []
-    at = 0
-    for term in how.terms:
-        count = 2 if term.rank else 1
-        factors = [
-            one.reshape(shape)
-            for one, shape in zip(given[at : at + count], shapes[at + 1 :], strict=False)
-        ]
-        deltas.append(_Delta(term, factors, how.delta_as))
-        at += count
     with np.errstate(all="ignore"):
         if how.row:
             whole = _of_magnitude(how, _sum(base, deltas), given[-1], box)
@@ -151,8 +141,8 @@ def low_rank_values(
         return _by_rows(base, deltas, wide, target)
 
 
+# About the elements of a sum that are worked out at a time: their arrays stay within the cache.
 _ROWS = 1 << 16
-"""About the elements of a sum that are worked out at a time: their arrays stay within the cache."""
 
 
 def _by_rows(base: Array, deltas: Sequence[_Delta], wide: DType, target: DType) -> Cast:
@@ -199,7 +189,9 @@ def _sum(base: Array, deltas: Sequence[_Delta]) -> Array:
 
 def _flat(shape: Shape, outer: int) -> Shape:
     """A box as matrices: how many, rows, columns."""
-    return (prod(shape[:outer]), shape[outer], prod(shape[outer + 1 :])) if shape else (1, 1, 1)
+    if not shape:
+        return 1, 1, 1
+    return prod(shape[:outer]), shape[outer], prod(shape[outer + 1 :])
 
 
 class _Delta:
@@ -208,7 +200,7 @@ class _Delta:
     def __init__(self, term: Term, factors: Sequence[Array], rounded_as: str) -> None:
         self._rank, self._factors = term.rank, factors
         self._scale = np.float32(term.scale)
-        self._as = BY_NAME[rounded_as] if rounded_as else FLOAT32
+        self._as = BY_NAME[rounded_as or "float32"]
         self._off: Array | None = None
 
     def rows(self, matrix: int, first: int, stop: int) -> _Delta:
@@ -272,8 +264,8 @@ class _Delta:
         return as_floats(raw.data, self._as, FLOAT32).reshape(values.shape)
 
 
+# Elements of a product that are worked out at a time, so that they stay within the cache.
 _ROOM = 1 << 14
-"""Elements of a product that are worked out at a time, so that they stay within the cache."""
 
 
 def chained(up: Array, down: Array) -> Array:
@@ -298,8 +290,8 @@ def chained(up: Array, down: Array) -> Array:
     return made
 
 
+# Where more than one of so many elements are near a border, all are worked out by the chain.
 _MANY = 16
-"""Where more than one of so many elements are near a border, all are worked out by the chain."""
 
 
 def _quick_sum(base: Array, deltas: Sequence[_Delta], target: DType) -> tuple[Cast, Array] | None:
@@ -354,10 +346,9 @@ def _of_magnitude(how: LowRank, whole: Array, magnitude: Array, box: Box) -> Arr
     return part
 
 
+# Sums of squares that torch keeps side by side: the floats of a register of AVX2
+# (aten/src/ATen/native/cpu/ReduceOpsKernel.cpp). Its norms are some units off the exact ones.
 _LANES = 8
-"""Sums of squares that torch keeps side by side: the floats of a register of AVX2
-(aten/src/ATen/native/cpu/ReduceOpsKernel.cpp). Its norms are some units off the exact ones.
-"""
 
 
 def _norms(rows: Array) -> Array:
@@ -376,37 +367,31 @@ def _norms(rows: Array) -> Array:
     return np.sqrt(total)
 
 
-def product_values(
-    how: Product, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
-) -> Cast:
+def product_values(how: Product, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """A box of the product of two matrices."""
     factors = [
-        as_floats(part, dtype, FLOAT32).reshape(_flat(shape, how.outer))
-        for part, dtype, (_, shape) in zip(raw, types, product_needs(how, box, 2), strict=True)
+        as_floats(*one, FLOAT32).reshape(_flat(shape, how.outer))
+        for one, (_, shape) in zip(inputs, product_needs(how, box, 2), strict=True)
     ]
     with np.errstate(all="ignore"):
         made = chained(*factors)
     return cast(octets(made), FLOAT32, target)
 
 
-def multiply_values(
-    how: object, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
-) -> Cast:
+def multiply_values(how: object, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """The products of the elements of two inputs at one place."""
-    one, other = (as_floats(*given, FLOAT32) for given in zip(raw, types, strict=True))
+    one, other = (as_floats(*given, FLOAT32) for given in inputs)
     with np.errstate(all="ignore"):
         return cast(octets(one * other), FLOAT32, target)
 
 
-def kron_values(
-    how: Kron, box: Box, types: Sequence[DType], raw: Sequence[memoryview], target: DType
-) -> Cast:
+def kron_values(how: Kron, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """A box of the Kronecker product of two inputs."""
     (row, column, *_), (rows, columns, *_) = box
     needed = kron_needs(how, box, 2)
     one, other = (
-        as_floats(part, dtype, FLOAT32).reshape(shape)
-        for part, dtype, (_, shape) in zip(raw, types, needed, strict=True)
+        as_floats(*given, FLOAT32).reshape(shape)
+        for given, (_, shape) in zip(inputs, needed, strict=True)
     )
     down, along = np.arange(row, row + rows), np.arange(column, column + columns)
     ((high, wide), _), ((first, begin, *_), _) = needed
@@ -422,7 +407,7 @@ def kron_values(
 
 def low_rank_plain(how: LowRank, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
     """One element, from the numbers that it needs, once more in nothing but Python."""
-    width = prod(how.row) if how.row else 1
+    width = prod(how.row)
     row = [_plain_sum(how, numbers, column, width) for column in range(width)]
     if not how.row:
         return row[0]
@@ -447,17 +432,17 @@ def _plain_norm(row: Sequence[float]) -> float:
 def _plain_sum(how: LowRank, numbers: Sequence[Sequence[Number]], column: int, width: int) -> float:
     total = real(numbers[0][column])
     is_double = how.delta_as == "float64"
-    at = 1
+    others = iter(numbers[1:])
     for term in how.terms:
+        one = next(others)
         if term.rank:
-            product = _plain_product(numbers[at], numbers[at + 1][column::width])
+            product = _plain_product(one, next(others)[column::width])
         else:
-            product = single(real(numbers[at][column]))
+            product = single(real(one[column]))
         delta = single(single(term.scale) * product)
         if how.delta_as:
             delta = real(rounded(delta, BY_NAME[how.delta_as]))
         total = total + delta if is_double else single(total + delta)
-        at += 2 if term.rank else 1
     return total
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.records import NamedTuple
-from ckptconv.tensors.casting import Cast, as_floats, cast, octets
+from ckptconv.tensors.casting import Cast, Raw, as_floats, cast, octets
 from ckptconv.tensors.decoding import decode_needs, decode_plain, decode_values
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, FLOAT64, DType
 from ckptconv.tensors.gguf_blocks import block_needs, block_plain, block_values
@@ -39,17 +39,16 @@ class Operation(NamedTuple):
     """How values are made.
 
     `needs(parameters, box, count)` gives, of each of so many inputs, the box that is read for a
-    box of the output; `values(parameters, box, types, raw, target)` the bytes of the output box, in
-    the type `target`, from those of the inputs, all in C order and little-endian;
-    `plain(parameters, box, numbers)` one element from the numbers that are in the boxes that it
-    needs, those of each input in C order.
+    box of the output; `values(parameters, box, inputs, target)` the bytes of the output box, in the
+    type `target`, from those of the inputs; `plain(parameters, box, numbers)` one element from the
+    numbers that are in the boxes that it needs, those of each input in C order.
 
     `is_once_rounded`: the values are those of float32, rounded once to whatever type; who casts
     what it made has it make the other type instead.
     """
 
     needs: Callable[[Any, Box, int], Sequence[Box]]
-    values: Callable[[Any, Box, Sequence[DType], Sequence[memoryview], DType], Cast]
+    values: Callable[[Any, Box, Sequence[Raw], DType], Cast]
     plain: Callable[[Any, Box, Sequence[Sequence[Number]]], Number]
     is_once_rounded: bool = False
 
@@ -62,14 +61,8 @@ def _the_same(parameters: Parameters, box: Box, count: int) -> Sequence[Box]:
 # ------------------------------------------------------------------------------------------- cast
 
 
-def _cast(
-    parameters: Parameters,
-    box: Box,
-    types: Sequence[DType],
-    raw: Sequence[memoryview],
-    target: DType,
-) -> Cast:
-    return cast(raw[0], types[0], target)
+def _cast(parameters: Parameters, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
+    return cast(*inputs[0], target)
 
 
 def _itself(parameters: Parameters, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
@@ -86,16 +79,10 @@ def can_average(dtype: DType) -> bool:
     return dtype.is_floating or dtype.kind == "complex"
 
 
-def _mean(
-    weights: Parameters,
-    box: Box,
-    types: Sequence[DType],
-    raw: Sequence[memoryview],
-    target: DType,
-) -> Cast:
+def _mean(weights: Parameters, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """The weighted mean, in float64 in order, cast at the end as torch's `to` casts."""
     real = BY_NAME[_PARTS.get(target.name, target.name)]
-    whole = sum(_numbers(weights))
+    raw, whole = [part for part, _ in inputs], sum(_numbers(weights))
     with np.errstate(all="ignore"):
         mean = _sum(raw, real, _numbers(weights)) / whole
         if not np.isfinite(mean).all():  # the sum may be beyond all numbers, but not the mean
@@ -120,10 +107,10 @@ def _numbers(weights: Parameters) -> list[float]:
 
 def _plain_mean(weights: Parameters, box: Box, numbers: Sequence[Sequence[Number]]) -> Number:
     ones = [number for (number,) in numbers]
+    mean = _plain_part(_numbers(weights), [one.real for one in ones])
     if all(isinstance(one, float) for one in ones):
-        return _plain_part(_numbers(weights), [one.real for one in ones])
-    real = _plain_part(_numbers(weights), [one.real for one in ones])
-    return complex(real, _plain_part(_numbers(weights), [one.imag for one in ones]))
+        return mean
+    return complex(mean, _plain_part(_numbers(weights), [one.imag for one in ones]))
 
 
 def _plain_part(weights: Sequence[float], numbers: Sequence[float]) -> float:
@@ -150,17 +137,13 @@ def can_add(dtype: DType) -> bool:
     return dtype.is_floating and dtype.itemsize > 1
 
 
-def _add(
-    parameters: Parameters,
-    box: Box,
-    types: Sequence[DType],
-    raw: Sequence[memoryview],
-    target: DType,
-) -> Cast:
+def _add(parameters: Parameters, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """A number added to each value, in float32 as torch adds it to 16 bits; float64 in its own."""
     [number] = _numbers(parameters)
-    wide = FLOAT64 if types[0] is FLOAT64 else FLOAT32
-    values = as_floats(raw[0], types[0], wide)
+    wide = FLOAT32
+    if inputs[0][1] is FLOAT64:
+        wide = FLOAT64
+    values = as_floats(*inputs[0], wide)
     with np.errstate(all="ignore"):
         return cast(octets(values + values.dtype.type(number)), wide, target)
 

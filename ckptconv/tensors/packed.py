@@ -4,18 +4,16 @@ opened again that they lie in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from ckptconv.io.source import MemorySource, Reopening, Source
 from ckptconv.support.errors import CheckpointError
-from ckptconv.support.records import NamedTuple, dataclass
+from ckptconv.support.records import NamedTuple, dataclass, given_fields
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, ComputedSource
-from ckptconv.tensors.dtypes import DType
-from ckptconv.tensors.operations import Parameters
-from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef
+from ckptconv.tensors.refs import Piece, Storage, TensorRef
 
 _IN_MEMORY = PurePath("memory")
 
@@ -36,32 +34,18 @@ class _PackedStorage(NamedTuple):
     """From `nbytes` to `big_endian`, as `Storage` has them."""
 
 
-class _PackedComputed(NamedTuple):
-    """What a storage is computed from, as `Computed` has it."""
-
-    operation: str
-    inputs: tuple[_PackedTensor, ...]
-    parameters: Parameters
-    dtype: DType
-    shape: Shape
-
-
-class _PackedPiece(NamedTuple):
-    storage: int
-    offset: int
-    shape: Shape
-    stride: Shape
-    start: Shape
-
-
 class _PackedTensor(NamedTuple):
-    dtype: DType
-    shape: Shape
-    stride: Shape
-    pieces: tuple[_PackedPiece, ...]
-    requires_grad: bool
-    conj: bool
-    neg: bool
+    """A tensor: the numbers of the storages of its pieces, and all else as `TensorRef` has it."""
+
+    ref: tuple[Any, ...]
+    pieces: tuple[tuple[int, tuple[Any, ...]], ...]
+
+
+class _PackedComputed(NamedTuple):
+    """What a storage is computed from: the inputs, and all else as `Computed` has it."""
+
+    inputs: tuple[_PackedTensor, ...]
+    facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +74,7 @@ class PackedTensors:
                 source = MemorySource(item.place, _IN_MEMORY)
             else:
                 inputs = tuple(_unpacked(ref, storages) for ref in item.place.inputs)
-                value = Computed(item.place.operation, inputs, *item.place[2:])
-                source = ComputedSource(value, checked)
+                source = ComputedSource(Computed(inputs=inputs, **item.place.facts), checked)
             part_of = storages[item.part_of] if item.part_of >= 0 else None
             storages.append(Storage._make((source, item.offset, *item.facts, part_of)))
         refs = [_unpacked(ref, storages) for ref in self.tensors]
@@ -99,8 +82,8 @@ class PackedTensors:
 
 
 def _unpacked(ref: _PackedTensor, storages: Sequence[Storage]) -> TensorRef:
-    pieces = tuple(Piece(storages[piece.storage], *piece[1:]) for piece in ref.pieces)
-    return TensorRef(ref.dtype, ref.shape, ref.stride, pieces, ref.requires_grad, ref.conj, ref.neg)
+    pieces = tuple(Piece(storages[number], *piece) for number, piece in ref.pieces)
+    return TensorRef._make(ref.ref)._replace(pieces=pieces)
 
 
 def packed(refs: Sequence[TensorRef]) -> PackedTensors:
@@ -135,24 +118,17 @@ class _Packing:
 
     def tensor(self, ref: TensorRef) -> _PackedTensor:
         """A tensor, with the numbers of its storages."""
-        pieces = tuple(
-            _PackedPiece(self.storage(piece.storage), *piece[1:]) for piece in ref.pieces
-        )
-        return _PackedTensor(
-            ref.dtype, ref.shape, ref.stride, pieces, ref.requires_grad, ref.conj, ref.neg
-        )
+        pieces = tuple((self.storage(piece.storage), piece[1:]) for piece in ref.pieces)
+        return _PackedTensor(tuple(ref._replace(pieces=())), pieces)
 
     def _place(self, storage: Storage) -> tuple[int | bytes | _PackedComputed, int]:
         """A storage's file by number, its place in it; its bytes; or what computes it."""
         if not storage.nbytes:
             return b"", 0
         if isinstance(storage.source, ComputedSource):
-            value = storage.source.value
-            inputs = tuple(self.tensor(ref) for ref in value.inputs)
-            made = _PackedComputed(
-                value.operation, inputs, value.parameters, value.dtype, value.shape
-            )
-            return made, storage.offset
+            facts = given_fields(storage.source.value)
+            inputs = tuple(self.tensor(ref) for ref in facts.pop("inputs"))
+            return _PackedComputed(inputs, facts), storage.offset
         source, offset = storage.source.comes_from(storage.offset)
         if source.is_in_memory():
             return source.read(offset, storage.nbytes), 0

@@ -23,8 +23,8 @@ from ckptconv.tensors.stream import read_box
 _MOST = 64
 """The most elements of one tensor that are worked out once more."""
 
+# The elements of an output, about: each takes 20 microseconds, and over a network a request.
 _OF_ALL, _OF_ALL_FAR = 20_000, 32
-"""The elements of an output, about: each takes 20 microseconds, and over a network a request."""
 
 
 def sample_size(tensors: list[tuple[TensorRef, DType]]) -> int:

@@ -42,17 +42,18 @@ _FORMS = {
 }
 
 
+_CODES = {2: "e", 4: "f", 8: "d"}
+"""The letters of `struct` for floats of so many bytes."""
+
+
 def number_of(raw: bytes, dtype: DType) -> Number:
     """The number that the little-endian bytes of one element stand for; an int of integers."""
     if dtype.kind in ("int", "bits", "bool"):
         return int.from_bytes(raw, "little", signed=dtype.name.startswith("int"))
     if dtype.kind == "complex":
-        half = len(raw) // 2
-        if dtype.name == "complex32":
-            return complex(*struct.unpack("<2e", raw))
-        return complex(*struct.unpack("<2d" if half == 8 else "<2f", raw))
+        return complex(*struct.unpack(f"<2{_CODES[dtype.word]}", raw))
     if dtype.itemsize >= 4:
-        wide: float = struct.unpack("<d" if dtype.itemsize == 8 else "<f", raw)[0]
+        wide: float = struct.unpack(f"<{_CODES[dtype.word]}", raw)[0]
         return wide
     bits = int.from_bytes(raw, "little")
     if dtype.name == "float8_e8m0fnu":
@@ -108,15 +109,16 @@ def _rounded(number: float, name: str) -> float:
         return _to_power(abs(number))
     form = _FORMS[name]
     is_fnuz = name.endswith("fnuz")
-    if math.isinf(number):
-        near = number
-    else:
+    near = number
+    if not math.isinf(number):
         near = _near(number, form.mantissa, 1 - form.bias)
     if abs(near) > form.largest:
         if name == "float8_e4m3fn":  # saturates, infinity included (pytorch#178817)
             return math.copysign(form.largest, number)
         return math.nan if is_fnuz else math.copysign(math.inf, number)
-    return 0.0 if is_fnuz and near == 0 else near
+    if is_fnuz and near == 0:
+        return 0.0
+    return near
 
 
 def real(number: Number) -> float:

@@ -44,15 +44,24 @@ def beside(ref: TensorRef, codes: Shape, blocks: Sequence[int | None]) -> Beside
     added = len(codes) - len(ref.shape)
     if added < 0:
         return None
-    told = (*(None,) * (len(codes) - len(blocks)), *blocks) if not added else (None,) * len(codes)
+    if added:
+        blocks = ()
+    told = (*(None,) * (len(codes) - len(blocks)), *blocks)
     grid = (*ref.shape, *(1,) * added)
     steps = []
     for size, count, block in zip(codes, grid, told, strict=True):
         step = block or (None if count == 1 else 1)
-        if count != (1 if step is None else -(-size // step)):
+        if count != _count(size, step):
             return None
         steps.append(step)
     return Beside(in_shape(ref, grid), codes, tuple(steps), len(ref.shape))
+
+
+def _count(size: int, step: int | None) -> int:
+    """How many values are for so many codes."""
+    if step is None:
+        return 1
+    return -(-size // step)
 
 
 def are_for_the_same(one: Beside, other: Beside) -> bool:
@@ -196,8 +205,7 @@ def _reshape(
                 raise RefusedObject("their scales do not have all the dimensions that change")
             steps += _regrouped(group.old, item.steps[group.first : stop], group.new)
             own += len(group.new) if item.own >= stop else max(0, item.own - group.first)
-        both = zip(shape, steps, strict=True)
-        grid = tuple(1 if step is None else -(-size // step) for size, step in both)
+        grid = tuple(map(_count, shape, steps))
         return item._replace(ref=in_shape(item.ref, grid), codes=shape, steps=tuple(steps), own=own)
 
     return _of_chosen(items, on, reshaped)

@@ -110,9 +110,7 @@ class _Listed:
 
     def statistics(self) -> Statistics:
         listed = _list_of(self._raw, self._dtype)
-        finite = sorted(
-            listed if all(map(math.isfinite, listed)) else filter(math.isfinite, listed)
-        )
+        finite = sorted(filter(math.isfinite, listed))
         if len(finite) < len(listed) or not finite:
             return self._counted()
         moments = mean_and_std(finite)
@@ -163,7 +161,8 @@ class _Counted:
         self._byte = b""
 
     def update(self, chunk: memoryview) -> None:
-        self._last = chunk[-1] if len(chunk) else self._last
+        if len(chunk):
+            self._last = chunk[-1]
         if self._numel <= _FEW:
             self._few.append(np.frombuffer(bytes(chunk), f"<u{self._dtype.itemsize}"))
             return
@@ -182,7 +181,7 @@ class _Counted:
         is_float = self._dtype.kind == "float" or self._numbers is not None
         every = self._codes
         if self._numel <= _FEW:
-            words = np.concatenate(self._few) if self._few else np.zeros(0, np.uint8)
+            words = np.concatenate([*self._few, np.zeros(0, np.uint8)])
             if self._bits >= 8:
                 codes, counts = np.unique(words, return_counts=True)
                 return _of_values(numbers[codes], counts, is_float=is_float)
@@ -331,10 +330,8 @@ class _Folded:
 
     def statistics(self) -> Statistics:
         if self._numel <= _FEW:
-            codes, counts = np.unique(
-                np.concatenate(self._few) if self._few else np.zeros(0, np.int64),
-                return_counts=True,
-            )
+            few = np.concatenate([*self._few, np.zeros(0, np.intp)])
+            codes, counts = np.unique(few, return_counts=True)
         else:
             codes = np.flatnonzero(self._buckets)
             counts = self._buckets[codes]
@@ -385,20 +382,23 @@ _SHIFT = 45  # of 64 bits: sign, exponent and seven bits of the mantissa are lef
 
 def _buckets(codes: Array, counts: Array, *, is_single: bool) -> Distribution:
     """The finite buckets with these codes of leading bits, in rising order."""
-    shift, word = (np.uint32(16), "4") if is_single else (np.uint64(_SHIFT), "8")
+    nbytes, shift = 8, _SHIFT
+    if is_single:
+        nbytes, shift = 4, 16
+    word = np.dtype(f"<u{nbytes}")
 
     def edge(codes: Array) -> Array:
-        numbers: Array = (codes.astype(f"<u{word}") << shift).view(f"<f{word}")
+        numbers: Array = (codes.astype(word) << word.type(shift)).view(f"<f{nbytes}")
         return numbers
 
-    sign = 1 << (15 if is_single else 63 - _SHIFT)
+    sign = 1 << (8 * nbytes - 1 - shift)
     codes = codes.astype(np.int64)
     finite = np.isfinite(edge(codes))
     codes, counts = codes[finite], counts[finite]
     with np.errstate(all="ignore"):
         near = edge(codes).astype(np.float64)
         far = edge(codes + 1).astype(np.float64)  # the next in magnitude
-    top = np.finfo(np.float32 if is_single else np.float64).max
+    top = np.finfo(f"<f{nbytes}").max
     # of the last bucket before infinity
     far = np.where(np.isfinite(far), far, np.copysign(float(top), near))
     low, high = np.minimum(near, far), np.maximum(near, far)

@@ -202,16 +202,15 @@ def _fill(out: Array, piece: Piece, itemsize: int) -> None:
             work.append((box[tuple(cut)], first + place * piece.stride[axis]))
 
 
+# The bytes that are read for a few of them, rather than to ask more often.
 _SMALL = 1 << 16
-"""The bytes that are read for a few of them, rather than to ask more often."""
 
+# The bytes that are copied in the time that another read takes.
 A_READ = 1 << 15
-"""The bytes that are copied in the time that another read takes."""
 
+# The bytes of a span that are read at a time: they are still in a cache when they are copied. By
+# spans of 1 MiB and half the tiles, to transpose took 1.2 times as long.
 _SPAN = 2 << 20
-"""The bytes of a span that are read at a time: they are still in a cache when they are copied. By
-spans of 1 MiB and half the tiles, to transpose took 1.2 times as long.
-"""
 
 
 def _copy_span(out: Array, source: Source, at: int, span: int, steps: Sequence[int]) -> None:
@@ -246,19 +245,17 @@ def _room(nbytes: int, own: _Own) -> Iterator[memoryview]:
         own.room = room
 
 
+# Rows and columns, as they lie in the file, that are turned at a time. Column by column, each value
+# fetches a line of the cache, which is gone again before the next value of that line is asked for
+# where rows are a power of two apart: 2,048 x 2,048 bytes took 9 ns each, in tiles 0.8.
 _TILE = 128
-"""Rows and columns, as they lie in the file, that are turned at a time. Column by column, each
-value fetches a line of the cache, which is gone again before the next value of that line is asked
-for where rows are a power of two apart: 2,048 x 2,048 bytes took 9 ns each, in tiles 0.8.
-"""
 
+# The bytes of the tiles that are turned by one call, in the second cache: between calls, threads
+# wait for each other, and by tiles of 32 kB two took longer than one.
 _TILES = 1 << 19
-"""The bytes of the tiles that are turned by one call, in the second cache: between calls, threads
-wait for each other, and by tiles of 32 kB two took longer than one.
-"""
 
+# The bytes of a row that are still in the first cache when the next row needs them too.
 _IN_CACHE = 1 << 14
-"""The bytes of a row that are still in the first cache when the next row needs them too."""
 
 
 def copy_values(out: Array, values: Array) -> None:

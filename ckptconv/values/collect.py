@@ -103,7 +103,9 @@ def row(item: TensorStatistics) -> tuple[str, ...]:
     """The figures of a tensor as texts, under `HEAD`."""
     known, distinct = item.statistics, "-"
     if known.distinct is not None:
-        distinct = f"{'' if known.distinct_is_exact else '≥'}{known.distinct:,}"
+        distinct = f"{known.distinct:,}"
+        if not known.distinct_is_exact:
+            distinct = f"≥{distinct}"
     figures = [
         f"{getattr(known, what):,}" if name in _COUNTS else number_text(getattr(known, what))
         for name, what in _FIGURES.items()
@@ -173,7 +175,9 @@ def _total(found: CheckpointStatistics) -> tuple[str, Level]:
     counted = count_text(len(found.tensors), "tensor")
     if odd:
         return f"{counted}, {len(odd):,} of them with NaN or infinite values", "warning"
-    return f"{counted}, all values finite" if found.tensors else "it holds no tensors", "good"
+    if not found.tensors:
+        return "it holds no tensors", "good"
+    return f"{counted}, all values finite", "good"
 
 
 # -------------------------------------------------------------------------------- a histogram
@@ -202,12 +206,10 @@ def histogram_lines(item: TensorStatistics, width: int) -> Iterator[Row]:
     )
     yield Row("", f"  quantiles  {shown}")
     counted = f"{known.zeros:,} zeros, {known.nan:,} NaN, {known.infinite:,} infinite"
-    of = " of the magnitudes" if known.of_magnitudes else ""
-    yield Row(
-        "",
-        f"  mean {number_text(known.mean)}, std {number_text(known.std)}{of}; {known.numel:,} "
-        f"values: {counted}; highest bar {largest:,}",
-    )
+    moments = f"mean {number_text(known.mean)}, std {number_text(known.std)}"
+    if known.of_magnitudes:
+        moments += " of the magnitudes"
+    yield Row("", f"  {moments}; {known.numel:,} values: {counted}; highest bar {largest:,}")
 
 
 def _bar(count: int, largest: int, line: int) -> str:
@@ -289,8 +291,9 @@ def picked_document(
 
 def picked_headline(item: NamedValue, box: Box) -> str:
     """What the tensor is of which values are shown, and the shape of the part."""
-    of = "" if box.shape == item.shape else f", {list(box.shape)} of it"
-    shape = f"{list(item.shape)}{of}"
+    shape = str(list(item.shape))
+    if box.shape != item.shape:
+        shape += f", {list(box.shape)} of it"
     return f"{printable(item.name, 500)}  {item.dtype.name}  {shape}  {item.ref.location}"
 
 
@@ -319,7 +322,8 @@ def stats_checkpoint(
     some 100 MB. Raises `CheckpointError` when the checkpoint cannot be read, or is damaged.
     """
     refuse_no_text(only=only)
-    include = (include,) if isinstance(include, str) else include
+    if isinstance(include, str):
+        include = (include,)
     refuse_no_texts(include=include)
     with open_certain(source, tag=tag, edits=edits) as checkpoint:
         found = named_values(checkpoint, only).matching(include)
@@ -329,7 +333,7 @@ def stats_checkpoint(
         known, unread = statistics_of(numbers, on_progress), (*found.unread, *others)
         told = (str(checkpoint.path), checkpoint.format)
         codes = codes_note(dict(item.tensors()) for item in checkpoint.state_dicts())
-        notes = (*checkpoint.notes, *([codes] if codes else []))
+        notes = (*checkpoint.notes, *filter(None, [codes]))
         return CheckpointStatistics(*told, known, unread, notes)
 
 

@@ -53,7 +53,7 @@ class NamedValue:
     @property
     def read(self) -> TensorRef:
         """The tensor that its values are read from."""
-        return self.ref if self.unblocked is None else self.unblocked
+        return self.unblocked or self.ref
 
     @property
     def numel(self) -> int:
@@ -100,14 +100,15 @@ class NamedValues:
 
 def named_values(checkpoint: Checkpoint, only: str | None = None) -> NamedValues:
     """Every tensor, or those of the part `only`; one at several places has several names."""
-    return values_in(
-        checkpoint.root if only is None else find(checkpoint.root, only, checkpoint.path)
-    )
+    root = checkpoint.root
+    if only is not None:
+        root = find(root, only, checkpoint.path)
+    return values_in(root)
 
 
 def values_in(root: Node) -> NamedValues:
     """Every tensor in a tree, under each of its names."""
-    values, unread = _under_names(root, _values)
+    values, unread = _under_names(root, _plain, _values)
     return NamedValues(tuple(values), tuple(name for name, _ in unread))
 
 
@@ -125,7 +126,7 @@ def components_in(root: Node) -> list[Component]:
     """The bytes of every tensor in a tree, under each of its names: of codes the codes, as they
     are, and what they are read with. Two containers of the same tree give the same ones.
     """
-    found, unread = _under_names(root, _components)
+    found, unread = _under_names(root, Component, _components)
     for name, value in unread:
         found += (Component(f"{name}.{path}", ref) for path, ref in tensors_of(value))
     return found
@@ -148,11 +149,22 @@ T = TypeVar("T")
 
 
 def _under_names(
-    root: Node, made_of: Callable[[str, Node], list[T] | None]
+    root: Node,
+    plain: Callable[[str, TensorRef], T],
+    composed: Callable[[dict[str, TensorRef], dict[str, Recipe]], list[T]],
 ) -> tuple[list[T], list[tuple[str, Node]]]:
-    """What is made of each tensor in a tree, under each of its names; and the names and values of
-    those of which nothing is (None).
+    """What is made of each tensor in a tree, under each of its names: `plain` of one that is stored
+    as it is, `composed` of the parts of others and their recipes. And the names and values of those
+    that cannot be taken apart.
     """
+
+    def made_of(name: str, value: Node) -> list[T] | None:
+        ref = value.tensor if type(value) is TensorObject else value
+        if type(ref) is TensorRef:
+            return [plain(name, ref)]
+        apart = _taken_apart(name, value)
+        return None if apart is None else composed(*apart)
+
     made = made_of("tensor", root)
     if made is not None:
         return made, []
@@ -178,49 +190,32 @@ def _under_names(
     return values, unread
 
 
-def _components(name: str, value: Node) -> list[Component] | None:
-    """A value as the bytes that it consists of; None: no tensor, or it cannot be taken apart."""
-    ref = value.tensor if type(value) is TensorObject else value
-    if type(ref) is TensorRef:
-        return [Component(name, ref)]
+def _taken_apart(name: str, value: Node) -> tuple[dict[str, TensorRef], dict[str, Recipe]] | None:
+    """The tensors that a value consists of, and the recipes that put them together, with the shape
+    of one whose codes are packed; None where it is no tensor, or cannot be taken apart.
+    """
     if type(value) is not Call:
         return None
     packed = packed_codes(value, BITS)
     if packed is not None:
         parts, recipe, shape = packed
-        recipes = {name: {**recipe, "shape": list(shape)}}
-        named = [(f"{name}.{part}", each) for part, each in parts]
-    elif (made := flat(name, value)) is not None:
-        named, recipes = [*made.tensors], made.recipes
-    else:
-        return None
+        named = {f"{name}.{part}": ref for part, ref in parts}
+        return named, {name: {**recipe, "shape": list(shape)}}
+    made = flat(name, value)
+    return None if made is None else (dict(made.tensors), dict(made.recipes))
+
+
+def _components(parts: dict[str, TensorRef], recipes: dict[str, Recipe]) -> list[Component]:
     found = []
-    for key, each in named:
-        owner = next((one for one in recipes if key.startswith(f"{one}.")), None)
-        found.append(Component(key, each, recipes.pop(owner) if owner is not None else None))
+    for key, ref in parts.items():
+        owner = next((one for one in recipes if key.startswith(f"{one}.")), "")
+        found.append(Component(key, ref, recipes.pop(owner, None)))
     return found
 
 
-def _values(name: str, value: Node) -> list[NamedValue] | None:
-    """What a value is as tensors; None where it is none, or one that cannot be read."""
-    ref = value.tensor if type(value) is TensorObject else value
-    if type(ref) is TensorRef:
-        return [_plain(name, ref)]
-    if type(value) is not Call:
-        return None
-    packed = packed_codes(value, BITS)
-    if packed is not None:
-        components, recipe, shape = packed
-        parts = {f"{name}.{part}": ref for part, ref in components}
-        return [_dequantized(name, recipe, parts, shape)]
-    made = flat(name, value)
-    if made is None:
-        return None
-    parts = dict(made.tensors)
-    found: list[NamedValue] = []
-    for at, recipe in made.recipes.items():
-        if recipe["encoding"] == "quantized":
-            found.append(_dequantized(at, recipe, parts))
+def _values(parts: dict[str, TensorRef], recipes: dict[str, Recipe]) -> list[NamedValue]:
+    quantized = [at for at, recipe in recipes.items() if recipe["encoding"] == "quantized"]
+    found = [_dequantized(at, recipes[at], parts) for at in quantized]
     return [*found, *(_plain(at, ref) for at, ref in parts.items())]
 
 
@@ -237,15 +232,14 @@ def _plain(name: str, ref: TensorRef) -> NamedValue:
     return NamedValue(name, ref, ref.dtype, shape, bits=4, numbers=np.array(FLOAT4))
 
 
-def _dequantized(
-    name: str, recipe: Recipe, parts: dict[str, TensorRef], shape: Shape | None = None
-) -> NamedValue:
+def _dequantized(name: str, recipe: Recipe, parts: dict[str, TensorRef]) -> NamedValue:
     """The numbers of a quantized tensor: (q - zero point) * scale in float32, as torch's
-    `dequantize`. With `shape`, its codes are packed.
+    `dequantize`. Its codes are packed where the recipe has its shape.
     """
     integers, dtype = parts.pop(f"{name}.integers"), BY_NAME[recipe["dtype"]]
-    bits = BITS[dtype.name] if shape is not None else 8 * integers.dtype.itemsize
-    shape = integers.shape if shape is None else shape
+    bits, shape = 8 * integers.dtype.itemsize, integers.shape
+    if "shape" in recipe:
+        bits, shape = BITS[dtype.name], tuple(recipe["shape"])
     is_whole = recipe["scheme"] == "per_tensor_affine"
     inner, channels = 1, 1
     if not is_whole:
@@ -291,11 +285,15 @@ def array_of(ref: TensorRef, start: Shape | None = None, shape: Shape | None = N
     complex32, which numpy does not have, becomes complex64. `UnsupportedCheckpoint` for a type
     whose elements numpy and ml_dtypes have no numbers for.
     """
-    start = (0,) * len(ref.shape) if start is None else start
-    shape = ref.shape if shape is None else shape
+    if start is None or shape is None:
+        start, shape = (0,) * len(ref.shape), ref.shape
     kind = numpy_type(ref.dtype)
     if kind is None and ref.dtype.name != "complex32":
         raise UnsupportedCheckpoint(f"numpy has no type for elements of {ref.dtype.name}")
-    raw = read_box(ref, start, shape).view(np.uint8) if 0 not in shape else np.zeros(0, np.uint8)
-    values: Array = raw.view("<f2").astype(np.float32) if kind is None else raw
-    return values.view(np.complex64 if kind is None else kind).reshape(shape)
+    values: Array = np.zeros(0, np.uint8)
+    if 0 not in shape:
+        values = read_box(ref, start, shape).view(np.uint8)
+    if kind is None:
+        kind, values = np.complex64, values.view("<f2").astype(np.float32)
+    made: Array = values.view(kind).reshape(shape)
+    return made

@@ -18,18 +18,14 @@ from ckptconv.io.crc import crc32
 from ckptconv.io.outputs import file_output, write_file
 from ckptconv.io.places import place_of
 from ckptconv.support.arrays import Array, np
-from ckptconv.support.errors import (
-    MissingTensor,
-    OptionRefused,
-    RefusedObject,
-    printable,
-)
+from ckptconv.support.errors import MissingTensor, OptionRefused, RefusedObject, printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few, look_hint, quoted
+from ckptconv.tensors.casting import octets
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.dtypes import BY_NAME, UINT8, DType
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT64, UINT8, DType
 from ckptconv.tensors.packing import packed_nbytes, unpacked
-from ckptconv.tensors.refs import Shape
+from ckptconv.tensors.refs import Shape, number_at
 from ckptconv.values.named import NamedValue, NamedValues, array_of
 
 _INDEX = re.compile(r"-?\d+")
@@ -43,7 +39,7 @@ def picked(found: NamedValues, name: str, path: PurePath, *, is_whole: bool = Fa
     name `is_whole`. Raises `MissingTensor` where there is none, or a choice.
     """
     same = [item for item in found.values if item.name == name]
-    ends = [] if is_whole else [item for item in found.values if item.name.endswith(f".{name}")]
+    ends = [item for item in found.values if not is_whole and item.name.endswith(f".{name}")]
     meant = same or ends
     if len(meant) == 1:
         return meant[0]
@@ -67,7 +63,9 @@ def _meant(found: NamedValues, name: str) -> str | None:
     if opening and bare in names:
         return f"give the indices as a word of their own: {quoted(bare)} {quoted('[' + indices)}"
     near = get_close_matches(name, names, 3, 0.6)
-    return f"did you mean {first_few(near, 3)}" if near else None
+    if not near:
+        return None
+    return f"did you mean {first_few(near, 3)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +145,8 @@ def box_of(text: str, shape: Shape) -> Box:
         if not (inner.startswith("[") and inner.endswith("]") and len(inner) > 1):
             raise _refused(text, "has one bracket without the other")
         inner = inner[1:-1].strip()
-    parts = [_SPACES.sub(r"\1", part.strip()) for part in inner.split(",")] if inner else []
-    if parts and not parts[-1]:
+    parts = [_SPACES.sub(r"\1", part.strip()) for part in inner.split(",")]
+    if not parts[-1]:  # behind the last comma, or of an index of nothing
         parts.pop()
     return whole_box(shape).at(tuple(_index_of(part, text) for part in parts), text)
 
@@ -163,7 +161,7 @@ def _index_of(part: str, text: str) -> Any:
         raise _refused(text, f"has {printable(part) or 'nothing'} where an index belongs")
     if met is None:
         return int(part)
-    return slice(*(None if value is None else int(value) for value in met.groups()))
+    return slice(*(value and int(value) for value in met.groups()))
 
 
 def _refused(text: str, what: str) -> OptionRefused:
@@ -192,18 +190,15 @@ _FAR, _MANY = 64, 10_000
 
 def _hull(ranges: Sequence[range]) -> tuple[Shape, Shape]:
     """Where the smallest box begins that holds all of the numbers, and its shape."""
-    starts = tuple(min(numbers[0], numbers[-1]) if numbers else 0 for numbers in ranges)
-    shape = tuple(abs(numbers[-1] - numbers[0]) + 1 if numbers else 0 for numbers in ranges)
-    return starts, shape
+    ends = [sorted((numbers[0], numbers[-1])) if numbers else (0, -1) for numbers in ranges]
+    return tuple(low for low, _ in ends), tuple(high - low + 1 for low, high in ends)
 
 
 def _stepped(whole: Array, box: Box) -> Array:
     """The numbers of a box out of the values of its hull."""
-    picks: list[Any] = []
-    for numbers, gone in zip(box.ranges, box.gone, strict=True):
-        step = numbers.step if len(numbers) > 1 else 1
-        picks.append(0 if gone else slice(None, None, step))
-    made: Array = whole[tuple(picks)] if picks else whole
+    both = zip(box.ranges, box.gone, strict=True)
+    picks = [0 if gone else slice(None, None, numbers.step) for numbers, gone in both]
+    made: Array = whole[(*picks, ...)]  # without the dots numpy gives a number where all are gone
     return made
 
 
@@ -217,7 +212,7 @@ def _decoded(item: NamedValue, starts: Shape, shape: Shape) -> Array:
     rows = out.reshape(-1, shape[-1]) if shape else out.reshape(1, 1)
     whole = array_of(item.read, starts, shape).reshape(rows.shape) if item.bits >= 8 else None
     for at, (row, place) in enumerate(zip(rows, _rows_of(starts, shape), strict=True)):
-        before = _flat_place(item.shape, place)
+        before = number_at(place, item.shape)
         if whole is not None:
             codes = whole[at]
         elif item.decode is None:  # pairs, of which each row has whole ones
@@ -238,14 +233,6 @@ def _rows_of(starts: Shape, shape: Shape) -> Iterator[list[int]]:
         yield [*place, *starts[-1:]]
 
 
-def _flat_place(shape: Shape, index: Sequence[int]) -> int:
-    """How many elements stand before the one at `index`."""
-    place = 0
-    for size, step in zip(shape, index, strict=False):
-        place = place * size + step
-    return place
-
-
 def _codes(item: NamedValue, outer: Sequence[int], first: int, count: int) -> Array:
     """The codes of so many elements from `first` on, in the row of bytes at `outer`."""
     per = 8 // item.bits
@@ -261,11 +248,13 @@ def shown_text(item: NamedValue, box: Box) -> str:
     """The values of a part as numpy prints them; of many only those at the edges are read. Types of
     8 bits and bfloat16 are shown as float32, which holds them exactly.
     """
-    count = prod(box.shape)
-    values = values_of(item, box) if count <= _MOST else _edge_values(item, box)
+    most = prod(box.shape)
+    if most <= _MOST:
+        values = values_of(item, box)
+    else:
+        values, most = _edge_values(item, box), 0
     if values.dtype.name not in _PRINTED:
         values = values.astype(np.float32)
-    most = count if count <= _MOST else 0
     with np.printoptions(threshold=most, edgeitems=_EDGE, linewidth=_LINE):
         return np.array2string(values, separator=" ")
 
@@ -319,8 +308,11 @@ def _edge_values(item: NamedValue, box: Box) -> Array:
 
 def _written_type(item: NamedValue) -> DType:
     """The type that numpy gets; `OptionRefused` if it has none itself (bfloat16, 8-bit floats)."""
-    dtype = BY_NAME["float64"] if item.decode is not None else item.read.dtype
-    dtype = BY_NAME["complex64"] if dtype.name == "complex32" else dtype
+    dtype = item.read.dtype
+    if item.decode is not None:
+        dtype = FLOAT64
+    elif dtype.name == "complex32":
+        dtype = BY_NAME["complex64"]
     if not holds(dtype):
         raise OptionRefused(
             f"numpy has no dtype {item.dtype.name} by itself",
@@ -349,8 +341,7 @@ def write_npy(item: NamedValue, box: Box, output: Path, *, force: bool) -> None:
     values = np.asarray(values_of(item, box), order="C")
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(values))
-    raw = values.reshape(-1).view(np.uint8).data
-    write_file(place_of(output), head.getvalue(), raw, force=force)
+    write_file(place_of(output), head.getvalue(), octets(values), force=force)
 
 
 def write_npz(chosen: Sequence[tuple[NamedValue, Box]], output: Path, *, force: bool) -> None:
@@ -372,14 +363,14 @@ def write_npz(chosen: Sequence[tuple[NamedValue, Box]], output: Path, *, force: 
         with destination.draft(output.name, layout.nbytes) as draft:
             crcs: list[int] = []
             for at, (item, box) in enumerate(chosen):
-                values = np.asarray(values_of(item, box), order="C").reshape(-1).view(np.uint8)
+                raw = octets(values_of(item, box))
                 draft.stream.write(layout.items[at].lead)
-                draft.stream.write(values.data)
-                crcs.append(crc32(values.data))
+                draft.stream.write(raw)
+                crcs.append(crc32(raw))
                 draft.stream.write(layout.trail(at, crcs[-1]))
             draft.stream.write(layout.ending(crcs))
             draft.commit()
-        made = draft.place.local() if place.local() is not None else None
-        if made is not None:
+        made = draft.place.local()
+        if made is not None and place.local() is not None:
             NPZ.check_written(made, output, len(chosen))
         destination.commit()

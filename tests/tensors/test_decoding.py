@@ -91,7 +91,7 @@ def test_each_way_gives_the_values_of_plain_numbers(monkeypatch, way, target):
     draw = random.Random(way)
     for box in BOXES:
         parts = parts_of(how, types, box, draw)
-        made = decode_values(how, box, types, parts, BY_NAME[target])
+        made = decode_values(how, box, list(zip(parts, types, strict=True)), BY_NAME[target])
         kind = BY_NAME[target]
         assert len(made.data) == math.prod(box[1]) * kind.itemsize
         wide = dict(zip(how.roles, decode_needs(how, box, len(types)), strict=True))
@@ -132,5 +132,5 @@ def test_values_beyond_the_type_are_counted_where_they_are(way):
     scales = np.full(needs[1][1], 1e3, {"float32": "<f4", "float16": "<f2"}[scale])
     scales[len(scales) // 2 :] = 1.0
     parts = [memoryview(raw), scales.view("u1").data]
-    made = decode_values(how, box, types, parts, BY_NAME["float16"])
+    made = decode_values(how, box, list(zip(parts, types, strict=True)), BY_NAME["float16"])
     assert made.overflowed == 3

@@ -26,14 +26,13 @@ def raw(values: np.ndarray) -> memoryview:
 
 def summed(base, up, down, target, **how):
     """The bytes of a box of a weight of float32, in the type `target`."""
-    values = low_rank_values(
+    made = low_rank_values(
         LowRank((Term(RANK, 1.0),), **how),
         ((0, 0), base.shape),
-        [FLOAT32] * 3,
-        [raw(base), raw(up), raw(down)],
+        [(raw(values), FLOAT32) for values in (base, up, down)],
         BY_NAME[target],
     )
-    return torch.frombuffer(bytearray(values.data), dtype=getattr(torch, target))
+    return torch.frombuffer(bytearray(made.data), dtype=getattr(torch, target))
 
 
 @pytest.mark.parametrize("target", ["bfloat16", "float16"])

@@ -32,15 +32,15 @@ FLOAT8 = tuple(BY_NAME[f"float8_{form}"] for form in ("e4m3fn", "e5m2", "e4m3fnu
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 """Under which a model's ``config.json`` says how its weights are quantised; the last is MLX's."""
 
+# The most bytes of a tensor that is read while a conversion is planned: a shape, a JSON text.
 _MOST = 1 << 16
-"""The most bytes of a tensor that is read while a conversion is planned: a shape, a JSON text."""
 
 
+# The most repeats in a pattern that a checkpoint brings: more may take too long.
 _MOST_REPEATS = 6
-"""The most repeats in a pattern that a checkpoint brings: more may take too long."""
 
+# The most integers that are read one by one: no model has so many inputs, but an expanded view.
 _MOST_COLUMNS = 1 << 20
-"""The most integers that are read one by one: no model has so many inputs, but an expanded view."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,8 +137,8 @@ def has_all_ones(zeros: Zeros) -> bool:
     return False
 
 
+# Zeros that are looked at in one go: they begin with a word, so it is a multiple of 32.
 _ROWS = 1 << 18
-"""Zeros that are looked at in one go: they begin with a word, so it is a multiple of 32."""
 
 
 def _bits(group: Group, facts: Facts, words: int, outputs: int) -> int:

@@ -71,8 +71,8 @@ def _is_float4(group: Group, _: Facts) -> bool:
     return is_mx and scale.shape[-1] * _MX == 2 * codes.shape[-1]
 
 
+# The types of two nibbles: DeepSeek's, Quark's, torch's own.
 _OF_PAIRS = ("int8", "uint8", "float4_e2m1fn_x2")
-"""The types of two nibbles: DeepSeek's, Quark's, torch's own."""
 
 
 def given_block(facts: Facts, group: Group) -> tuple[int, int] | None:

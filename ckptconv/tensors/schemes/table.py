@@ -40,13 +40,13 @@ _BY_WORD = {scheme.name: scheme for scheme in SCHEMES} | {
 WORDS = (*_BY_WORD,)
 """The words of ``--scheme``."""
 
+# Names of scales of what goes through a layer (vLLM, ModelOpt, ComfyUI, FBGEMM, Mistral).
 _OF_LAYERS = frozenset((
     "input_scale", "input_global_scale", "input_zero_point", "input_scale_ub", "activation_scale",
     "scale_input", "qscale_act", "output_scale",
 ))  # fmt: skip
-"""Names of scales of what goes through a layer (vLLM, ModelOpt, ComfyUI, FBGEMM, Mistral)."""
+# The same of an attention, whose projections are quantised (vLLM, ModelOpt).
 _OF_ATTENTION = frozenset(("q_scale", "k_scale", "v_scale", "prob_scale"))
-"""The same of an attention, whose projections are quantised (vLLM, ModelOpt)."""
 
 
 class Decoded(NamedTuple):
