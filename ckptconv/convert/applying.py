@@ -42,8 +42,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text
-from ckptconv.tensors.patched import digest
-from ckptconv.tensors.patched import Change, patched
+from ckptconv.tensors.patched import Change, digest, patched
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
 from ckptconv.tree.checkpoint import Checkpoint, Edit, refuse_no_edits
 from ckptconv.tree.merging_lora import MergeLora

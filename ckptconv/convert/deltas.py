@@ -42,11 +42,10 @@ from ckptconv.support.report import Fields, Row, note_rows, short_repr
 from ckptconv.support.text import count_text, seconds_text, size_text
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.patched import ALGORITHMS, Algorithm, digest
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.element_pairs import aligned
 from ckptconv.tensors.fold import noted
-from ckptconv.tensors.patched import ENCODINGS, MOST_PLACES, Encoding
+from ckptconv.tensors.patched import ALGORITHMS, ENCODINGS, MOST_PLACES, Algorithm, Encoding, digest
 from ckptconv.tensors.refs import Storage, TensorRef, whole_storage
 
 if TYPE_CHECKING:

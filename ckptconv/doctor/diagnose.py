@@ -35,8 +35,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.report import danger_in
 from ckptconv.support.settings import collector_paused
-from ckptconv.tensors.fold import fold_all
-from ckptconv.tensors.fold import nonfinite_counters
+from ckptconv.tensors.fold import fold_all, nonfinite_counters
 from ckptconv.tree.labels import may_be_infinite
 from ckptconv.tree.modules import flatten_modules
 

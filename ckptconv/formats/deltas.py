@@ -32,9 +32,8 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, Unsupp
 from ckptconv.support.errors import printable as shown
 from ckptconv.support.json_text import read_object
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.patched import ALGORITHMS, DIGITS, Algorithm
 from ckptconv.tensors.dtypes import UINT8
-from ckptconv.tensors.patched import ENCODINGS, Encoding
+from ckptconv.tensors.patched import ALGORITHMS, DIGITS, ENCODINGS, Algorithm, Encoding
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import tensor_of

@@ -15,8 +15,14 @@ from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter, Progress
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.fold import OddBools, RunningCrc, fold, fold_all
-from ckptconv.tensors.fold import NonFiniteCounter, nonfinite_counters
+from ckptconv.tensors.fold import (
+    NonFiniteCounter,
+    OddBools,
+    RunningCrc,
+    fold,
+    fold_all,
+    nonfinite_counters,
+)
 from ckptconv.tensors.refs import Piece, Storage, TensorRef
 
 VALUES = np.arange(600, dtype="<f4")

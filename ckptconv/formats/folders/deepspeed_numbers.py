@@ -17,8 +17,8 @@ from ckptconv.formats.folders.zero import WHOLE, RankStates, Shapes, entries
 from ckptconv.formats.folders.zero_optimizer import PlainGroup, read_groups
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.tensors.computed import Widener, as_run
 from ckptconv.tensors.assembly import Flat, shaped
+from ckptconv.tensors.computed import Widener, as_run
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ckptconv.io.source import MemorySource
 from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.tensors.assembly import Flat, flat_boxes, shaped
 from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.assembly import Flat, flat_boxes, shaped
 from ckptconv.tensors.refs import Storage, TensorRef, origins, view_of, whole_storage
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
 from helpers import oracle
