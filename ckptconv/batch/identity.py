@@ -56,13 +56,13 @@ def names_of(job: Job) -> tuple[str, ...]:
 
 def key_of(job: Job) -> str:
     """The output of a job, by which it is known: no two jobs may have one."""
-    return str(place_of(job.output).absolute)
+    return place_of(job.output).absolute_name
 
 
 def real_name(place: Location) -> str:
     """How a place is known, without the links on the way to it."""
     path = place.local()
-    return str(place.absolute).rstrip("/") if path is None else os.path.realpath(path)
+    return place.absolute_name.rstrip("/") if path is None else os.path.realpath(path)
 
 
 def real_names() -> Callable[[Location], str]:
@@ -86,11 +86,11 @@ def stamps(place: Location) -> list[list[Any]] | None:
 
     The device is left out: one disk has several numbers on the machines that share it.
     """
-    kind = place.kind()
+    kind, found = place.look()
     if kind == "nothing":
         return None
     if kind != "folder":
-        return [["", *stamp_of(place, place.fingerprint())]]
+        return [["", *stamp_of(place, found)]]
     return sorted(
         [name, *stamp_of(file, file.fingerprint())] for name, file in _files_in(place, "")
     )
@@ -123,7 +123,7 @@ def fingerprint(job: Job) -> str:
     """
     told = {
         "rules": RULES,
-        "source": [[str(place.absolute), stamps(place)] for place in places_of(job)],
+        "source": [[place.absolute_name, stamps(place)] for place in places_of(job)],
         "tag": job.tag,
         "options": _options_told(job.options),
         "files": [[str(place), stamps(place)] for place in _places_named(job)],

@@ -178,10 +178,10 @@ def _read_outside(plan: ConversionPlan, job: Job) -> Stamps:
         if source.path not in own
     ]
     told += [(item.place, item.stamp) for item in plan.beside.copied if item.place is not None]
-    named = [str(place.absolute) for place in places] if told else []
+    named = [place.absolute_name for place in places] if told else []
     read = {}
     for place, found in told:
-        name = str(place.absolute)
+        name = place.absolute_name
         if not any(name == one or name.startswith(f"{one}/") for one in named):
             read[name] = [["", *stamp_of(place, found)]]
     return read
@@ -192,5 +192,5 @@ def made_of(paths: Sequence[PurePath]) -> Stamps:
     found = {}
     for path in paths:
         place = place_of(path)
-        found[str(place.absolute)] = stamps(place) or []
+        found[place.absolute_name] = stamps(place) or []
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import PurePath
 from types import NoneType
 from typing import TYPE_CHECKING
@@ -97,7 +97,14 @@ def plan_trial(checkpoint: Checkpoint, output: Output, options: Request) -> Conv
 
 def request_of(options: Options) -> Request:
     """What options stand for: their files are read, and what the keys are to be fitted to."""
+    if options.stands_alone:
+        return _request_alone(options)
     return options.request(target_of(options))
+
+
+@lru_cache(maxsize=1)  # of many files, each has the options of the one before
+def _request_alone(options: Options) -> Request:
+    return options.request(None)
 
 
 def target_of(options: Options) -> KeyTarget | None:
@@ -135,7 +142,9 @@ def _planned(
             if options.with_training:
                 _refuse_untrained(whole)
             checkpoint = edited(whole, _edits_of(options))
-            options = replace(options, keys=with_config(options.keys, checkpoint))
+            keys = with_config(options.keys, checkpoint)
+            if keys is not options.keys:
+                options = replace(options, keys=keys)
             if to.holds_trees and options.shard_bytes is None:
                 plan = _plan_tree(checkpoint, path, to, options, whole.root)
             else:

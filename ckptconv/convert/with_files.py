@@ -43,8 +43,10 @@ def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
     """Tell of a config beside the output that calls its values codes: transformers would read them
     so. One that is copied does not.
     """
+    if not _dequantizes(options):
+        return
     folder = place_of(plan.folder)
-    if not _dequantizes(options) or folder.is_far() or not folder.child("config.json").is_file():
+    if folder.is_far() or not folder.child("config.json").is_file():
         return
     from ckptconv.tree.model_config import method_in
 

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 from ckptconv.formats.containers import NotForetold, first_reads, named, open_file
@@ -111,6 +110,8 @@ GATHERINGS: tuple[Gathering, ...] = (
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
 
+_WITH_FILE = tuple(kind for kind in GATHERINGS if kind.file)
+
 
 @spelling_checked
 def open_checkpoint(
@@ -138,8 +139,8 @@ def open_certain(
     `with_training`: with what training left in files beside the weights. `is_delta`: what holds
     changes of tensors is opened, and nothing else (None: it is too).
     """
-    asked = _asked(path, tag, whole_modules=whole_modules, edits=edits)
-    return replace(asked, with_training=with_training, is_delta=is_delta).opened()
+    told: Any = {"with_training": with_training, "is_delta": is_delta}
+    return _asked(path, tag, whole_modules=whole_modules, edits=edits, **told).opened()
 
 
 def open_as(place: Location, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
@@ -166,12 +167,17 @@ def open_to_look(
     """For who judges a checkpoint by what it says of itself: as `open_certain`, but over a network,
     where each look costs a request, by its index alone.
     """
-    asked = replace(_asked(path, tag, whole_modules=whole_modules), is_delta=is_delta)
+    asked = _asked(path, tag, whole_modules=whole_modules, is_delta=is_delta)
     return asked.opened_quickly() if asked.paths[0].is_far() else asked.opened()
 
 
 def _asked(
-    path: Named | Location, tag: str | None, *, whole_modules: bool, edits: Sequence[Edit] = ()
+    path: Named | Location,
+    tag: str | None,
+    *,
+    whole_modules: bool,
+    edits: Sequence[Edit] = (),
+    **told: Any,
 ) -> _Asked:
     if not isinstance(path, Location):
         refuse_no_paths("source", path)
@@ -181,7 +187,7 @@ def _asked(
     paths = places_of(path)
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
-    return _Asked(paths, tag, whole_modules, tuple(edits))
+    return _Asked(paths, tag, whole_modules, tuple(edits), **told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +404,8 @@ def gathering(path: Location) -> Gathering | None:
 def _gathering(path: Location, *, is_folder: bool) -> Gathering | None:
     """That of a place at which something is."""
     names = path.names() if is_folder else [path.name]
-    found = (kind for kind in GATHERINGS if kind.matches(path, names, is_folder=is_folder))
-    return next(found, None)
+    kinds = GATHERINGS if is_folder else _WITH_FILE
+    return next((kind for kind in kinds if kind.matches(path, names, is_folder=is_folder)), None)
 
 
 def is_gathering(path: Location) -> bool:
@@ -470,4 +476,4 @@ def lacks_metadata(folder: Location) -> bool:
 
 def is_of_dcp(name: str) -> bool:
     """Whether a file is called as those in which the ranks of DCP save."""
-    return PurePath(name).suffix == ".distcp"
+    return name.endswith(".distcp") and name != ".distcp"

@@ -91,15 +91,16 @@ class Destination(AbstractContextManager["Destination"]):
         """Leave nothing behind, and what was there before as it was."""
 
 
-def check_output(path: Path, *, force: bool) -> None:
-    """Refuse an output that must not be written, before any work is done.
+def check_output(path: Path, *, force: bool) -> Path:
+    """Refuse an output that must not be written, before any work is done; returns the file that is
+    meant, which is `path` unless a link is there.
 
     Raises `OutputRefused` when `path` exists and `force` is not set, when it is a folder or a
     device, or when its folder is missing.
     """
     with output_errors(path):
         _refuse_reserved(path)
-        mode = _mode(path)
+        mode, is_link = _look_at(path)
         if stat.S_ISDIR(mode):
             raise OutputRefused("is a folder", path=path, hint="name a file to write")
         if mode and not stat.S_ISREG(mode):
@@ -108,13 +109,9 @@ def check_output(path: Path, *, force: bool) -> None:
             )
         if mode and not force:
             raise OutputRefused("exists", path=path, hint="add --force to replace it")
-        if not _is_in_folder(path):
+        if not mode and (is_link or not path.parent.is_dir()):
             refuse_missing_folder(path, followed(path).parent)
-
-
-def _is_in_folder(path: Path) -> bool:
-    """Whether it is clear without following links that the folder of an output is there."""
-    return not path.is_symlink() and path.parent.is_dir()
+        return followed(path) if is_link else path
 
 
 def _refuse_reserved(path: Path) -> None:
@@ -125,16 +122,23 @@ def _refuse_reserved(path: Path) -> None:
         )
 
 
-def _mode(path: Path) -> int:
-    """What a path is, asked once: another process may replace it meanwhile; 0 for nothing."""
+def _look_at(path: Path) -> tuple[int, bool]:
+    """The mode of what is at a path, 0 for nothing, and whether a link is there. Each is asked
+    once: another process may replace it meanwhile.
+    """
+    is_link = False
     try:
-        return path.stat().st_mode
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            is_link = True
+            mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return 0
+        return 0, is_link
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return 0
+            return 0, is_link
         raise
+    return mode, is_link
 
 
 def refuse_missing_folder(path: Path, folder: Path) -> None:
@@ -213,7 +217,7 @@ def check_folder(path: Path, *, force: bool) -> None:
     """
     with output_errors(path):
         _refuse_reserved(path)
-        mode = _mode(path)
+        mode, is_link = _look_at(path)
         if mode and not stat.S_ISDIR(mode):
             raise OutputRefused(
                 "is a file, but a folder is to be written", path=path, hint="name another folder"
@@ -224,7 +228,8 @@ def check_folder(path: Path, *, force: bool) -> None:
         if mode and not is_known and any(path.iterdir()):
             what = "holds something other than a DCP checkpoint or a universal one"
             raise OutputRefused(what, path=path, hint="name another folder")
-        if not _is_in_folder(path) and not followed(path).parent.is_dir():
+        is_missing = not mode and (is_link or not path.parent.is_dir())
+        if is_missing and not followed(path).parent.is_dir():
             refuse_dangling(path)
             raise OutputRefused(
                 "the folder around it does not exist",
@@ -237,33 +242,41 @@ _INDEXES = (".metadata", "latest_universal")
 """The files by which checkpoints are known that are folders of their own."""
 
 
-def check_space(place: Path, size: int, path: PurePath) -> None:
-    """Refuse an output of `size` bytes where the file system of `place` says it has no room."""
-    free = platforms.free_bytes(place.parent)
+_ASKED_FROM = 1 << 20
+"""Bytes of an output from which there must be room before it is begun: less is written as quickly,
+and says so where the disk is full.
+"""
+
+
+def check_space(folder: Path, size: int, path: PurePath) -> None:
+    """Refuse an output of `size` bytes where the file system of `folder` says it has no room."""
+    free = platforms.free_bytes(folder) if size >= _ASKED_FROM else None
     if free is not None and size > free:
         what = f"needs {size} bytes but the disk has {free} left"
         raise OutputRefused(what, path=path, hint="free some space or write to another disk")
 
 
-@contextlib.contextmanager
-def output_errors(path: PurePath) -> Iterator[None]:
+class output_errors:
     """Raise the block's `OSError`s as `OutputRefused` of `path`, of which nothing is there then."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except platforms.FileInUse as error:
-        hint = (
-            "close it: tensors of load_portable keep their file open unless mmap=False; "
-            "nothing was left behind"
-        )
-        raise OutputRefused(
-            "is in use or read-only, and so cannot be replaced on this system", path=path, hint=hint
-        ) from error
-    except OSError as error:
-        raise OutputRefused(
-            f"{FAILED}{_reason(error)}", path=path, hint="nothing was left behind"
-        ) from error
+
+    def __init__(self, path: PurePath) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, CheckpointError):
+            return
+        if isinstance(error, platforms.FileInUse):
+            what = "is in use or read-only, and so cannot be replaced on this system"
+            hint = (
+                "close it: tensors of load_portable keep their file open unless mmap=False; "
+                "nothing was left behind"
+            )
+            raise OutputRefused(what, path=self._path, hint=hint) from error
+        what = f"{FAILED}{_reason(error)}"
+        raise OutputRefused(what, path=self._path, hint="nothing was left behind") from error
 
 
 def _reason(error: OSError) -> str:

@@ -60,8 +60,10 @@ class FileSource(Source):
             raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
         while view:
             fd = self._descriptor()  # each time: meanwhile another thread may close it
-            with self._read_errors():
+            try:
                 count = platforms.read_into_at(fd, view, offset)
+            except OSError as error:
+                raise self._unread(error) from error
             if not count:
                 raise MalformedCheckpoint(
                     f"ends at byte {offset}, more was expected", path=self.path
@@ -77,8 +79,10 @@ class FileSource(Source):
             return known
         if nbytes <= SMALL:
             fd = self._descriptor()
-            with self._read_errors():
+            try:
                 window = platforms.read_at(fd, _WINDOW, offset)
+            except OSError as error:
+                raise self._unread(error) from error
             self._window = window, offset
             if len(window) >= nbytes:
                 return window[:nbytes]
@@ -104,8 +108,11 @@ class FileSource(Source):
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         """Bytes without what follows them."""
-        with self._read_errors():
-            raw = platforms.read_at(self._descriptor(), nbytes, offset)
+        fd = self._descriptor()
+        try:
+            raw = platforms.read_at(fd, nbytes, offset)
+        except OSError as error:
+            raise self._unread(error) from error
         if len(raw) == nbytes:
             return raw
         whole = bytearray(nbytes)  # in pieces, or not all there
@@ -133,14 +140,10 @@ class FileSource(Source):
             raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
         return self._fd
 
-    @contextlib.contextmanager
-    def _read_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            what = f"cannot be read: {os.strerror(error.errno or 0)}"
-            hint = "the disk or the network fails"
-            raise MalformedCheckpoint(what, path=self.path, hint=hint) from error
+    def _unread(self, error: OSError) -> MalformedCheckpoint:
+        what = f"cannot be read: {os.strerror(error.errno or 0)}"
+        hint = "the disk or the network fails"
+        return MalformedCheckpoint(what, path=self.path, hint=hint)
 
     def fingerprint(self) -> Fingerprint:
         return self._stamp

@@ -13,6 +13,7 @@ from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
 from ckptconv.io.journals import refuse_torn
 from ckptconv.io.location import Kind, Location
 from ckptconv.io.source import Fingerprint, Source
+from ckptconv.support import platforms
 from ckptconv.support.records import dataclass
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG}
@@ -42,21 +43,34 @@ class LocalPlace(Location):
     def absolute(self) -> LocalPlace:
         return LocalPlace(self.at.absolute())
 
+    @property
+    def absolute_name(self) -> str:
+        # as `Path.absolute` has it, which parses the working folder and the path once more
+        if platforms.ON_WINDOWS or not self.at.parts or self.at.is_absolute():
+            return str(self.at.absolute())
+        return os.path.join(os.getcwd(), self.at)  # noqa: PTH109, PTH118
+
     def child(self, name: str) -> LocalPlace:
         return LocalPlace(self.at / name)
 
     def kind(self) -> Kind:
+        return self.look()[0]
+
+    def look(self) -> tuple[Kind, Fingerprint | None]:
         try:
-            mode = self.at.stat().st_mode
+            found = os.stat(self.at)  # noqa: PTH116 (of each of 10,000 files, several times)
         except ValueError:  # a character that no name has
-            return "nothing"
+            return "nothing", None
         except OSError as error:
             if error.errno in _ABSENT:
-                return "nothing"
+                return "nothing", None
             raise
-        if stat.S_ISREG(mode):
-            return "file"
-        return "folder" if stat.S_ISDIR(mode) else "other"
+        kind: Kind = "other"
+        if stat.S_ISREG(found.st_mode):
+            kind = "file"
+        elif stat.S_ISDIR(found.st_mode):
+            kind = "folder"
+        return kind, stamp(found)
 
     def local(self) -> Path | None:
         return self.at

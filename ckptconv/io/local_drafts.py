@@ -103,7 +103,7 @@ class Staged(Destination):
         with self._leaving:
             refuse_inputs(self._taken(), self._replaces)
             self._made = self._prepared(self._leaving)
-            check_space(self._made / self.path.name, self._size, self.path)
+            check_space(self._made, self._size, self.path)
             self._leaving = self._leaving.pop_all()
         return self
 

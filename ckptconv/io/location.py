@@ -76,6 +76,11 @@ class Location(ABC):
     def absolute(self) -> Location:
         """The same place, whatever the working folder."""
 
+    @property
+    def absolute_name(self) -> str:
+        """How that is written."""
+        return str(self.absolute)
+
     @abstractmethod
     def child(self, name: str) -> Location:
         """What is called `name` in this folder; `name` may be several parts, between slashes."""
@@ -115,6 +120,10 @@ class Location(ABC):
     @abstractmethod
     def fingerprint(self) -> Fingerprint | None:
         """What tells the file from others, as `Source.fingerprint`; None where there is none."""
+
+    def look(self) -> tuple[Kind, Fingerprint | None]:
+        """What is there now, and its fingerprint, in one look where the system has that."""
+        return self.kind(), self.fingerprint()
 
     def local(self) -> Path | None:
         """Its path, where it is a file or folder of this host that any library can open."""

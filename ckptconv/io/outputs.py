@@ -41,9 +41,11 @@ class FileOutput(Staged):
     path: Path
 
     def _prepared(self, leaving: ExitStack) -> Path:
-        check_output(self.path, force=self._force)
-        self._target = followed(self.path)
+        self._target = check_output(self.path, force=self._force)
         return leaving.enter_context(staging_folder(self._target, self.path))
+
+    def _named(self, name: str) -> Path:
+        return self.path
 
     def _put(self, made: Path, inputs: Iterable[Source]) -> None:
         _close_replaced(inputs, lambda: [self.path])

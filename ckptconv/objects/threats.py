@@ -13,6 +13,7 @@ the names of python 2.
 from __future__ import annotations
 
 import _compat_pickle
+import functools
 from collections.abc import Iterable
 from typing import Literal
 
@@ -67,6 +68,7 @@ _MOVED |= {"torch.quantization": "torch.ao.quantization", "numpy.core": "numpy._
 """Packages that have moved, and whose modules are the same below."""
 
 
+@functools.lru_cache(maxsize=64)  # few names, of very many files
 def judge(module: str, name: str) -> Verdict:
     """How the global `name` of `module` is judged, by the names that it has in python 2, in python
     3, and where it moved.

@@ -9,9 +9,9 @@ unknown class) stays an argument. Source: collections and builtins of CPython.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TypeAlias
 
@@ -54,16 +54,14 @@ CALLED_RESULT = ("", "what a call gives")
 """Noted in place of a name where a stream calls what is not a global."""
 
 
-@contextlib.contextmanager
-def names_noted() -> Iterator[set[tuple[str, str]]]:
+def names_noted() -> AbstractContextManager[set[tuple[str, str]]]:
     """The globals that the streams read within the block name, as module and name.
 
     Those of values are among them that a stream makes and drops again, which no tree shows; so is
     `CALLED_RESULT`, where something is called that has no name.
     """
     noted: set[tuple[str, str]] = set()
-    with set_within(_NAMED, noted):
-        yield noted
+    return set_within(_NAMED, noted)
 
 
 def _note_called_result() -> None:

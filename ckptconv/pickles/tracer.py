@@ -37,12 +37,12 @@ from ckptconv.support.limits import in_force
 from ckptconv.support.settings import collector_paused
 
 
-@collector_paused()
 def trace_pickle(source: Source, start: int = 0) -> Trace:
     """Follow the pickle at byte `start` of `source` to its end, or to where it breaks."""
     tracer = _Tracer(source, start)
     try:
-        tracer.run()
+        with collector_paused():
+            tracer.run()
     except Cut:
         tracer.trace.broken, tracer.trace.cut = "is cut off", True
     except _TooMany as error:

@@ -152,9 +152,10 @@ def _refuse_odd(option: str, path: object) -> None:
         raise OptionRefused(
             f"{option}: an open file is not a path", hint="give the name of the file"
         )
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    if not text:
         raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
-    if (b"\0" if isinstance(os.fspath(path), bytes) else "\0") in os.fspath(path):
+    if (b"\0" if isinstance(text, bytes) else "\0") in text:
         raise OptionRefused(
             f"{option}={path!r:.100} holds a zero byte, so it is not a path",
             hint="name a file or a folder",

@@ -15,7 +15,7 @@ import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, FrozenInstanceError, fields
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,14 @@ there are 100,000 of.
 
 def given_fields(record: Any) -> dict[str, Any]:
     """The fields of a dataclass that are not as by default, in their order."""
-    told = ((item.name, getattr(record, item.name), item.default) for item in fields(record))
+    kind: Any = type(record)
+    told = [(name, getattr(record, name), default) for name, default in _defaults(kind)]
     return {name: value for name, value, default in told if value != default}
+
+
+@cache
+def _defaults(kind: Any) -> list[tuple[str, Any]]:
+    return [(item.name, item.default) for item in fields(kind)]
 
 
 if TYPE_CHECKING:

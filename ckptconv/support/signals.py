@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 from ckptconv.support.platforms import STOPPING, signal_main_thread
 from ckptconv.support.records import dataclass
@@ -25,10 +26,15 @@ class _End(SystemExit):
 
 @dataclass(slots=True)
 class _Asked:
-    """The last signal that asked for a stop, and the exception on its way for it, if any."""
+    """The last signal that asked for a stop, and the exception on its way for it, if any.
+
+    `is_heard`: by `_stop`, in this process. `held` are those that came while they were held back.
+    """
 
     number: int = 0
     stopping: Callable[[], object] = lambda: None
+    is_heard: bool = False
+    held: list[int] | None = None
 
 
 _ASKED = _Asked()
@@ -46,6 +52,7 @@ def stop_in_good_order() -> None:
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
+    _ASKED.is_heard = True
     sys.unraisablehook = _unraisable
 
 
@@ -55,6 +62,9 @@ def missed_stop() -> int | None:
 
 
 def _stop(number: int, _: object) -> None:
+    if _ASKED.held is not None:
+        _ASKED.held.append(number)
+        return
     if _ASKED.stopping() is not None:
         return
     raise _watched(number)
@@ -78,14 +88,30 @@ def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
         again.start()
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def held_back() -> AbstractContextManager[None]:
     """Signals that would stop the program are delivered when the block has ended. Python runs
     signal handlers in the main thread only, so in any other thread there is nothing to hold back.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or _ASKED.held is not None:
+        return contextlib.nullcontext()
+    return _heard_later() if _ASKED.is_heard else _handlers_put_off()
+
+
+@contextlib.contextmanager
+def _heard_later() -> Iterator[None]:
+    """In a program whose handler is ours, that notes them: to put others in its place, and it back,
+    costs a twentieth of a small conversion.
+    """
+    met = _ASKED.held = []
+    try:
         yield
-        return
+    finally:
+        _ASKED.held = None
+        _deliver(met)
+
+
+@contextlib.contextmanager
+def _handlers_put_off() -> Iterator[None]:
     met: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: met.append(number)) for number in STOPPING
@@ -97,5 +123,9 @@ def held_back() -> Iterator[None]:
         for number, handler in reversed(before.items()):
             # None: one that Python did not set
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for missed in dict.fromkeys(met):
-            signal.raise_signal(missed)
+        _deliver(met)
+
+
+def _deliver(met: Iterable[int]) -> None:
+    for missed in dict.fromkeys(met):
+        signal.raise_signal(missed)

@@ -241,6 +241,8 @@ class Checkpoint:
 
     def as_part(self, part: Part | None) -> Checkpoint:
         """The same, which is only that part of a checkpoint; a note says so."""
+        if part is None and self.part is None:
+            return self
         if part is None:
             return replace(self, part=None)
         container = self.container
