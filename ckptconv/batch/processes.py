@@ -29,6 +29,8 @@ from ckptconv.support.signals import stop_in_good_order
 
 _GRACE = 10.0
 """Seconds in which a worker that is told to end may clean up."""
+_MANY_NEW = 700
+"""Objects that are there since the collector last ran, from which it runs between two jobs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +187,8 @@ def _work(pipe: Any, held: int | None, threads: int) -> None:
             except OSError:  # the driver is gone, and so is who would hear of it
                 break
             del work, given
-            gc.collect(1)  # what is new alone
+            if gc.get_count()[0] > _MANY_NEW:
+                gc.collect(1)  # what is new alone
     if held is not None:
         os.close(held)
 

@@ -104,7 +104,7 @@ def request_of(options: Options) -> Request:
 
 @lru_cache(maxsize=1)  # of many files, each has the options of the one before
 def _request_alone(options: Options) -> Request:
-    return options.request(None)
+    return options.request(target_of(options))
 
 
 def target_of(options: Options) -> KeyTarget | None:

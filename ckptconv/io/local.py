@@ -13,7 +13,6 @@ from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
 from ckptconv.io.journals import refuse_torn
 from ckptconv.io.location import Kind, Location
 from ckptconv.io.source import Fingerprint, Source
-from ckptconv.support import platforms
 from ckptconv.support.records import dataclass
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG}
@@ -46,7 +45,7 @@ class LocalPlace(Location):
     @property
     def absolute_name(self) -> str:
         # as `Path.absolute` has it, which parses the working folder and the path once more
-        if platforms.ON_WINDOWS or not self.at.parts or self.at.is_absolute():
+        if self.at.anchor or not self.at.parts:
             return str(self.at.absolute())
         return os.path.join(os.getcwd(), self.at)  # noqa: PTH109, PTH118
 

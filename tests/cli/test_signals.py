@@ -37,6 +37,21 @@ for name in ("SIGINT", "SIGTERM", "SIGINT"):
     error = None
 """
 
+HELD_BACK = """
+import signal
+from ckptconv.support.signals import held_back, stop_in_good_order
+stop_in_good_order()
+for _ in range(2):
+    try:
+        with held_back():
+            with held_back():
+                signal.raise_signal(signal.{name})
+            print("in one piece")
+        print("not stopped")
+    except BaseException as error:
+        print(type(error).__mro__[1].__name__)
+"""
+
 TOO_LATE = """
 import signal
 import ckptconv.cli.terminal as terminal
@@ -87,6 +102,14 @@ def test_a_signal_after_one_that_was_swallowed_stops(tmp_path):
         0,
         ["KeyboardInterrupt", "SystemExit", "KeyboardInterrupt"],
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")]
+)
+def test_a_signal_that_is_held_back_stops_behind_the_block(name, raised, tmp_path):
+    done = script(HELD_BACK.format(name=name), cwd=tmp_path)
+    assert (done.exit, done.out) == (0, f"in one piece\n{raised}\n" * 2)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
