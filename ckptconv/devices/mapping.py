@@ -99,4 +99,5 @@ def resolve_map_location(
         raise DeviceUnavailable(what, hint="give a tag, or a dict of tags")
     from ckptconv.devices.host import require_device
 
+    # a checkpoint has many storages and few tags
     return functools.cache(lambda tag: require_device(chosen(tag)))

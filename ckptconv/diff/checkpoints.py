@@ -198,6 +198,7 @@ def _parts(
     if only == (None, None) and keys == KEEP and _is_open(first) and _is_open(second):
         return first.root, second.root, [], [], [_ALL]
     ours, theirs = first.state_dict(only[0]), _second_part(lambda: second.state_dict(only[1]), only)
+    # globs choose keys of both, names change in the first alone
     renamed, others = _mapped(ours, keys, first), _mapped(theirs, keys.globs, second)
     _refuse_idle(renamed.keys, others.keys, keys, first)
     chosen = [f"A: {note}" for note in ours.notes] + [f"B: {note}" for note in theirs.notes]
@@ -229,6 +230,7 @@ def _compared_beside(
     rest: list[Both] = []
     apart: list[str] = []
     own, own_b = _views(ours), _views(theirs)
+    # what has one key in both state dicts was compared with them
     met = {ours.prefix + key for key in ours.keys} & {theirs.prefix + key for key in theirs.keys}
     for path, one, other in walk_together(first.root, second.root, walked):
         if type(one) is not TensorRef or type(other) is not TensorRef:
@@ -308,6 +310,7 @@ def _refuse_idle(ours: KeyMap, theirs: KeyMap, keys: KeyRules, first: Checkpoint
     """Refuse a rule that meets no key, or a choice that leaves none to compare."""
     try:
         of_both = {words for rule in keys.globs.rules for words in rule.idle(())}
+        # a rule for both may meet keys of one of them
         idle = tuple(words for words in ours.idle if words in theirs.idle or words not in of_both)
         refuse_idle([replace(ours, idle=idle)], keys)
         if ours.old and not any(key is not None for key in (*ours.new, *theirs.new)):
@@ -374,6 +377,7 @@ def _compare_values(
     others = [at for at in firsts.values() if at not in same]
     unread = {exact[at] for at in compared.unread}
     read = [pairs[at][1:] for at in firsts.values() if at in unread or at not in same]
+    # those that differ are read once more, as numbers: of all others their bytes were enough
     nbytes = sum(pairs[at][1].nbytes for at in others) + sum(ours.nbytes for ours, _ in read)
     meter = Meter("measure", nbytes, tell)
     unlike = {

@@ -80,7 +80,7 @@ def _torch_refusals(file: Checkpoint) -> Iterator[Refusal]:
         what = f"its archive has {told}; torch reads the versions 1 to 10"
         yield Refusal("version", what, "PytorchStreamReader failed")
     legacy = file.container.is_legacy
-    unread: set[Refusal] = set()
+    unread: set[Refusal] = set()  # many nodes have the same fault: it is told once
     slow: str | None = None
     for place, node in walk(file.root):
         unread.update(_unread_values(node, legacy))

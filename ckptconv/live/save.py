@@ -141,9 +141,7 @@ class _Symbolic:
         self._alive.append(value)
         if isinstance(value, torch.Tensor):
             made = self._tensor(value, place)
-        elif isinstance(
-            value, (torch.dtype, torch.qscheme, torch.device, torch.Size, complex, set, bytearray)
-        ):
+        elif isinstance(value, self._constants):  # a Size is a tuple too
             made = self._constant(value)
         elif isinstance(value, torch.layout):
             made = Call(Global("torch.serialization", "_get_layout"), (str(value),))

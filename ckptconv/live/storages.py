@@ -138,6 +138,7 @@ class Storages:
             values = self._torch.empty(storage.nbytes, dtype=self._torch.uint8)
         if pending is not None:
             pending.wait()
+        # part by part: the checksum needs no second pass, and the progress is told
         view, crc = values.numpy().data, 0
         for at in range(0, storage.nbytes, CHUNK):
             part = view[at : at + CHUNK]

@@ -6,7 +6,7 @@ Decided by content and by the labels of parts; docs/state-dicts.md states the ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,20 +126,19 @@ class Survey(NamedTuple):
         it, and none of its own is the very same view.
         """
         left = [item for item in self.holders if not chosen.holds(item.place, item.node)]
-        if not left:
+        if not left:  # nearly always: a million views need not be looked at
             return []
-        refs = (tensor_of(value) for _, value in chosen.pairs)
-        kept = {view_identity(ref) for ref in refs if ref is not None}
-
-        def is_kept(value: Node) -> bool:
-            ref = tensor_of(value)
-            return ref is not None and view_identity(ref) in kept
-
+        kept = {_view(value) for _, value in chosen.pairs} - {None}
         lost = [
-            item._replace(tensors=[pair for pair in item.tensors if not is_kept(pair[1])])
+            item._replace(tensors=[pair for pair in item.tensors if _view(pair[1]) not in kept])
             for item in left
         ]
         return [item for item in lost if item.tensors]
+
+
+def _view(value: Node) -> Hashable:
+    ref = tensor_of(value)
+    return None if ref is None else view_identity(ref)
 
 
 def survey(root: Node) -> Survey:

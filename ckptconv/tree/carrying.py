@@ -127,6 +127,7 @@ class Scales:
                 group.refuse(what, _FIRST)
             parts.append(Part(key, named, found))
         parts.sort(key=attrgetter("naming"))  # files have them in any order
+        # but for the blocks, which moves change: `Beside` has them
         return Codes(scheme.name, how._replace(roles=(), block=(1, 1)), tuple(parts))
 
     def follow(
@@ -209,7 +210,7 @@ class Scales:
             what = "is codes, and under the new names nobody finds what they are read with"
             raise RefusedObject(what, where=name, hint=_FIRST)
         try:
-            now = self._read(found[name], tensors)
+            now = self._read(found[name], tensors)  # as whoever opens the output will
         except CheckpointError as error:
             what = f"could not be read as it would be laid out: {error.what}"
             raise RefusedObject(what, where=name, hint=_FIRST) from error

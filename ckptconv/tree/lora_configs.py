@@ -202,6 +202,7 @@ def of_peft(given: Mapping[str, Any], modules: Sequence[Scaled], others: Collect
     """
     targets = _targets([each.name for each in modules], others)
     told = {**_DEFAULTS, **given, **_fields(modules), "target_modules": targets}
+    # indented and sorted, as peft writes it
     return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 

@@ -51,6 +51,7 @@ Stable Diffusion and Flux, and what ComfyUI writes.
 _DOTTED = {**_OF_BOTH, "lycoris.": "", "model.": "", "": ""}
 """What adapters put before the dotted path of a module, and the component that it says."""
 
+# in this order: `lora_` is what others begin with
 _JOINED = {
     "lora_unet_": "unet",
     "lora_prior_unet_": "unet",

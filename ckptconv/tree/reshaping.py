@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.keys.key_map import KeyMap, KeyRules, map_keys
@@ -294,7 +295,7 @@ class _Application:
             raise KeyConflict(f"two keys read as '{printable(twice)}'")
         self.values: dict[Origin, Node] = {entry.origin: entry.value for entry in self.entries}
         self.made: list[Made] = []
-        self.count = 0
+        self._number = count().__next__
         self.taken: dict[str, str] = {}
         self.skipped: list[Skipped] = []
         self.steps: list[KeyMap] = []
@@ -406,10 +407,6 @@ class _Application:
     def _entry(self, name: str, value: Node, rank: int) -> _Entry:
         return _Entry(self._number(), name, value, rank)
 
-    def _number(self) -> int:
-        self.count += 1
-        return self.count - 1
-
     # ---------------------------------------------------------------------------- tensor rules
 
     def _by_rule(self, rule: TensorRule) -> None:
@@ -511,8 +508,7 @@ class _Application:
             value = value.tensor
         if type(value) is not TensorRef:
             raise RefusedObject("is not a plain tensor", where=entry.name)
-        is_beside = self.scales is not None and self.scales.is_beside(entry.origin)
-        if is_beside:
+        if self.scales is not None and self.scales.is_beside(entry.origin):
             what = "is what codes are read with, and goes where these go"
             hint = "write the rule for the codes alone, or --dequantize makes values first"
             raise RefusedObject(what, where=entry.name, hint=hint)
