@@ -100,9 +100,10 @@ def packer_of(head: bytes) -> Any:
     """The module that unpacks a file which begins so; None where there is none: a Python may be
     built without the one or the other.
     """
-    found = [row.packer for row in STRANGERS if row.packer and head.startswith(row.magic)]
-    with contextlib.suppress(ImportError):
-        return import_module(found[0]) if found else None
+    for row in STRANGERS:
+        if row.packer and head.startswith(row.magic):
+            with contextlib.suppress(ImportError):
+                return import_module(row.packer)
     return None
 
 
@@ -120,8 +121,9 @@ def _directory_of_zip(head: bytes, size: int) -> tuple[int, int]:
 
 def _header_of_safetensors(head: bytes, size: int) -> tuple[int, int]:
     end = 8 + int.from_bytes(head[:8], "little")
-    is_possible = end <= min(size, 8 + in_force().safetensors_header_bytes)
-    return 0, end if is_possible else 0
+    if end > min(size, 8 + in_force().safetensors_header_bytes):
+        return 0, 0  # refused before it is read
+    return 0, end
 
 
 class Format(NamedTuple):
@@ -176,12 +178,16 @@ def open_source(source: Source) -> Checkpoint:
         what = f"holds more than {most} files within files"
         raise LimitExceeded(what, limit="files_in_files", allowed=most, path=source.path)
     head = source.read(0, min(HEAD, source.size))
-    row = next((row for row in FORMATS if row.matches(head)), None)
+    row = _format_of(head)
     if row is None:
         raise stranger(source, head)
     with set_within(_DEPTH, depth + 1):
         found: Checkpoint = named(row.opened_by)(source)
     return found
+
+
+def _format_of(head: bytes) -> Format | None:
+    return next((row for row in FORMATS if row.matches(head)), None)
 
 
 def open_file(place: Location, pool: FilePool | None = None) -> Checkpoint:
@@ -207,13 +213,10 @@ def all_open(
 
 def first_reads(head: bytes, size: int) -> list[Range]:
     """The runs of bytes beyond its `head` that opening a file of `size` bytes will read."""
-    known = len(head)
-    row = next((row for row in FORMATS if row.matches(head)), None) if size > known else None
+    row = _format_of(head)
     if row is None or row.first_reads is None:
         return []
-    first, end = row.first_reads(head, size)
-    first = max(known, first)
-    return [(first, end - first)] if first < end else []
+    return _beyond(head, *row.first_reads(head, size))
 
 
 _END = 22 + 0xFFFF  # bytes in which the end record of an archive lies
@@ -221,8 +224,12 @@ _END = 22 + 0xFFFF  # bytes in which the end record of an archive lies
 
 def scanned_first(head: bytes, size: int) -> list[Range]:
     """The same of `scan`, which also looks for an archive at the end of any file."""
-    first = max(len(head), size - _END)
-    return [(first, size - first)] if first < size else []
+    return _beyond(head, size - _END, size)
+
+
+def _beyond(head: bytes, first: int, end: int) -> list[Range]:
+    first = max(len(head), first)
+    return [(first, end - first)] if first < end else []
 
 
 def kind_of_head(head: bytes) -> bool | None:
@@ -232,8 +239,10 @@ def kind_of_head(head: bytes) -> bool | None:
     rows = [row for row in FORMATS if row.matches(head)]
     if not rows or any(row.is_certain for row in rows):
         return bool(rows)
-    first = head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip(head) else b""
-    return True if first.endswith(_FIRST_RECORDS) else None
+    name_end = 30 + int.from_bytes(head[26:28], "little")
+    if is_zip(head) and head[30:name_end].endswith(_FIRST_RECORDS):
+        return True
+    return None
 
 
 _FIRST_RECORDS = (b"/data.pkl", b".npy")

@@ -28,7 +28,7 @@ from ckptconv.formats.folders.alone import DELTA_ENCODING
 from ckptconv.formats.folders.sharded import state_dict_pairs
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.location import Location, read_small
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
 from ckptconv.support.errors import printable as shown
 from ckptconv.support.json_text import read_object
 from ckptconv.support.records import dataclass
@@ -76,18 +76,15 @@ def open_deltas(
     at = base_version
     for place in places:
         for one in _versions_in(place, at):
-            with_path = one.path
-            try:
+            with errors_at(path=one):
                 checkpoint = opened.enter_context(open_certain(one, is_delta=True))
-                delta = _delta(checkpoint, with_path)
+                delta = _delta(checkpoint, one.path)
                 _refuse_unlisted(delta, one)
-            except CheckpointError as error:
-                raise error.at(path=with_path) from None
             if at is not None and delta.base_version != at:
-                which = "BASE" if not found else shown(found[-1].path)
+                which = shown(found[-1].path) if found else "BASE"
                 what = f"changes version {delta.base_version}, but {which} is version {at}"
                 hint = "name the deltas in their order, and the BASE that the first was made from"
-                raise UnsupportedCheckpoint(what, path=with_path, hint=hint)
+                raise UnsupportedCheckpoint(what, path=one, hint=hint)
             found.append(delta)
             at = delta.version
     return found
@@ -97,9 +94,10 @@ def version_of(place: Location) -> int | None:
     """The version that a folder of weights is: an engine's, by what it says; one that a trainer
     published, by its name. None where nothing tells.
     """
-    if place.is_far() or not place.is_folder():
-        named = version_named(place.name)
-        return named if place.is_far() else None
+    if place.is_far():
+        return version_named(place.name)
+    if not place.is_folder():
+        return None
     state = place.child(".weight_sync").child("state.json")
     if not state.is_file():
         return version_named(place.absolute.name)
@@ -113,18 +111,16 @@ _NAME = re.compile(r"weight_v([0-9]{6,18})").fullmatch
 def version_named(name: str) -> int | None:
     """The version that the name of a folder says."""
     found = _NAME(name)
-    return None if found is None else int(found[1])
+    return found and int(found[1])
 
 
 def _versions_in(place: Location, after: int | None) -> Iterator[Location]:
     """The deltas in a folder of versions, in their order; a place that is none itself."""
-    if not place.is_folder() or INDEX in (names := place.names()):
-        yield place
-        return
+    names = place.names() if place.is_folder() else ()
     versions = sorted(
         (version, name) for name in names if (version := version_named(name)) is not None
     )
-    if not versions:
+    if not versions or INDEX in names:
         yield place
         return
     wanted = [name for version, name in versions if after is None or version > after]

@@ -112,31 +112,31 @@ def _parts(folder: Location) -> tuple[list[_Part], list[str]]:
     if _SPEECHBRAIN in names:
         return alone(name for name in names if name.endswith(".ckpt")), []
     plain, left = _preferred(names)
-    parts = [
-        *(_gathered(folder, plain, _MODEL) if plain else _gathered(folder, names, _FSDP)),
-        *_gathered(folder, names, _OPTIMIZER),
-        *alone(name for name in names if _OTHERS(name) and not _MODEL(name)),
-    ]
-    for name in filter(_FSDP, names if plain else ()):
-        left.append(f"{printable(name)} is left out: {plain[0]} holds the weights")
-    return parts, left
+    models = _gathered(folder, names, _FSDP)
+    if plain:
+        models = _gathered(folder, plain, _MODEL)
+        for name in filter(_FSDP, names):
+            left.append(f"{printable(name)} is left out: {plain[0]} holds the weights")
+    others = alone(name for name in names if _OTHERS(name) and not _MODEL(name))
+    return [*models, *_gathered(folder, names, _OPTIMIZER), *others], left
 
 
 def _preferred(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Each model's safetensors file where there is one, as accelerate loads it; notes on others."""
-    found: dict[str, str] = {}
+    found: dict[str | None, str] = {}
     left = []
-    for name in sorted(filter(_MODEL, names), key=lambda name: not name.endswith(".safetensors")):
-        first = found.setdefault(_label(_MODEL(name)), name)
+    matches = [match for name in names if (match := _MODEL(name))]
+    for match in sorted(matches, key=lambda match: not match.string.endswith(".safetensors")):
+        name = match.string
+        first = found.setdefault(match["index"], name)
         if first != name:
             left.append(f"{name} is left out: {first} holds the weights")
     return sorted(found.values()), left
 
 
-def _label(found: re.Match[str] | None) -> str:
-    told = found.groupdict() if found else {}
-    index = told.get("index")
-    return told.get("label") or (f"model_{index}" if index else "model")
+def _label(found: re.Match[str]) -> str:
+    told = found.groupdict()
+    return told.get("label") or "_".join(filter(None, ("model", told["index"])))
 
 
 def _gathered(
@@ -169,8 +169,9 @@ def _open_part(part: _Part, pool: FilePool) -> Checkpoint:
     if not part.is_ranks:
         return open_file(part.paths[0], pool)
     with all_open(part.paths[0].parent, part.paths, pool) as files:
-        is_whole = len(files) == 1 and not has_shards(calls_of(files[0].root))
-        checkpoint = files[0] if is_whole else join_ranks(files)
+        checkpoint = files[0]
+        if len(files) > 1 or has_shards(calls_of(checkpoint.root)):
+            checkpoint = join_ranks(files)
         keys = [key for key, _ in mapping_pairs(checkpoint.root) or () if type(key) is str]
         refuse_flat(keys, part.paths[0].parent.path)
     return checkpoint

@@ -1,7 +1,14 @@
 """What frameworks put beside the items of a DCP folder, and how they name what is in them.
 
 Megatron saves the parts of a checkpoint under flat keys, and what it does not shard in `common.pt`.
-Source: megatron/core/dist_checkpointing/mapping.py, 0.16.
+What an optimizer keeps of a parameter is stored under ``optimizer.state.FIELD.KEY``, KEY the key of
+the parameter among the weights, FIELD ``exp_avg``, ``exp_avg_sq``, ``fp32_param`` (the master
+weights), …; with several optimizers ``chained_N.`` stands before it. The step is the same for all
+parameters, and lies with the groups in `common.pt`. Groups do not say which parameters are theirs:
+only where an optimizer has one group they are all of its own. Distributed optimizers may keep flat
+buckets instead (``optimizer.distributed.…``), which only Megatron takes apart. Source:
+megatron/core/dist_checkpointing/mapping.py and optimizer.py, megatron/core/optimizer/optimizer.py
+and distrib_optimizer.py, 0.16.
 
 Lightning saves all that is not a tensor in `meta.pt`. Fabric keeps the user's own names in both.
 The Trainer's strategies have the model under ``model`` (FSDP) or ``state_dict``, and optimizers
@@ -13,18 +20,20 @@ lightning/pytorch/utilities/consolidate_checkpoint.py (2.6).
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, Path
 from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
-from ckptconv.support.records import NamedTuple
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.refs import Storage, whole_storage
 from ckptconv.tree.checkpoint import Checkpoint, Container
 from ckptconv.tree.optimizer_forms import OF_LOADER
+from ckptconv.tree.optimizer_states import read_number
+from ckptconv.tree.walk import is_tensor, label_text
 
 CONTAINER = Container("DCP", "torch.distributed.checkpoint", is_folder=True)
 OF_MEGATRON = replace(CONTAINER, by="megatron", why_not="only Megatron opens it")
@@ -71,8 +80,8 @@ def _megatron_paths(metadata: Metadata) -> dict[str, Path]:
     for key, entry in metadata.entries.items():
         name: str = key
         index: tuple[int, ...] = ()
-        shard = _OBJECT(key) if entry is None else None
-        if shard is not None:
+        shard = _OBJECT(key)
+        if entry is None and shard is not None:
             name, index = shard[1], (counts[shard[1]],)
             counts[name] += 1
         part: tuple[str, ...] = ()
@@ -103,9 +112,7 @@ def _with_common(root: Dict, common: Checkpoint) -> tuple[Dict, tuple[str, ...]]
             else:
                 what, where = f"is in {INDEX} too", f"{place}{label}"
                 raise MalformedCheckpoint(what, path=common.path, where=where)
-    from ckptconv.formats.folders.megatron_optimizer import by_names  # only Megatron's need it
-
-    return by_names(root)
+    return _by_names(root)
 
 
 def _as_megatron(metadata: Metadata, root: Dict, common: Checkpoint) -> Dict | None:
@@ -142,6 +149,115 @@ MEGATRON = Flavour(
 )
 
 
+# ---------------------------------------------------------------------- Megatron's optimizer states
+
+_STATE = re.compile(
+    r"(?:chained_(?P<number>\d+)\.)?optimizer\.state\.(?P<field>[^.]+)\.(?P<key>.+)"
+)
+_STAY = "the states of the optimizer stay as Megatron names them"
+_PARTS = ("state", "param_groups")
+
+
+@dataclass(slots=True)
+class _Optimizer:
+    """One of the optimizers: what it keeps of each parameter, and what is said of it besides."""
+
+    states: dict[str, dict[str, Node]] = field(default_factory=dict)
+    others: dict[Node, Node] = field(default_factory=dict)
+
+
+def _by_names(root: Dict) -> tuple[Dict, tuple[str, ...]]:
+    """The tree with its optimizer in torch's form, and notes; as it is where it has another one."""
+    parts = dict(root.pairs)
+    optimizer, model = parts.get("optimizer"), dict(mapping_pairs(parts.get("model")) or ())
+    if type(optimizer) is not Dict:
+        return root, ()
+    tensors = [key for key, value in optimizer.pairs if is_tensor(value)]
+    told = {key: found for key in tensors if (found := _STATE.fullmatch(str(key)))}
+    if not told:
+        return root, ()
+    if len(told) < len(tensors) or any(found["key"] not in model for found in told.values()):
+        return root, (f"{_STAY}: some of them belong to no parameter by their names",)
+    optimizers = _apart(optimizer, told)
+    groups, notes = _groups_of(optimizers)
+    if groups is None:
+        return root, (f"{_STAY}: nothing says its groups of parameters and their settings",)
+    states = {key: state for each in optimizers for key, state in each.states.items()}
+    if len(states) < sum(len(each.states) for each in optimizers):
+        return root, (f"{_STAY}: two optimizers have one parameter",)
+    by_key = Dict([(key, Dict([*state.items()])) for key, state in states.items()])
+    made = [("state", by_key), ("param_groups", groups)]
+    parts["optimizer"] = Dict([*made, *_others_of(optimizers)])
+    return Dict(list(parts.items())), notes
+
+
+def _apart(optimizer: Dict, told: Mapping[Node, re.Match[str]]) -> list[_Optimizer]:
+    """The optimizers in the order of their numbers; the only one is number 0."""
+    found: defaultdict[int, _Optimizer] = defaultdict(_Optimizer)
+    for key, value in optimizer.pairs:
+        if key in told:
+            said = told[key]
+            of = found[int(said["number"] or 0)]
+            of.states.setdefault(said["key"], {})[said["field"]] = value
+        elif type(key) is int and (own := mapping_pairs(value)) is not None:
+            found[key].others |= dict(own)
+        else:
+            found[0].others[key] = value
+    for each in found.values():
+        # that of 16 bits, and the distributed one, have torch's in them
+        inner = mapping_pairs(each.others.get("optimizer"))
+        if inner is not None:
+            del each.others["optimizer"]
+            each.others = {**dict(inner), **each.others}
+    return [found[number] for number in sorted(found)]
+
+
+def _groups_of(optimizers: Sequence[_Optimizer]) -> tuple[list[Dict] | None, tuple[str, ...]]:
+    """The groups of all optimizers, None where one has none, and a note where they do not say
+    their parameters; each state gets the step.
+    """
+    found: list[Dict] = []
+    untold = 0
+    for each in optimizers:
+        listed = each.others.get("param_groups")
+        groups = [mapping_pairs(group) for group in listed] if type(listed) is list else []
+        if not groups or None in groups:
+            return None, ()
+        settings = [list(group or ()) for group in groups]
+        if (step := _step(each, [dict(group) for group in settings])) is not None:
+            for state in each.states.values():
+                state["step"] = step
+        if len(settings) == 1:
+            settings[0].append(("params", list(each.states)))
+        else:
+            untold += len(settings)
+        found += map(Dict, settings)
+    note = f"the {untold} groups of the optimizer do not say which parameters are theirs"
+    return found, (note,) if untold else ()
+
+
+def _step(optimizer: _Optimizer, groups: Sequence[Mapping[Node, Node]]) -> float | None:
+    """The step of all parameters as a number: a tensor would be one for all of them, and torch
+    counts in each.
+    """
+    common = dict(mapping_pairs(optimizer.others.get("state")) or ())
+    found = [group["step"] for group in groups if "step" in group]
+    if "common_step" in common:
+        found = [common["common_step"]]
+    numbers = {read_number(node) for node in found} - {None}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _others_of(optimizers: Sequence[_Optimizer]) -> Iterator[tuple[Node, Node]]:
+    """What is said of optimizers besides (a scaler of the loss), that of the first under its own
+    names.
+    """
+    for number, each in enumerate(optimizers):
+        for key, value in each.others.items():
+            if key not in _PARTS:
+                yield (key if not number else f"{label_text(key)}_{number}"), value
+
+
 # ---------------------------------------------------------------------------------------- Lightning
 
 _TRAINER = "pytorch-lightning_version"
@@ -159,8 +275,9 @@ def _with_meta(root: Dict, meta: Checkpoint) -> tuple[Dict, tuple[str, ...]]:
         what = f"'{printable(twice[0])}' is in the checkpoint too"
         return root, (*meta.notes, f"{left_out} {what}")
     joined = Dict([*root.pairs, *pairs])
-    is_trainers = any(key == _TRAINER for key, _ in pairs)
-    return (_as_single_file(joined) if is_trainers else joined), meta.notes
+    if any(key == _TRAINER for key, _ in pairs):
+        joined = _as_single_file(joined)
+    return joined, meta.notes
 
 
 def _as_single_file(root: Dict) -> Dict:

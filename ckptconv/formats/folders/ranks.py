@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import PurePath
 
 from ckptconv.formats.folders.alone import is_shard, refuse_flat
@@ -223,6 +223,15 @@ def _is_of_a_rank(labels: Labels) -> bool:
     texts = [label for label in labels if type(label) is str]
     is_buffer = any(text.rpartition(".")[2] in _OF_A_RANK for text in texts[-1:])
     return is_buffer or any("." not in text and names_rank_state(text) for text in texts)
+
+
+def end_to_end(refs: Sequence[TensorRef], axis: int) -> TensorRef:
+    """Tensors that lie one behind the other along a dimension."""
+    *starts, length = accumulate((ref.shape[axis] for ref in refs), initial=0)
+    before, behind = refs[0].shape[:axis], refs[0].shape[axis + 1 :]
+    zeros, more = (0,) * len(before), (0,) * len(behind)
+    parts = [((*zeros, at, *more), ref) for at, ref in zip(starts, refs, strict=True)]
+    return assembled(refs[0].dtype, (*before, length, *behind), parts)
 
 
 def are_equal(one: TensorRef, other: TensorRef) -> bool:
