@@ -193,10 +193,17 @@ def _format_of(head: bytes) -> Format | None:
 def open_file(place: Location, pool: FilePool | None = None) -> Checkpoint:
     """Open a checkpoint of one file, or of one of a pool; its sources are closed if that fails."""
     source = place.open(pool)
-    try:
+    with closed_on_error(source):
         return open_source(source)
+
+
+@contextlib.contextmanager
+def closed_on_error(opened: Any) -> Iterator[None]:
+    """Close what is open where the block fails, and only then."""
+    try:
+        yield
     except BaseException:
-        source.close()
+        opened.close()
         raise
 
 

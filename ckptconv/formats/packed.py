@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckptconv.formats.containers import open_source, packer_of
+from ckptconv.formats.containers import closed_on_error, open_source, packer_of
 from ckptconv.io.inflate import IS_BOMB, UnpackedSource, is_bomb
 from ckptconv.io.source import CHUNK, Source, SourceFile
 from ckptconv.support.errors import CheckpointError, LimitExceeded, UnsupportedCheckpoint, malformed
@@ -32,11 +32,8 @@ def open_packed(source: Source) -> Checkpoint:
     with contextlib.closing(packer.open(io.BufferedReader(SourceFile(source), CHUNK))) as opened:
         own = (getattr(packer, name, EOFError) for name in ("LZMAError", "ZstdError"))
         inner = UnpackedSource(source, _pieces(source, opened, (*own, *_BROKEN)))
-    try:
+    with closed_on_error(inner):
         found = open_source(inner)
-    except BaseException:
-        inner.close()
-        raise
     return within_file(found, (source, inner), f"packed {found.format}", "Weights only load failed")
 
 

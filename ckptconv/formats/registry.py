@@ -13,7 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptconv.formats.containers import NotForetold, first_reads, named, open_file
+from ckptconv.formats.containers import (
+    NotForetold,
+    closed_on_error,
+    first_reads,
+    named,
+    open_file,
+)
 from ckptconv.formats.folders.alone import (
     are_parts,
     has_shards,
@@ -37,7 +43,13 @@ from ckptconv.support.choices import (
     refuse_no_text,
     spelling_checked,
 )
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, not_opened, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    UnsupportedCheckpoint,
+    errors_at,
+    not_opened,
+    printable,
+)
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import DANGER
 from ckptconv.support.settings import collector_paused
@@ -145,16 +157,10 @@ def open_certain(
 
 def open_as(place: Location, open_source: Callable[[Source], Checkpoint]) -> Checkpoint:
     """As `open_certain` of one file, by another function than the one that its content asks for."""
-    with contextlib.ExitStack() as opened:
-        source = place.open()
-        opened.callback(source.close)
-        try:
-            with collector_paused(), counted_together(), names_noted() as named:
-                found = _finished([open_source(source)], named, whole_modules=False)
-        except CheckpointError as error:
-            raise error.at(path=place) from error.__cause__
-        opened.pop_all()
-        return found
+    source = place.open()
+    with closed_on_error(source), errors_at(path=place):  # noqa: SIM117
+        with collector_paused(), counted_together(), names_noted() as named:
+            return _finished([open_source(source)], named, whole_modules=False)
 
 
 def open_to_look(
@@ -264,9 +270,7 @@ class _Asked:
 
     def _open(self) -> Checkpoint:
         path, tag = self.paths[0], self.tag
-        there = path.kind()
-        is_folder = there == "folder"
-        kind = None if there == "nothing" else _gathering(path, is_folder=is_folder)
+        is_folder, kind = _kind_of(path)
         if kind is not None and (tag is None or tag in kind.tags_of(path)):
             checkpoint = self._open_gathering(kind, path)
         elif is_folder:
@@ -307,9 +311,10 @@ class _Asked:
             hint = f"name {below}" if below.is_folder() else "name the file that you mean"
             raise not_opened(errno.EISDIR, folder, what, hint)
         inner = gathering(found.path)
-        checkpoint = (
-            _open_alone(found.path) if inner is None else self._open_gathering(inner, found.path)
-        )
+        if inner is None:
+            checkpoint = _open_alone(found.path)
+        else:
+            checkpoint = self._open_gathering(inner, found.path)
         return replace(checkpoint, notes=(*found.notes, *checkpoint.notes))
 
     def _open_tagged(self, folder: Location, kind: Gathering) -> Checkpoint:
@@ -329,7 +334,7 @@ def _with_training(checkpoint: Checkpoint, named: Location) -> Checkpoint:
     """The checkpoint with the training states in its folder; `named` is what was opened, or the
     folder that it is in. An open file has no folder.
     """
-    try:
+    with closed_on_error(checkpoint):
         place = place_of(checkpoint.path) if named.is_folder() else named
         home = place if place.is_folder() else place.parent
         if not home.is_folder():
@@ -337,9 +342,6 @@ def _with_training(checkpoint: Checkpoint, named: Location) -> Checkpoint:
             hint = "fetch the folder, and name that; or leave --with-training out"
             raise UnsupportedCheckpoint(what, path=place, hint=hint)
         made: Checkpoint = _in_folders("trained.with_training")(checkpoint, home)
-    except BaseException:
-        checkpoint.close()
-        raise
     return made
 
 
@@ -397,15 +399,19 @@ def _holds_shards(place: Location) -> bool:
 
 def gathering(path: Location) -> Gathering | None:
     """The kind of gathering that a place is, if it is any."""
+    return _kind_of(path)[1]
+
+
+def _kind_of(path: Location) -> tuple[bool, Gathering | None]:
+    """Whether a place is a folder, and its kind of gathering: over a network one request tells."""
     there = path.kind()
-    return None if there == "nothing" else _gathering(path, is_folder=there == "folder")
-
-
-def _gathering(path: Location, *, is_folder: bool) -> Gathering | None:
-    """That of a place at which something is."""
+    is_folder = there == "folder"
+    if there == "nothing":
+        return is_folder, None
     names = path.names() if is_folder else [path.name]
     kinds = GATHERINGS if is_folder else _WITH_FILE
-    return next((kind for kind in kinds if kind.matches(path, names, is_folder=is_folder)), None)
+    found = (kind for kind in kinds if kind.matches(path, names, is_folder=is_folder))
+    return is_folder, next(found, None)
 
 
 def is_gathering(path: Location) -> bool:
@@ -421,15 +427,13 @@ def _open_alone(path: Location) -> Checkpoint:
     if is_of_dcp(path.name):
         hint = f"name the folder of all ranks: {path.parent}"
         raise UnsupportedCheckpoint("is one file of a DCP checkpoint", path=path, hint=hint)
-    with contextlib.ExitStack() as opened:
-        checkpoint = opened.enter_context(open_file(path))
+    checkpoint = open_file(path)
+    with closed_on_error(checkpoint):
         if path.name in ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt"):
             _in_folders("megatron.refuse_one_rank")(checkpoint, path)
         if "DCP_SHARDING_INFO" in checkpoint.metadata:
             _in_folders("dcp_shards.refuse_one_rank")(checkpoint, path)
-        found = checkpoint.as_part(part_of(path, checkpoint))
-        opened.pop_all()
-    return found
+        return checkpoint.as_part(part_of(path, checkpoint))
 
 
 def is_empty_loss(file: Location) -> bool:

@@ -19,11 +19,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from typing import NoReturn
 
 from ckptconv.formats import safetensors, torch_legacy, torch_zip
-from ckptconv.formats.containers import HEAD, is_safetensors, is_torch_legacy, is_zip
+from ckptconv.formats.containers import (
+    HEAD,
+    closed_on_error,
+    is_safetensors,
+    is_torch_legacy,
+    is_zip,
+)
 from ckptconv.formats.registry import open_as, open_certain
 from ckptconv.formats.zip_archive import Record, open_archive
 from ckptconv.formats.zip_directory import (
@@ -75,22 +80,19 @@ def salvage(place: Location) -> Salvaged:
     except MalformedCheckpoint as error:
         with closing(place.open()) as source:
             head = source.read(0, min(HEAD, source.size))
-        for is_one, open_damaged in _KINDS:
+        for is_one, open_damaged, is_whole in _KINDS:
             if is_one(head):
                 told = f"{printable(error.where)}: {error.what}" if error.where else error.what
-                return replace(open_damaged(place), damage=told)
+                return Salvaged(open_as(place, open_damaged), is_whole, told)
         raise
 
 
 def _as_it_is(place: Location) -> Salvaged:
     """A checkpoint that can be opened, whose storages may be damaged."""
     checkpoint = open_certain(place)
-    try:
+    with closed_on_error(checkpoint):
         check_places(checkpoint.sources)
-    except BaseException:
-        checkpoint.close()
-        raise
-    return Salvaged(checkpoint, _Checked(), None)
+    return Salvaged(checkpoint, _Checked())
 
 
 class _Checked:
@@ -139,10 +141,6 @@ def _is_there(storage: Storage) -> bool:
 
 
 # ----------------------------------------------------------------------------------- torch zip
-
-
-def _damaged_zip(place: Location) -> Salvaged:
-    return Salvaged(open_as(place, _open_damaged_zip), _is_there)
 
 
 def _open_damaged_zip(source: Source) -> Checkpoint:
@@ -201,7 +199,9 @@ class _ZipStorages:
 
 
 def _byte_order(source: Source, record: _Payload | None) -> bytes:
-    found = b"little" if record is None else source.read(record.offset, min(record.nbytes, 16))
+    found = b"little"
+    if record is not None:
+        found = source.read(record.offset, min(record.nbytes, 16))
     if found not in (b"little", b"big"):
         raise MalformedCheckpoint(f"has the unknown byte order {found!r}", path=source.path)
     return found
@@ -338,8 +338,9 @@ def _payload(
         if described is None:
             return None, None
         end, crc = described
-    is_right = not header.is_deflated and _crc_of(source, header.offset, nbytes) == crc
-    return end, _Payload(header.offset, nbytes, crc) if is_right else None
+    if header.is_deflated or _crc_of(source, header.offset, nbytes) != crc:
+        return end, None
+    return end, _Payload(header.offset, nbytes, crc)
 
 
 def _descriptor(source: Source, header: _Header, nbytes: int) -> tuple[int, int] | None:
@@ -384,10 +385,6 @@ _FIRST = 1 << 16  # bytes in which the end of a record is looked for first
 
 
 # -------------------------------------------------------------------------------- torch legacy
-
-
-def _damaged_legacy(place: Location) -> Salvaged:
-    return Salvaged(open_as(place, _open_damaged_legacy), _is_there)
 
 
 def _open_damaged_legacy(source: Source) -> Checkpoint:
@@ -449,14 +446,9 @@ class _Longer(WrappedSource):
         self.size = size
 
 
-def _damaged_safetensors(place: Location) -> Salvaged:
-    with closing(place.open()) as source:
-        size = source.size
-
-    def is_whole(storage: Storage) -> bool:
-        return storage.offset + storage.nbytes <= size
-
-    return Salvaged(open_as(place, _open_damaged_safetensors), is_whole)
+def _is_in_file(storage: Storage) -> bool:
+    source = storage.source
+    return not isinstance(source, _Longer) or storage.offset + storage.nbytes <= source.inner.size
 
 
 def _open_damaged_safetensors(source: Source) -> Checkpoint:
@@ -467,14 +459,16 @@ def _open_damaged_safetensors(source: Source) -> Checkpoint:
 
 
 def _end_of(entry: object) -> int:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    end = offsets[-1] if isinstance(offsets, list) and offsets else 0
-    return end if type(end) is int else 0
+    """Where the bytes of a tensor end; 0 for an entry that says it in no known way."""
+    match entry:
+        case {"data_offsets": [*_, int(end)]}:
+            return end
+    return 0
 
 
-_Open = Callable[["Location"], Salvaged]
-_KINDS: tuple[tuple[Callable[[bytes], bool], _Open], ...] = (
-    (is_zip, _damaged_zip),
-    (is_torch_legacy, _damaged_legacy),
-    (is_safetensors, _damaged_safetensors),
+_KINDS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Checkpoint], IsWhole], ...] = (
+    (is_zip, _open_damaged_zip, _is_there),
+    (is_torch_legacy, _open_damaged_legacy, _is_there),
+    (is_safetensors, _open_damaged_safetensors, _is_in_file),
 )
+"""By its first bytes, what opens a damaged file, and which of the storages are whole then."""

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import PurePath, PurePosixPath
 
-from ckptconv.formats.containers import named, open_source
+from ckptconv.formats.containers import closed_on_error, named, open_source
 from ckptconv.formats.folders.alone import are_parts, refuse_without_index
 from ckptconv.formats.inflation import claim_records
 from ckptconv.formats.zip_archive import Record, open_archive, record_source
@@ -132,17 +132,12 @@ def open_zip_members(source: Source, records: Records) -> Checkpoint:
     what, advice = f"{told}, {_NOT_TORCH}", "unpack it and name the file that you mean"
     refuse_beyond("zip_members", sum(met), what, path=source.path, advice=advice)
     spool = Spool()
-    try:
+    with closed_on_error(spool), set_within(_MET, met):
         inners = {name: _member_source(source, record, spool) for name, record in records.items()}
         what = "is a zip archive without a data.pkl and without a checkpoint in it"
         none = UnsupportedCheckpoint(f"{what}, {_NOT_TORCH}")
         checked = {name for name, record in records.items() if record.deflated}
-        with set_within(_MET, met):
-            found = open_members(source, inners, none, checked)
-    except BaseException:
-        spool.close()
-        raise
-    return found
+        return open_members(source, inners, none, checked)
 
 
 def open_members(
@@ -187,20 +182,18 @@ def _open_dcp(source: Source, inners: Mapping[str, Source], indices: Sequence[st
     folder = str(PurePosixPath(indices[0]).parent)
     found = open_dcp(Member(source, members, "" if folder == "." else folder))
     beside = [name for name in members if folder != "." and not name.startswith(f"{folder}/")]
-    notes = [f"{_left_out(beside)} beside {printable(folder)}"] if beside else []
-    sources = (source, *inners.values(), *found.sources)
-    return replace(found, notes=(*found.notes, *notes), sources=sources)
-
-
-def _left_out(names: Sequence[str]) -> str:
-    return f"{count_text(len(names), 'member')} left out: {printable(', '.join(names))}"
+    notes = found.notes
+    if beside:
+        told = f"{count_text(len(beside), 'member')} left out: {printable(', '.join(beside))}"
+        notes = (*notes, f"{told} beside {printable(folder)}")
+    return replace(found, notes=notes, sources=(source, *inners.values(), *found.sources))
 
 
 def _member_source(source: Source, record: Record, spool: Spool) -> Source:
     """The member as a source of its own; a deflated one is inflated when it is first read."""
-    if not record.deflated:
-        return RangeSource(source, record.offset, record.size)
-    return record_source(source, record, spool)[0]
+    if record.deflated:
+        return record_source(source, record, spool)[0]
+    return RangeSource(source, record.offset, record.size)
 
 
 def _open_member(name: str, inner: Source) -> Checkpoint | None:

@@ -61,7 +61,9 @@ def held_stream(stream: bytes, held: Span | bytes) -> bytes:
     if not isinstance(held, Span):
         return held
     raw = stream[held.start : held.stop]
-    return raw.decode("utf-8", "surrogatepass").encode("latin-1") if held.is_text else raw
+    if held.is_text:
+        return raw.decode("utf-8", "surrogatepass").encode("latin-1")
+    return raw
 
 
 class _Name(str):
@@ -190,13 +192,16 @@ class _Counter:
     def _value(self, op: int, start: int, stop: int) -> Any:
         """What an opcode makes of its argument alone."""
         if op in b"X\x8c\x8dUT":
-            text = _text(self._data[start:stop]) if stop - start <= _LONG else None
-            return Span(start, stop, op in b"X\x8c\x8d") if text is None else text
+            if stop - start <= _LONG and (text := _text(self._data[start:stop])) is not None:
+                return text
+            return Span(start, stop, op in b"X\x8c\x8d")
         if op in b"CB\x8e\x96":
             return Span(start, stop)
         raw = self._data[start:stop]
         if op in b"MJ\x8a\x8b":
-            return int.from_bytes(raw, "little", signed=op != 0x4D) if len(raw) <= 8 else None
+            if len(raw) <= 8:
+                return int.from_bytes(raw, "little", signed=op != 0x4D)
+            return None  # no count of elements is as long
         if op in b"FP":  # FLOAT, PERSID
             return None
         if op == 0x56:  # UNICODE
@@ -228,8 +233,9 @@ class _Counter:
         elif op == 0x29:  # EMPTY_TUPLE
             stack.append(())
         elif op in b"ci":  # GLOBAL, INST
-            name = _Name(self._data[start:stop].decode().replace("\n", ".", 1))
-            made = name if op == 0x63 else self._called(name, tuple(self._pop_mark()))
+            made = _Name(self._data[start:stop].decode().replace("\n", ".", 1))
+            if op == 0x69:
+                made = self._called(made, tuple(self._pop_mark()))
             self._stack.append(made)
         elif op == 0x93:  # STACK_GLOBAL
             last, module = stack.pop(), stack.pop()
@@ -260,7 +266,9 @@ class _Counter:
         elif func == "torch.storage._load_from_bytes" and len(args) == 1 and type(args[0]) in _KEPT:
             self.census.streams.append(args[0].encode() if type(args[0]) is str else args[0])
         elif func == "_codecs.encode" and args:
-            return args[0].encode("latin-1", "replace") if type(args[0]) is str else args[0]
+            if type(args[0]) is str:
+                return args[0].encode("latin-1", "replace")
+            return args[0]
         return None
 
     def _refer(self, pid: Any) -> None:

@@ -64,23 +64,21 @@ def names_noted() -> AbstractContextManager[set[tuple[str, str]]]:
     return set_within(_NAMED, noted)
 
 
-def _note_called_result() -> None:
+def _note(module: str, name: str) -> None:
     noted = _NAMED.get()
     if noted is not None:
-        noted.add(CALLED_RESULT)
+        noted.add((module, name))
 
 
 def _note_inner_class(cls: Node) -> None:
     """Note a class that is the attribute of another by its name: protocols before 4 have `getattr`
     find it, as for `ShardedTensor.ProcessGroupState`.
     """
-    noted = _NAMED.get()
     match cls:
         case Call(args=(Global() as holder, str() as name)) if cls.name == "builtins.getattr":
-            if noted is not None:
-                noted.add((holder.module, f"{holder.name}.{name}"))
+            _note(holder.module, f"{holder.name}.{name}")
         case _:
-            _note_called_result()
+            _note(*CALLED_RESULT)
 
 
 class NodeMaker:
@@ -103,9 +101,7 @@ class NodeMaker:
         known = self._globals.get((module, name))
         if known is None:
             known = self._globals[module, name] = Global(module, name)
-            noted = _NAMED.get()
-            if noted is not None:
-                noted.add((module, name))
+            _note(module, name)
             reducer = self._reducers.get(known.path)
             if reducer:
                 self._known[known] = reducer
@@ -139,17 +135,17 @@ class NodeMaker:
 
     def _called(self, func: Node, args: tuple[Node, ...]) -> Node:
         if type(func) is not Global:
-            _note_called_result()
+            _note(*CALLED_RESULT)
             return Call(func, args)
         if func.path in CALLERS and args and type(args[0]) is not Global:
-            _note_called_result()
+            _note(*CALLED_RESULT)
         reducer = self._known.get(func)
         return Call(func, args) if reducer is None else reducer(args)
 
     def _new(self, cls: Node, args: tuple[Node, ...], kwargs: Node) -> Call:
         if type(cls) is not Global:
             _note_inner_class(cls)
-        if type(cls) is Global and cls.path in _IGNORE_NEW_ARGUMENTS:
+        elif cls.path in _IGNORE_NEW_ARGUMENTS:
             return Call(cls, (), new=True)
         return Call(cls, args, new=True, kwargs=kwargs)
 
@@ -235,14 +231,18 @@ class MappingCalls:
 
 def _merged(pairs: _Pairs) -> _Pairs:
     """Items as a dict has them, set one by one: the place of the first, the value of the last."""
-    return list(dict(pairs).items()) if all(_is_plain(key) for key, _ in pairs) else pairs
+    if all(_is_plain(key) for key, _ in pairs):
+        return list(dict(pairs).items())
+    return pairs
 
 
 def _size(given: Node) -> int:
     """How much is looked at to read the items of an argument."""
     if type(given) is Dict or type(given) is Call:
         return len(given.pairs)
-    return len(given) if type(given) in (list, tuple, str) else 0
+    if type(given) in (list, tuple, str):
+        return len(given)
+    return 0
 
 
 def _items(given: Node, cls: Global) -> _Pairs | None:
@@ -262,11 +262,10 @@ def _items(given: Node, cls: Global) -> _Pairs | None:
 
 def _pairs_of(node: Node) -> _Pairs | None:
     """The items of a dict whose items are known, in a list of its own."""
-    if type(node) is Dict:
-        return list(node.pairs)
-    if type(node) is not Call or node.name not in MAPPINGS or node.items:
-        return None
-    return None if len(node.args) > (node.name == DEFAULT_DICT.path) else list(node.pairs)
+    if type(node) is Call and node.name in MAPPINGS and not node.items:
+        has_factory = node.name == DEFAULT_DICT.path
+        return list(node.pairs) if len(node.args) <= has_factory else None
+    return list(node.pairs) if type(node) is Dict else None
 
 
 def _pair(element: Node, cls: Global) -> tuple[Node, Node] | None:

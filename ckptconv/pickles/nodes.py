@@ -110,8 +110,9 @@ def mapping_pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
         return node.pairs
     if type(node) is not Call or node.args or node.items or node.kwargs is not None:
         return None
-    is_ordered = type(node.func) is Global and node.func.path == "collections.OrderedDict"
-    return node.pairs if is_ordered else None
+    if type(node.func) is Global and node.func.path == "collections.OrderedDict":
+        return node.pairs
+    return None
 
 
 def attributes(node: Node) -> Sequence[tuple[Node, Node]]:
@@ -132,18 +133,23 @@ def children(node: Node) -> Iterator[tuple[Node, Node]]:
     if kind is list or kind is tuple:
         return enumerate(node)
     if kind is Call:
-        state = [] if node.state is ABSENT else [("<state>", node.state)]
-        return chain(_called_with(node), enumerate(node.items), _pair_children(node.pairs), state)
-    return iter([("<persistent id>", node.pid)] if kind is PersistentId else [])
+        return _call_children(node)
+    if kind is PersistentId:
+        return iter([("<persistent id>", node.pid)])
+    return iter(())
 
 
-def _called_with(node: Call) -> Iterator[tuple[Node, Node]]:
+def _call_children(node: Call) -> Iterator[tuple[Node, Node]]:
     if type(node.func) is not Global:
         yield "<function>", node.func
     for index, argument in enumerate(node.args):
         yield f"<argument {index}>", argument
     if node.kwargs is not None:
         yield "<arguments>", node.kwargs
+    yield from enumerate(node.items)
+    yield from _pair_children(node.pairs)
+    if node.state is not ABSENT:
+        yield "<state>", node.state
 
 
 def _pair_children(pairs: Sequence[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
@@ -174,10 +180,12 @@ _SPOKEN = 60  # characters of a text that is named
 _PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))
 
 
-def ordered_dict(pairs: Sequence[tuple[Node, Node]] = ()) -> Call:
-    """An `OrderedDict` of these pairs."""
+def ordered_dict(pairs: Sequence[tuple[Node, Node]] = (), like: Node = None) -> Call:
+    """An `OrderedDict` of these pairs, with what was set on another one (`_metadata`, say)."""
     made = Call(ORDERED_DICT, ())
     made.pairs = pairs
+    if type(like) is Call:
+        made.state = like.state
     return made
 
 

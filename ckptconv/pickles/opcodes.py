@@ -130,8 +130,9 @@ def _ends(source: Source, start: int, count: int, window: int) -> list[int]:
         if ended:
             ends.append(at)
             continue
-        # an argument may be longer than the window
-        size = 4 * len(seen) if seen and at == base else ahead
+        size = ahead
+        if seen and at == base:  # an argument may be longer than the window
+            size = 4 * len(seen)
         ahead = min(window, 4 * ahead)
         seen, base = source.read(at, min(size, source.size - at)), at
     return ends

@@ -486,7 +486,9 @@ _CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
 
 def _decode(text: bytes, intern: dict[str, str]) -> str:
     decoded = text.decode("utf-8", "surrogatepass")
-    return intern.setdefault(decoded, decoded) if len(decoded) < 32 else decoded
+    if len(decoded) < 32:
+        return intern.setdefault(decoded, decoded)
+    return decoded
 
 
 def _python2_text(raw: bytes) -> str | bytes:

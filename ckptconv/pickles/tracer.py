@@ -47,8 +47,10 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
         tracer.trace.broken, tracer.trace.cut = "is cut off", True
     except _TooMany as error:
         tracer.trace.broken, tracer.trace.stopped = str(error), True
-    except (Broken, IndexError, KeyError, ValueError, UnicodeError, OverflowError) as error:
-        tracer.trace.broken = str(error) if type(error) is Broken else "takes what does not exist"
+    except Broken as error:
+        tracer.trace.broken = str(error)
+    except (IndexError, KeyError, ValueError, OverflowError):
+        tracer.trace.broken = "takes what does not exist"
     tracer.trace.followed = tracer.followed
     return tracer.trace
 
@@ -58,7 +60,9 @@ def held_bytes(source: Source, held: Held) -> bytes:
     bytes so. Raises `ValueError` where it has none.
     """
     raw = source.read(held.offset, held.nbytes)
-    return raw if held.form == "bytes" else text_of(raw, held.form).encode("latin-1")
+    if held.form == "bytes":
+        return raw
+    return text_of(raw, held.form).encode("latin-1")
 
 
 _AS_UTF8: dict[Form, Form] = {"bytes": "utf-8", "quoted": "quoted-utf-8"}
@@ -263,7 +267,9 @@ class _Tracer(ByteWindow):
 
     def reduce(self) -> None:
         args, func = self._stack.pop(), self._stack.pop()
-        self.push(self.called(func, args if type(args) is tuple else (_OTHER,)))
+        if type(args) is not tuple:
+            args = (_OTHER,)
+        self.push(self.called(func, args))
 
     def instance(self) -> None:
         func = self.name_of_lines()
@@ -276,9 +282,10 @@ class _Tracer(ByteWindow):
     def new_object(self, count: int) -> None:
         """NEWOBJ, or NEWOBJ_EX (3), with keywords that are not known here."""
         func, args = self._stack[-count], self._stack[-count + 1]
-        is_known = type(args) is tuple and count == 2
         self.taken(count)
-        self.push(self.called(func, args if is_known else (_OTHER,)))
+        if type(args) is not tuple or count != 2:
+            args = (_OTHER,)
+        self.push(self.called(func, args))
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a call gives: bytes if it gives them, a global if its name is known, or `Made`."""
@@ -318,7 +325,9 @@ class _Tracer(ByteWindow):
             self.use("called", func.func)
         elif func is _STRANGE:
             self.alarm("an object is called that the pickle does not name", by_chance=True)
-        return func if type(func) is Made or func is _STRANGE else _OTHER
+        else:
+            return _OTHER
+        return func
 
     def _called_by(self, func: Any, *, changes: bool) -> Any:
         """What a function gives that calls, or makes an object of, its first argument."""
@@ -359,10 +368,12 @@ class _Tracer(ByteWindow):
     def persistent(self) -> None:
         """What the loader gives for an id: a storage, or the class of a module in legacy files."""
         (pid,) = self.passed_on(self._stack[-1:])
-        kind = pid[0] if type(pid) is tuple and pid else None
-        is_class = kind == "module" and len(pid) > 1 and type(pid[1]) is NamedGlobal
-        other = _OTHER if kind == "storage" else _STRANGE
-        self._stack[-1] = pid[1] if is_class else other
+        parts = pid if type(pid) is tuple else ()
+        self._stack[-1] = _STRANGE
+        if parts[:1] == ("storage",):
+            self._stack[-1] = _OTHER
+        elif parts[:1] == ("module",) and len(parts) > 1 and type(parts[1]) is NamedGlobal:
+            self._stack[-1] = parts[1]
 
     def extension(self, code: int) -> None:
         what = f"a global is named by its number, {code}, in a registry of the process"

@@ -57,7 +57,8 @@ class Numbered(NamedTuple):
     def numbers(self) -> range:
         """The numbers of all parts, as far as this name tells."""
         own = int(self.number)
-        first = 0 if own == 0 or not (self.of or self.stem == "hf_model_") else 1
+        begins_at_1 = self.of != "" or self.stem == "hf_model_"
+        first = min(own, int(begins_at_1))
         return range(first, first + int(self.of.removeprefix("-of-") or own + 1 - first))
 
     def other(self, number: int) -> str:
@@ -68,7 +69,7 @@ class Numbered(NamedTuple):
 def numbered(name: str) -> Numbered | None:
     """What a name says of a part; None where it is the name of none, or of the only one."""
     found = next((match for matches in _NAMES if (match := matches(name))), None)
-    return None if found is None else Numbered(*found.groups())
+    return found and Numbered(*found.groups())
 
 
 def part_of(place: Location, checkpoint: Checkpoint) -> Part | None:
@@ -148,11 +149,9 @@ def _by_name(name: str, place: Location) -> Part | None:
     named = first_few(others, _NAMED)
     mark = f"{told.number}{told.of}" if told.of else f"{told.stem}{told.number}"
     what = f"is by its name only one part of a checkpoint; the others: {named}"
-    # a set of GGUF has no index
-    together = "folder" if told.end == ".gguf" else "index"
+    together = "folder" if told.end == ".gguf" else "index"  # a set of GGUF has no index
     alone = f"one is converted alone to an OUT with {mark} in its name"
-    hint = f"name all, or their {together}; {alone}"
-    return Part(what, hint, mark)
+    return Part(what, f"name all, or their {together}; {alone}", mark)
 
 
 _NAMED = 3
@@ -216,7 +215,6 @@ def part_of_step(name: str, root: Node) -> Part | None:
     states = {key: value for key, value in mapping_pairs(root) or () if key in _SAID_BY_RANKS}
     width = states.get("mp_world_size")
     rank = MODEL_STATES(name)
-    what = None
     if PIPELINE(name):
         what = "is one layer of a pipeline-parallel checkpoint (layer_*-model_states.pt)"
         return Part(f"{what} of DeepSpeed", "name its folder")
@@ -230,7 +228,9 @@ def part_of_step(name: str, root: Node) -> Part | None:
         what = f"is one of {width} tensor- or pipeline-parallel parts (mp_rank_*)"
     elif any(map(states.get, _AUTOEP)):
         what = "is an expert-parallel checkpoint without its experts (*expert_*_model_states.pt)"
-    return None if what is None else Part(f"{what} of DeepSpeed, which is not read", NOT_READ)
+    else:
+        return None
+    return Part(f"{what} of DeepSpeed, which is not read", NOT_READ)
 
 
 _AUTOEP = ("num_experts", "ds_autoep_layers", "autoep_layers")

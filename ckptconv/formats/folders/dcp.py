@@ -10,7 +10,7 @@ torch/distributed/checkpoint/filesystem.py and _nested_dict.py, torch 2.0 to 2.1
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -37,6 +37,8 @@ from ckptconv.tensors.assembly import assembled, check_cover
 from ckptconv.tensors.refs import Shape
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import label_text
+
+Entries = Mapping[str, "TensorEntry | None"]
 
 _DATA = ".distcp"
 _OF_A_RANK = re.compile(rf"__.*{re.escape(INDEX)}").fullmatch
@@ -97,11 +99,12 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         metadata, nbytes = _read_index(folder)
         flavour = flavour_of(folder, metadata)
         fragments = flavour.fragments(metadata)
+        kept = {key: entry for key, entry in metadata.entries.items() if key not in fragments}
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
         items.open_all(dict.fromkeys(item.relative_path for item in metadata.items.values()))
-        items.expect([*_in_order(metadata, fragments, chunks=items.reads_chunks)])
-        root = _tree(metadata, flavour.paths(metadata), fragments, items)
+        items.expect([*_in_order(metadata, kept, chunks=items.reads_chunks)])
+        root = _tree(metadata, kept, flavour.paths(metadata), items)
         items.expect(())
         if len(metadata.items) <= _MANY:
             _refuse_shared_bytes(folder, metadata)
@@ -176,12 +179,10 @@ def _refuse_copies(folder: Location, items: Items) -> None:
 
 
 def _tree(
-    metadata: Metadata, paths: dict[str, dcp_metadata.Path], left_out: set[str], items: Items
+    metadata: Metadata, entries: Entries, paths: dict[str, dcp_metadata.Path], items: Items
 ) -> Dict:
     tree = _Nested()
-    for key, entry in metadata.entries.items():
-        if key in left_out:
-            continue
+    for key, entry in entries.items():
         try:
             tree.put(paths.get(key, (key,)), _value(metadata, key, entry, items))
         except CheckpointError as error:
@@ -210,25 +211,20 @@ def _number_states(node: Dict) -> None:
         if type(param) in (int, str)
     }
     numbers = {str(param): param for param in params if type(param) is int}
-    states.pairs = [
-        (numbers.get(key, key) if key not in params else key, value) for key, value in states.pairs
-    ]
+    numbers.update((param, param) for param in params)
+    states.pairs = [(numbers.get(key, key), value) for key, value in states.pairs]
 
 
-def _in_order(metadata: Metadata, left_out: set[str], *, chunks: bool) -> Iterator[Coming]:
+def _in_order(metadata: Metadata, entries: Entries, *, chunks: bool) -> Iterator[Coming]:
     """The items in the order in which the tree is made of them."""
-    for key, entry in metadata.entries.items():
-        if key in left_out:
-            continue
+    for key, entry in entries.items():
         if entry is None:
-            item = _item(metadata, key, None)
-            if item is not None:
+            if (item := _item(metadata, key, None)) is not None:
                 yield item, None
-            continue
-        for start, shape in entry.chunks if chunks else ():
-            item = _item(metadata, key, start)
-            if item is not None:
-                yield item, Chunk(key, entry.dtype, start, shape)
+        elif chunks:
+            for start, shape in entry.chunks:
+                if (item := _item(metadata, key, start)) is not None:
+                    yield item, Chunk(key, entry.dtype, start, shape)
 
 
 def _value(metadata: Metadata, key: str, entry: TensorEntry | None, items: Items) -> Node:
@@ -256,7 +252,7 @@ def _found(metadata: Metadata, key: str, start: Shape | None) -> Item:
 
 def _item(metadata: Metadata, key: str, start: Shape | None) -> Item | None:
     item = metadata.items.get((key, start))
-    if item is None and (start is None or not any(start)):  # a whole tensor may have no offset
+    if item is None and not any(start or ()):  # a whole tensor may have no offset
         return metadata.items.get((key, None), metadata.items.get((key, ())))
     return item
 

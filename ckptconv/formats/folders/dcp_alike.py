@@ -162,11 +162,11 @@ def _kind_of(source: RangeSource, node: Node) -> _Kind | None:
     if not (is_plain and values.size and begin <= SMALL and behind <= SMALL):
         return None
     head, tail = source.read(0, begin), source.read(end, behind)
-    free = _free(head, tail, end, source, [values, *([] if identity is None else [identity])])
+    varying = [record for record in (values, identity) if record is not None]
+    free = _free(head, tail, end, source, varying)
     if free is None:
         return None
-    crc_at = free[-1][0]
-    return _Kind(node, head, behind, tuple(_fixed(tail, sorted(free))), crc_at)
+    return _Kind(node, head, behind, tuple(_fixed(tail, sorted(free))), crc_at=free[-1][0])
 
 
 def _named(records: Mapping[str, Record], name: str) -> tuple[Record | None, Record | None]:

@@ -96,7 +96,8 @@ def _metadata(root: Node) -> Metadata:
         paths = {key: _path(node, key) for key, node in _pairs(planner, "planner_data")}
     items = dict(_items(fields.get("storage_data")))
     is_megatron = "mcore_data" in fields or root.name.endswith(".MCoreMetadata")
-    return Metadata(entries, paths, items, dict(_reshaped(fields.get("mcore_data"))), is_megatron)
+    reshaped = dict(_reshaped(fields.get("mcore_data") or Dict()))
+    return Metadata(entries, paths, items, reshaped, is_megatron)
 
 
 def _malformed(what: str, key: str | None) -> MalformedCheckpoint:
@@ -151,8 +152,7 @@ def _dtype(properties: Node, key: str) -> DType:
 
 
 def _attribute(state: Node, name: str) -> Node:
-    pairs = state.pairs if type(state) is Dict else ()
-    return next((value for key, value in pairs if key == name), None)
+    return next((value for key, value in mapping_pairs(state) or () if key == name), None)
 
 
 def _plain_size(args: tuple[Node, ...]) -> Node:
@@ -211,7 +211,7 @@ def _item(node: Node, key: str) -> Item:
 
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:
     """Megatron's own note on a tensor that it stored as (fragments…, values of a fragment)."""
-    for key, noted in _pairs(node, "mcore_data") if node is not None else ():
+    for key, noted in _pairs(node, "mcore_data"):
         own = _attribute(noted, "nd_reformulated_orig_global_shape")
         if own is not None:
             yield key, _size(own, key)

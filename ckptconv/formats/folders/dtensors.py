@@ -231,7 +231,9 @@ def _sizes(node: Node) -> Shape:
 
 
 def _placement(node: Node, dimensions: int) -> Placement:
-    name = node.name.rpartition(".")[2] if type(node) is Call else "?"
+    name = "?"
+    if type(node) is Call:
+        name = node.name.rpartition(".")[2]
     if name == "Replicate":
         return Placement(None)
     if name not in ("Shard", _STRIDED):
@@ -239,7 +241,9 @@ def _placement(node: Node, dimensions: int) -> Placement:
         hint = "redistribute it to Shard or Replicate before saving"
         raise UnsupportedCheckpoint(what, hint=hint)
     state = _state(node.state)
-    dim, factor = state.get("dim"), state.get("split_factor") if name == _STRIDED else 1
+    dim, factor = state.get("dim"), 1
+    if name == _STRIDED:
+        factor = state.get("split_factor", 0)
     if type(dim) is not int or type(factor) is not int or not 0 <= dim < dimensions or factor < 1:
         raise MalformedCheckpoint("is a DTensor split along a dimension that it does not have")
     _refuse_many(factor, "is a DTensor whose shards are cut into {} parts")
@@ -277,15 +281,16 @@ def _mesh(state: dict[str, Node]) -> Mesh:
         shape, offsets = _layout(_attributes(state.get("_layout")))
         ranks = _rank_map(state)
     coordinate = state.get("_coordinate_on_dim")
-    place = () if coordinate is None else _sizes(coordinate)
-    if coordinate is None or len(place) != len(shape):
+    if coordinate is None or len(place := _sizes(coordinate)) != len(shape):
         raise UnsupportedCheckpoint("is a DTensor of a rank that is not in its mesh")
     if any(at >= size for at, size in zip(place, shape, strict=True)):
         raise MalformedCheckpoint("is a DTensor of a rank that is not in its mesh")
     index = 0
     for at, size in zip(place, shape, strict=True):
         index = index * size + at
-    rank = state.get("_rank", ranks[offsets[index]] if offsets[index] < len(ranks) else None)
+    rank = state.get("_rank")
+    if "_rank" not in state and offsets[index] < len(ranks):
+        rank = ranks[offsets[index]]
     if type(rank) is not int or ranks.count(rank) != 1 or len(set(ranks)) != len(ranks):
         raise MalformedCheckpoint("is a DTensor whose mesh does not have its rank exactly once")
     # a slice of a larger mesh: the layout starts where this rank's slice does
@@ -311,7 +316,7 @@ def _values(ref: Node) -> tuple[int, ...]:
         raise UnsupportedCheckpoint("is a DTensor of an unknown mesh")
     _refuse_many(ref.numel, _ON_MESH)
     raw = b"".join(map(bytes, iter_chunks(ref)))
-    code = "i" if ref.dtype.itemsize == 4 else "q"
+    code = {4: "i", 8: "q"}[ref.dtype.itemsize]
     return _ranks(struct.unpack(f"<{ref.numel}{code}", raw))
 
 

@@ -93,7 +93,7 @@ def _usual(folder: Location, variant: str = "") -> Location | None:
     there = {*folder.names()}
     for usual in _ORDER:
         end, _, last = usual.rpartition(".")
-        name = f"{end}.{variant}.{last}" if variant else usual
+        name = ".".join(filter(None, (end, variant, last)))
         if name in there and folder.child(name).is_file():
             return folder.child(name)
     return None
@@ -126,13 +126,19 @@ def open_sharded(path: Location, _: Location, variant: str | None) -> Checkpoint
         variant = _only_variant(path, others)
     found = within(others[variant] if variant is not None else _plain(path), path)
     checkpoint = _open_index(found) if found.suffix == ".json" else open_file(found)
-    is_index = found.name.endswith(_INDEX)
-    twin = found.beside(found.name.removesuffix(_INDEX) if is_index else f"{found.name}{_INDEX}")
-    usual = f", as {_library(found.name)} does" if found.name in _ORDER else ""
-    told = f"{twin.name} is here too; {found.name} is read{usual}"
-    beside = [told] if twin.is_file() else []
-    notes = (*beside, *_variant_notes(variant, others), *_ignored(path, found, checkpoint))
-    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+    notes = (*_twin_notes(found), *_variant_notes(variant, others))
+    notes = (*notes, *_ignored(path, found, checkpoint), *checkpoint.notes)
+    return replace(checkpoint, notes=notes)
+
+
+def _twin_notes(read: Location) -> Iterator[str]:
+    """Tell of an index and a file of the same weights which of the two is read."""
+    twin = read.beside(f"{read.name}{_INDEX}")
+    if read.name.endswith(_INDEX):
+        twin = read.beside(read.name.removesuffix(_INDEX))
+    if twin.is_file():
+        usual = f", as {_library(read.name)} does" if read.name in _ORDER else ""
+        yield f"{twin.name} is here too; {read.name} is read{usual}"
 
 
 def _ignored(folder: Location, read: Location, checkpoint: Checkpoint) -> Iterator[str]:
@@ -162,18 +168,17 @@ def _only_variant(folder: Location, found: Mapping[str, Location]) -> str:
     return next(iter(found))
 
 
-def _variant_notes(variant: str | None, found: Mapping[str, Location]) -> list[str]:
+def _variant_notes(variant: str | None, found: Mapping[str, Location]) -> Iterator[str]:
+    if variant is not None:
+        yield f"the variant {printable(variant)} is read"
     named = printable(", ".join(name for name in found if name != variant), 500)
-    notes = [f"the variant {printable(variant)} is read"] if variant is not None else []
     if named:
-        notes.append(f"variants of the weights are here too; choose one with --tag: {named}")
-    return notes
+        yield f"variants of the weights are here too; choose one with --tag: {named}"
 
 
 def _plain(folder: Location) -> Location:
     """The plain weights in a folder: those that the libraries look for, else the only index."""
-    found = _usual(folder)
-    if found:
+    if found := _usual(folder):
         return found
     indexes = _indexes(folder)
     if len(indexes) > 1:
@@ -247,7 +252,7 @@ def joined(
 
 def _of_shards(index: str, shards: Sequence[Container]) -> Container:
     """The container of an index with that name; it opens where each of its shards does."""
-    first = shards[0] if shards else UNKNOWN.called("")
+    first = next(iter(shards), UNKNOWN.called(""))
     least = next((shard for shard in shards if not shard.anywhere), first)
     return Container(
         f"sharded {first.name}".rstrip(),
@@ -390,8 +395,8 @@ def join_parts(parts: Sequence[Checkpoint]) -> Checkpoint:
     """
     told = {int(one.number): one for part in parts if (one := numbered(part.path.name))}
     last = told[max(told)]
-    numbers = (told[min(told)] if last.of else last).numbers
-    missing = next((number for number in numbers if number not in told), None)
+    one = told[min(told)] if last.of else last
+    missing = next((number for number in one.numbers if number not in told), None)
     if missing is not None:
         what = f"lacks {printable(last.other(missing))}, another part of the checkpoint"
         raise UnsupportedCheckpoint(what, hint="fetch all parts")

@@ -22,7 +22,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.records import NamedTuple
-from ckptconv.support.text import first_few
+from ckptconv.support.text import first_few, natural_key
 
 Test = Callable[[Location], bool]
 
@@ -128,15 +128,7 @@ def _distinct(folder: Location) -> list[Location]:
     for name, target in aliases.items():
         if target in items and target not in aliases:
             del items[name]
-    return [items[name] for name in sorted(items, key=_numbers)]
-
-
-def _numbers(name: str) -> list[tuple[int, str]]:
-    """A key under which ``step-9`` stands before ``step-10``."""
-    return [
-        (int(part[:18]), part) if re.fullmatch("[0-9]+", part) else (-1, part)
-        for part in re.split("([0-9]+)", name)
-    ]
+    return [items[name] for name in sorted(items, key=natural_key)]
 
 
 # ------------------------------------------------------------------------------------ what is meant
@@ -172,16 +164,13 @@ def _named(
         hint = _choice((*inside.folders, *inside.files))
         raise MalformedCheckpoint(what, path=folder, where=named_by, hint=hint)
     others = [other for other in inside.folders if other != name]
+    notes: tuple[str, ...] = (f"its step {printable(name)} is read",)
     if name in inside.files:
-        notes = [f"of its files, {printable(name)} is read"]
+        notes = (f"of its files, {printable(name)} is read",)
     elif others:
-        notes = [
-            f"of its steps, {printable(name)} is read",
-            f"the folder holds other steps too; {_choice(others)}",
-        ]
-    else:
-        notes = [f"its step {printable(name)} is read"]
-    return Chosen(folder.child(name), tuple(notes))
+        more = f"the folder holds other steps too; {_choice(others)}"
+        notes = (f"of its steps, {printable(name)} is read", more)
+    return Chosen(folder.child(name), notes)
 
 
 def _only(folder: Location, inside: _Inside) -> Chosen | None:

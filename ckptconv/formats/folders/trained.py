@@ -37,11 +37,8 @@ _ENDS = (".pt", ".pth", ".bin", ".pkl")
 
 def training_files(folder: Location) -> list[str]:
     """The files in a folder that training needs to go on; none where no optimizer is there."""
-    names = [
-        name
-        for name in folder.names()
-        if is_training_state(name) and PurePath(name).suffix in _ENDS and name != _ARGUMENTS
-    ]
+    names = [name for name in folder.names() if is_training_state(name) and name != _ARGUMENTS]
+    names = [name for name in names if PurePath(name).suffix in _ENDS]
     return names if any(name.startswith("optim") for name in names) else []
 
 
@@ -67,8 +64,9 @@ def with_training(weights: Checkpoint, folder: Location) -> Checkpoint:
             opened.append(leaving.enter_context(open_file(place, pool)))
             pairs.append((PurePath(name).stem, opened[-1].root))
         if folder.child(NUMBERS).is_file():
-            numbers = within(folder.child(NUMBERS), folder)
-            pairs.append((PurePath(NUMBERS).stem, _numbers(numbers)))
+            raw = read_small(within(folder.child(NUMBERS), folder), "index_bytes")
+            told = read_object(raw, folder.child(NUMBERS).path, NUMBERS, of_python=True)
+            pairs.append((PurePath(NUMBERS).stem, _node(told)))
         leaving.pop_all()
     whole = whole_of([weights, *opened], _CONTAINER, Dict(pairs), folder.path, _left(folder))
     return replace(whole, metadata=weights.metadata, index_metadata=weights.index_metadata)
@@ -91,12 +89,8 @@ def _left(folder: Location) -> list[str]:
     return [f"{_ARGUMENTS} is left out: it holds an object of transformers' own"]
 
 
-def _numbers(place: Location) -> Node:
-    """What a JSON file says, as a tree."""
-    return _node(read_object(read_small(place, "index_bytes"), place.path, NUMBERS, of_python=True))
-
-
 def _node(value: Any) -> Node:
+    """What JSON says, as a tree."""
     if isinstance(value, dict):
         return Dict([(key, _node(item)) for key, item in value.items()])
     return [_node(item) for item in value] if isinstance(value, list) else value
