@@ -115,6 +115,16 @@ def mapping_pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
     return None
 
 
+def entries(node: Node) -> dict[str, Node]:
+    """The values of a dict by those keys that are text; none for what is not a dict."""
+    return {key: value for key, value in mapping_pairs(node) or () if type(key) is str}
+
+
+def listed(node: Node) -> list[Node]:
+    """What is in a list or a tuple; nothing for what is neither."""
+    return list(node) if type(node) in (list, tuple) else []
+
+
 def attributes(node: Node) -> Sequence[tuple[Node, Node]]:
     """What was set on an object beside its items, by name: `_metadata` of a state dict, say."""
     return node.state.pairs if type(node) is Call and type(node.state) is Dict else ()

@@ -13,7 +13,7 @@ earlier ones do not.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,6 @@ from ckptconv.formats.folders.deepspeed_numbers import flat_states, shapes_by_va
 from ckptconv.formats.folders.deepspeed_pipeline import (
     Layers,
     Stage,
-    buffers_of,
     has_ties,
     named_by_values,
     of_all_stages,
@@ -60,7 +59,8 @@ from ckptconv.formats.folders.zero import (
     FlatGroup,
     RankStates,
     Shapes,
-    entries,
+    Weights,
+    buffer_names,
     flat_groups,
     read_rank,
     read_shapes,
@@ -68,10 +68,9 @@ from ckptconv.formats.folders.zero import (
     spread_over_ranks,
 )
 from ckptconv.formats.folders.zero_optimizer import kept_beside, optimizer_of
-from ckptconv.formats.folders.zero_weights import Weights
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
-from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs, ordered_dict
+from ckptconv.pickles.nodes import Dict, Node, entries, mapping_pairs, ordered_dict
 from ckptconv.support.errors import (
     MalformedCheckpoint,
     RefusedObject,
@@ -165,14 +164,30 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     if len(set(ranks[0].counts)) > 1:
         raise spread_over_ranks("optimizer_state_dict.partition_count")
     groups = flat_groups(ranks, read_shapes(states[0]["param_shapes"], "param_shapes"))
-    weights = Weights(states, stage)
+    kept = _OF_TENSOR_RANKS if files.is_tensor_rank else ()
+    whole = _of_partitions(everything, states, ranks, groups, kept=kept)
+    return replace(whole, container=CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}"))
+
+
+def _of_partitions(
+    opened: Sequence[Checkpoint],
+    states: Sequence[Mapping[str, Node]],
+    ranks: Sequence[RankStates],
+    groups: Sequence[FlatGroup],
+    *,
+    kept: Sequence[str] = (),
+    beside: str = "",
+) -> Checkpoint:
+    """The checkpoint whose fp32 weights lie in the partitions of ranks, with what is `kept` of the
+    model states, the first that are `opened`; `beside` tells what else was joined.
+    """
+    weights = Weights(states, ranks[0].stage)
     module = weights.join(_parameters(ranks, groups))
     optimizer, told, more = _optimizer(partial(optimizer_of, ranks, groups))
-    kept = _OF_TENSOR_RANKS if files.is_tensor_rank else ()
-    root = Dict([("module", module), *optimizer, *_others(first.root, ranks[0].rest, kept)])
-    told = f"{told} joined from {len(ranks)} ranks{more}"
-    container = CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}")
-    return whole_of(everything, container, root, first.path, (told, *weights.notes))
+    others = _others(opened[0].root, ranks[0].rest, kept)
+    root = Dict([("module", module), *optimizer, *others])
+    told = f"{told} joined from {len(ranks)} ranks{beside}{more}"
+    return whole_of(opened, CONTAINER, root, opened[0].path, (told, *weights.notes))
 
 
 _OF_TENSOR_RANKS = ("buffer_names", "mp_world_size")
@@ -180,12 +195,12 @@ _OF_TENSOR_RANKS = ("buffer_names", "mp_world_size")
 
 
 def _others(
-    root: Node, rank: Mapping[str, Node], kept: Sequence[str] = ()
+    root: Node, rank: Mapping[str, Node], kept: Sequence[str] = (), left: Iterable[str] = ()
 ) -> list[tuple[Node, Node]]:
     """What the model states have beside the weights, and what the first rank's optimizer has beside
-    its states.
+    its states; without what is `left` out.
     """
-    gone = {"module", *_BOOKKEEPING.split()} - {*kept}
+    gone = {"module", *left, *_BOOKKEEPING.split()} - {*kept}
     pairs = [pair for pair in mapping_pairs(root) or () if pair[0] in kept or not _says_part(*pair)]
     others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
     named = {key for key, _ in others if type(key) is str}
@@ -225,11 +240,14 @@ def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     copies = Copies()
     for said, of_stage in zip(states, files.ranks_of_stages, strict=True):
         of_ties = Copies() if has_ties(said) else copies  # what is tied fills partitions alike
-        ranks, more = _read_ranks(of_stage, open_file, of_ties) if of_stage else ([], [])
-        opened += more
-        if not ranks and (alone := flat_states(said)) is not None:
+        ranks: Sequence[RankStates] = ()
+        if of_stage:
+            ranks, more = _read_ranks(of_stage, open_file, of_ties)
+            opened += more
+        elif (alone := flat_states(said)) is not None:
             ranks = [alone]
-        rest = rest or (ranks[0].rest if ranks else {})
+        if ranks:
+            rest = rest or ranks[0].rest
         stages.append(_stage(said, ranks, layers))
     if not any(files.ranks_of_stages):
         stages = named_by_values(layers, stages)
@@ -237,7 +255,7 @@ def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     optimizer, told = of_all_stages(layers, stages)
     pairs = [("module", module), *optimizer, *_others(models[0].root, rest)]
     if files.is_tensor_rank:
-        pairs.append(("buffer_names", [name for said in states for name in buffers_of(said)]))
+        pairs.append(("buffer_names", [name for said in states for name in buffer_names(said)]))
         if not any(stage.weights for stage in stages):
             pairs.append(("param_shapes", None))  # as of other ranks whose optimizers number theirs
     root = Dict(pairs)
@@ -249,16 +267,15 @@ def _stage(said: Mapping[str, Node], ranks: Sequence[RankStates], layers: Layers
     """A stage of a pipeline, of what its model states say and the ranks that it has partitions
     of.
     """
-    named: Node = said.get("param_shapes")
     if not ranks:
-        shapes: Sequence[Shapes] = ()
-    elif named is not None:
-        shapes = read_shapes(named, "param_shapes")
+        return Stage(said, {})
+    if said.get("param_shapes") is not None:
+        shapes = read_shapes(said["param_shapes"], "param_shapes")
     else:
         shapes = shapes_in_slices(ranks, partial(shape_in, layers))
         shapes = shapes or shapes_by_values(ranks, parameters_of(layers, [said]))
-    if not ranks or (named is None and not shapes):
-        return Stage(said, {})
+        if not shapes:
+            return Stage(said, {})
     if len(set(ranks[0].counts)) > 1:
         raise spread_over_ranks("optimizer_state_dict.partition_count")
     groups = flat_groups(ranks, shapes)
@@ -291,13 +308,9 @@ def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     ranks, opened = _read_ranks(files.optim, open_file, Copies())
     shapes = read_shapes(states["param_shapes"], "param_shapes")
     groups = list(expert_groups(ranks, flat_groups(ranks, shapes), states))
-    weights = Weights([{**states, "module": module}], ranks[0].stage)
-    joined = weights.join(_parameters(ranks, groups))
-    optimizer, told, more = _optimizer(partial(optimizer_of, ranks, groups))
-    root = Dict([("module", joined), *optimizer, *_others(model.root, ranks[0].rest)])
-    told = f"{told} joined from {len(ranks)} ranks, with {len(experts)} experts{more}"
-    parts = [model, *experts, *opened]
-    return whole_of(parts, container, root, model.path, (told, *weights.notes))
+    parts, beside = [model, *experts, *opened], f", with {len(experts)} experts"
+    whole = _of_partitions(parts, [{**states, "module": module}], ranks, groups, beside=beside)
+    return replace(whole, container=container)
 
 
 def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Checkpoint:
@@ -305,34 +318,31 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     buffers, frozen parameters, and the training.
     """
     first = files.whole or files.model.get(0)
-    models = [] if first is None else [open_file(first)]
+    models = [open_file(file) for file in (first,) if file is not None]
     states = [_model_states(model, files) for model in models]
-    listed = states[0].get("param_shapes") if states else None
-    shapes = [] if listed is None else read_shapes(listed, "param_shapes")
-    module = entries(states[0]["module"]) if states and files.tensor_ranks == 1 else {}
-    found = read_universal(zero, shapes, module, open_file)
-    ranks = states[0].get("dp_world_size") if states else None
-    if files.whole is None and states and mapping_pairs(states[0].get("frozen_param_shapes")):
+    said: Mapping[str, Node] = states[0] if states else {}
+    named: Node = said.get("param_shapes")
+    shapes = [] if named is None else read_shapes(named, "param_shapes")
+    own = entries(said.get("module")) if files.tensor_ranks == 1 else {}
+    found = read_universal(zero, shapes, own, open_file)
+    if files.whole is None and mapping_pairs(said.get("frozen_param_shapes")):
+        ranks: Node = said.get("dp_world_size")
         require_ranks(files.model, ranks if type(ranks) is int else len(files.model), "model")
         models += [open_file(file) for rank, file in files.model.items() if rank]
         states = [_model_states(model, files) for model in models]
     module, notes = _universal_weights(found, states, shapes, files)
-    optimizer = found.optimizer(shapes) if found.groups else None
-    pairs = mapping_pairs(models[0].root) or () if models else ()
-    gone = {"module", *found.beside, *_BOOKKEEPING.split()}
-    others = [
-        pair
-        for pair in pairs
-        if (type(pair[0]) is not str or pair[0] not in gone) and not _says_part(*pair)
-    ]
-    kept = [("optimizer", optimizer)] if optimizer is not None else []
-    root = Dict([("module", module), *kept, *others, *found.beside.items()])
-    told = f"the weights and the optimizer's states of {len(found.states)} parameters are joined"
-    if optimizer is None:
-        told = (
-            "the optimizer's states are left out: no file says which parameters are in its groups, "
-            "and in which order"
-        )
+    pairs: list[tuple[Node, Node]] = [("module", module)]
+    told = (
+        "the optimizer's states are left out: no file says which parameters are in its groups, "
+        "and in which order"
+    )
+    if found.groups and (optimizer := found.optimizer(shapes)) is not None:
+        pairs.append(("optimizer", optimizer))
+        count = len(found.states)
+        told = f"the weights and the optimizer's states of {count} parameters are joined"
+    if models:
+        pairs += _others(models[0].root, {}, left=found.beside)
+    root = Dict([*pairs, *found.beside.items()])
     named = CONTAINER.called(f"{CONTAINER.name} universal")
     container = replace(named, why_not="only DeepSpeed opens it")  # at any number of ranks
     opened = [*models, *found.opened]
@@ -368,9 +378,7 @@ def _written_elsewhere(found: Universal, module: Node) -> Node:
     values there have the types that they are to have.
     """
     there = {name: found.weights.get(name, value) for name, value in entries(module).items()}
-    made = ordered_dict(list({**there, **found.weights}.items()))
-    made.state = module.state if type(module) is Call else ABSENT
-    return made
+    return ordered_dict(list({**there, **found.weights}.items()), like=module)
 
 
 def _parameters(

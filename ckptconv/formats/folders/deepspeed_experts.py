@@ -18,15 +18,15 @@ from math import prod
 
 from ckptconv.formats.folders.ranks import Copies
 from ckptconv.formats.folders.zero import (
-    WHOLE,
     FlatGroup,
     RankStates,
-    entries,
+    buffer_names,
+    contradiction,
     spread_over_ranks,
 )
 from ckptconv.formats.folders.zero_optimizer import own_number, require_equal
-from ckptconv.pickles.nodes import ABSENT, Call, Node, mapping_pairs, ordered_dict
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
+from ckptconv.pickles.nodes import Node, entries, listed, mapping_pairs, ordered_dict
+from ckptconv.support.errors import UnsupportedCheckpoint, errors_at
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.candidates import is_training_state
 from ckptconv.tree.checkpoint import Checkpoint
@@ -49,17 +49,15 @@ def expert_values(states: Mapping[str, Node], experts: Mapping[tuple[int, int], 
     if mapping_pairs(module) is None or states.get("ds_autoep_layers") is not None:
         what = "has experts that are cut out of one tensor (AutoEP), which is not read"
         raise UnsupportedCheckpoint(what)
-    _require_experts(states.get("num_experts"), experts)
+    _require_experts(_counted(states), experts)
     found = entries(module)
     for (layer, number), root in experts.items():
         values = entries(root)
         if not values or values.keys() & found.keys():
             what = "has no values, or some that another file has too"
-            raise MalformedCheckpoint(what, where=f"layer {layer}, expert {number}", hint=WHOLE)
+            raise contradiction(what, where=f"layer {layer}, expert {number}")
         found.update(values)
-    made = ordered_dict(list(found.items()))
-    made.state = module.state if type(module) is Call else ABSENT
-    return made
+    return ordered_dict(list(found.items()), like=module)
 
 
 def expert_groups(
@@ -74,7 +72,7 @@ def expert_groups(
     config = entries(states.get("ds_config"))
     for group in groups:
         counts = ranks[0].counts
-        count = counts[group.number] if len(counts) > 1 else counts[0]
+        count = counts[min(group.number, len(counts) - 1)]  # one number may be that of all
         if count == len(ranks):
             yield group
             continue
@@ -99,18 +97,17 @@ def _local_experts(group: FlatGroup) -> dict[str, int]:
     for before, numbers in found.items():
         if numbers != set(range(len(numbers))):
             what = "does not have the experts of a rank from 0 on"
-            raise MalformedCheckpoint(what, where=before, hint=WHOLE)
+            raise contradiction(what, where=before)
     return {before: len(numbers) for before, numbers in found.items()}
 
 
 def _require_local(local: Mapping[str, int], sets: int, states: Mapping[str, Node]) -> None:
     """Raise where the experts of all ranks are not as many as the model states say."""
-    told: Node = states.get("num_experts")
-    counts = told if type(told) is list else [told]
+    counts = _counted(states)
     for before, count in local.items():
         if count * sets not in counts:
             what = f"has {count} experts on each of {sets} sets of ranks, and not {counts[:1]}"
-            raise MalformedCheckpoint(what, where=before, hint=WHOLE)
+            raise contradiction(what, where=before)
 
 
 def _global(name: str, at: int, local: Mapping[str, int]) -> str:
@@ -119,20 +116,25 @@ def _global(name: str, at: int, local: Mapping[str, int]) -> str:
     return f"{match[1]}{at * local[match[1]] + int(match[2])}{match[3]}"
 
 
-def _require_experts(counts: Node, experts: Iterable[tuple[int, int]]) -> None:
+def _counted(states: Mapping[str, Node]) -> list[Node]:
+    """How many experts the model states count in each layer; one number is for all of them."""
+    told: Node = states.get("num_experts")
+    return told if type(told) is list else [told]
+
+
+def _require_experts(told: list[Node], experts: Iterable[tuple[int, int]]) -> None:
     there: dict[int, set[int]] = {}
     for layer, number in experts:
         there.setdefault(layer, set()).add(number)
-    told = counts if type(counts) is list else [counts]
     if sorted(there) != list(range(len(there))):
-        raise MalformedCheckpoint("experts of a layer are missing", hint=WHOLE)
-    if len(told) == 1:  # for all layers
+        raise contradiction("experts of a layer are missing")
+    if len(told) == 1:
         told = told * len(there)
     for layer, numbers in there.items():
         count = told[layer] if len(told) == len(there) else None
         if type(count) is not int or numbers != set(range(min(count, len(numbers) + 1))):
             what = f"has {len(numbers)} experts in files, and the model states say {count}"
-            raise MalformedCheckpoint(what, where=f"layer {layer}", hint=WHOLE)
+            raise contradiction(what, where=f"layer {layer}")
 
 
 # ------------------------------------------------------------------ the states of experts, no ZeRO
@@ -181,13 +183,11 @@ def _require_same_groups(read: Sequence[OptimizerParts]) -> None:
     """Raise where the files are of different groups or steps."""
     ranks = range(len(read))
     if len({len(parts.groups) for parts in read}) > 1:
-        raise MalformedCheckpoint(
-            "do not all have as many groups", where="param_groups", hint=WHOLE
-        )
+        raise contradiction("do not all have as many groups", where="param_groups")
     for at, groups in enumerate(zip(*(parts.groups for parts in read), strict=True)):
         if len({len(group.params) for group in groups}) > 1:
             what = "does not have as many parameters in all files"
-            raise MalformedCheckpoint(what, where=f"param_groups.{at}", hint=WHOLE)
+            raise contradiction(what, where=f"param_groups.{at}")
         require_equal(
             [group.settings.get("lr") for group in groups], ranks, f"param_groups.{at}.lr"
         )
@@ -202,9 +202,7 @@ def _orders(
     states: Mapping[str, Node], experts: Mapping[tuple[int, int], Node], number: int, sets: int
 ) -> tuple[ParameterOrder, ParameterOrder]:
     """The parameters that all ranks have, and the experts of set `number`, in their order."""
-    listed: Node = states.get("buffer_names")
-    named = listed if type(listed) in (list, tuple) else ()
-    buffers = {_local(name) for name in named if type(name) is str}
+    buffers = set(map(_local, buffer_names(states)))
     counts = Counter(layer for layer, _ in experts)
     for layer, count in counts.items():
         if count % sets:
@@ -248,17 +246,16 @@ class _SetOptimizer:
 
     def require_sets(self, count: int) -> None:
         """Raise where a group says that there are other than `count` sets of experts."""
-        both = zip(self.parts.groups, self._is_of_experts, strict=True)
-        names: list[Node] = [group.settings.get("name") for group, is_one in both if is_one]
+        names = [group.settings.get("name") for group in self._groups(True)]
         told = [int(found[1]) for name in names if (found := _SIZE(str(name)))]
         if told and max(told) != count:
             what = f"says that there are {max(told)} sets of experts, and {count} have states"
-            raise MalformedCheckpoint(what, where="optimizer.param_groups", hint=WHOLE)
+            raise contradiction(what, where="optimizer.param_groups")
 
     def of_experts(self) -> Iterator[tuple[str, TensorRef]]:
         """The tensors that belong to experts, which no two files have alike."""
-        for group, is_of_experts in zip(self.parts.groups, self._is_of_experts, strict=True):
-            for number in group.params if is_of_experts else ():
+        for group in self._groups(True):
+            for number in group.params:
                 for key, value in self.parts.states.get(number, {}).items():
                     if (ref := tensor_of(value)) is not None:
                         yield f"{number}.{key}", ref
@@ -280,9 +277,7 @@ class _SetOptimizer:
             names |= names_of_numbers(of_kind, order, "optimizer")
         if lost := parts.states.keys() - names.keys():
             what = "is of a parameter in none of the groups"
-            raise MalformedCheckpoint(
-                what, where=f"optimizer.state.{min(map(str, lost))}", hint=WHOLE
-            )
+            raise contradiction(what, where=f"optimizer.state.{min(map(str, lost))}")
         made = parts.called(names)
         _require_shapes(made, dict([*common.parameters, *experts.parameters]))
         return made
@@ -296,11 +291,10 @@ class _SetOptimizer:
         if self._masters is None:
             return self.parts
         groups = self.parts.groups
-        masters: list[Node] = self._masters if type(self._masters) is list else []
-        counts = [len(group) if type(group) is list else None for group in masters]
-        if counts != [len(group.params) for group in groups]:
+        masters = list(map(listed, listed(self._masters)))
+        if list(map(len, masters)) != [len(group.params) for group in groups]:
             what = "does not have a weight for each parameter"
-            raise MalformedCheckpoint(what, where="optimizer.fp32_groups", hint=WHOLE)
+            raise contradiction(what, where="optimizer.fp32_groups")
         states = {name: dict(state) for name, state in self.parts.states.items()}
         for group, weights in zip(groups, masters, strict=True):
             for number, weight in zip(group.params, weights, strict=True):
@@ -313,7 +307,7 @@ class _SetOptimizer:
         is_one_each = all(len(group.params) == 1 for group in groups)
         if type(flat) is not list or len(flat) != len(groups) or not is_one_each:
             what = "does not have one tensor for each group"
-            raise MalformedCheckpoint(what, where="optimizer.fp32_groups_flat", hint=WHOLE)
+            raise contradiction(what, where="optimizer.fp32_groups_flat")
         if sorted(self._is_of_experts) != [False, True]:
             what = "no file says which parameters are in each of its flat groups"
             raise UnsupportedCheckpoint(what, where="optimizer.fp32_groups_flat")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import field, replace
 
 from ckptconv.formats.folders.alone import (
     EXPERTS,
@@ -39,9 +39,9 @@ class StepFiles:
     `tensor_ranks`, which `is_tensor_rank` then.
     """
 
-    whole: Location | None
-    model: Mapping[int, Location]
-    optim: Mapping[int, Location]
+    whole: Location | None = None
+    model: Mapping[int, Location] = field(default_factory=dict)
+    optim: Mapping[int, Location] = field(default_factory=dict)
     tensor_ranks: int = 1
     layers: Mapping[int, Location] = field(default_factory=dict)
     stages: Sequence[Location] = ()
@@ -54,15 +54,9 @@ class StepFiles:
     @property
     def count(self) -> int:
         """How many files there are at most."""
-        return (
-            len(self.model)
-            + len(self.optim)
-            + len(self.layers)
-            + len(self.experts)
-            + len(self.sets)
-            + sum(map(len, self.ranks_of_stages))
-            + sum(each.count + 1 for each in self.of_tensor_ranks)
-        )
+        own: list[Sized] = [self.model, self.optim, self.layers, self.experts, self.sets]
+        of_ranks = sum(each.count + 1 for each in self.of_tensor_ranks)
+        return sum(map(len, [*own, *self.ranks_of_stages])) + of_ranks
 
 
 def names_in(folder: Location) -> Sequence[str]:
@@ -86,20 +80,24 @@ def step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
     elif any(map(PIPELINE, names)):
         return _pipeline_files(folder, names, model, optim)
     elif tensor_ranks != {0} and not any(map(EXPERTS, names)):
-        return StepFiles(None, {}, {}, of_tensor_ranks=_tensor_ranks(folder, model, optim))
-    whole = [file for found, file in model if found[1] is None]
-    experts, sets = ({}, {}) if is_universal else _expert_files(folder, names, tensor_ranks)
-    return StepFiles(
-        whole[0] if whole else None,
-        _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
-        _by_rank((int(found[1]), file) for found, file in optim),
-        len(tensor_ranks),
-        experts=experts,
-        sets=sets,
-    )
+        return StepFiles(of_tensor_ranks=_tensor_ranks(folder, model, optim))
+    files = replace(_of_data_ranks(model, optim), tensor_ranks=len(tensor_ranks))
+    if is_universal:
+        return files
+    experts, sets = _expert_files(folder, names, tensor_ranks)
+    return replace(files, experts=experts, sets=sets)
 
 
 Matched = Sequence[tuple[re.Match[str], Location]]
+
+
+def _of_data_ranks(model: Matched, optim: Matched) -> StepFiles:
+    """The files of the ranks that have the same part of a model."""
+    return StepFiles(
+        next((file for found, file in model if found[1] is None), None),
+        _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
+        _by_rank((int(found[1]), file) for found, file in optim),
+    )
 
 
 def _pipeline_files(
@@ -129,9 +127,6 @@ def _pipeline_files(
         raise MalformedCheckpoint(what, path=folder, hint=FETCH)
     found_ranks = [
         StepFiles(
-            None,
-            {},
-            {},
             layers={number: of_layer[rank] for number, of_layer in layers.items()},
             stages=list(stages.values())[rank :: len(every)],
             ranks_of_stages=list(map(_by_rank, ranks))[rank :: len(every)],
@@ -140,8 +135,7 @@ def _pipeline_files(
         )
         for rank in every
     ]
-    whole = found_ranks[0]
-    return whole if len(every) == 1 else StepFiles(None, {}, {}, of_tensor_ranks=found_ranks)
+    return found_ranks[0] if len(every) == 1 else StepFiles(of_tensor_ranks=found_ranks)
 
 
 def _layers(folder: Location, names: Sequence[str]) -> dict[int, dict[int, Location]]:
@@ -167,16 +161,8 @@ def _tensor_ranks(folder: Location, model: Matched, optim: Matched) -> list[Step
         raise MalformedCheckpoint(what, path=folder, hint=FETCH)
     ranks = []
     for rank in sorted(every):
-        own = [(found[1], file) for found, file in model if int(found[2]) == rank]
-        states = [(found[1], file) for found, file in optim if int(found[2]) == rank]
-        ranks.append(
-            StepFiles(
-                next((file for number, file in own if number is None), None),
-                _by_rank((int(number), file) for number, file in own if number is not None),
-                _by_rank((int(number), file) for number, file in states),
-                is_tensor_rank=True,
-            )
-        )
+        own = ([item for item in each if int(item[0][2]) == rank] for each in (model, optim))
+        ranks.append(replace(_of_data_ranks(*own), is_tensor_rank=True))
     return ranks
 
 

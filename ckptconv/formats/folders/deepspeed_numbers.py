@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptconv.formats.folders.ranks import are_equal, mark_of, varies
-from ckptconv.formats.folders.zero import WHOLE, RankStates, Shapes, entries
+from ckptconv.formats.folders.zero import RankStates, Shapes, contradiction
 from ckptconv.formats.folders.zero_optimizer import PlainGroup, read_groups
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
-from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.pickles.nodes import Dict, Node, entries, listed, mapping_pairs
 from ckptconv.tensors.assembly import Flat, shaped
 from ckptconv.tensors.computed import Widener, as_run
 from ckptconv.tensors.refs import Shape, TensorRef
@@ -55,7 +54,7 @@ def joined_numbers(stages: Sequence[Mapping[str, Node]]) -> Node:
         for number, state in mapping_pairs(each.get("state")) or ():
             if type(number) is not int or (at, number) not in numbers:
                 what = f"has a state of a parameter that is in none of the groups of stage {at}"
-                raise MalformedCheckpoint(what, where="optimizer.state", hint=WHOLE)
+                raise contradiction(what, where="optimizer.state")
             made[numbers[at, number]] = entries(state)
     return named_optimizer({number: made[number] for number in sorted(made)}, joined)
 
@@ -66,26 +65,26 @@ def _settings(together: Iterable[PlainGroup]) -> Mapping[str, Node]:
     names = [each.get(_NAMES) for each in said]
     if not all(type(each) is list for each in names):
         return {key: value for key, value in said[0].items() if key != _NAMES}
-    return {**said[0], _NAMES: [name for each in names for name in _listed(each)]}
+    return {**said[0], _NAMES: [name for each in names for name in listed(each)]}
 
 
 def count_numbers(stages: Iterable[Mapping[str, Node]]) -> int:
     """How many parameters the optimizers of all stages have."""
     groups = [entries(stage.get("optimizer")).get("param_groups") for stage in stages]
-    params = [entries(group).get("params") for each in groups for group in _listed(each)]
-    return sum(len(_listed(each)) for each in params)
+    params = [entries(group).get("params") for each in groups for group in listed(each)]
+    return sum(len(listed(each)) for each in params)
 
 
 def count_equal(stages: Sequence[Mapping[str, Node]]) -> int:
     """How many parameters of stages have the same states as one of an earlier stage: those of tied
     layers, whose gradients are added up.
     """
-    found = [[*_marks_of_states(stage)] for stage in stages]
     there: set[object] = set()
     count = 0
-    for each in found:
-        count += sum(mark in there for mark in each)
-        there.update(each)
+    for stage in stages:
+        marks = [*_marks_of_states(stage)]
+        count += sum(mark in there for mark in marks)
+        there.update(marks)
     return count
 
 
@@ -97,10 +96,6 @@ def _marks_of_states(stage: Mapping[str, Node]) -> Iterator[object]:
             yield tuple((key, mark_of(ref)) for key, ref in whole.items())
 
 
-def _listed(node: Node) -> list[Node]:
-    return node if type(node) is list else []
-
-
 # --------------------------------------------------------------------------------------- by values
 
 
@@ -110,8 +105,8 @@ def flat_states(stage: Mapping[str, Node]) -> RankStates | None:
     """
     said = entries(stage.get("optimizer"))
     own = entries(said.get(_OWN))
-    unfused = [value for group in _listed(said.get(_UNFUSED)) for value in _listed(group)]
-    groups = [_flat(value) for value in unfused or _listed(said.get(_FLAT))]
+    unfused = [value for group in listed(said.get(_UNFUSED)) for value in listed(group)]
+    groups = [_flat(value) for value in unfused or listed(said.get(_FLAT))]
     found = tuple(ref for ref in groups if ref is not None)
     if not found or len(found) < len(groups):
         return None
@@ -129,7 +124,7 @@ def flat_states(stage: Mapping[str, Node]) -> RankStates | None:
 def count_elements(stage: Mapping[str, Node]) -> int:
     """How many elements the fp16 optimizer of a stage has; none of any other."""
     rank = flat_states(stage)
-    return 0 if rank is None else sum(ref.numel for ref in rank.groups)
+    return sum(ref.numel for ref in rank.groups) if rank else 0
 
 
 def _flat(node: Node) -> TensorRef | None:
@@ -144,12 +139,14 @@ def shapes_by_values(
     """The parameters that lie in each group of a rank that is alone, of those that layers have: the
     values there are the same in the type of the training. None where they do not tell.
     """
+    if len(ranks) != 1:
+        return []
     found: list[dict[str, Shape]] = [{} for _ in ranks[0].groups]
-    for number, fitting in _fitting(ranks[0], parameters) if len(ranks) == 1 else ():
+    for number, fitting in _fitting(ranks[0], parameters):
         if len(fitting) != 1:
             return []
         found[number][fitting[0]] = parameters[fitting[0]].shape
-    return list(found) if len(ranks) == 1 else []
+    return list(found)
 
 
 def holds_others(stage: Mapping[str, Node], parameters: Mapping[str, TensorRef]) -> bool:

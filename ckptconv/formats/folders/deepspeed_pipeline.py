@@ -11,6 +11,7 @@ which layers these are, so that is told by the values. Source: `PipelineModule._
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import starmap
 from math import prod
 
 from ckptconv.formats.folders.deepspeed_files import UNIVERSAL
@@ -23,16 +24,17 @@ from ckptconv.formats.folders.deepspeed_numbers import (
 )
 from ckptconv.formats.folders.deepspeed_tensors import INFO, stages_have_the_same
 from ckptconv.formats.folders.ranks import are_equal, mark_of, varies
-from ckptconv.formats.folders.zero import WHOLE, entries
-from ckptconv.formats.folders.zero_weights import Weights
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs, ordered_dict
+from ckptconv.formats.folders.zero import Weights, buffer_names, contradiction
+from ckptconv.pickles.nodes import Node, entries, listed, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
 from ckptconv.tree.walk import tensor_of
 
 _TIED = "tied_modules."
+_COPIED = "one was copied over the other: fetch both again"
 
 Layers = Mapping[int, Mapping[str, Node]]
 """The values of each layer, by its number and their keys in its file."""
@@ -59,14 +61,14 @@ def read_layers(roots: Mapping[int, Node]) -> Layers:
     for number, root in roots.items():
         if mapping_pairs(root) is None:
             what = "is not a state dict"
-            raise MalformedCheckpoint(what, where=f"layer {number}", hint=WHOLE)
+            raise contradiction(what, where=f"layer {number}")
     return {number: entries(root) for number, root in roots.items()}
 
 
 def has_ties(states: Mapping[str, Node]) -> bool:
     """Whether the model states of a stage may have parameters of tied layers."""
     named: Node = states.get("param_shapes")
-    groups = named if type(named) in (list, tuple) else [named]
+    groups = listed(named) or [named]
     return named is None or any(key.startswith(_TIED) for one in groups for key in entries(one))
 
 
@@ -86,7 +88,7 @@ def shape_in(layers: Layers, name: str, numel: int) -> Shape:
         what = "is of a tied layer, and the files of layers do not tell its shape"
         raise UnsupportedCheckpoint(what, where=name)
     what = f"has {numel} elements, and no layer has it so"
-    raise MalformedCheckpoint(what, where=name, hint=WHOLE)
+    raise contradiction(what, where=name)
 
 
 # ----------------------------------------------------------------------------------------- weights
@@ -112,7 +114,7 @@ def pipeline_weights(layers: Layers, stages: Sequence[Stage]) -> tuple[Node, tup
         value = tensor_of(values.get(name))
         if value is None or value.shape != ref.shape:
             what = "is a parameter of a stage, and no layer has it in that shape"
-            raise MalformedCheckpoint(what, where=name, hint=WHOLE)
+            raise contradiction(what, where=name)
     ties = dict(_ties(layers, parameters, tied, stages))
     _refuse_copies(layers, parameters)
     module: dict[str, Node] = {}
@@ -125,7 +127,7 @@ def pipeline_weights(layers: Layers, stages: Sequence[Stage]) -> tuple[Node, tup
                 module[name] = value
             elif name not in parameters and not _is_same(module[name], value):
                 module[f"{at}.{own}"] = value  # a buffer that each stage has for itself
-    buffers = [name for stage in stages for name in buffers_of(stage.states)]
+    buffers = [name for stage in stages for name in buffer_names(stage.states)]
     made = ordered_dict(list(module.items()))
     weights = Weights([{"module": made, "buffer_names": buffers}], 1)
     joined = entries(weights.join(parameters.items()))
@@ -142,14 +144,14 @@ def _refuse_copies(layers: Layers, parameters: Mapping[str, TensorRef]) -> None:
         refs = {own: ref for own, value in values.items() if (ref := tensor_of(value)) is not None}
         mark = tuple((own, mark_of(refs[own])) for own in sorted(refs))
         first = there.setdefault(mark, at)
-        for number in (first, at) if first != at else ():
+        if first == at:
+            continue
+        for number, other in ((first, at), (at, first)):
             for own, ref in refs.items():
                 weight = parameters.get(f"{number}.{own}")
                 if weight is not None and not are_equal(Widener(ref.dtype)(weight), ref):
-                    same = f"the same values as layer {first + at - number}"
-                    what = f"has {same}, and others than its fp32 weights"
-                    hint = "one was copied over the other: fetch both again"
-                    raise MalformedCheckpoint(what, where=f"layer {number}", hint=hint)
+                    what = f"has the same values as layer {other}, and others than its fp32 weights"
+                    raise MalformedCheckpoint(what, where=f"layer {number}", hint=_COPIED)
 
 
 def _of_all_stages(stages: Sequence[Stage]) -> dict[str, TensorRef]:
@@ -161,7 +163,7 @@ def _of_all_stages(stages: Sequence[Stage]) -> dict[str, TensorRef]:
             if first is stage:
                 continue
             if not name.startswith(_TIED):
-                raise MalformedCheckpoint("is a parameter of two stages", where=name, hint=WHOLE)
+                raise contradiction("is a parameter of two stages", where=name)
             if not _is_tied(name, first, stage, stages[0].states.get(INFO)):
                 what = f"is of a tied layer, and differs in stage {number}; "
                 what += f"{INFO} does not say that all stages are to have the same of it"
@@ -213,7 +215,7 @@ def _ties(
     if odd := alike.keys() - found:
         at = alike[min(odd)]
         what = f"has the keys and shapes of {_TIED}{min(odd)}, and other values"
-        raise MalformedCheckpoint(what, where=f"layer {at}", hint=WHOLE)
+        raise contradiction(what, where=f"layer {at}")
 
 
 def _are_trained(key: str, values: Mapping[str, TensorRef | None], stage: Stage) -> bool:
@@ -245,12 +247,12 @@ def require_stages(
     if count != len(states) * tensor_ranks:
         there = f"{len(states)} stages" + (f" x {tensor_ranks}" if tensor_ranks > 1 else "")
         what = f"has the model states of {there}, but {count} wrote it"
-        raise MalformedCheckpoint(what, hint=WHOLE)
+        raise contradiction(what)
     steps = [stage.get("global_steps") for stage in states]
     for number, step in enumerate(steps):
         if step != steps[0]:
             what = f"is {steps[0]!s:.20} in stage 0, and {step!s:.20} in stage {number}"
-            raise MalformedCheckpoint(what, where="global_steps", hint=WHOLE)
+            raise contradiction(what, where="global_steps")
 
 
 def named_by_values(layers: Layers, stages: Sequence[Stage]) -> list[Stage]:
@@ -269,13 +271,12 @@ def named_by_values(layers: Layers, stages: Sequence[Stage]) -> list[Stage]:
     pair = _of_one_value(layers)
     if pair is not None and any(holds_others(each, parameters) for each in states):
         what = f"has the same values as layer {pair[1]}, and the optimizer has others"
-        hint = "one was copied over the other: fetch both again"
-        raise MalformedCheckpoint(what, where=f"layer {pair[0]}", hint=hint)
+        raise MalformedCheckpoint(what, where=f"layer {pair[0]}", hint=_COPIED)
     elements = sum(map(count_elements, states))
     there = sum(ref.numel for ref in parameters.values())
     if elements > there:
         what = f"layers have {there} elements, and the optimizers of its stages {elements}"
-        raise MalformedCheckpoint(what, hint=WHOLE)
+        raise contradiction(what)
     return [Stage(each, {}) for each in states]
 
 
@@ -298,18 +299,21 @@ def of_all_stages(layers: Layers, stages: Sequence[Stage]) -> tuple[list[tuple[N
 
 
 def _of_names(stages: Iterable[Stage]) -> Node:
-    states: dict[Node, Node] = {}
-    groups: list[dict[str, Node]] = []
+    states: dict[Node, Mapping[str, Node]] = {}
+    groups: list[tuple[dict[str, Node], list[Node]]] = []
     there: set[Node] = set()
     for each in (entries(stage.optimizer) for stage in stages):
-        for name, state in mapping_pairs(each["state"]) or ():
-            states.setdefault(name, state)  # of what is tied, that of the first stage
-        for group in map(entries, each["param_groups"]):
-            params = [name for name in group["params"] if name not in there]
-            _add_group(groups, {**group, "params": params})
+        for name, state in entries(each["state"]).items():
+            states.setdefault(name, entries(state))  # of what is tied, that of the first stage
+        for settings in map(entries, each["param_groups"]):
+            params = [name for name in settings.pop("params") if name not in there]
             there.update(params)
-    made = [Dict(list(group.items())) for group in groups]
-    return Dict([("state", Dict(list(states.items()))), ("param_groups", made)])
+            alike = [names for known, names in groups if known == settings]
+            if alike:
+                alike[0] += params
+            else:
+                groups.append((settings, params))
+    return named_optimizer(states, starmap(ParamGroup, groups))
 
 
 def _of_numbers(layers: Layers, states: Sequence[Mapping[str, Node]]) -> tuple[str, Node]:
@@ -320,7 +324,7 @@ def _of_numbers(layers: Layers, states: Sequence[Mapping[str, Node]]) -> tuple[s
     names, count = len(parameters_of(layers, states)), count_numbers(states)
     if count > names + count_equal(states):
         what = f"layers have {names} parameters, and the optimizers of its stages {count}"
-        raise MalformedCheckpoint(what, hint=WHOLE)
+        raise contradiction(what)
     if pair := _of_one_value(layers):
         what = "layers {} and {} have the same values, so they are tied, or one was copied over"
         return f"{what.format(*pair)} the other", None
@@ -331,7 +335,7 @@ def _of_numbers(layers: Layers, states: Sequence[Mapping[str, Node]]) -> tuple[s
 
 def parameters_of(layers: Layers, states: Iterable[Mapping[str, Node]]) -> dict[str, TensorRef]:
     """What may be parameters of layers, in their order: all but buffers."""
-    buffers = {name for stage in states for name in buffers_of(stage) if type(name) is str}
+    buffers = {name for stage in states for name in buffer_names(stage)}
     found: dict[str, TensorRef] = {}
     for at, values in layers.items():
         for own, value in values.items():
@@ -339,12 +343,6 @@ def parameters_of(layers: Layers, states: Iterable[Mapping[str, Node]]) -> dict[
             if ref is not None and f"{at}.{own}" not in buffers:
                 found[f"{at}.{own}"] = ref
     return found
-
-
-def buffers_of(states: Mapping[str, Node]) -> list[Node]:
-    """The names of buffers in the model states of a stage."""
-    listed: Node = states.get("buffer_names")
-    return list(listed) if type(listed) in (list, tuple) else []
 
 
 def _of_one_value(layers: Layers) -> tuple[int, int] | None:
@@ -358,12 +356,3 @@ def _of_one_value(layers: Layers) -> tuple[int, int] | None:
                 return there[mark], at
         there.update(dict.fromkeys(own, at))
     return None
-
-
-def _add_group(groups: list[dict[str, Node]], group: dict[str, Node]) -> None:
-    settings = {key: value for key, value in group.items() if key != "params"}
-    for other in groups:
-        if {key: value for key, value in other.items() if key != "params"} == settings:
-            other["params"] = [*other["params"], *group["params"]]
-            return
-    groups.append(group)

@@ -17,11 +17,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptconv.formats.folders.alone import NOT_READ
-from ckptconv.formats.folders.ranks import are_equal, varies
-from ckptconv.formats.folders.zero import WHOLE, entries
-from ckptconv.pickles.nodes import ABSENT, Call, Dict, Node, mapping_pairs, ordered_dict
+from ckptconv.formats.folders.ranks import are_equal, end_to_end, varies
+from ckptconv.formats.folders.zero import buffer_names, contradiction
+from ckptconv.pickles.nodes import (
+    Dict,
+    Node,
+    entries,
+    listed,
+    mapping_pairs,
+    ordered_dict,
+)
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
-from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.computed import elementwise
 from ckptconv.tensors.refs import TensorRef, box_of
 from ckptconv.tree.optimizer_states import read_number
@@ -80,8 +86,8 @@ class TensorRanks:
         for kind in _KINDS:
             for text in _texts(self._said.get(kind), kind):
                 yield _Pattern(kind, text, {})
-        listed: Node = self._said.get(_PARTS, [])
-        for said in map(entries, listed if type(listed) in (list, tuple) else [None]):
+        parts: Node = self._said.get(_PARTS, [])
+        for said in map(entries, parts if type(parts) in (list, tuple) else [None]):
             for text in _texts(said.get("patterns"), _PARTS):
                 yield _Pattern(_PARTS, text, said)
 
@@ -120,10 +126,10 @@ class TensorRanks:
 
     def _made(self, name: str, refs: Sequence[TensorRef]) -> TensorRef:
         found = self._of(name)
+        made = refs[0]
         if _SAME in found:
-            if not all(are_equal(refs[0], ref) for ref in refs[1:]):
+            if not all(are_equal(made, ref) for ref in refs[1:]):
                 raise MalformedCheckpoint("differs between the ranks that are to have the same")
-            made = refs[0]
         elif _AVERAGED in found:
             made = _mean(name, refs)
         elif _HALVES in found:
@@ -133,11 +139,11 @@ class TensorRanks:
             made = self._of_named_parts(refs, found[_PARTS])
         else:
             _refuse_same(refs, _COLUMNS in found)
-            made = _end_to_end(refs, 1 if _COLUMNS in found else 0)
+            made = _end_to_end(refs, int(_COLUMNS in found))
         return self._words(made) if _VOCABULARY in found else made
 
     def _of_named_parts(self, refs: Sequence[TensorRef], pattern: _Pattern) -> TensorRef:
-        sizes, axis = _sizes(pattern.said.get("shape")), pattern.said.get("partition_dim")
+        sizes, axis = listed(pattern.said.get("shape")), pattern.said.get("partition_dim")
         dimensions = len(refs[0].shape)
         if type(axis) is not int or len(sizes) != dimensions or not 0 <= axis < dimensions:
             raise UnsupportedCheckpoint(f"has other dimensions than {_PARTS} says")
@@ -157,7 +163,7 @@ class TensorRanks:
         words: Node = self._said.get(_WORDS)
         if type(words) is not int or not ref.shape or not 0 < words <= ref.shape[0]:
             what = f"does not have the rows that {_WORDS} says"
-            raise MalformedCheckpoint(what, hint=WHOLE)
+            raise contradiction(what)
         return box_of(ref, (0,) * len(ref.shape), (words, *ref.shape[1:]))
 
     def refuse_unused(self) -> None:
@@ -170,10 +176,10 @@ class TensorRanks:
 
 
 def _texts(node: Node, kind: str) -> list[str]:
-    listed = [] if node is None else node
-    if type(listed) not in (list, tuple) or not all(type(text) is str for text in listed):
+    texts = listed(node)
+    if type(node) not in (type(None), list, tuple) or {*map(type, texts)} - {str}:
         raise UnsupportedCheckpoint("is not a list of patterns", where=f"{INFO}.{kind}")
-    return list(listed)
+    return texts
 
 
 def _require_short(text: str, kind: str) -> None:
@@ -191,10 +197,6 @@ def stages_have_the_same(info: Node, name: str) -> bool:
     return len(name) <= _LONGEST_NAME and any(re.match(text, name) for text in patterns)
 
 
-def _sizes(node: Node) -> list[Node]:
-    return list(node) if type(node) in (list, tuple) else []
-
-
 def _refuse_same(refs: Sequence[TensorRef], is_told: bool) -> None:
     """Raise where no pattern tells how a parameter was cut, and all ranks have the same of it: it
     may be one that was not cut. What is one number all through tells nothing.
@@ -210,7 +212,7 @@ def _refuse_same(refs: Sequence[TensorRef], is_told: bool) -> None:
 
 def _mean(name: str, refs: Sequence[TensorRef]) -> TensorRef:
     if any((ref.shape, ref.dtype) != (refs[0].shape, refs[0].dtype) for ref in refs):
-        raise MalformedCheckpoint("has another shape in another rank", hint=WHOLE)
+        raise contradiction("has another shape in another rank")
     if all(are_equal(refs[0], ref) for ref in refs[1:]):
         return refs[0]
     return elementwise("mean", refs, (1.0,) * len(refs), refs[0].dtype, f"the mean of {name}")
@@ -218,13 +220,8 @@ def _mean(name: str, refs: Sequence[TensorRef]) -> TensorRef:
 
 def _end_to_end(refs: Sequence[TensorRef], axis: int) -> TensorRef:
     if any(len(ref.shape) != len(refs[0].shape) for ref in refs) or axis >= len(refs[0].shape):
-        raise MalformedCheckpoint("does not have the dimension that it was cut in", hint=WHOLE)
-    starts = list(accumulate((ref.shape[axis] for ref in refs), initial=0))
-    before, behind = refs[0].shape[:axis], refs[0].shape[axis + 1 :]
-    shape = (*before, starts[-1], *behind)
-    zeros = (0,) * len(behind)
-    parts = [((*(0,) * axis, at, *zeros), ref) for at, ref in zip(starts, refs, strict=False)]
-    return assembled(refs[0].dtype, shape, parts)
+        raise contradiction("does not have the dimension that it was cut in")
+    return end_to_end(refs, axis)
 
 
 def _of_parts(refs: Sequence[TensorRef], axis: int, widths: Node) -> TensorRef:
@@ -238,7 +235,7 @@ def _of_parts(refs: Sequence[TensorRef], axis: int, widths: Node) -> TensorRef:
         own = [each[rank] for each in rows]
         if any(type(one) is not int or one < 0 for one in own) or sum(own) != ref.shape[axis]:
             what = f"has {ref.shape[axis]} rows or columns in rank {rank}, and is to have {own}"
-            raise MalformedCheckpoint(what, hint=WHOLE)
+            raise contradiction(what)
     ends = [list(accumulate((each[rank] for each in rows), initial=0)) for rank in range(len(refs))]
     boxes: list[TensorRef] = []
     for at, each in enumerate(rows):
@@ -268,8 +265,7 @@ def joined_trees(roots: Sequence[Node]) -> tuple[list[tuple[Node, Node]], list[s
         what += f", and its model states have no {INFO}, which says how parameters were cut"
         raise UnsupportedCheckpoint(what, hint=NOT_READ)
     cuts = TensorRanks(trees[0][INFO])
-    listed: Node = trees[0].get("buffer_names")
-    buffers = {name for name in listed or () if type(name) is str}
+    buffers = {*buffer_names(trees[0])}
     module = _module([tree["module"] for tree in trees], cuts, buffers)
     made: dict[str, Node] = {**trees[0], "module": module}
     has_names = "param_shapes" not in made  # without partitions the optimizer numbers its own
@@ -291,7 +287,7 @@ def _refuse_other_names(found: Sequence[Mapping[str, Node]], where: str) -> None
     for rank, each in enumerate(found):
         if odd := found[0].keys() ^ each.keys():
             what = f"is in one of the tensor-parallel ranks 0 and {rank} only"
-            raise MalformedCheckpoint(what, where=f"{where}.{min(odd)}", hint=WHOLE)
+            raise contradiction(what, where=f"{where}.{min(odd)}")
 
 
 def _module(modules: Sequence[Node], cuts: TensorRanks, buffers: set[str]) -> Node:
@@ -307,9 +303,7 @@ def _module(modules: Sequence[Node], cuts: TensorRanks, buffers: set[str]) -> No
             made.append((name, value))
         else:
             made.append((name, cuts.joined(name, refs)))
-    joined = ordered_dict(made)
-    joined.state = modules[0].state if type(modules[0]) is Call else ABSENT
-    return joined
+    return ordered_dict(made, like=modules[0])
 
 
 def _optimizer(optimizers: Sequence[Node], cuts: TensorRanks) -> Node:
@@ -317,7 +311,7 @@ def _optimizer(optimizers: Sequence[Node], cuts: TensorRanks) -> Node:
     names = [[entries(group).get("params") for group in each["param_groups"]] for each in parts]
     if any(each != names[0] for each in names):
         what = "has other parameters in another tensor-parallel rank"
-        raise MalformedCheckpoint(what, where="optimizer.param_groups", hint=WHOLE)
+        raise contradiction(what, where="optimizer.param_groups")
     states = [entries(each["state"]) for each in parts]
     _refuse_other_names(states, "optimizer.state")
     made: list[tuple[Node, Node]] = []
@@ -336,5 +330,5 @@ def _kept(name: str, key: str, of_ranks: Sequence[Mapping[str, Node]], cuts: Ten
         return cuts.joined(name, refs)
     if len({read_number(value) for value in values}) > 1:
         what = "differs between the tensor-parallel ranks"
-        raise MalformedCheckpoint(what, where=f"{name}.{key}", hint=WHOLE)
+        raise contradiction(what, where=f"{name}.{key}")
     return values[0]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from ckptconv.formats.folders.ranks import varies
-from ckptconv.formats.folders.zero import WHOLE, Shapes, entries
+from ckptconv.formats.folders.zero import Shapes, contradiction
 from ckptconv.formats.folders.zero_optimizer import (
     PlainGroup,
     kept_beside,
@@ -22,7 +22,7 @@ from ckptconv.formats.folders.zero_optimizer import (
     read_groups,
 )
 from ckptconv.io.location import Location
-from ckptconv.pickles.nodes import Node, mapping_pairs
+from ckptconv.pickles.nodes import Node, entries, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, errors_at, printable
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import dataclass
@@ -118,7 +118,7 @@ def read_universal(
         found = dict(_of_parameter(folder, known.get(folder.name), open_file, opened))
         if (weight := found.pop(_WEIGHT, None)) is None:
             what = f"has no {_WEIGHT}.pt, which holds the weight"
-            raise MalformedCheckpoint(what, path=folder, hint=WHOLE)
+            raise contradiction(what, path=folder)
         weights[folder.name] = weight
         _require_shapes(folder, weight, found)
         if found:
@@ -160,7 +160,7 @@ def _value(root: Node, shape: Shape | None) -> Node:
         raise MalformedCheckpoint(what, hint="fetch *_model_states.pt of the same folder")
     if len(ref.shape) != 1 or ref.numel != prod(shape) or verbatim_range(ref) is None:
         what = f"does not have the {prod(shape)} elements of its parameter in one flat run"
-        raise MalformedCheckpoint(what, hint=WHOLE)
+        raise contradiction(what)
     return _viewed(ref, shape)
 
 
@@ -179,7 +179,7 @@ def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) 
             known = {()}
         if shape is None or has not in known:
             what = f"{key} does not have the shape of the weight"
-            raise MalformedCheckpoint(what, path=folder, hint=WHOLE)
+            raise contradiction(what, path=folder)
 
 
 _AGAIN = "fetch both again"

@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 from ckptconv.formats.folders.alone import NOT_READ
 from ckptconv.objects.torch_read import plain_sizes
-from ckptconv.pickles.nodes import Call, Node, mapping_pairs
-from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.pickles.nodes import Call, Node, entries, listed, mapping_pairs, ordered_dict
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.assembly import Flat, Run, shaped
+from ckptconv.tensors.computed import Widener
+from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions
 from ckptconv.tree.walk import tensor_of
 
@@ -30,8 +33,11 @@ Shapes = Mapping[str, Shape]
 
 _SLICES = "param_slice_mappings"
 
-WHOLE = "fetch the whole folder again: its files are from different runs, cut off or damaged"
-"""What to do where the files of a step contradict each other."""
+
+def contradiction(what: str, **told: Any) -> MalformedCheckpoint:
+    """The error of files of a step that contradict each other, with its `path` or `where`."""
+    hint = "fetch the whole folder again: its files are from different runs, cut off or damaged"
+    return MalformedCheckpoint(what, hint=hint, **told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,15 @@ class RankStates:
         """How many ranks there are."""
         return max(self.counts)
 
+    def slices(self, number: int) -> Mapping[Node, tuple[Node, Node]]:
+        """What it says of the slices of parameters in its partition of a group: where each begins,
+        and how many elements it has. They are objects of deepspeed.
+        """
+        told = listed(self.rest.get(_SLICES))[number : number + 1]
+        pairs = (pair for slices in told for pair in mapping_pairs(slices) or ())
+        said = {name: entries(one.state) for name, one in pairs if type(one) is Call}
+        return {name: (each.get("start"), each.get("numel")) for name, each in said.items()}
+
 
 def spread_over_ranks(where: str) -> UnsupportedCheckpoint:
     """The refusal of groups that some of the ranks have, where that is not read."""
@@ -63,9 +78,9 @@ def spread_over_ranks(where: str) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(f"{spread}, which is not read", where=where)
 
 
-def entries(node: Node) -> dict[str, Node]:
-    """The values of a dict by those keys that are text; none for what is not a dict."""
-    return {key: value for key, value in mapping_pairs(node) or () if type(key) is str}
+def buffer_names(states: Mapping[str, Node]) -> list[str]:
+    """The names of buffers in model states."""
+    return [name for name in listed(states.get("buffer_names")) if type(name) is str]
 
 
 # -------------------------------------------------------------------------- what a rank's file says
@@ -186,10 +201,8 @@ def shapes_in_slices(
     for number in range(len(ranks[0].groups)):
         numels: dict[str, int] = {}
         for rank in ranks:
-            told: Node = rank.rest.get(_SLICES)
-            said = told[number] if type(told) is list and len(told) > number else None
             where = f"{_SLICES}.{number}"
-            for name, (_, numel) in _addresses(said):
+            for name, (_, numel) in rank.slices(number).items():
                 if type(numel) is not int or not 0 <= numel < 1 << 63:
                     raise MalformedCheckpoint("is not the number of its elements", where=where)
                 numels[_name(name, where)] = numels.get(_name(name, where), 0) + numel
@@ -259,9 +272,7 @@ class FlatGroup:
         """
         held = self.in_partitions([rank.groups[self.number].numel for rank in ranks])
         for number, rank, slices in zip(self.ranks, ranks, held, strict=True):
-            told: Node = rank.rest.get(_SLICES)
-            said = told[self.number] if type(told) is list and len(told) > self.number else None
-            found = dict(_addresses(said))
+            found = rank.slices(self.number)
             if found and found != slices:
                 what = f"says that it holds other parameters than rank {number} has"
                 where = f"{_SLICES} of rank {number}, {self.where}"
@@ -297,16 +308,6 @@ class FlatGroup:
             raise _wrong_sum(at, first.numel, "fp32_flat_groups")
 
 
-def _addresses(slices: Node) -> Iterator[tuple[Node, tuple[Node, Node]]]:
-    """What a rank says of the slices of a group, which are objects of deepspeed: where each begins,
-    and how many elements it has.
-    """
-    for name, slice_ in mapping_pairs(slices) or ():
-        if type(slice_) is Call:
-            said = entries(slice_.state)
-            yield name, (said.get("start"), said.get("numel"))
-
-
 def flat_groups(ranks: Sequence[RankStates], shapes: Sequence[Shapes]) -> list[FlatGroup]:
     """The groups of parameters, by the shapes of each group that the model states name.
 
@@ -315,7 +316,7 @@ def flat_groups(ranks: Sequence[RankStates], shapes: Sequence[Shapes]) -> list[F
     alike = {(states.stage, len(states.groups), states.counts) for states in ranks}
     if len(alike) > 1:
         what = "its ranks differ in ZeRO stage, number of groups or number of ranks"
-        raise MalformedCheckpoint(what, hint=WHOLE)
+        raise contradiction(what)
     first, is_cut, everyone = ranks[0], ranks[0].stage == 3, tuple(range(len(ranks)))
     if is_cut and len(first.groups) != len(shapes):
         shapes = _by_length(shapes, [ref.numel for ref in first.groups], len(ranks))
@@ -338,7 +339,7 @@ def _by_length(shapes: Iterable[Shapes], lengths: Sequence[int], ranks: int) -> 
     """
     groups: list[dict[str, Shape]] = [{} for _ in lengths]
     number = at = 0
-    for name, shape in each_shape(shapes):
+    for name, shape in _each_shape(shapes):
         share = -(-prod(shape) // ranks)
         while share and number < len(lengths) and at >= lengths[number]:
             number, at = number + 1, 0
@@ -352,13 +353,13 @@ def _by_length(shapes: Iterable[Shapes], lengths: Sequence[int], ranks: int) -> 
 def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
     if len(states.groups) != len(groups):
         what = f"names parameters of {len(groups)} groups, the ranks hold {len(states.groups)}"
-        raise MalformedCheckpoint(what, where="param_shapes", hint=WHOLE)
+        raise contradiction(what, where="param_shapes")
     if states.paddings is not None and list(map(len, states.paddings)) != list(map(len, groups)):
         what = "does not have one number for each parameter"
-        raise MalformedCheckpoint(what, where="param_alignment_paddings", hint=WHOLE)
+        raise contradiction(what, where="param_alignment_paddings")
 
 
-def each_shape(groups: Iterable[Shapes]) -> Iterator[tuple[str, Shape]]:
+def _each_shape(groups: Iterable[Shapes]) -> Iterator[tuple[str, Shape]]:
     """The parameters of all groups, with their shapes."""
     return ((name, shape) for shapes in groups for name, shape in shapes.items())
 
@@ -372,13 +373,13 @@ def _shares(flats: Sequence[Flat], at: int, numel: int) -> Iterator[Run]:
         yield from flat.runs(at, max(0, min(share, numel - rank * share)))
 
 
-def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> TensorRef:
+def _join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> TensorRef:
     """A frozen parameter of stage 3 from the flat share that each rank saved of it."""
     refs = [_flat_group(fragment, name) for fragment in fragments]
     share = -(-prod(shape) // len(refs))
     if any(ref.numel != share for ref in refs):
         what = f"its shares do not have {share} elements each"
-        raise MalformedCheckpoint(what, where=name, hint=WHOLE)
+        raise contradiction(what, where=name)
     flat = Flat(refs, name)
     return shaped(flat.runs(0, prod(shape)), flat.dtype, shape)
 
@@ -386,9 +387,89 @@ def join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> Tensor
 def _refuse_beyond(wanted: int, there: int, name: str) -> None:
     if wanted > there:
         what = f"needs {wanted} elements of partitions that have {there}"
-        raise MalformedCheckpoint(what, where=name, hint=WHOLE)
+        raise contradiction(what, where=name)
 
 
 def _wrong_sum(wanted: int, there: int, where: str) -> MalformedCheckpoint:
     what = f"its parameters take {wanted} elements, but its partitions have {there}"
-    return MalformedCheckpoint(what, where=where, hint=WHOLE)
+    return contradiction(what, where=where)
+
+
+# ------------------------------------------------------------------------------ the state dict
+
+
+class Weights:
+    """The joined state dict of a step: what `zero_to_fp32` gives, in its order, and behind that
+    what only `module` holds.
+    """
+
+    def __init__(self, states: Sequence[Mapping[str, Node]], stage: int) -> None:
+        """`states` are the model states of rank 0 and, where stage 3 has frozen parameters, of all
+        ranks.
+        """
+        self._states = states
+        self._stage = stage
+        self._widened = Widener(BY_NAME["float32"])
+        self._found: dict[str, Node] = {}
+        self.notes: tuple[str, ...] = ()
+
+    def join(self, parameters: Iterable[tuple[str, TensorRef]]) -> Node:
+        """The state dict, with the `_metadata` of the module's."""
+        states = self._states[0]
+        self._add_buffers(states)
+        self._add_frozen(states)
+        self._found.update((name, self._widened(ref)) for name, ref in parameters)
+        for name, kept in mapping_pairs(states.get("shared_params")) or ():
+            if type(name) is str and type(kept) is str and kept in self._found:
+                self._found[name] = self._found[kept]
+        self._add_others(states["module"])
+        return ordered_dict(list(self._found.items()), like=states["module"])
+
+    def _add_buffers(self, states: Mapping[str, Node]) -> None:
+        buffers = {*buffer_names(states)}
+        for name, value in entries(states["module"]).items():
+            if name in buffers and (ref := tensor_of(value)) is not None:
+                self._found[name] = self._widened(ref)
+
+    def _add_frozen(self, states: Mapping[str, Node]) -> None:
+        shapes = states.get("frozen_param_shapes")
+        fragments = [entries(of_rank.get("frozen_param_fragments")) for of_rank in self._states]
+        groups = [] if shapes is None else read_shapes(shapes, "frozen_param_shapes")
+        for name, shape in _each_shape(groups):
+            if any(name not in of_rank for of_rank in fragments):
+                what = "a frozen parameter has a shape, but no values"
+                raise contradiction(what, where=name)
+            shares = [of_rank[name] for of_rank in fragments]
+            ref = tensor_of(shares[0])
+            if self._stage == 3:
+                ref = _join_fragments(shares, shape, name)
+            if ref is None or ref.shape != shape:
+                what = "the values of a frozen parameter do not have its shape"
+                raise MalformedCheckpoint(what, where=name)
+            # in the type that it was loaded in: no optimizer has an fp32 copy of it
+            self._found[name] = ref
+
+    def _add_others(self, module: Node) -> None:
+        """What only the module holds: extra states, the frozen parameters of stage 1."""
+        values = entries(module)
+        others = [name for name in values if name not in self._found]
+        empty = {name for name in others if self._is_placeholder(values[name])}
+        kept = {name: values[name] for name in others if name not in empty}
+        if empty:
+            told = "without values in any file, so they are left out"
+            self.notes += (f"{told}: {_some(sorted(empty))}",)
+        if kept:
+            told = "not in a partition, so they are taken from the model states"
+            self.notes += (f"{told}: {_some(list(kept))}",)
+        for name, value in kept.items():
+            ref = tensor_of(value)
+            self._found[name] = value if ref is None else self._widened(ref)
+
+    def _is_placeholder(self, value: Node) -> bool:
+        ref = tensor_of(value)
+        return self._stage == 3 and ref is not None and not ref.numel
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return printable(", ".join(names[:3])) + more

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
-from ckptconv.formats.folders.zero import WHOLE, FlatGroup, RankStates, entries
+from ckptconv.formats.folders.zero import FlatGroup, RankStates, contradiction
 from ckptconv.objects.plain import plain_form
-from ckptconv.pickles.nodes import Call, Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Node, entries, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.assembly import Flat, shaped
@@ -58,7 +58,7 @@ def optimizer_of(ranks: Sequence[RankStates], groups: Sequence[FlatGroup]) -> No
             return None
         rank = found.index(None)
         what = f"rank {rank} has no optimizer states, and others have some"
-        raise MalformedCheckpoint(what, where=_STATES, hint=WHOLE)
+        raise contradiction(what, where=_STATES)
     _require_same_settings(optimizers)
     states: dict[str, dict[str, Node]] = {}
     for group in groups:
@@ -84,7 +84,7 @@ def require_equal(values: Sequence[Node], ranks: Sequence[int], where: str) -> N
         number = read_number(value)
         if None not in (first, number) and number != first:
             what = f"is {first:g} on rank {ranks[0]} and {number:g} on rank {rank}"
-            raise MalformedCheckpoint(what, where=where, hint=WHOLE)
+            raise contradiction(what, where=where)
 
 
 PlainGroup = tuple[Mapping[str, Node], tuple[int, ...]]
@@ -121,7 +121,7 @@ def _read(rank: RankStates) -> RankOptimizer | None:
     for number, state in numbered:
         if type(number) is not int or not 0 <= number < count:
             what = f"has a state for a partition that is none of its {count}"
-            raise MalformedCheckpoint(what, where=f"{where}.state", hint=WHOLE)
+            raise contradiction(what, where=f"{where}.state")
         states[number] = entries(state)
     return RankOptimizer(tuple(states), read)
 
@@ -129,7 +129,7 @@ def _read(rank: RankStates) -> RankOptimizer | None:
 def _elastic(base: Sequence[Node], rank: RankStates, where: str) -> RankOptimizer:
     if len(base) != len(rank.groups):
         what = f"has states of {len(base)} groups, and weights of {len(rank.groups)}"
-        raise MalformedCheckpoint(what, where=where, hint=WHOLE)
+        raise contradiction(what, where=where)
     step = rank.rest.get("base_optimizer_state_step")
     shared = {} if step is None else {"step": step}
     states = tuple({**shared, **entries(state)} for state in base)
@@ -139,7 +139,7 @@ def _elastic(base: Sequence[Node], rank: RankStates, where: str) -> RankOptimize
 def read_groups(node: Node, where: str, count: int = _MOST_GROUPS) -> tuple[PlainGroup, ...]:
     """The groups of an optimizer of `count` partitions."""
     if type(node) is not list:
-        raise MalformedCheckpoint("is not a list of groups", where=where, hint=WHOLE)
+        raise contradiction("is not a list of groups", where=where)
     return tuple(_group(group, count, where) for group in node)
 
 
@@ -148,7 +148,7 @@ def _group(node: Node, count: int, where: str) -> PlainGroup:
     params: Node = settings.pop("params", None)
     if type(params) is not list or not all(type(at) is int and 0 <= at < count for at in params):
         what = f"a group names parameters other than the {count} partitions"
-        raise MalformedCheckpoint(what, where=where, hint=WHOLE)
+        raise contradiction(what, where=where)
     return settings, tuple(params)
 
 
@@ -171,7 +171,7 @@ def _of_group(
     for rank, state in zip(group.ranks, states, strict=True):
         if odd := sorted(states[0].keys() ^ state.keys()):
             what = f"rank {group.ranks[0]} and rank {rank} do not both have it"
-            raise MalformedCheckpoint(what, where=f"{group.where}.{odd[0]}", hint=WHOLE)
+            raise contradiction(what, where=f"{group.where}.{odd[0]}")
     there = [ranks[rank] for rank in group.ranks]
     is_muon = not group.is_cut and any(
         settings.get("use_muon") is True and group.number in numbers
@@ -192,11 +192,11 @@ def _values(
     where = f"{group.where}.{key}"
     found = [tensor_of(value) for value in values]
     refs = [ref for ref in found if ref is not None]
-    if not refs:
-        same = _same(values, group, where)
-        return ((name, same) for name in group.shapes)
+    if not refs:  # a plain value, which all ranks have
+        require_equal(values, group.ranks, where)
+        return ((name, values[0]) for name in group.shapes)
     if len(refs) != len(values) or len({len(ref.shape) for ref in refs}) != 1:
-        raise MalformedCheckpoint("its ranks do not hold the same", where=where, hint=WHOLE)
+        raise contradiction("its ranks do not hold the same", where=where)
     if not refs[0].shape:
         require_equal(refs, group.ranks, where)
         return ((name, own_number(refs[0], where)) for name in group.shapes)
@@ -204,12 +204,6 @@ def _values(
         return _whole_parameters(group, refs, ranks, where)
     parts = [_partition(ref, rank, group, where) for ref, rank in zip(refs, ranks, strict=True)]
     return group.joined(parts)
-
-
-def _same(values: Sequence[Node], group: FlatGroup, where: str) -> Node:
-    """A plain value that all ranks have."""
-    require_equal(values, group.ranks, where)
-    return values[0]
 
 
 def own_number(value: Node, where: str) -> Node:
