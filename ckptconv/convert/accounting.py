@@ -18,8 +18,8 @@ from dataclasses import field
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.formats import torch_output
 from ckptconv.formats.containers import is_safetensors, is_tar, is_torch_legacy, is_zip, open_source
-from ckptconv.formats.zip_archive import read_directory
-from ckptconv.formats.zip_records import read_limited, root_folder
+from ckptconv.formats.torch_zip import read_limited
+from ckptconv.formats.zip_archive import read_directory, root_folder
 from ckptconv.io.guarded import unguarded
 from ckptconv.io.location import Location
 from ckptconv.io.source import MemorySource, Source

@@ -216,7 +216,7 @@ def _value(header: _Header, kind: int, name: str) -> str:
     value = header.number(code)
     if code == "f":
         return _float32_text(value)
-    return str(value).lower() if code == "?" else str(value)
+    return str(value).lower()  # true and false as JSON has them
 
 
 def _float32_text(value: float) -> str:
@@ -303,7 +303,7 @@ def _checked(
     header: _Header, name: str, dtype: DType, sizes: Sequence[int], offset: int
 ) -> _Tensor:
     path = header.source.path
-    if prod(size for size in sizes if size) >> 63:
+    if prod(size for size in sizes if size) >> 63:  # a size of 0 would hide that
         raise malformed(f"its shape {[*reversed(sizes)]} overflows", path, name)
     row = sizes[0] if sizes else 1
     if row % dtype.elements:

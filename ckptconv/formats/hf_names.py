@@ -35,8 +35,7 @@ def parse_size(text: str) -> int:
     (5000000000, 500000000, 1536, 1000)
     """
     found = _SIZE(text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
-    if size <= 0:
+    if found is None or (size := int(float(found[1]) * _UNITS[found[2] or ""])) <= 0:
         raise CheckpointError(f"'{text}' is not a size", hint="write it as 5GB or 500MB")
     return size
 
@@ -70,7 +69,7 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
         if at != index:
             together.setdefault(at, [at]).append(index)
     shards: list[list[int]] = []
-    room = -1
+    room = -1  # less than 0, so that also a tensor without bytes begins a shard
     alone: list[list[int]] = []
     for index in first.values():
         indices = together.get(index, (index,))
@@ -152,16 +151,18 @@ def earlier_files(output: PurePath, *, others: bool) -> list[PurePath]:
     is_shard = re.compile(
         rf"{re.escape(output.stem)}-\d{{5}}-of-\d{{5}}{re.escape(output.suffix)}"
     ).fullmatch
-    looked_for = _looked_for(output.name) if others else None
+    looked_for = others and _looked_for(output.name)
     own = (output.name, index_path(output).name)
     folder = place_of(output.parent)
     from ckptconv.io.destination import output_errors  # with all that writes
 
     with output_errors(output):
         names = folder.names() if folder.is_folder() else []
-        found = [name for name in names if is_shard(name)]
-        if looked_for:
-            found = [name for name in names if is_shard(name) or _looked_for(name) == looked_for]
+        found = [
+            name
+            for name in names
+            if is_shard(name) or (looked_for and _looked_for(name) == looked_for)
+        ]
         found = [name for name in found if name not in own]
         return [output.with_name(name) for name in (*own, *found) if folder.child(name).is_file()]
 

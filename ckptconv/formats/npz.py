@@ -20,9 +20,8 @@ from math import prod
 from pathlib import Path, PurePath
 
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat
-from ckptconv.formats.zip_archive import Record, record_source
+from ckptconv.formats.zip_archive import Record, Records, checksum_notes, record_source
 from ckptconv.formats.zip_layout import NewRecord, lay_out_records
-from ckptconv.formats.zip_records import Records, checksum_notes
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.io.inflate import Spool
 from ckptconv.io.source import Source
@@ -127,7 +126,7 @@ def _tensor(source: Source, record: Record, head: bytes, spool: Spool) -> Tensor
     raw, header = _read_header(source, record, head)
     dtype, big_endian = _dtype(header.descr)
     refuse_dimensions(len(header.shape), record.name)  # before sizes are multiplied
-    if prod(size for size in header.shape if size) >= 1 << 63:
+    if prod(size for size in header.shape if size) >= 1 << 63:  # a size of 0 would hide that
         raise MalformedCheckpoint(f"its shape {header.shape} overflows", hint=_DAMAGED)
     nbytes = prod(header.shape) * dtype.itemsize
     if len(raw) + nbytes != record.size:

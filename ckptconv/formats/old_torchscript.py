@@ -16,13 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptconv.formats import torchscript
-from ckptconv.formats.zip_records import (
-    ArchiveStorages,
-    Records,
-    checksum_notes,
-    read_limited,
-    root_folder,
-)
+from ckptconv.formats.torch_zip import ArchiveStorages, read_limited
+from ckptconv.formats.zip_archive import Records, checksum_notes, root_folder
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import read_torch_pickle
 from ckptconv.pickles.nodes import Call, Node, ordered_dict

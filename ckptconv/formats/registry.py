@@ -85,7 +85,9 @@ class Gathering(NamedTuple):
 
     def tags_of(self, path: Location) -> Collection[str]:
         """The tags of a place that is one."""
-        found: Collection[str] = _in_folders(self.tags)(path) if self.tags else ()
+        found: Collection[str] = ()
+        if self.tags:
+            found = _in_folders(self.tags)(path)
         return found
 
 
@@ -353,7 +355,7 @@ def _finished(
     or one of the globals that the files have `named` is dangerous.
     """
     checkpoint = opened[0]
-    calls = list(calls_of(checkpoint.root)) if len(opened) == 1 else []
+    calls = list(calls_of(checkpoint.root))
     if len(opened) > 1 or has_shards(calls):
         checkpoint = _in_folders("sharded.join_files")(opened)
         calls = list(calls_of(checkpoint.root))
@@ -369,8 +371,7 @@ def _finished(
     if completed is not checkpoint:
         calls = list(calls_of(completed.root))
     if whole_modules:
-        has_modules = holds_modules(calls)
-        return replace(completed, has_whole_modules=True) if has_modules else completed
+        return replace(completed, has_whole_modules=holds_modules(calls))
     return flatten_modules(completed, calls)
 
 

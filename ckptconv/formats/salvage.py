@@ -377,7 +377,7 @@ def _described_size(source: Source, header: _Header) -> int | None:
             if described is not None and crc32(raw[:at]) == described[1]:
                 return at
             at = raw.find(b"PK\7\x08", at + 1)
-        searched = max(1, size - 3)
+        searched = max(1, size - 3)  # a signature may be cut in two
     return None
 
 

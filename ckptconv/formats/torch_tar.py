@@ -142,7 +142,7 @@ def _header(source: Source, block: bytes, at: int) -> tuple[str, bytes, int]:
     try:
         checksum = int(block[148:156].strip(b" \0") or b"0", 8)
         size = int.from_bytes(block[125:136], "big")
-        if block[124] != 0x80:
+        if block[124] != 0x80:  # else it is binary, as GNU tar writes sizes from 8 GiB on
             size = int(block[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
         raise malformed("holds an invalid number", source.path, where) from None

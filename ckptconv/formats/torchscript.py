@@ -14,14 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptconv.formats.zip_records import (
-    ArchiveStorages,
-    Records,
-    checksum_notes,
-    read_limited,
-    read_tree,
-    root_folder,
-)
+from ckptconv.formats.torch_zip import ArchiveStorages, read_limited, read_tree
+from ckptconv.formats.zip_archive import Records, checksum_notes, root_folder
 from ckptconv.io.source import Source
 from ckptconv.objects.encodings import holds_tensors
 from ckptconv.objects.pickled_modules import Parts, state_dict_of
@@ -60,18 +54,13 @@ def open_torchscript(source: Source, records: Records) -> Checkpoint:
         raise MalformedCheckpoint(what, path=source.path, where=f"{root}data.pkl")
     code = _Code(source, records, root)
     made = state_dict_of(tree, code.parts)
-    notes = (*_notes(tree, code), *([] if made.pairs else [_EMPTY]), *checksum_notes(records))
+    notes = (*_notes(tree, code, made), *checksum_notes(records))
     sources, size = (source, *storages.inflated), source.size
     found = Checkpoint(source.path, CONTAINER, made, size, notes=notes, sources=sources)
     return replace(found, module_strays=tuple(_strays(tree, code, made)))
 
 
-_EMPTY = (
-    "it does not have parameters or buffers: those of a frozen module are constants in its code"
-)
-
-
-def _notes(root: Call, code: _Code) -> Iterator[str]:
+def _notes(root: Call, code: _Code, made: Call) -> Iterator[str]:
     told = f"a TorchScript archive, read as the state dict of {printable(root.name)}"
     yield f"{told}; its code is left out"
     if code.opaque:
@@ -80,11 +69,16 @@ def _notes(root: Call, code: _Code) -> Iterator[str]:
     if code.untold:
         told = "its classes do not list their buffers (before torch 1.6)"
         yield f"{told}: all tensors except the parameters are read as buffers"
+    if not made.pairs:
+        told = "it does not have parameters or buffers: those of a frozen module"
+        yield f"{told} are constants in its code"
 
 
 def _strays(root: Call, code: _Code, made: Call) -> Iterator[Stray]:
     """The objects that keep tensors by themselves, as packed weights: state dicts lack them."""
-    for place, node in walk(root) if code.opaque else ():
+    if not code.opaque:
+        return
+    for place, node in walk(root):
         if type(node) is Call and node.name in code.opaque and holds_tensors(node):
             path = place_text(place).replace("<state>.", "")
             what = f"an object with tensors of its own ({node.name})"
@@ -116,13 +110,12 @@ def _classes(text: str) -> dict[str, _Class]:
     """The classes in a text of code by name; their methods are not looked at."""
     heads = list(_HEAD.finditer(text))
     ends = [*(head.start() for head in heads[1:]), len(text)]
-    bounds = zip(heads, ends, strict=True) if heads else ()
+    bounds = zip(heads, ends, strict=False)  # without a class there is an end alone
     return {head[1]: _class(head[2], text[head.end() : end]) for head, end in bounds}
 
 
 def _class(base: str | None, body: str) -> _Class:
-    method = _METHOD.search(body)
-    attributes = body[: method.start()] if method else body
+    attributes = _METHOD.split(body, maxsplit=1)[0]
     lists = {}
     for name, listed in _LIST.findall(attributes):
         names = (_unquoted(one) for one, end in _STRING.findall(listed) if end == '"')
@@ -194,9 +187,11 @@ class _Code:
             self.opaque.add(module.name)
             return Parts([], [])
         pairs = [(key, value) for key, value in module.state.pairs if type(key) is str]
-        if cls.buffers is None and (cls.tensors - cls.parameters):
-            self.untold.add(module.name)
-        buffers = cls.tensors - cls.parameters if cls.buffers is None else cls.buffers
+        buffers = cls.buffers
+        if buffers is None:
+            buffers = cls.tensors - cls.parameters
+            if buffers:
+                self.untold.add(module.name)
         tensors = [
             (key, _as_saved(value))
             for names in (cls.parameters, buffers)

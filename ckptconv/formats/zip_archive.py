@@ -10,10 +10,10 @@ opening touches neither. Deflated records are read through `InflatedSource`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptconv.formats.zip_directory import (
     CENTRAL,
@@ -47,6 +47,37 @@ class Record(NamedTuple):
     stored: int
     deflated: bool
     crc32: int | None
+
+
+Records: TypeAlias = Mapping[str, Record]
+"""The records of an archive by name."""
+
+
+def root_folder(records: Records, name: str) -> str | None:
+    """The folder that holds the record `name`, with its slash; None if there is not just one."""
+    found = root_folders(records, name)
+    return found[0] if len(found) == 1 else None
+
+
+def root_folders(records: Records, name: str) -> list[str]:
+    """The folders that hold a record `name`, each with its slash."""
+    if not ends_one(records, name):
+        return []
+    found = [record for record in records if record.endswith(f"/{name}")]
+    return [record[: -len(name)] for record in found if record.count("/") == 1]
+
+
+def ends_one(records: Records, name: str) -> bool:
+    """Whether a record has this name, in whatever folder."""
+    # no name has a line break in it, and one search in all of them is the quickest
+    listed = "\n".join(["", *records, ""])
+    return f"/{name}\n" in listed or f"\n{name}\n" in listed
+
+
+def checksum_notes(records: Records) -> Iterator[str]:
+    """Tell of an archive that was written without checksums."""
+    if any(record.size and record.crc32 is None for record in records.values()):
+        yield "the archive has no checksums (CRC-32 fields are 0), so damage cannot be detected"
 
 
 def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:

@@ -33,12 +33,13 @@ CENTRAL = struct.Struct("<4s6H3I5H2I")
 CENTRAL_USED = struct.Struct("<4s4x2H4x3I3H4x2I")
 DESCRIPTOR = struct.Struct("<4s3I")
 DESCRIPTOR64 = struct.Struct("<4sI2Q")
-ENCRYPTED = 0x2041
+ENCRYPTED = 0x2041  # bits 0 (encrypted), 6 (strongly so) and 13 (headers too) of the flags
 # of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
 _FOLDER = 0x10
 LOCAL = struct.Struct("<4s5H3I2H")
 STORED, DEFLATED = 0, 8
 _DESCRIBED = 8  # the flag of a record with a data descriptor
+# nearly every name: of bytes, \w is ASCII, so there is nothing in it to be refused
 _ORDINARY = re.compile(rb"\w[\w.-]*/(?:data/)?\w+").fullmatch
 
 
@@ -86,8 +87,7 @@ def find_directory(source: Source) -> tuple[int, int, int, bytes]:
         raise malformed(source, "is one volume of a split archive")
     if start + size != end:
         raise malformed(source, "its directory does not end where its end record starts")
-    raw = tail[start - tail_at : end - tail_at] if start >= tail_at else source.read(start, size)
-    return start, count, size, raw
+    return start, count, size, read(start, size)
 
 
 def check_end(source: Source) -> None:
@@ -172,8 +172,10 @@ def read_entries(source: Source, raw: bytes, count: int, start: int) -> list[Ent
             raise malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
         if header + LOCAL.size + name_size > start:
             raise malformed(source, "its header lies beyond the records", name)
+        # torch writes 0 where it is told to write no checksums
         checksum = crc if crc or not plain else None
-        trail = trail if flags & _DESCRIBED else 0
+        if not flags & _DESCRIBED:
+            trail = 0
         entries.append((name, header, plain, stored, method == DEFLATED, checksum, trail))
     if at != len(raw):
         raise malformed(source, "is too long for its number of records")
@@ -215,14 +217,14 @@ def _zip64_sizes(
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == 1 and at + 4 + length <= len(extra):
-            numbers = [*struct.unpack_from(f"<{length // 8}Q", extra, at + 4)]
-            try:
-                size = numbers.pop(0) if size == MAX32 else size
-                stored = numbers.pop(0) if stored == MAX32 else stored
-                header = numbers.pop(0) if header == MAX32 else header
-            except IndexError:
+            numbers = struct.unpack_from(f"<{length // 8}Q", extra, at + 4)
+            told = [size, stored, header]
+            wide = [index for index, number in enumerate(told) if number == MAX32]
+            if len(numbers) < len(wide):
                 break
-            return stored, size, header
+            for index, number in zip(wide, numbers, strict=False):
+                told[index] = number
+            return told[1], told[0], told[2]
         at += 4 + length
     raise malformed(source, "says that it has zip64 sizes, but has none", name)
 

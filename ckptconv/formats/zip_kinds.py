@@ -15,8 +15,14 @@ from pathlib import PurePath, PurePosixPath
 from ckptconv.formats.containers import closed_on_error, named, open_source
 from ckptconv.formats.folders.alone import are_parts, refuse_without_index
 from ckptconv.formats.inflation import claim_records
-from ckptconv.formats.zip_archive import Record, open_archive, record_source
-from ckptconv.formats.zip_records import Records, ends_one, root_folder
+from ckptconv.formats.zip_archive import (
+    Record,
+    Records,
+    ends_one,
+    open_archive,
+    record_source,
+    root_folder,
+)
 from ckptconv.io.inflate import Spool
 from ckptconv.io.location import Member
 from ckptconv.io.source import RangeSource, Source

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import count
 
 from ckptconv.formats.target_format import Layout, WriteItem
 from ckptconv.formats.zip_directory import (
@@ -69,14 +70,15 @@ def lay_out_records(records: Iterable[NewRecord]) -> Layout:
         items.append(made(WriteItem, (called, lead + head, at, nbytes, values, dtype)))
 
     def whole_crc(index: int, crc: int) -> int:
-        head = heads.get(index)
-        return combined_crc(crc32(head), crc, items[index].nbytes) if head else crc
+        if index in heads:
+            return combined_crc(crc32(heads[index]), crc, items[index].nbytes)
+        return crc
 
     def trail(index: int, crc: int) -> bytes:
-        return _descriptor(slots[index], whole_crc(index, crc) if heads else crc)
+        return _descriptor(slots[index], whole_crc(index, crc))
 
     def ending(crcs: Sequence[int]) -> bytes:
-        return _ending(slots, [whole_crc(*one) for one in enumerate(crcs)] if heads else crcs, end)
+        return _ending(slots, map(whole_crc, count(), crcs), end)
 
     return Layout(tuple(items), end + _ending_size(slots), trail, ending)
 
@@ -88,14 +90,18 @@ def _placed(name: bytes, header: int, size: int) -> tuple[_Slot, bytes, int, int
     and the end of it all.
     """
     slot = made(_Slot, (name, header, size))
-    wide = _wide(slot) if size >= MAX32 or header >= MAX32 else b""
+    wide = b""
+    if size >= MAX32 or header >= MAX32:
+        wide = _wide(slot)
     extra = len(wide) + 4
     unpadded = header + LOCAL.size + len(name) + extra
     padding = -unpadded % ALIGNMENT
     lead = local_header(size > 0, len(name), extra + padding) + name + wide + _PADDINGS[padding]
     offset = unpadded + padding
-    trail = DESCRIPTOR64.size if wide else DESCRIPTOR.size
-    return slot, lead, offset, offset + size + (trail if size else 0)
+    end = offset + size
+    if size:
+        end += DESCRIPTOR64.size if wide else DESCRIPTOR.size
+    return slot, lead, offset, end
 
 
 _PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
@@ -104,9 +110,9 @@ _PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
 def _wide(slot: _Slot) -> bytes:
     """The zip64 extra field, empty while both fit 32 bits; torch repeats it in local headers."""
     _, header, size = slot
-    if size < MAX32 and header < MAX32:
+    numbers = [number for number in (size, size, header) if number >= MAX32]
+    if not numbers:
         return b""
-    numbers = [*([size, size] if size >= MAX32 else []), *([header] if header >= MAX32 else [])]
     return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
 
 
@@ -125,13 +131,14 @@ def _ending_size(slots: Sequence[_Slot]) -> int:
     return len(slots) * CENTRAL.size + names + wide + END64.size + LOCATOR.size + END.size
 
 
-def _ending(slots: Sequence[_Slot], crcs: Sequence[int], start: int) -> bytes:
+def _ending(slots: Sequence[_Slot], crcs: Iterable[int], start: int) -> bytes:
     """Central directory, from byte `start` on, and end records, for records with these CRC-32s."""
     directory = b"".join(map(_central, slots, crcs))
-    count, size = len(slots), len(directory)
-    end64 = END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+    many, size = len(slots), len(directory)
+    # made on Unix by version 3.0 of the format, which 4.5 is needed to read: that has zip64
+    end64 = END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 45, 0, 0, many, many, size, start)
     locator = LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, MAX32), min(start, MAX32))
+    short = (min(many, 0xFFFF), min(many, 0xFFFF), min(size, MAX32), min(start, MAX32))
     return directory + end64 + locator + END.pack(b"PK\5\6", 0, 0, *short, 0)
 
 

@@ -14,7 +14,7 @@ from ckptconv.support.errors import RefusedObject
 from ckptconv.support.records import NamedTuple
 
 Leaf: TypeAlias = "Callable[[Node, PickleWriter], bytes | Node]"
-_BATCH = 1000
+_BATCH = 1000  # items between a MARK and its opcode, as CPython's pickle has them
 
 
 class _Raw(bytes):

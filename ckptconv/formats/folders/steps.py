@@ -34,13 +34,6 @@ class Chosen(NamedTuple):
     notes: tuple[str, ...]
 
 
-class Pointer(NamedTuple):
-    """A text file that says which folder beside it is meant, and how its text becomes that name."""
-
-    file: str
-    name: Callable[[str], str]
-
-
 def _iteration(text: str) -> str:
     """Megatron-LM writes the number of the iteration, or ``release``."""
     return f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,18}", text) else text
@@ -51,12 +44,13 @@ def _last_part(text: str) -> str:
     return re.split(r"[\\/]", text)[-1]
 
 
-POINTERS = (
-    Pointer("latest", str),
-    Pointer("latest_universal", str),
-    Pointer("latest_checkpointed_iteration.txt", _iteration),
-    Pointer("last_checkpoint", _last_part),
-)
+POINTERS: dict[str, Callable[[str], str]] = {
+    "latest": str,
+    "latest_universal": str,
+    "latest_checkpointed_iteration.txt": _iteration,
+    "last_checkpoint": _last_part,
+}
+"""Text files that say which folder beside them is meant, and how the text becomes its name."""
 
 _BESIDE = re.compile(
     r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?"
@@ -79,7 +73,7 @@ def weight_files(folder: Location) -> list[str]:
 
 def points(folder: Location) -> bool:
     """Whether a file of `folder` says which of the folders in it is meant."""
-    return any(folder.child(pointer.file).is_file() for pointer in POINTERS)
+    return any(folder.child(name).is_file() for name in POINTERS)
 
 
 def chosen(folder: Location, tag: str | None, is_checkpoint: Test, is_empty: Test) -> Chosen | None:
@@ -92,11 +86,11 @@ def chosen(folder: Location, tag: str | None, is_checkpoint: Test, is_empty: Tes
     inside = _inside(folder, is_checkpoint, is_empty)
     if tag is not None:
         return _named(folder, _by_number(tag, inside.folders), "--tag", inside, is_checkpoint)
-    for pointer in POINTERS:
-        file = folder.child(pointer.file)
+    for pointer, name_of in POINTERS.items():
+        file = folder.child(pointer)
         if file.is_file():
             text = read_start(file, "small_record_bytes").decode("utf-8", "replace").strip()
-            return _named(folder, pointer.name(text), pointer.file, inside, is_checkpoint)
+            return _named(folder, name_of(text), pointer, inside, is_checkpoint)
     return _only(folder, inside)
 
 
