@@ -20,7 +20,7 @@ from ckptconv.formats.torch_zip import ArchiveStorages, read_limited
 from ckptconv.formats.zip_archive import Records, checksum_notes, root_folder
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import read_torch_pickle
-from ckptconv.pickles.nodes import Call, Node, ordered_dict
+from ckptconv.pickles.nodes import Call, Node, listed, ordered_dict
 from ckptconv.support.errors import (
     LimitExceeded,
     MalformedCheckpoint,
@@ -128,7 +128,7 @@ def _attributes(source: Source, records: Records, root: str) -> list[int | None]
     if record is None:
         return []
     tree = read_torch_pickle(read_limited(source, record), _no_storages)
-    return [_tensor_index(value) for value in tree] if type(tree) in (list, tuple) else []
+    return [_tensor_index(value) for value in listed(tree)]
 
 
 def _no_storages(key: str, *_: object) -> Storage:

@@ -105,6 +105,7 @@ GATHERINGS: tuple[Gathering, ...] = (
         foretold_by="dcp.foretell_dcp",
     ),
     Gathering("dcp_shards.is_dcp_shards", "dcp_shards.open_dcp_shards", inside=r"shard-.*"),
+    # before those of Hugging Face, whose names its weights have: with them come the states
     Gathering(
         "accelerate.is_accelerate",
         "accelerate.open_accelerate",
@@ -120,6 +121,7 @@ GATHERINGS: tuple[Gathering, ...] = (
     Gathering("accelerate.is_fsdp", "accelerate.open_accelerate", inside=r"pytorch_model_fsdp.*"),
     Gathering("deepspeed.is_deepspeed", "deepspeed.open_deepspeed", inside=r".*"),
     Gathering("megatron.is_megatron", "megatron.open_megatron", inside=r"mp_rank_.*"),
+    # last, for any two weights that are numbered are some
     Gathering("sharded.is_parts", "sharded.open_parts", inside=r".*"),
 )
 """The checkpoints of many files that are read, in the order in which they are tried."""
@@ -246,7 +248,7 @@ class _Asked:
         except BaseException as error:
             for one in opened:
                 one.close()
-            at = paths[len(opened)] if len(opened) < len(paths) else paths[0]
+            at = next(iter(paths[len(opened) :]), paths[0])
             if isinstance(error, CheckpointError):
                 if opened and opened[0].reread is not None:
                     raise NotForetold from error

@@ -310,4 +310,6 @@ class _Ids:
         storage = self._storages.get(key)
         if storage is None:
             raise MalformedCheckpoint("names a tensor that does not exist", where=str(key))
-        return storage if storage != window(storage.storage) else storage.storage
+        if storage == window(storage.storage):
+            return storage.storage
+        return storage

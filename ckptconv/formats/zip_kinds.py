@@ -83,6 +83,7 @@ def _is_npz(records: Records) -> bool:
 
 
 ARCHIVES: tuple[Archive, ...] = (
+    # before torch.save's own, which have a data.pkl too
     Archive(_is_torchscript, "torchscript.open_torchscript"),
     Archive(
         lambda records: root_folder(records, "model.json") is not None,  # before torch 1.4

@@ -23,14 +23,15 @@ class Held(NamedTuple):
     form: Form = "bytes"
 
 
+_QUOTED: dict[Form, str] = {"quoted": "latin-1", "quoted-utf-8": "utf-8"}
+
+
 def text_of(raw: bytes, form: Form) -> str:
     """What bytes of a stream mean as a text."""
     if form == "bytes":
         return raw.decode("latin-1")
-    if form.startswith("quoted"):
-        return codecs.escape_decode(raw.strip()[1:-1])[0].decode(
-            "latin-1" if form == "quoted" else "utf-8"
-        )
+    if form in _QUOTED:
+        return codecs.escape_decode(raw.strip()[1:-1])[0].decode(_QUOTED[form])
     return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
 
 

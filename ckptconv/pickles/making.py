@@ -212,9 +212,10 @@ class MappingCalls:
     ) -> Call:
         if len(given) > 1:
             raise _bad_call(cls, f"{len(kept) + len(given)} arguments")
+        pairs: _Pairs | None = []
         if given:
             self._refuse_many(_size(given[0]))
-        pairs = read(given[0], cls) if given else []
+            pairs = read(given[0], cls)
         if pairs is None:
             return Call(cls, (*kept, *given))
         made = Call(cls, kept)
@@ -262,10 +263,12 @@ def _items(given: Node, cls: Global) -> _Pairs | None:
 
 def _pairs_of(node: Node) -> _Pairs | None:
     """The items of a dict whose items are known, in a list of its own."""
-    if type(node) is Call and node.name in MAPPINGS and not node.items:
-        has_factory = node.name == DEFAULT_DICT.path
-        return list(node.pairs) if len(node.args) <= has_factory else None
-    return list(node.pairs) if type(node) is Dict else None
+    if type(node) is Dict:
+        return list(node.pairs)
+    is_mapping = type(node) is Call and node.name in MAPPINGS and not node.items
+    if is_mapping and len(node.args) <= (node.name == DEFAULT_DICT.path):  # which has a factory
+        return list(node.pairs)
+    return None
 
 
 def _pair(element: Node, cls: Global) -> tuple[Node, Node] | None:

@@ -80,7 +80,9 @@ class Memo(dict[bytes, Node]):
 
     def fetched_by(self, get: bytes) -> Node:
         """What a BINGET or LONG_BINGET opcode fetches."""
-        return self[MEMO_KEYS[get[1]] if len(get) == 2 else get[1:]]
+        if len(get) == 2:
+            return self[MEMO_KEYS[get[1]]]
+        return self[get[1:]]
 
     def forget(self) -> None:
         """Let go of the many entries of MEMOIZE that no LONG_BINGET in the stream can fetch.
@@ -129,8 +131,10 @@ class Memo(dict[bytes, Node]):
         """The entry of that number, of those that MEMOIZE put."""
         if index >= self.base:
             value = self.memoized[index - self.base]
+        elif index < len(self._first):
+            value = self._first[index]
         else:
-            value = self._first[index] if index < len(self._first) else self._kept[index]
+            value = self._kept[index]
         if value is UNMADE:
             raise FetchedUnmade
         if index < _REMEMBERED:

@@ -26,7 +26,7 @@ from dataclasses import field, replace
 
 from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, Path
 from ckptconv.io.location import Location
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
+from ckptconv.pickles.nodes import Dict, Node, listed, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, printable
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.refs import Storage, whole_storage
@@ -219,8 +219,7 @@ def _groups_of(optimizers: Sequence[_Optimizer]) -> tuple[list[Dict] | None, tup
     found: list[Dict] = []
     untold = 0
     for each in optimizers:
-        listed = each.others.get("param_groups")
-        groups = [mapping_pairs(group) for group in listed] if type(listed) is list else []
+        groups = list(map(mapping_pairs, listed(each.others.get("param_groups"))))
         if not groups or None in groups:
             return None, ()
         settings = [list(group or ()) for group in groups]

@@ -174,8 +174,10 @@ def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) 
     shape = weight.shape if type(weight) is TensorRef else None
     for key, value in states.items():
         has = value.shape if type(value) is TensorRef else ()
-        known = {shape} if key in SHAPED else {(), shape}
-        if key == "step":
+        known = {(), shape}
+        if key in SHAPED:
+            known = {shape}
+        elif key == "step":
             known = {()}
         if shape is None or has not in known:
             what = f"{key} does not have the shape of the weight"
@@ -306,6 +308,8 @@ def _with_step(
     where = {name: at for at, group in enumerate(shapes) for name in group}
     made: dict[str, Mapping[str, Node]] = {}
     for name, state in states.items():
-        step = None if "step" in state else steps.get(where.get(name, 0))
-        made[name] = state if step is None else {**state, "step": own_number(step, "step")}
+        step = steps.get(where.get(name, 0))
+        if step is not None and "step" not in state:
+            state = {**state, "step": own_number(step, "step")}
+        made[name] = state
     return made

@@ -152,8 +152,7 @@ def _are_sizes(node: Node) -> bool:
 def _rank_counts(node: Node, groups: int) -> tuple[int, ...]:
     """Over how many ranks each group is spread."""
     where = "optimizer_state_dict.partition_count"
-    listed = node if type(node) in (list, tuple) else [node] * max(groups, 1)
-    counts = tuple(map(_integer, listed))
+    counts = tuple(map(_integer, listed(node) or [node] * max(groups, 1)))
     if not counts or any(not 1 <= count < 1 << 63 for count in counts):
         raise MalformedCheckpoint("is not a number of ranks", where=where)
     if len(set(counts)) > 1 and len(counts) != groups:
@@ -238,7 +237,9 @@ class FlatGroup:
 
         Raises `MalformedCheckpoint` when the partitions are not as long as the shapes ask for.
         """
-        return self._from_shares(partitions) if self.is_cut else self._end_to_end(partitions)
+        if self.is_cut:
+            return self._from_shares(partitions)
+        return self._end_to_end(partitions)
 
     def in_partitions(self, lengths: Iterable[int]) -> Iterator[dict[str, tuple[int, int]]]:
         """Stages 1 and 2: the parameters that have elements in each partition, of these lengths:
