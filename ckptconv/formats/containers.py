@@ -115,10 +115,6 @@ FirstReads = Callable[[bytes, int], "tuple[int, int]"]
 _TAIL = 64 << 10  # bytes in which the directory of an archive of some hundred records lies
 
 
-def _directory_of_zip(head: bytes, size: int) -> tuple[int, int]:
-    return size - _TAIL, size
-
-
 def _header_of_safetensors(head: bytes, size: int) -> tuple[int, int]:
     end = 8 + int.from_bytes(head[:8], "little")
     if end > min(size, 8 + in_force().safetensors_header_bytes):
@@ -147,7 +143,7 @@ FORMATS: tuple[Format, ...] = (
         is_zip,
         "zip_kinds.open_zip",
         (".pt", ".pth", ".bin", ".ckpt", ".th", ".zip"),
-        first_reads=_directory_of_zip,
+        first_reads=lambda _, size: (size - _TAIL, size),
     ),
     Format(is_torch_legacy, "torch_legacy.open_torch_legacy", is_certain=True),
     Format(is_gguf, "gguf.open_gguf", (".gguf",), is_certain=True),

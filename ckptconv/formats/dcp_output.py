@@ -142,7 +142,7 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
                     stream.write(raw)
                     stream.settle(fsync=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # of a save without a process group
             # the only way there is before torch 2.6
             alone = {"no_dist": True} if "no_dist" in signature(save).parameters else {}
             save(tree, storage_writer=Writer(folder, sync_files=False), planner=planner, **alone)

@@ -225,6 +225,7 @@ def _float32_text(value: float) -> str:
     >>> _float32_text(struct.unpack("<f", struct.pack("<f", 1e-6))[0])
     '1e-06'
     """
+    # nine digits tell each number in float32 from all others
     texts = (f"{value:.{digits}g}" for digits in range(6, 10))
     wanted = struct.pack("<f", value)
     return next((text for text in texts if struct.pack("<f", float(text)) == wanted), str(value))

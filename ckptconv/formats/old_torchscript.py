@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptconv.formats import torchscript
 from ckptconv.formats.torch_zip import ArchiveStorages, read_limited
@@ -33,6 +33,8 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 from ckptconv.tree.checkpoint import Checkpoint
+
+T = TypeVar("T")
 
 CONTAINER = replace(
     torchscript.CONTAINER,
@@ -70,7 +72,7 @@ def open_old_torchscript(source: Source, records: Records) -> Checkpoint:
     return Checkpoint(path, CONTAINER, made, source.size, notes=notes, sources=sources)
 
 
-def _checked(value: Any, kind: type) -> Any:
+def _checked(value: object, kind: type[T]) -> T:
     if type(value) is not kind:
         what = f"holds a {type(value).__name__} where a {kind.__name__} should be"
         raise MalformedCheckpoint(what)
@@ -86,16 +88,14 @@ def _messages(holder: Any, name: str) -> list[Any]:
 
 
 def _text(holder: Any, name: str) -> str:
-    text: str = _checked(holder.get(name, ""), str)
-    return text
+    return _checked(holder.get(name, ""), str)
 
 
 def _number(value: Any) -> int:
     """A number as protobuf writes it into JSON: 64-bit ones are texts."""
     if type(value) is str and re.fullmatch("(?=.{1,19}$)-?[0-9]+", value):
         return int(value)
-    number: int = _checked(value, int)
-    return number
+    return _checked(value, int)
 
 
 # ------------------------------------------------------------------------------------------ tensors

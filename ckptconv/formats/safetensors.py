@@ -359,7 +359,8 @@ class SafetensorsFile(TargetFormat):
         A name is not dropped that the file's metadata needs for something else, or that a reader
         would take for a text.
         """
-        if not metadata.keys() - _NOT_ALIASES and not _are_shared(named):
+        are_shared = len(set(homes(ref for _, ref in named))) < len(named)
+        if not metadata.keys() - _NOT_ALIASES and not are_shared:
             return {}
         views: dict[Hashable, list[str]] = {}
         for key, ref in named:
@@ -502,11 +503,6 @@ def _seen_by_library(name: PurePath) -> Iterator[None]:
     except SafetensorError as error:
         what = f"the safetensors library does not open it: {error}"
         raise VerificationFailed(what, path=name) from error
-
-
-def _are_shared(named: Sequence[tuple[str, TensorRef]]) -> bool:
-    """Whether some tensors share bytes."""
-    return len(set(homes(ref for _, ref in named))) < len(named)
 
 
 _OTHER_FRAMEWORKS = ("mlx", "flax", "tf")

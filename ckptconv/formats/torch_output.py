@@ -63,12 +63,8 @@ def _records(pickle: bytes, storages: Iterable[NewStorage]) -> Iterator[NewRecor
     yield _record("byteorder", b"little")
     yield from map(_storage_record, count(), storages)
     yield _record("version", b"3\n")
-    yield _record(".data/serialization_id", _serialization_id(pickle))
-
-
-def _serialization_id(pickle: bytes) -> bytes:
-    """Forty digits, the same for the same tree, as torch's are (for logs; not a checksum)."""
-    return b"%030d%010d" % (len(pickle), crc32(pickle))
+    # forty digits, the same for the same tree, as torch's are (for logs; not a checksum)
+    yield _record(".data/serialization_id", b"%030d%010d" % (len(pickle), crc32(pickle)))
 
 
 def _record(name: str, content: bytes) -> NewRecord:

@@ -188,8 +188,8 @@ def _read_storages(member: Source) -> _Storages:
     found: _Storages = {}
     count, at = _read_count(member)
     for _ in range(count):
-        entry, at = _read_entry(member, at, 3)
-        key, location, dtype = _key(entry[0]), entry[1], storage_dtype(entry[2]) or UINT8
+        (raw_key, location, cls), at = _read_entry(member, at)
+        key, dtype = _key(raw_key), storage_dtype(cls) or UINT8
         name = f"storage {key}"
         if type(location) is not str:
             raise MalformedCheckpoint("its location tag is not text", where=name)
@@ -225,7 +225,7 @@ def _read_tensors(member: Source, storages: _Storages) -> dict[int, TensorRef]:
     found: dict[int, TensorRef] = {}
     count, at = _read_count(member)
     for _ in range(count):
-        (raw_key, storage_key, cls), at = _read_entry(member, at, 3)
+        (raw_key, storage_key, cls), at = _read_entry(member, at)
         key = _key(raw_key)
         ndim = int.from_bytes(member.read(at, 4), "little", signed=True)
         if ndim < 0:
@@ -270,12 +270,12 @@ def _read_count(member: Source) -> tuple[int, int]:
 _LEAST = 16  # bytes of the shortest entry
 
 
-def _read_entry(member: Source, at: int, length: int) -> tuple[tuple[Node, ...], int]:
-    """The tuple of `length` parts that is pickled at byte `at`, and the byte behind it."""
+def _read_entry(member: Source, at: int) -> tuple[tuple[Node, ...], int]:
+    """The tuple of three parts that is pickled at byte `at`, and the byte behind it."""
     (stream,), end = read_pickles(member, at, 1, window=_SMALL)
     entry = read_pickle(stream)
-    if type(entry) is not tuple or len(entry) != length:
-        raise MalformedCheckpoint(f"an entry is not a tuple of {length} parts (byte {at})")
+    if type(entry) is not tuple or len(entry) != 3:
+        raise MalformedCheckpoint(f"an entry is not a tuple of 3 parts (byte {at})")
     return entry, end
 
 

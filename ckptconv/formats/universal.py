@@ -110,7 +110,7 @@ class UniversalFolder(TargetFormat):
         ``zero`` alone (`DeepSpeedEngine._load_checkpoint`). And of master weights that are not
         there.
         """
-        model = _model(seen_through(tree.root, tree.overlay))
+        model = _model(tree)
         made = _without_master(model)
         if made:
             yield (
@@ -134,7 +134,7 @@ class UniversalFolder(TargetFormat):
     def lay_out_files(
         self, tree: Tree, cast: CastRule, retag: Retag
     ) -> Iterator[tuple[str, Tree | None, Layout]]:
-        model = _model(seen_through(tree.root, tree.overlay))
+        model = _model(tree)
         tag = f"global_step{_global_step(model)}_universal"
         for name, root in _files(model):
             refs = [ref for _, ref in tensors_of(root)]
@@ -152,8 +152,9 @@ _ONE_OF_EACH = "leave the others out: --drop PATH"
 UNIVERSAL = UniversalFolder()
 
 
-def _model(root: Node) -> _Model:
+def _model(tree: Tree) -> _Model:
     """The weights of a tree and the optimizer's state, which goes by the keys of the weights."""
+    root = seen_through(tree.root, tree.overlay)
     (weights,), (state,) = find_state_dicts(root), list(optimizer_states(root, {}))
     parts = parts_of(state, state.node)
     if parts.is_numbered:

@@ -208,6 +208,7 @@ def _open_member(name: str, inner: Source) -> Checkpoint | None:
     try:
         return open_source(inner)
     except CheckpointError as error:
+        # with a place in it, it is a checkpoint, of which something is not read
         if isinstance(error, UnsupportedCheckpoint) and error.where is None:
             return None
         error.where = name if error.where in (None, name) else f"{name}: {error.where}"

@@ -300,7 +300,7 @@ class RunReader:
 
 def int_run(raw: bytes) -> tuple[int, ...]:
     """The tuple that a run of integer opcodes and a TUPLE opcode make; kept, for shapes repeat."""
-    if len(_INT_RUNS) > 1 << 14:
+    if len(_INT_RUNS) > 1 << 14:  # a forged file may have no two alike
         _INT_RUNS.clear()
     return _INT_RUNS.setdefault(raw, integers_of(raw))
 

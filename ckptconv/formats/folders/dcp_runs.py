@@ -216,7 +216,7 @@ class _Runs:
         return self._sizes.setdefault(raw, values)
 
 
-_MOST_SIZES = 1 << 14
+_MOST_SIZES = 1 << 14  # that are kept: a forged file may have no two alike
 
 
 def _text(raw: bytes, memo: Memo) -> str | None:

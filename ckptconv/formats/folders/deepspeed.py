@@ -120,6 +120,7 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
         if zero is not None and (files.optim or zero.name == path.name):
             raise not_universal(files)
         many = files.count > kept_open(in_force().open_files)
+        # a universal checkpoint has a file for each state of each parameter
         pool = FilePool() if many or zero is not None else None
 
         def open_file(file: Location) -> Checkpoint:
@@ -201,15 +202,15 @@ def _others(
     its states; without what is `left` out.
     """
     gone = {"module", *left, *_BOOKKEEPING.split()} - {*kept}
-    pairs = [pair for pair in mapping_pairs(root) or () if pair[0] in kept or not _says_part(*pair)]
-    others = [pair for pair in pairs if type(pair[0]) is not str or pair[0] not in gone]
+    others = [
+        (key, value)
+        for key, value in mapping_pairs(root) or ()
+        if (type(key) is not str or key not in gone)
+        # which says of a file that it is one of several parts of a model
+        and (key != "mp_world_size" or key in kept or value == 1)
+    ]
     named = {key for key, _ in others if type(key) is str}
     return [*others, *((key, value) for key, value in kept_beside(rank) if key not in named)]
-
-
-def _says_part(key: Node, value: Node) -> bool:
-    """Whether an entry says of a file that it is one of several parts of a model."""
-    return bool(key == "mp_world_size" and value != 1)
 
 
 def _open_tensor_ranks(ranks: Sequence[StepFiles], open_file: OpenFile) -> Checkpoint:

@@ -373,7 +373,10 @@ def _numbered(stages: Sequence[Tensors], args: Arguments) -> dict[str, TensorRef
         for key, ref in stage.items():
             layer = _LAYER(key)
             if layer is None:
-                _put(made, key, ref)
+                if key in made and not are_equal(made[key], ref):
+                    what = "is in two stages of the pipeline, and differs"
+                    raise MalformedCheckpoint(what, where=key)
+                made.setdefault(key, ref)
                 continue
             block, number, rest = layer.groups()
             found.setdefault(block, set()).add(int(number))
@@ -385,12 +388,6 @@ def _numbered(stages: Sequence[Tensors], args: Arguments) -> dict[str, TensorRef
             totals[block] = totals.get(block, 0) + len(numbers)
     _refuse_other_count(totals, args)
     return made
-
-
-def _put(made: dict[str, TensorRef], key: str, ref: TensorRef) -> None:
-    if key in made and not are_equal(made[key], ref):
-        raise MalformedCheckpoint("is in two stages of the pipeline, and differs", where=key)
-    made.setdefault(key, ref)
 
 
 def _refuse_other_count(totals: Mapping[str, int], args: Arguments) -> None:

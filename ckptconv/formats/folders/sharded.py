@@ -213,6 +213,7 @@ def _open_set(index: Location) -> Checkpoint:
     shards: dict[str, Checkpoint] = {}
     with ExitStack() as opened:
         names = [*dict.fromkeys(weight_map.values())]
+        # of a pool, some are closed and opened again: not where all may stay open
         pool = FilePool() if len(names) > kept_open(_KEPT_OPEN) else None
         for first in range(0, len(names), _TOGETHER):
             together = names[first : first + _TOGETHER]

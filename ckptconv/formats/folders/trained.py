@@ -68,7 +68,9 @@ def with_training(weights: Checkpoint, folder: Location) -> Checkpoint:
             told = read_object(raw, folder.child(NUMBERS).path, NUMBERS, of_python=True)
             pairs.append((PurePath(NUMBERS).stem, _node(told)))
         leaving.pop_all()
-    whole = whole_of([weights, *opened], _CONTAINER, Dict(pairs), folder.path, _left(folder))
+    left = [f"{_ARGUMENTS} is left out: it holds an object of transformers' own"]
+    notes = left if folder.child(_ARGUMENTS).is_file() else []
+    whole = whole_of([weights, *opened], _CONTAINER, Dict(pairs), folder.path, notes)
     return replace(whole, metadata=weights.metadata, index_metadata=weights.index_metadata)
 
 
@@ -81,12 +83,6 @@ def _refuse_twins(folder: Location, names: Sequence[str]) -> None:
             what = f"holds {printable(PurePath(name).stem)} twice: {first}, {printable(name)}"
             hint = "move away the file of another run"
             raise UnsupportedCheckpoint(what, path=folder, hint=hint)
-
-
-def _left(folder: Location) -> list[str]:
-    if not folder.child(_ARGUMENTS).is_file():
-        return []
-    return [f"{_ARGUMENTS} is left out: it holds an object of transformers' own"]
 
 
 def _node(value: Any) -> Node:

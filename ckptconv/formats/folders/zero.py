@@ -454,7 +454,10 @@ class Weights:
         """What only the module holds: extra states, the frozen parameters of stage 1."""
         values = entries(module)
         others = [name for name in values if name not in self._found]
-        empty = {name for name in others if self._is_placeholder(values[name])}
+        refs = {name: tensor_of(values[name]) for name in others}
+        empty: set[str] = set()
+        if self._stage == 3:  # which leaves empty tensors in the place of what it partitions
+            empty = {name for name, ref in refs.items() if ref is not None and not ref.numel}
         kept = {name: values[name] for name in others if name not in empty}
         if empty:
             told = "without values in any file, so they are left out"
@@ -463,12 +466,8 @@ class Weights:
             told = "not in a partition, so they are taken from the model states"
             self.notes += (f"{told}: {_some(list(kept))}",)
         for name, value in kept.items():
-            ref = tensor_of(value)
+            ref = refs[name]
             self._found[name] = value if ref is None else self._widened(ref)
-
-    def _is_placeholder(self, value: Node) -> bool:
-        ref = tensor_of(value)
-        return self._stage == 3 and ref is not None and not ref.numel
 
 
 def _some(names: list[str]) -> str:
