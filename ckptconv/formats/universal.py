@@ -176,8 +176,7 @@ def _model(tree: Tree) -> _Model:
             raise KeyConflict(what, where=str(name), hint="keep its weight: without --exclude")
         names[name] = key
     if len(set(names.values())) < len(names):
-        what = "names a parameter twice"
-        raise KeyConflict(what, where=state.path or None)
+        raise KeyConflict("names a parameter twice", where=state.path or None)
     return _Model(weights, parts.called(names), others)
 
 

@@ -306,7 +306,7 @@ def _is_plain(key: Node) -> bool:
 
 # nodes that a copied item counts for: a stream of a few bytes may ask for millions of them
 _WEIGHT = 8
-_LARGE_INT = 1 << 60
+_LARGE_INT = 1 << 60  # python's hashes of ints repeat from 2**61 - 1 on
 _NO_PAIRS = (str, bytes, int, float, bool, type(None))
 
 

@@ -106,7 +106,7 @@ class PickleWriter:
     def _write_one(self, node: Node) -> Iterator[Node] | None:
         """Write a value that needs no further work, or return the work that a container makes."""
         key = id(node)
-        while key in self._overlay:
+        while key in self._overlay:  # what stands in for a node may have a stand-in itself
             node = self._overlay[key]
             key = id(node)
         kind = type(node)

@@ -303,6 +303,7 @@ class _Nested:
         if missing > 1:
             self._gaps += missing - 1
             what = f"is item {label_text(label)} of a list of which most other items are missing"
+            # python refuses to print the longest ints, and the index may be any
             refuse_beyond("list_gaps", min(self._gaps, 1 << 63), what)
         holder.extend([None] * missing)
         holder[label] = value

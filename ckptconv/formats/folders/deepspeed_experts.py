@@ -96,8 +96,7 @@ def _local_experts(group: FlatGroup) -> dict[str, int]:
         found.setdefault(match[1], set()).add(int(match[2]))
     for before, numbers in found.items():
         if numbers != set(range(len(numbers))):
-            what = "does not have the experts of a rank from 0 on"
-            raise contradiction(what, where=before)
+            raise contradiction("does not have the experts of a rank from 0 on", where=before)
     return {before: len(numbers) for before, numbers in found.items()}
 
 
@@ -237,8 +236,7 @@ class _SetOptimizer:
         said = entries(node)
         inner: Node = said.get("optimizer_state_dict", node)
         if not is_training_state(inner):
-            what = "holds no states of a torch optimizer"
-            raise UnsupportedCheckpoint(what, where="optimizer")
+            raise UnsupportedCheckpoint("holds no states of a torch optimizer", where="optimizer")
         self.parts = parts_of(OptimizerState("optimizer", (), (), inner), inner)
         self._masters: Node = said.get("fp32_groups")
         self._flat: Node = said.get("fp32_groups_flat")

@@ -79,7 +79,7 @@ def step_files(folder: Location, *, is_universal: bool = False) -> StepFiles:
         model = [item for item in model if int(item[0][2]) == 0]
     elif any(map(PIPELINE, names)):
         return _pipeline_files(folder, names, model, optim)
-    elif tensor_ranks != {0} and not any(map(EXPERTS, names)):
+    elif tensor_ranks != {0} and not any(map(EXPERTS, names)):  # both together are refused below
         return StepFiles(of_tensor_ranks=_tensor_ranks(folder, model, optim))
     files = replace(_of_data_ranks(model, optim), tensor_ranks=len(tensor_ranks))
     if is_universal:

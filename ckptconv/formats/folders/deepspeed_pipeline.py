@@ -60,8 +60,7 @@ def read_layers(roots: Mapping[int, Node]) -> Layers:
     """The values of layers, of the trees of their files."""
     for number, root in roots.items():
         if mapping_pairs(root) is None:
-            what = "is not a state dict"
-            raise contradiction(what, where=f"layer {number}")
+            raise contradiction("is not a state dict", where=f"layer {number}")
     return {number: entries(root) for number, root in roots.items()}
 
 
@@ -87,8 +86,7 @@ def shape_in(layers: Layers, name: str, numel: int) -> Shape:
     if name.startswith(_TIED):
         what = "is of a tied layer, and the files of layers do not tell its shape"
         raise UnsupportedCheckpoint(what, where=name)
-    what = f"has {numel} elements, and no layer has it so"
-    raise contradiction(what, where=name)
+    raise contradiction(f"has {numel} elements, and no layer has it so", where=name)
 
 
 # ----------------------------------------------------------------------------------------- weights
@@ -246,8 +244,7 @@ def require_stages(
         raise UnsupportedCheckpoint(what, hint=UNIVERSAL)
     if count != len(states) * tensor_ranks:
         there = f"{len(states)} stages" + (f" x {tensor_ranks}" if tensor_ranks > 1 else "")
-        what = f"has the model states of {there}, but {count} wrote it"
-        raise contradiction(what)
+        raise contradiction(f"has the model states of {there}, but {count} wrote it")
     steps = [stage.get("global_steps") for stage in states]
     for number, step in enumerate(steps):
         if step != steps[0]:

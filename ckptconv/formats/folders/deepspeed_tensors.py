@@ -162,8 +162,7 @@ class TensorRanks:
         """An embedding without the rows that fill it up."""
         words: Node = self._said.get(_WORDS)
         if type(words) is not int or not ref.shape or not 0 < words <= ref.shape[0]:
-            what = f"does not have the rows that {_WORDS} says"
-            raise contradiction(what)
+            raise contradiction(f"does not have the rows that {_WORDS} says")
         return box_of(ref, (0,) * len(ref.shape), (words, *ref.shape[1:]))
 
     def refuse_unused(self) -> None:
@@ -329,6 +328,5 @@ def _kept(name: str, key: str, of_ranks: Sequence[Mapping[str, Node]], cuts: Ten
     if len(refs) == len(values) and refs[0].shape:
         return cuts.joined(name, refs)
     if len({read_number(value) for value in values}) > 1:
-        what = "differs between the tensor-parallel ranks"
-        raise contradiction(what, where=f"{name}.{key}")
+        raise contradiction("differs between the tensor-parallel ranks", where=f"{name}.{key}")
     return values[0]

@@ -117,8 +117,7 @@ def read_universal(
     for folder in folders:
         found = dict(_of_parameter(folder, known.get(folder.name), open_file, opened))
         if (weight := found.pop(_WEIGHT, None)) is None:
-            what = f"has no {_WEIGHT}.pt, which holds the weight"
-            raise contradiction(what, path=folder)
+            raise contradiction(f"has no {_WEIGHT}.pt, which holds the weight", path=folder)
         weights[folder.name] = weight
         _require_shapes(folder, weight, found)
         if found:
@@ -180,8 +179,7 @@ def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) 
         elif key == "step":
             known = {()}
         if shape is None or has not in known:
-            what = f"{key} does not have the shape of the weight"
-            raise contradiction(what, path=folder)
+            raise contradiction(f"{key} does not have the shape of the weight", path=folder)
 
 
 _AGAIN = "fetch both again"

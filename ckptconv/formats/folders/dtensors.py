@@ -89,7 +89,7 @@ class Shard:
 
 def _refuse_many(count: int, what: str) -> None:
     """Raise `LimitExceeded` for a mesh or a share of a tensor that takes too long to enumerate."""
-    if count >= 1 << 63:
+    if count >= 1 << 63:  # a product of any ints: python refuses to print the longest ones
         raise MalformedCheckpoint("is a DTensor of more ranks or parts than are possible")
     refuse_beyond("mesh_ranks", count, what.format(count))
 

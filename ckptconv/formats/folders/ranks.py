@@ -191,8 +191,8 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
         if ours != its:
             what = "have it in different types, shapes or placements"
             raise MalformedCheckpoint(f"the ranks {first.mesh.rank} and {rank} {what}")
-        for number in shard.mesh.ranks if shard.is_split else ():
-            if by_rank[number].mesh[:2] != shard.mesh[:2]:
+        for number in shard.mesh.ranks:
+            if shard.is_split and by_rank[number].mesh[:2] != shard.mesh[:2]:
                 what = "split it over different meshes"
                 raise MalformedCheckpoint(f"the ranks {number} and {rank} {what}")
         for start, ref in shard.parts():

@@ -286,12 +286,13 @@ def _read_index(index: Location) -> tuple[Mapping[str, str], Mapping[str, Any]]:
         raise _malformed(index, "weight_map", "is missing or names no keys")
     texts = {name for name in weight_map.values() if type(name) is str}
     plain = {name for name in texts if is_plain_path(name)}
-    are_texts = {*map(type, weight_map.values())} == {str}
-    for key, name in () if are_texts and plain == texts else weight_map.items():
-        if type(name) is not str or name not in plain:
-            what = f"its shard {printable(str(name))} is not a plain file name"
-            hint = "it means another file on Windows; rename it, here too"
-            raise MalformedCheckpoint(what, path=index, where=key, hint=hint)
+    # of a million keys, each is looked at only where one of the few names is wrong
+    if plain != texts or {*map(type, weight_map.values())} - {str}:
+        named = weight_map.items()
+        key = next(key for key, name in named if type(name) is not str or name not in plain)
+        what = f"its shard {printable(str(weight_map[key]))} is not a plain file name"
+        hint = "it means another file on Windows; rename it, here too"
+        raise MalformedCheckpoint(what, path=index, where=key, hint=hint)
     count = len(set(weight_map.values()))
     refuse_beyond("shards", count, f"names {count} shards", path=index)
     return weight_map, {name: value for name, value in others.items() if name != "total_size"}

@@ -316,8 +316,7 @@ def flat_groups(ranks: Sequence[RankStates], shapes: Sequence[Shapes]) -> list[F
     """
     alike = {(states.stage, len(states.groups), states.counts) for states in ranks}
     if len(alike) > 1:
-        what = "its ranks differ in ZeRO stage, number of groups or number of ranks"
-        raise contradiction(what)
+        raise contradiction("its ranks differ in ZeRO stage, number of groups or number of ranks")
     first, is_cut, everyone = ranks[0], ranks[0].stage == 3, tuple(range(len(ranks)))
     if is_cut and len(first.groups) != len(shapes):
         shapes = _by_length(shapes, [ref.numel for ref in first.groups], len(ranks))
@@ -379,8 +378,7 @@ def _join_fragments(fragments: Sequence[Node], shape: Shape, name: str) -> Tenso
     refs = [_flat_group(fragment, name) for fragment in fragments]
     share = -(-prod(shape) // len(refs))
     if any(ref.numel != share for ref in refs):
-        what = f"its shares do not have {share} elements each"
-        raise contradiction(what, where=name)
+        raise contradiction(f"its shares do not have {share} elements each", where=name)
     flat = Flat(refs, name)
     return shaped(flat.runs(0, prod(shape)), flat.dtype, shape)
 
@@ -438,8 +436,7 @@ class Weights:
         groups = [] if shapes is None else read_shapes(shapes, "frozen_param_shapes")
         for name, shape in _each_shape(groups):
             if any(name not in of_rank for of_rank in fragments):
-                what = "a frozen parameter has a shape, but no values"
-                raise contradiction(what, where=name)
+                raise contradiction("a frozen parameter has a shape, but no values", where=name)
             shares = [of_rank[name] for of_rank in fragments]
             ref = tensor_of(shares[0])
             if self._stage == 3:
