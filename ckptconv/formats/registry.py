@@ -104,7 +104,7 @@ GATHERINGS: tuple[Gathering, ...] = (
         file=r"\.metadata|.+\.distcp",
         foretold_by="dcp.foretell_dcp",
     ),
-    Gathering("dcp_shards.is_dcp_shards", "dcp_shards.open_dcp_shards", inside=r"shard-.*"),
+    Gathering("dcp.is_dcp_shards", "dcp.open_dcp_shards", inside=r"shard-.*"),
     # before those of Hugging Face, whose names its weights have: with them come the states
     Gathering(
         "accelerate.is_accelerate",
@@ -435,7 +435,7 @@ def _open_alone(path: Location) -> Checkpoint:
         if path.name in ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt"):
             _in_folders("megatron.refuse_one_rank")(checkpoint, path)
         if "DCP_SHARDING_INFO" in checkpoint.metadata:
-            _in_folders("dcp_shards.refuse_one_rank")(checkpoint, path)
+            _in_folders("dcp.refuse_one_rank")(checkpoint, path)
         return checkpoint.as_part(part_of(path, checkpoint))
 
 
