@@ -282,6 +282,7 @@ def map_keys(
         with (patience := Patience(rule)):
             step = rule.step(live)
             after = [None if key is None else step(key) for key in new]
+            # a rule for `module.` is not idle where that was taken off as a wrapper before
             if not (steps and rule.is_done_by(found)):
                 idle += rule.idle(live)
         if rule.leaves_out:
@@ -343,6 +344,7 @@ def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> No
     """Raise `KeyConflict` when two of the keys left are the same, or one is empty or not text."""
     new = [after for after in renamed if after is not None]
     try:
+        # no file can hold half a character; all keys are tried at once, for there may be a million
         "".join(new).encode()
     except UnicodeEncodeError as error:
         bad = next(key for key in new if error.object[error.start] in key)

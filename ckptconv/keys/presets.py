@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckptconv.keys.config_numbers import part_of
 from ckptconv.keys.rules import DropSegment, Rule, Select, Step, StripPrefix
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.records import dataclass
@@ -80,6 +81,7 @@ class Preset(Rule):
     settled: tuple[Rule, ...] | None = None
 
     def __post_init__(self) -> None:
+        # the tables of layouts are not read for what only goes around keys
         if self.name not in PRESETS:
             self._layout()
 
@@ -155,6 +157,7 @@ class Preset(Rule):
         asked = f"write it as --preset {head}:HEADS,KV_HEADS"
         if argument:
             given = [int(text) for text in argument.split(",")]
+            # GPT-NeoX has as many heads of keys and values as of queries
             if len(given) == 1 and head.removeprefix(_BACK) != "gpt-neox":
                 what = f"{self.words} needs the heads of keys and values too"
                 raise KeyConflict(what, hint=asked)
@@ -199,13 +202,12 @@ _KEYS = ("num_key_value_heads", "n_kv_heads")
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, Mapping) else {}):
+    for part in (config, part_of(config, "text_config")):
         for name in names:
             found = part.get(name)
-            if found is not None and (type(found) is not int or found < 1):
+            if type(found) is int and found > 0:
+                return found
+            if found is not None:
                 what = f"the config says {found!r:.50} for {name}, which is not a number of heads"
                 raise KeyConflict(what, hint="write the numbers behind the name of the preset")
-            if found is not None:
-                return int(found)
     return None

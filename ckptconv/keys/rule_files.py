@@ -187,6 +187,7 @@ def _json_entries(text: str, path: PurePath) -> _Entries:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # of two values under one name json keeps the last, and a rule would be gone without a word
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -239,6 +240,7 @@ def _toml_entries(text: str, path: PurePath) -> _Entries:
         _refuse(path, None, f"is not valid TOML: {error}")
     except (RecursionError, ValueError):
         _refuse(path, None, "nests too deeply, or holds a number that is too long")
+    # tomllib tells no lines: they are those of the headings, where each rule has one
     plain = [line.partition("#")[0].strip() for line in text.splitlines()]
     heads: list[int | None] = [at for at, line in enumerate(plain, 1) if line == "[[rules]]"]
     if len(heads) != len(listed):

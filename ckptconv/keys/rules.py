@@ -125,6 +125,7 @@ class Rename(Rule):
 
     def step(self, keys: Sequence[str]) -> Step:
         old, new = self.old, self.new
+        # a whole key goes first: `head` starts `head.weight` too, which is not meant then
         if old in keys:
             names = {old: new}
             return lambda key: names.get(key, key)
@@ -220,6 +221,7 @@ class Select(Rule):
 
 def _met(key: str, globs: Sequence[str]) -> str | None:
     """The first of the globs that a key matches."""
+    # case counts, on Windows too, where `fnmatch` ignores it
     return next((glob for glob in globs if fnmatchcase(key, glob)), None)
 
 
@@ -332,6 +334,7 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     ()
     """
     keys = list(keys)
+    # nearly no key has one: all are searched in one text
     text = "\n".join(keys)
     known = [name for name in UNMISTAKABLE if name in text]
     inside = [

@@ -543,6 +543,7 @@ class TensorRule(Rule):
     ) -> tuple[str, ...]:
         """The values of a variable that is joined, in the order of the numbers that they are."""
         example = next(iter(members.values()))
+        # isdigit alone takes digits of any script, which are other keys
         if not all(text.isascii() and text.isdigit() for text in numbers):
             odd = next(text for text in sorted(numbers) if not text.isdigit())
             what = f"{self.words} joins over {{{name}}}, which is '{printable(odd)}', not a number"

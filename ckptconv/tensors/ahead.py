@@ -45,6 +45,7 @@ def read_soon(*values: Iterable[TensorRef | Storage]) -> Iterator[None]:
     if not runs:
         yield
         return
+    # here, for most commands read nothing over a network
     from ckptconv.io.remote.readahead import FarSource, reading_ahead
 
     far = []

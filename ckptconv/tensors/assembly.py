@@ -102,6 +102,7 @@ def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
     axes = [
         axis for axis in range(len(shape)) if any(size[axis] != shape[axis] for _, size in filled)
     ]
+    # a box has two to the power of so many corners
     refuse_beyond("sharded_dimensions", len(axes), f"is split along {len(axes)} dimensions")
     corners: dict[Shape, int] = {}
     weighted = [(*box, 1) for box in filled]

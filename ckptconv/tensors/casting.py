@@ -302,6 +302,7 @@ def every_value(source: DType) -> Array:
 
 def _look_up(table: Bits, overflows: Array, limit: int, items: Bits, codes: Bits) -> int:
     """From an 8- or 16-bit type to any."""
+    # every item is in the table; by its default mode numpy would buffer the output
     np.take(table, items, out=codes, mode="clip")
     return int(np.count_nonzero(overflows[items])) if _reaches(items, limit) else 0
 

@@ -70,6 +70,7 @@ def compact(
     for ref in refs:
         pieces = ref.pieces
         if len(pieces) != 1:
+            # its pieces lie in several storages, of files perhaps: none can be shared
             placed[id(ref)] = _gathered(ref, cast)
         elif (other := first.setdefault(id(pieces[0].storage), ref)) is not ref:
             groups.setdefault(id(other.storage), [other]).append(ref)

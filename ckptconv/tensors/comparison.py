@@ -117,6 +117,7 @@ def _noting(damage: list[str], check: Callable[[], None]) -> bool:
 
 def _spans(number: int, first: TensorRef, second: TensorRef) -> list[Span] | None:
     """Where the bytes of both lie in one order; None where they must be gathered."""
+    # in one order that is not that of C, too: two transposed or channels-last tensors
     if _lie_alike(first, second):
         (begin, end), (other, _) = first.byte_span(), second.byte_span()
         one, two = first.storage, second.storage

@@ -99,6 +99,7 @@ def compute_ahead(
 
         def cuts(count: int) -> Iterator[Cut]:
             for _ in range(count):
+                # one that is told, one in work and one to come for each thread: none waits
                 room = 2 * threads + 1 - len(waiting)
                 waiting.extend(pool.submit(work, *task) for task in islice(tasks, room))
                 yield waiting.popleft().result()

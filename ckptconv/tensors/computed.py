@@ -174,6 +174,8 @@ class ComputedSource(DerivedSource):
         self._is_checked = False
 
     def read_into(self, offset: int, view: memoryview) -> None:
+        # before any value is given: a flipped byte spreads, and no record has a checksum of what is
+        # computed
         if not self._is_checked:
             for storage in origins(self.inputs):
                 self.checked.read(storage)

@@ -24,9 +24,10 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, Raw, as_floats, beyond, cast, every_value, octets
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, DType
 from ckptconv.tensors.plain_numbers import Number, number_of, quotient, real, single
-from ckptconv.tensors.refs import Box, Shape
+from ckptconv.tensors.refs import Box, Shape, blocks_of
 
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# transformers, compressed-tensors, MLX and torchao have -0 for code 8 too, ModelOpt and ggml 0
 FLOAT4 = (*_HALF, *(-value for value in _HALF))
 """The values of E2M1 by code (OCP Microscaling Formats 1.0, section 5.3.3); code 8 is -0."""
 
@@ -81,7 +82,7 @@ class Decoding(NamedTuple):
 def decode_needs(how: Decoding, box: Box, count: int) -> Sequence[Box]:
     """The boxes of the inputs for a box of the output."""
     (*outer, row, column), (*counts, rows, columns) = box
-    blocks = [_span(row, rows, how.block[0]), _span(column, columns, how.block[1])]
+    blocks = [blocks_of(row, rows, how.block[0]), blocks_of(column, columns, how.block[1])]
     if "groups" in how.roles:
         blocks[1] = (0, how.groups)
     found: dict[str, Box] = {}
@@ -104,17 +105,9 @@ def decode_needs(how: Decoding, box: Box, count: int) -> Sequence[Box]:
     return [found[role] for role in how.roles]
 
 
-def _span(start: int, count: int, block: int) -> tuple[int, int]:
-    """The first of the blocks that some elements are in, and how many they are."""
-    first = start // block
-    return first, -(-(start + count) // block) - first
-
-
 def _words(how: Decoding, start: int, count: int) -> tuple[int, int]:
     """The first of the words that some elements lie in, and how many these are."""
-    width = 8 * how.word
-    first = start * how.bits // width
-    return first, -(-(start + count) * how.bits // width) - first
+    return blocks_of(start * how.bits, count * how.bits, 8 * how.word)
 
 
 # ------------------------------------------------------------------------------------- values
@@ -286,9 +279,10 @@ def _zeros(how: Decoding, given: dict[str, Any], row: int, rows: int) -> Array:
     if not how.packed_zero:
         return _floats(part, dtype, shape)
     stored = np.frombuffer(part, f"<u{how.word}").reshape(shape)
-    first, count = _span(row, rows, how.block[0])
+    first, count = blocks_of(row, rows, how.block[0])
     fields = unpacked(stored, how._replace(axis=-2), first, count).astype(np.int32)
     if how.zero_step:
+        # field by field: added to a word, a carry would spoil the zero beside it
         fields = fields + how.zero_step & (1 << how.bits) - 1
     return (fields - how.offset).astype(np.float32)
 
@@ -526,7 +520,7 @@ def _plain_scale(how: Decoding, scale: Number) -> float:
 def _plain_zero(how: Decoding, zeros: Sequence[Number], group: int, row: int) -> float:
     if not how.packed_zero:
         return real(zeros[group])
-    _, count = _words(how, *_span(row, 1, how.block[0]))
+    _, count = _words(how, *blocks_of(row, 1, how.block[0]))
     per_row = len(zeros) // count
     words = [int(real(zeros[at * per_row + group])) for at in range(count)]
     field = _field(how, words, row // how.block[0])

@@ -304,6 +304,7 @@ def _folded_apart(
     def work(items: Sequence[Folded[F]]) -> None:
         for ref, folders in items:
             own = {id(one): one for one in map(_whole, origins([ref])) if id(one) in by_id}
+            # of its own: the tensors of a thread share no storage with others
             checksums = Checksums(shared) if is_checked else None
             fold(ref, *folders, checksums=checksums, meter=shared)
             if checksums is not None:

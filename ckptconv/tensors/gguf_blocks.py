@@ -20,7 +20,7 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, Raw, cast, octets
 from ckptconv.tensors.dtypes import BLOCKS, FLOAT32, DType
 from ckptconv.tensors.plain_numbers import single
-from ckptconv.tensors.refs import Box
+from ckptconv.tensors.refs import Box, blocks_of
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -362,21 +362,15 @@ ever met (TQ, Q1_0).
 def block_needs(names: tuple[str], box: Box, count: int) -> Sequence[Box]:
     """The blocks for a box of values; the parameter is the name of their type."""
     (*outer, first), (*sizes, number) = box
-    start, blocks = _blocks_of(_BY_NAME[names[0]].dtype, first, number)
+    start, blocks = blocks_of(first, number, _BY_NAME[names[0]].dtype.elements)
     return [((*outer, start), (*sizes, blocks))]
-
-
-def _blocks_of(dtype: DType, first: int, number: int) -> tuple[int, int]:
-    """The first of the blocks that hold some values of a row, and how many these are."""
-    start = first // dtype.elements
-    return start, -(-(first + number) // dtype.elements) - start
 
 
 def block_values(names: tuple[str], box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """The values of a box, of the bytes of the blocks that it needs."""
     decoder = _BY_NAME[names[0]]
     (*_, first), (*_, number) = box
-    _, blocks = _blocks_of(decoder.dtype, first, number)
+    _, blocks = blocks_of(first, number, decoder.dtype.elements)
     stored = np.frombuffer(inputs[0][0], np.uint8).reshape(-1, decoder.dtype.itemsize)
     rows = decoder.decode(stored).reshape(-1, blocks * decoder.dtype.elements)
     skipped = first % decoder.dtype.elements

@@ -56,13 +56,12 @@ class Move(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a move makes of a list, its reverse, and the names of its numbers; `numbers` that are
-    single ones are tuples of one.
+    """What a move makes of a list, and its reverse; both take its numbers, single ones as tuples of
+    one.
     """
 
     make: Callable[..., list[TensorRef]]
     back: Callable[..., tuple[str, tuple[Shape, ...]]]
-    names: tuple[str, ...]
 
 
 def _shapes(refs: Sequence[TensorRef]) -> str:
@@ -78,6 +77,7 @@ def _runs(refs: Sequence[TensorRef], count: int, what: str) -> Iterator[Sequence
         raise KeyMismatch(f"{count_text(len(refs), 'tensor')} are not in sets of {count} to {what}")
     for first in range(0, len(refs), count):
         run = refs[first : first + count]
+        # one tensor has one type, and a cast that nobody asked for would round
         if len({ref.dtype for ref in run}) > 1:
             names = " and ".join(dict.fromkeys(ref.dtype.name for ref in run))
             raise KeyMismatch(
@@ -282,6 +282,7 @@ def in_shape(ref: TensorRef, shape: Shape) -> TensorRef:
         return _of_pieces(ref, shape, ref.pieces)
     groups = list(size_groups(ref.shape, shape))
     made = (part for piece in ref.pieces for part in _in_groups(piece, groups))
+    # one more than may be tells enough, where there may be one for each value
     pieces = tuple(islice(made, _MOST_PIECES + 1))
     made_of = _of_pieces(ref, shape, pieces)
     few = _MOST_PIECES if verbatim_runs(made_of) is not None else _MOST_APART
@@ -461,22 +462,18 @@ COMPUTING = frozenset(("add",))
 """The moves that compute values; they have no reverse, so a mapping does not have them."""
 
 MOVES: Mapping[str, _Row] = {
-    "stack": _Row(_stack, lambda dim, count: ("unstack", (dim, count)), ("dim", "count")),
-    "unstack": _Row(_unstack, lambda dim, count: ("stack", (dim, count)), ("dim", "count")),
-    "concat": _Row(_concat, lambda dim, sizes: ("split", (dim, sizes)), ("dim", "sizes")),
-    "split": _Row(_split, lambda dim, sizes: ("concat", (dim, sizes)), ("dim", "sizes")),
-    "permute": _Row(_permute, lambda dims, on: ("permute", (_inverse(dims), on)), ("dims", "on")),
-    "reshape": _Row(
-        _reshape,
-        lambda shape, before, on: ("reshape", (before, shape, on)),
-        ("shape", "before", "on"),
-    ),
-    "order": _Row(_order, lambda places: ("order", (_inverse(places),)), ("places",)),
-    "tie": _Row(_tie, lambda count: ("untie", (count,)), ("count",)),
-    "untie": _Row(_untie, lambda count: ("tie", (count,)), ("count",)),
-    "add": _Row(_add, _no_way_back, ("number", "on")),
+    "stack": _Row(_stack, lambda dim, count: ("unstack", (dim, count))),
+    "unstack": _Row(_unstack, lambda dim, count: ("stack", (dim, count))),
+    "concat": _Row(_concat, lambda dim, sizes: ("split", (dim, sizes))),
+    "split": _Row(_split, lambda dim, sizes: ("concat", (dim, sizes))),
+    "permute": _Row(_permute, lambda dims, on: ("permute", (_inverse(dims), on))),
+    "reshape": _Row(_reshape, lambda shape, before, on: ("reshape", (before, shape, on))),
+    "order": _Row(_order, lambda places: ("order", (_inverse(places),))),
+    "tie": _Row(_tie, lambda count: ("untie", (count,))),
+    "untie": _Row(_untie, lambda count: ("tie", (count,))),
+    "add": _Row(_add, _no_way_back),
 }
-"""What each move makes, its reverse, and its numbers."""
+"""What each move makes, and its reverse."""
 
 
 # ------------------------------------------------------------------------------ operations as moves

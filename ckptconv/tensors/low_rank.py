@@ -26,7 +26,7 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.casting import Cast, Raw, as_floats, cast, octets
 from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, FLOAT64, DType
 from ckptconv.tensors.plain_numbers import Number, quotient, real, rounded, single
-from ckptconv.tensors.refs import Box, Shape, number_at
+from ckptconv.tensors.refs import Box, Shape, blocks_of, number_at
 
 
 class Term(NamedTuple):
@@ -114,8 +114,7 @@ def _blocks(start: int, count: int, size: int) -> tuple[tuple[int, int], int, in
     """Of a run of rows the first of the blocks that they are in, and how many these are; then the
     first row within a block, and how many: all rows of a block where there are several blocks.
     """
-    first = start // size
-    blocks = -(-(start + count) // size) - first
+    first, blocks = blocks_of(start, count, size)
     if blocks == 1:
         return (first, 1), start - first * size, count
     return (first, blocks), 0, size
@@ -200,6 +199,8 @@ class _Delta:
     def __init__(self, term: Term, factors: Sequence[Array], rounded_as: str) -> None:
         self._rank, self._factors = term.rank, factors
         self._scale = np.float32(term.scale)
+        # peft rounds the delta of embeddings and of `target_parameters` before it adds it, that of
+        # Linear and Conv never
         self._as = BY_NAME[rounded_as or "float32"]
         self._off: Array | None = None
 

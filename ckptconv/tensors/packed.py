@@ -123,6 +123,7 @@ class _Packing:
 
     def _place(self, storage: Storage) -> tuple[int | bytes | _PackedComputed, int]:
         """A storage's file by number, its place in it; its bytes; or what computes it."""
+        # without bytes there is no file to be opened
         if not storage.nbytes:
             return b"", 0
         if isinstance(storage.source, ComputedSource):
@@ -137,6 +138,7 @@ class _Packing:
             reopening = source.reopening()
             if reopening is None:
                 raise NotPacked
+            # two sources of one file are one there
             number = self.places.setdefault(reopening, len(self.places))
             self._known[id(source)] = number
         return number, offset

@@ -201,6 +201,7 @@ def origins(values: Iterable[TensorRef | Storage]) -> Iterator[Storage]:
     """The storages that lie in files (or in memory), of which the bytes of some values are made:
     their own, and those of the inputs of what is computed, through any number of operations.
     """
+    # a list, not recursion: any number of operations may stand on each other
     work = [*values][::-1]
     while work:
         value = work.pop()
@@ -311,6 +312,7 @@ def view_of(
             )
         numel *= size
         last += (size - 1) * step
+    # in bits: elements of 4 and 6 end within a byte
     if numel and (last + 1) * dtype.bits > storage.nbytes << 3:
         raise MalformedCheckpoint(
             f"needs {(last + 1) * dtype.bits + 7 >> 3} bytes of a storage that has "
@@ -322,6 +324,7 @@ def view_of(
     if not numel and prod(size for size in shape if size) >= 1 << 63:
         raise MalformedCheckpoint(f"its shape {shape} overflows", where=storage.name)
     nbytes = numel * dtype.bits >> 3
+    # a view of few bytes may be large by right (`expand`), and fill a disk when it is written
     if nbytes > most.view_free and nbytes > most.view_ratio * storage.nbytes:
         raise expanded(
             f"claims {nbytes} bytes out of a storage of {storage.nbytes}",
@@ -367,6 +370,12 @@ def permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
         for piece in ref.pieces
     )
     return ref._replace(shape=of(ref.shape), stride=of(ref.stride), pieces=pieces)
+
+
+def blocks_of(start: int, count: int, size: int) -> tuple[int, int]:
+    """The first of the blocks of `size` that some elements are in, and how many they are."""
+    first = start // size
+    return first, -(-(start + count) // size) - first
 
 
 def place_of(number: int, shape: Shape) -> Shape:

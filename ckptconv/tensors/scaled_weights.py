@@ -90,6 +90,8 @@ def find_scaled(tensors: Mapping[str, TensorRef]) -> list[ScaledWeight]:
     scales = _Scales(tensors)
     found = []
     for key, ref in tensors.items():
+        # a scale is one by the codes beside it, never by its name alone: `norm.scale` and
+        # `hc_attn_scale` (DeepSeek V4) are weights
         if _may_be_codes(key, ref.dtype) or scales.has_state(key):
             needed = tuple(dict.fromkeys(scales.of(key, ref.dtype)))
             scale = scales.first(needed, ref.dtype)
@@ -312,33 +314,24 @@ def refuse_cast(tensors: Mapping[str, TensorRef], kept: Set[str], dtype: DType, 
     its block needs.
     """
     base = f"{path}." if path else ""
-    found = [
-        item
-        for item in find_scaled(tensors)
-        if item.codes in kept or not kept.isdisjoint(item.needed)
-    ]
+    scaled = find_scaled(tensors)
+    found = [it for it in scaled if it.codes in kept or not kept.isdisjoint(it.needed)]
     hint = "add --dequantize, leave --dtype out, or leave out codes and scales with --exclude"
     if found:
         codes, scale, _ = found[0]
-        more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
-        what = f"holds {tensors[codes].dtype.name} codes that need their scale {base}{scale}{more}"
-        raise RefusedObject(
-            f"{what}; cast to {dtype.name} they would have other values",
-            where=f"{base}{codes}",
-            hint=hint,
-        )
-    quantized = [
-        key
-        for key in quantization_scales(tensors)
-        if key in kept and tensors[key].dtype is not dtype
-    ]
-    if quantized:
-        what = f"is the scale of quantized values; it is not cast to {dtype.name}"
-        raise RefusedObject(what, where=f"{base}{quantized[0]}", hint="leave --dtype out")
+        what = f"holds {tensors[codes].dtype.name} codes that need their scale {base}{scale}"
+        if len(found) > 1:
+            what += f" (and {len(found) - 1} more like it)"
+        what += f"; cast to {dtype.name} they would have other values"
+        raise RefusedObject(what, where=f"{base}{codes}", hint=hint)
+    for key in quantization_scales(tensors):
+        if key in kept and tensors[key].dtype is not dtype:
+            what = f"is the scale of quantized values; it is not cast to {dtype.name}"
+            raise RefusedObject(what, where=f"{base}{key}", hint="leave --dtype out")
     for key, ref in tensors.items():
-        if key in kept and (
-            ref.dtype is _ONLY_SCALES or ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed
-        ):
-            what = "is a type for scales" if ref.dtype is _ONLY_SCALES else "is a type for codes"
-            what = f"{ref.dtype.name} {what}, not for values, so it is not cast to {dtype.name}"
-            raise RefusedObject(what, where=f"{base}{key}", hint=hint)
+        kind = "scales"
+        if ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed:
+            kind = "codes"
+        if key in kept and (ref.dtype is _ONLY_SCALES or kind == "codes"):
+            what = f"{ref.dtype.name} is a type for {kind}, not for values, so it is not cast to"
+            raise RefusedObject(f"{what} {dtype.name}", where=f"{base}{key}", hint=hint)

@@ -4,12 +4,10 @@ Types of 8 and 16 bits, and smaller ones, have few different values: how often e
 counted, and all that is told follows from that, exactly. Wider numbers are folded in blocks: the
 smallest and the largest are exact, mean and standard deviation are those of each block (numpy's
 pairwise sums over values less the block's mean), merged as by Chan, Golub and LeVeque (1979). Their
-distribution is counted in buckets of the leading bits: sign, exponent, and seven bits of the
-mantissa. So a bucket reaches from x to x * (1 + 2**-7) at most, and a quantile, which is the middle
-of one, is off by at most `QUANTILE_ERROR` of itself. Up to 65,536 numbers of one sign that are
-within 4 × of each other are counted in 4,096 buckets of one width instead. NaN and infinite values
-are counted, and are in nothing else. The values of tensors with a few only are taken one by one,
-and all is exact.
+distribution is counted in buckets of the leading bits (see `statistics`). Up to 65,536 numbers of
+one sign that are within 4 × of each other are counted in 4,096 buckets of one width instead. NaN
+and infinite values are counted, and are in nothing else. The values of tensors with a few only are
+taken one by one, and all is exact.
 """
 
 from __future__ import annotations

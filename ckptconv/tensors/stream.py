@@ -36,6 +36,7 @@ def verbatim_range(ref: TensorRef) -> tuple[Storage, int] | None:
     if len(pieces) != 1 or conj or neg:
         return None
     storage, offset, shape, stride, _ = pieces[0]
+    # a byte has no order
     if storage.big_endian and dtype.word > 1:
         return None
     if stride != (1,) and not is_contiguous(shape, stride):
@@ -103,6 +104,7 @@ def _streamed(runs: Sequence[tuple[Storage, int, int]]) -> Iterator[memoryview]:
     """The bytes of runs, those of one source in one go."""
     at = 0
     while at < len(runs):
+        # a far source fetches ahead within one call, not beyond it
         source = runs[at][0].source
         end = next((i for i in range(at, len(runs)) if runs[i][0].source is not source), len(runs))
         yield from source.stream(

@@ -25,6 +25,7 @@ from ckptconv.tensors.refs import Shape, TensorRef, box_of
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tensors.views import reshaped
 
+# what fp8 and fp4 become by default; the schemes of integers name the type of their scales
 BFLOAT16 = BY_NAME["bfloat16"]
 E8M0, E4M3 = BY_NAME["float8_e8m0fnu"], BY_NAME["float8_e4m3fn"]
 FLOAT8 = tuple(BY_NAME[f"float8_{form}"] for form in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
@@ -262,6 +263,7 @@ def _targets(item: Mapping[str, Any], group: Group) -> bool:
     )
 
 
+# a repeated group, or a reference back: their time may double with each character
 _SLOW = re.compile(r"\)[*+{]|\\[1-9]")
 
 
@@ -354,6 +356,7 @@ def power_of(group: Group, size: int, blocks: int) -> int:
 
 def as_scale(ref: TensorRef) -> str:
     """How scales are to be read: powers of two are stored as bytes too."""
+    # taken for numbers, the bytes of E8M0 would give wrong values without a word
     return E8M0.name if ref.dtype.name == "uint8" else ""
 
 

@@ -145,6 +145,7 @@ def _eight_bits(group: Group, facts: Facts) -> Weight:
         group.refuse("is int8 of bitsandbytes in the order of a kernel, which is not known here")
     inputs = {"codes": codes, "scale": reshaped(scale, (codes.shape[0], 1), group.key)}
     block = (1, max(1, codes.shape[1]))
+    # bitsandbytes multiplies by float32(1 / 127), which rounds otherwise than to divide by 127
     how = Decoding(("codes", "scale"), "int8", block, last=single(1 / 127))
     values = decoded(group, facts, how, inputs, codes.shape, default=BY_NAME["float16"])
     return Weight(group.name, values, "bitsandbytes int8, a scale for each row")

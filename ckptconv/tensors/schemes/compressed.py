@@ -66,6 +66,7 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
         group.fail(f"is quantised in act order, and has no {base}_g_idx")
     scale = group.need(f"{base}_scale")
     block = block_of(group, scale, shape, group_size(group, config))
+    # compressed-tensors raises too: only a scale for each row takes any number of columns
     if block[1] < columns and columns % block[1]:
         group.fail(f"has {columns} columns, which groups of {block[1]} do not divide")
     inputs["scale"] = grid_of(group, f"{base}_scale", shape, block)
@@ -84,6 +85,7 @@ def _pack_quantized(group: Group, facts: Facts) -> Weight:
         "uint",
         block,
         bits=bits,
+        # codes and zeros are stored plus this, whatever their sign
         offset=1 << bits - 1,
         word=4,
         packed_zero=True,
@@ -129,6 +131,7 @@ def _bits(group: Group, config: Mapping[str, Any], columns: int) -> int:
         group.fail(f"is described by a config whose num_bits is {told}, not 1 to 8")
     if told is not None:
         return told
+    # sizes may leave a choice: five codes of 7 and of 8 bits both take two words
     fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == words]
     if len(fitting) != 1:
         group.refuse(
@@ -171,6 +174,7 @@ def _float(group: Group, facts: Facts) -> Weight:
     inputs = {"codes": codes, "scale": grid_of(group, f"{base}_scale", shape, block)}
     if second is not None:
         inputs["second"] = one_number(group, f"{base}_global_scale")
+    # the global scale divides, where the second one of ModelOpt and torchao multiplies
     numbers = {4: "e2m1", 6: "e2m3"}[bits]
     how = Decoding(tuple(inputs), numbers, block, bits=bits, scale_as=as_scale(scale), divides=True)
     values = decoded(group, facts, how, inputs, shape)

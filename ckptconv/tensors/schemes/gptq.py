@@ -26,6 +26,7 @@ from ckptconv.tensors.schemes.base import (
 from ckptconv.tensors.stream import read_box
 from ckptconv.tensors.views import transposed
 
+# the field of each of eight outputs: field k of a word holds output (0, 2, 4, 6, 1, 3, 5, 7)[k]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -54,6 +55,7 @@ def _gptq_version(facts: Facts) -> str:
         return facts.scheme.replace("-", "_")
     if facts.method not in ("", "gptq") or "bits" not in facts.config:
         return ""  # of others with these names (auto-round) it is not known
+    # a config that does not say it is of the first version to gptqmodel too
     named = facts.config.get("checkpoint_format") or facts.config.get("format") or "gptq"
     return named if isinstance(named, str) else ""
 
@@ -157,6 +159,7 @@ def _bits(group: Group, facts: Facts, words: int, outputs: int) -> int:
 def _group_size(group: Group, facts: Facts, count: int, groups: int) -> int:
     """The inputs of a group; of the last one, fewer may be there."""
     size = told_size(group, facts.config, "group_size")
+    # one group of all
     if size == -1:
         size = count
     if size is None:

@@ -57,6 +57,7 @@ def _is_float8(group: Group, _: Facts) -> bool:
 
 def _is_int8(group: Group, _: Facts) -> bool:
     name = scale_name(group)
+    # int8 beside powers of two is FP4 of DeepSeek V4, two codes in a byte
     is_int = group.codes.dtype is _INT8 and _holds(group)
     return is_int and name is not None and group.parts[name].dtype is not E8M0
 
