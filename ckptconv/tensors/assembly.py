@@ -13,11 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 
-from ckptconv.support.errors import (
-    CheckpointError,
-    MalformedCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import NamedTuple, made
 from ckptconv.tensors.dtypes import DType
