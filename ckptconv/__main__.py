@@ -20,7 +20,7 @@ def main() -> None:
     atexit.register(gc.freeze)  # else Python looks once more as it ends
     try:
         from ckptconv.cli.main import main as command_line
-        from ckptconv.support.blas import tame_blas
+        from ckptconv.support.platforms import tame_blas
 
         tame_blas()
     except (KeyboardInterrupt, RuntimeError) as error:

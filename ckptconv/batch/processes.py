@@ -22,7 +22,6 @@ from typing import Any
 from ckptconv.batch.engines import Ended, Engine, Work, run_work
 from ckptconv.io.hidden_folders import KeptFolder
 from ckptconv.support import platforms
-from ckptconv.support.blas import tame_blas
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import dataclass
 from ckptconv.support.signals import stop_in_good_order
@@ -167,7 +166,7 @@ def _work(pipe: Any, held: int | None, threads: int) -> None:
     """What a worker does: task after task, until there is nobody to give it one."""
     for name in ("CKPTCONV_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))
-    tame_blas()
+    platforms.tame_blas()
     platforms.share_memory_between_threads(1)  # the thread below would set aside 64 MB for itself
     stop_in_good_order()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver has heard it, and says what to do

@@ -13,8 +13,8 @@ from shlex import quote
 # C:/ is a drive
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])(.*)", re.DOTALL).fullmatch
 _WEB = ("http", "https")
+# schemes whose credentials no address holds: they are the environment's
 _NAMED_ELSEWHERE = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "hf")
-"""Schemes whose credentials no address holds: they are the environment's."""
 _HOST = re.compile(r"(?:[^/]*@)?(?:\[[^\]/]*\]|[^/:@]*)(?::\d*)?").fullmatch
 
 
@@ -30,8 +30,7 @@ class UrlPath(PurePosixPath):
     __slots__ = ()
 
     def __str__(self) -> str:
-        scheme, colon, rest = super().__str__().partition(":/")
-        return f"{scheme}://{rest}" if colon else scheme
+        return super().__str__().replace(":/", "://", 1)
 
     def __fspath__(self) -> str:
         return str(self)
@@ -46,11 +45,17 @@ def address_in(path: object) -> str | None:
     >>> address_in("https://host/a.pt"), address_in("C:/a.pt"), address_in("a:b.pt")
     ('https://host/a.pt', None, None)
     """
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    found = _ADDRESS(text) if isinstance(text, str) and ":/" in text else None
+    if not isinstance(path, (str, os.PathLike)):
+        return None
+    text = os.fspath(path)
+    if not isinstance(text, str) or ":/" not in text:  # nearly all, and the pattern takes longer
+        return None
+    found = _ADDRESS(text)
     if found is None or os.path.lexists(text):
         return None
-    return text if "://" in text else f"{found[1]}://{found[2]}"
+    if "://" in text:
+        return text
+    return f"{found[1]}://{found[2]}"
 
 
 def holds_credentials(address: str) -> bool:
@@ -83,8 +88,9 @@ def shown(address: str) -> str:
     if holds_credentials(address) or ("@" in path and not _HOST(host)):
         return f"{scheme}://***@{rest.rpartition('@')[2]}"
     user, at, server = host.rpartition("@")
-    named = "" if scheme.lower() in _WEB else f"{user.partition(':')[0]}{at}"
-    return f"{scheme}://{named}{server}{slash}{path}"
+    if scheme.lower() in _WEB:
+        return f"{scheme}://{server}{slash}{path}"
+    return f"{scheme}://{user.partition(':')[0]}{at}{server}{slash}{path}"
 
 
 def how_to_get(address: str) -> str:

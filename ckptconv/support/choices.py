@@ -85,8 +85,9 @@ def plain_name(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):
         return numpy.dtype(value).name
-    is_dtype = kind.__name__ == "DType" or (numpy is not None and isinstance(value, numpy.dtype))
-    return value.name if is_dtype else value
+    if kind.__name__ == "DType" or (numpy is not None and isinstance(value, numpy.dtype)):
+        return value.name
+    return value
 
 
 def _refusing(is_right: Callable[[Any], bool], what: str, hint: str) -> Callable[..., None]:
@@ -155,7 +156,7 @@ def _refuse_odd(option: str, path: object) -> None:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if not text:
         raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
-    if (b"\0" if isinstance(text, bytes) else "\0") in text:
+    if "\0" in os.fsdecode(text):
         raise OptionRefused(
             f"{option}={path!r:.100} holds a zero byte, so it is not a path",
             hint="name a file or a folder",
@@ -164,8 +165,10 @@ def _refuse_odd(option: str, path: object) -> None:
 
 def refuse_no_paths(option: str, given: object) -> None:
     """The same of one path or of several; a file that is open for reading is as good as one."""
-    one = isinstance(given, (str, bytes, os.PathLike)) or hasattr(given, "read")
-    for path in given if isinstance(given, Iterable) and not one else (given,):
+    is_one = isinstance(given, (str, bytes, os.PathLike)) or hasattr(given, "read")
+    if is_one or not isinstance(given, Iterable):
+        given = (given,)
+    for path in given:
         refuse_no_source(**{option: path})
 
 
@@ -210,10 +213,13 @@ Pairs = str | Mapping[str, str] | Sequence[str | tuple[str, str]]
 
 def paired(option: str, given: Any) -> tuple[str | tuple[str, str], ...]:
     """Olds and news, each a text or a pair of texts; `OptionRefused` for anything else."""
-    items = given.items() if isinstance(given, Mapping) else given
-    listed = (items,) if isinstance(items, str) else items
-    if isinstance(given, Mapping) or isinstance(listed, (list, tuple)):
-        found = tuple(tuple(item) if isinstance(item, (list, tuple)) else item for item in listed)
+    items = given
+    if isinstance(given, Mapping):
+        items = list(given.items())
+    elif isinstance(given, str):
+        items = [given]
+    if isinstance(items, (list, tuple)):
+        found = tuple(tuple(item) if isinstance(item, (list, tuple)) else item for item in items)
         if all(_is_pair(item) or (type(item) is str and item) for item in found):
             return found
     form = _FORMS[option]
@@ -270,6 +276,7 @@ def spelling_checked(function: F, words: Sequence[str] = ()) -> F:
     return cast(F, checked)
 
 
+# the names that options had once, which still do, and those that they have now
 _ONCE = (
     ("match", "include"),
     ("only_against", "only_b"),
@@ -278,7 +285,6 @@ _ONCE = (
     ("path", "source"),
     ("report", "ledger"),
 )
-"""The names of options by those that they had once, which still do."""
 
 
 def unknown_option(name: str, options: Sequence[str]) -> UnknownOption:
@@ -290,7 +296,9 @@ def unknown_option(name: str, options: Sequence[str]) -> UnknownOption:
             f"unknown option '{name}'", hint=f"write tolerance=Tolerance({name}=…)"
         )
     near = get_close_matches(name.lower(), options, 3, 0.65)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(options)}"
+    hint = f"there are {', '.join(options)}"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
     return UnknownOption(f"unknown option '{printable(name)}'", hint=hint)
 
 

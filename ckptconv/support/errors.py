@@ -25,12 +25,14 @@ _LONGEST_NAME = 200
 
 def printable(text: object, limit: int = _LONGEST_NAME) -> str:
     """`text` as one safe line: unprintable characters escaped, cut after `limit` characters."""
-    raw = text if isinstance(text, str) else str(text)
-    cut = raw if len(raw) <= limit else raw[:limit] + "…"
-    if cut.isprintable():
-        return cut
+    if not isinstance(text, str):
+        text = str(text)
+    if len(text) > limit:
+        text = text[:limit] + "…"
+    if text.isprintable():  # nearly all: what follows takes a call for each character
+        return text
     return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
@@ -63,32 +65,24 @@ _OPTION = (
         "|replaces?|says|sends|so|takes?|the|to|undoes|where|which|without|writes?",
     )
 )
-_FLAGS = frozenset(
-    (
-        "force",
-        "verify",
-        "dequantize",
-        "drop-unexpected",
-        "with-files",
-        "with-training",
-        "reverse",
-        "ignore-dtype",
-    )
-)
+_FLAG = """
+    force verify dequantize drop-unexpected with-files with-training reverse ignore-dtype
+"""
 _VALUED = """
     only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
     preset rules like model cast map-location keep-dtype drop metadata tied max-shard-size ledger
     save-mapping integers prefix address engine jobs regex scheme scale manifest public-key version
     base-version optimizer order-from encoding checksum only-new tag-new
 """
-_OPTIONS = _FLAGS | frozenset(_VALUED.split())
+_FLAGS = frozenset(_FLAG.split())
+_OPTIONS = _FLAGS.union(_VALUED.split())
+# what is an option of the command line alone
 _NOT_OPTIONS = {
     "limit": "ckptconv.limits({})",
     "unpinned": "ckptconv.limits(unpinned=True)",
     "allow-hosts": "CKPTCONV_ALLOW_HOSTS={}",
     "json": "the fit of this error",
 }
-"""What is an option of the command line alone."""
 
 
 def _in_python(found: re.Match[str]) -> str:
@@ -100,12 +94,14 @@ def _in_python(found: re.Match[str]) -> str:
         return found[0]
     word, before = name.replace("-", "_"), found["leave"] or ""
     if name in _FLAGS:
-        made = word if before else f"{word}=True"
-        return f"{before}{made}" + (f" {value}" if value else "")
+        if not before:
+            word = f"{word}=True"
+        return " ".join(filter(None, (f"{before}{word}", value)))
     if not value:
         return f"{before}{word}"
-    text = value if value.isupper() and value.isalpha() else '"' + value.strip("'") + '"'
-    return f"{before}{word}={text}"
+    if not (value.isupper() and value.isalpha()):  # else it stands for a value, as PATH does
+        value = '"' + value.strip("'") + '"'
+    return f"{before}{word}={value}"
 
 
 ErrorCode = Literal["", "checksum", "cut-off", "compressed", "dangerous", "text"]
@@ -133,10 +129,10 @@ class CheckpointError(Exception):
     ) -> None:
         super().__init__(what)
         self.code: ErrorCode = code
-        self.what = what
-        self.path = None if path is None else str(path)
-        self.where = None if where is None else str(where)
-        self.hint = hint
+        self.what, self.hint = what, hint
+        self.path: str | None = None
+        self.where: str | None = None
+        self.at(path=path, where=where)
 
     def at(self, *, path: object = None, where: object = None) -> CheckpointError:
         """Fill in the path or place that a lower layer could not know; what is known stays."""
@@ -149,7 +145,9 @@ class CheckpointError(Exception):
     def __str__(self) -> str:
         place = [printable(part) for part in (self.path, self.where) if part]
         line = ": ".join([*place, printable(worded(self.what), 2000)])
-        return f"{line}; {printable(worded(self.hint), 2000)}" if self.hint else line
+        if not self.hint:
+            return line
+        return f"{line}; {printable(worded(self.hint), 2000)}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
@@ -162,8 +160,8 @@ class CheckpointError(Exception):
         return _made_again, (type(self), self.args), {**self.__dict__, **builtin}
 
 
+# what `OSError` and `ImportError` keep outside of `__dict__`
 _OF_BUILTINS = ("errno", "strerror", "filename", "name", "path")
-"""What `OSError` and `ImportError` keep outside of `__dict__`."""
 
 
 @contextmanager
@@ -252,13 +250,13 @@ class IsFolder(UnsupportedCheckpoint, IsADirectoryError):
     """The path is a folder, not a file; `errno` and `filename` are those of `IsADirectoryError`."""
 
 
+# numbers of `OSError`s that are errors of their own: which, what is said, and the hint
 _KINDS: dict[int, tuple[type[UnsupportedCheckpoint], str, str | None]] = {
     errno.ENOENT: (MissingFile, "no such file", "check the path"),
     errno.EACCES: (UnreadableFile, f"cannot be opened: {os.strerror(errno.EACCES)}", None),
     errno.EPERM: (UnreadableFile, f"cannot be opened: {os.strerror(errno.EPERM)}", None),
     errno.EISDIR: (IsFolder, "is a folder, not a file", None),
 }
-"""Numbers of `OSError`s that are errors of their own: which, what is said, and the hint."""
 
 
 def not_opened(
@@ -273,7 +271,7 @@ def not_opened(
     >>> isinstance(error, FileNotFoundError), str(error)
     (True, 'in.pt: no such file; check the path')
     """
-    number = error if isinstance(error, int) else error.errno or 0
+    number = (error.errno or 0) if isinstance(error, OSError) else error
     if number not in _KINDS:
         return UnsupportedCheckpoint(f"cannot be opened: {os.strerror(number)}", path=path)
     kind, said, advice = _KINDS[number]
@@ -327,12 +325,14 @@ class LimitExceeded(CheckpointError):
         advice: str | None = None,
     ) -> None:
         self.limit, self.allowed, self.needed = limit, allowed, needed
-        enough = 2 * allowed if needed is None else needed
         if raising is None:
+            enough = 2 * allowed if needed is None else needed
             raising = f"if the file is right, raise the limit: --limit {limit}={enough}"
-        hint = f"{advice}; {raising}" if advice else raising
         super().__init__(
-            f"{what}, beyond the limit {limit}={allowed}", path=path, where=where, hint=hint
+            f"{what}, beyond the limit {limit}={allowed}",
+            path=path,
+            where=where,
+            hint="; ".join(filter(None, (advice, raising))),
         )
 
 
@@ -398,8 +398,7 @@ class BatchRefused(OptionRefused):
         if count > _FEW:
             shown.append(f"and {count - _FEW:,} more")
         noun = "problem" if count == 1 else "problems"
-        what = f"{count:,} {noun}: {'; '.join(shown)}"
-        super().__init__(what, hint="nothing was written")
+        super().__init__(f"{count:,} {noun}: {'; '.join(shown)}", hint="nothing was written")
 
 
 _FEW = 3  # problems in one line

@@ -189,18 +189,24 @@ def _checked(name: str, value: float) -> float:
         from difflib import get_close_matches
 
         near = get_close_matches(str(name), NAMES, 1)
-        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(NAMES)}"
+        hint = f"they are {', '.join(NAMES)}"
+        if near:
+            hint = f"did you mean {near[0]}?"
         raise UnknownOption(f"there is no limit {name!r}", hint=hint)
     kind = type(getattr(DEFAULTS, name))
     if kind is bool:
         if type(value) is bool:
             return value
         raise OptionRefused(f"the limit {name} is True or False, not {value!r:.100}")
-    whole = kind is int
-    if type(value) not in (int, float) or (whole and type(value) is not int):
-        raise OptionRefused(
-            f"the limit {name} is {'a whole number' if whole else 'a number'}, not {value!r:.100}"
-        )
+    noun, kinds = _NUMBERS[kind]
+    if type(value) not in kinds:
+        raise OptionRefused(f"the limit {name} is {noun}, not {value!r:.100}")
     if not value > 0 or not isfinite(value):
         raise OptionRefused(f"the limit {name} must be greater than 0, not {value!r:.100}")
     return value
+
+
+_NUMBERS: dict[type, tuple[str, tuple[type, ...]]] = {
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+}

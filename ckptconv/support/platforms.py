@@ -28,6 +28,7 @@ import contextlib
 import errno
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -36,17 +37,12 @@ from typing import IO, Any, NamedTuple
 
 try:
     import fcntl as _posix_locks
-
-    _fcntl: Any = _posix_locks
-except ImportError:
-    _fcntl = None
-
-try:
     import resource as _posix_resource
 
+    _fcntl: Any = _posix_locks
     _resource: Any = _posix_resource
-except ImportError:
-    _resource = None
+except ImportError:  # systems have both or none
+    _fcntl = _resource = None
 
 _os: Any = os  # by which what this system may lack is asked for
 _signal: Any = signal
@@ -145,37 +141,6 @@ def after_fork_in_child(forget: Callable[[], None]) -> None:
         os.register_at_fork(after_in_child=forget)
 
 
-def share_memory_between_threads(pools: int = 2) -> None:
-    """Have threads take the memory that others have freed: all of so many pools.
-
-    glibc keeps it for each thread: of 16 threads that fetch 8 MiB at a time, hundreds of megabytes.
-    It is a setting of the whole process, so only a program of our own makes it.
-    """
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, pools)
-
-
-def keep_freed_memory() -> None:
-    """Have what is freed used again, where it would be given back to the kernel and fetched anew.
-
-    glibc does that with large arrays, and with what is free at the end of its heap: to make 512 MB
-    of values of int4 took 314,000 page faults, and takes 12,000. It is a setting of the whole
-    process, so only a program of our own makes it.
-    """
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 16 << 20)
-
-
-# malloc.h of glibc
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-
-
 def temporary_folder() -> str:
     """The folder in which unnamed files are made."""
     import tempfile
@@ -192,6 +157,65 @@ def fill_descriptors() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, mode | _BINARY)  # gets the lowest number that is free
+
+
+# ------------------------------------------------------------------- the memory of our own program
+
+
+def share_memory_between_threads(pools: int = 2) -> None:
+    """Have threads take the memory that others have freed: all of so many pools.
+
+    glibc keeps it for each thread: of 16 threads that fetch 8 MiB at a time, hundreds of megabytes.
+    """
+    _set_malloc({_M_ARENA_MAX: pools})
+
+
+def keep_freed_memory() -> None:
+    """Have what is freed used again, where it would be given back to the kernel and fetched anew.
+
+    glibc does that with large arrays, and with what is free at the end of its heap: to make 512 MB
+    of values of int4 took 314,000 page faults, and takes 12,000.
+    """
+    _set_malloc({_M_MMAP_THRESHOLD: 4 << 20, _M_TRIM_THRESHOLD: 16 << 20})
+
+
+# malloc.h of glibc
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+def _set_malloc(settings: dict[int, int]) -> None:
+    """Change malloc, of the whole process: only a program of our own does that."""
+    with contextlib.suppress(AttributeError):  # another C library, or none that can be asked
+        mallopt = _libc().mallopt
+        for name, value in settings.items():
+            mallopt(name, value)
+
+
+def tame_blas() -> None:
+    """Have numpy's OpenBLAS take little memory, numpy not imported where that is not there, and its
+    arrays use again what was freed: it is here for casts and checks, not for linear algebra.
+    """
+    # OpenBLAS takes memory for a thread per core when it is imported. Where it gets none, it tries
+    # for seconds and ends the process from within, past every handler.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    sys.meta_path.insert(0, _Room())
+
+
+class _Room:
+    """Finds nothing; raises `MemoryError` where numpy is to be imported and would not fit."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None, /) -> None:
+        if fullname == "numpy":
+            import mmap
+
+            try:
+                mmap.mmap(-1, _NUMPY).close()
+            except OSError as error:
+                raise MemoryError("numpy") from error
+            keep_freed_memory()
+
+
+_NUMPY = 86_000_000  # the address space that numpy 2 takes, with OpenBLAS for one thread
 
 
 # --------------------------------------------------------------------------------- positioned reads
@@ -228,8 +252,8 @@ def write_at(fd: int, view: memoryview, offset: int) -> int:
     return int(_os.pwrite(fd, view, offset))
 
 
+# held while the place of a descriptor is used; several descriptors may share one
 _PLACES = tuple(threading.Lock() for _ in range(64))
-"""Held while the place of a descriptor is used; several descriptors may share one."""
 
 
 def will_need(fd: int, ranges: Iterable[tuple[int, int]]) -> None:
@@ -254,7 +278,9 @@ def next_data(fd: int, offset: int, size: int) -> int:
     try:
         return os.lseek(fd, offset, os.SEEK_DATA)
     except OSError as error:
-        return size if error.errno == errno.ENXIO else offset
+        if error.errno == errno.ENXIO:  # a hole from there to the end
+            return size
+        return offset
 
 
 def path_of_open(fd: int) -> str | None:
@@ -275,7 +301,7 @@ def link(made: Path, target: Path) -> None:
     `OSError` where the file system has no links.
     """
     if not hasattr(os, "link"):
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        raise _lacking()
     os.link(made, target)
 
 
@@ -305,9 +331,8 @@ def _unless_in_use(change: Callable[[Path], object], made: Path, target: Path) -
     raise FileInUse(errno.EACCES, os.strerror(errno.EACCES), str(made), None, str(target))
 
 
+# seconds between tries on Windows, where virus scanners and indexers hold files for a moment
 _WAITS = (0.01, 0.05, 0.1, 0.2, 0.0)
-"""Seconds between tries to replace a file on Windows, where virus scanners and indexers hold files
-for a moment."""
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -318,10 +343,11 @@ def exchange(one: Path, other: Path) -> bool:
         return False
     if not call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap):
         return True
-    number = _errno_of_libc()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+    failed = _error_of_libc()
+    # EINVAL: of a file system that cannot
+    if failed.errno in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
-    raise OSError(number, os.strerror(number))
+    raise failed
 
 
 def give_owner(path: Path, uid: int, gid: int) -> None:
@@ -361,20 +387,14 @@ def _is_plain_part(part: str) -> bool:
         part not in ("", ".", "..")
         and part[-1] not in ". "
         and not set(part) & set("\\:")
-        and not _is_device(part)
+        and part.partition(".")[0].rstrip(" ").upper() not in _DEVICES
     )
 
 
-def _is_device(part: str) -> bool:
-    return part.partition(".")[0].rstrip(" ").upper() in _DEVICES
-
-
+# Names that Windows takes for devices in any folder, whatever follows after a dot. Source: "Naming
+# Files, Paths, and Namespaces" in Microsoft's documentation of Win32.
 _PORTS = {f"{kind}{number}" for kind in ("COM", "LPT") for number in "0123456789¹²³"}
 _DEVICES = {"CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$"} | _PORTS
-"""Names that Windows takes for devices in any folder, whatever follows after a dot.
-
-Source: "Naming Files, Paths, and Namespaces" in Microsoft's documentation of Win32.
-"""
 
 
 # -------------------------------------------------------------------------------------------- locks
@@ -397,8 +417,8 @@ class FolderLock(NamedTuple):
         where locks are unknown.
         """
         if self.fd < 0:
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-        (_lock_byte if self.file else _flock)(self.fd, wait)
+            raise _lacking()
+        _lock(self.fd, wait=wait)
 
     def inside(self) -> Path:
         """Where files are made: the folder, or one in it, to be renamed while `file` is open."""
@@ -424,7 +444,10 @@ def folder_lock(folder: Path, *, follow: bool = False) -> FolderLock:
         return FolderLock(os.open(file, os.O_RDWR | os.O_CREAT | _BINARY, 0o666), folder, file)
     if not hasattr(os, "O_DIRECTORY"):
         return FolderLock(-1, folder)
-    return FolderLock(os.open(folder, _FOLDER | (0 if follow else _os.O_NOFOLLOW)), folder)
+    flags = _FOLDER
+    if not follow:  # a link with the name of a left-over may lead to a folder that is not one
+        flags |= _os.O_NOFOLLOW
+    return FolderLock(os.open(folder, flags), folder)
 
 
 def lock_file(fd: int) -> None:
@@ -434,10 +457,7 @@ def lock_file(fd: int) -> None:
 
     Windows: a byte far behind its end is locked, for what is locked cannot be read by others.
     """
-    if ON_WINDOWS:
-        _lock_byte(fd, wait=False, at=1 << 40)
-    else:
-        _flock(fd, wait=False)
+    _lock(fd, wait=False, at=1 << 40)
 
 
 def taken_within(take: Callable[[], None], seconds: float) -> bool:
@@ -458,18 +478,28 @@ def taken_within(take: Callable[[], None], seconds: float) -> bool:
             return True
 
 
-def _flock(fd: int, wait: bool) -> None:
-    if _fcntl is None:
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    _fcntl.flock(fd, _fcntl.LOCK_EX | (0 if wait else _fcntl.LOCK_NB))
+def _lock(fd: int, *, wait: bool, at: int = 0) -> None:
+    """Lock what is open, on Windows by its byte `at`."""
+    if ON_WINDOWS:
+        _lock_byte(fd, wait, at)
+    elif _fcntl is None:
+        raise _lacking()
+    elif wait:
+        _fcntl.flock(fd, _fcntl.LOCK_EX)
+    else:
+        _fcntl.flock(fd, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
 
 
-def _lock_byte(fd: int, wait: bool, at: int = 0) -> None:
-    """Lock a byte of a file; msvcrt gives up after ten seconds, and so is asked again."""
+def _lacking() -> OSError:
+    """The error of what this system does not have."""
+    return OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def _lock_byte(fd: int, wait: bool, at: int) -> None:
     import msvcrt
 
     calls: Any = msvcrt
-    while True:
+    while True:  # LK_LOCK would wait too, and give up after ten seconds
         os.lseek(fd, at, os.SEEK_SET)
         try:
             calls.locking(fd, calls.LK_NBLCK, 1)
@@ -507,8 +537,11 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 def sync_file(path: Path) -> None:
-    """Have the disk confirm a file that is closed; Windows syncs what may be written to."""
-    _sync_path(path, os.O_RDWR | _BINARY | _CLOEXEC if ON_WINDOWS else _READ)
+    """Have the disk confirm a file that is closed."""
+    flags = _READ
+    if ON_WINDOWS:  # which syncs only what may be written to
+        flags |= os.O_RDWR
+    _sync_path(path, flags)
 
 
 def sync_folder(path: Path) -> None:
@@ -537,9 +570,9 @@ def reserve(fd: int, size: int) -> None:
     if (
         call is not None
         and call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size))
-        and _errno_of_libc() in NO_SPACE
+        and (failed := _error_of_libc()).errno in NO_SPACE
     ):
-        raise OSError(_errno_of_libc(), os.strerror(_errno_of_libc()))
+        raise failed
 
 
 def cores() -> int:
@@ -588,10 +621,11 @@ def _libc() -> Any:
         return None
 
 
-def _errno_of_libc() -> int:
+def _error_of_libc() -> OSError:
     import ctypes
 
-    return ctypes.get_errno()
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 # ------------------------------------------------------------------------------------------ signals

@@ -175,13 +175,16 @@ class _Declared:
         for name in self.names:
             if name not in values:
                 default = self.defaults.get(name, MISSING)
-                if isinstance(default, Field):
-                    make = default.default_factory
-                    default = default.default if make is MISSING else make()
+                if isinstance(default, Field) and default.default_factory is not MISSING:
+                    default = default.default_factory()
+                elif isinstance(default, Field):
+                    default = default.default
                 if default is MISSING:
                     return None
                 values[name] = default
-        return values if len(values) == len(self.names) and self.is_plain else None
+        if len(values) != len(self.names) or not self.is_plain:
+            return None
+        return values
 
 
 class _OfLibrary:
@@ -198,8 +201,7 @@ class _OfLibrary:
         return found
 
 
-_FEW = 100
-"""So many records are made before it pays to compile a constructor, which takes 0.4 ms."""
+_FEW = 100  # records that are made before it pays to compile a constructor, which takes 0.4 ms
 
 
 class _Constructor:
@@ -247,13 +249,13 @@ def _set_state(record: Any, state: list[Any]) -> None:
         object.__setattr__(record, name, value)
 
 
+# the methods of a class whose records cannot be changed, not even by `pickle`
 _FROZEN = {
     "__setattr__": _refuse_to_set,
     "__delattr__": _refuse_to_delete,
     "__getstate__": _state,
     "__setstate__": _set_state,
 }
-"""The methods of a class whose records cannot be changed, not even by `pickle`."""
 
 
 @recursive_repr()

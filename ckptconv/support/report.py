@@ -81,7 +81,9 @@ class Fields:
             name, _, attribute = word.partition("=")
             get = _itself if attribute == "." else attrgetter(attribute or name)
             shape = inner.get(name, _plain)
-            self._fields.append((name, get, shape.of_all if isinstance(shape, Fields) else shape))
+            if isinstance(shape, Fields):
+                shape = shape.of_all
+            self._fields.append((name, get, shape))
 
     def of(self, result: object) -> dict[str, Any]:
         """The document of a result."""
@@ -135,8 +137,12 @@ def short_repr(kind: str, *facts: object) -> str:
     '<Scan models/: plain, 3 files>'
     """
     shown = [printable(fact) for fact in facts if fact is not None and fact != ""]
-    text = f"{kind} {': '.join(filter(None, (shown[0], ', '.join(shown[1:]))))}" if shown else kind
-    return f"<{text}>" if len(text) <= WIDTH - 2 else f"<{text[: WIDTH - 3]}…>"
+    text = kind
+    if shown:
+        text = f"{kind} {': '.join(filter(None, (shown[0], ', '.join(shown[1:]))))}"
+    if len(text) > WIDTH - 2:
+        text = f"{text[: WIDTH - 3]}…"
+    return f"<{text}>"
 
 
 def html_table(

@@ -121,8 +121,8 @@ def _handlers_put_off() -> Iterator[None]:
     finally:
         # SIGINT last: its handler raises, and would leave the others unset
         for number, handler in reversed(before.items()):
-            # None: one that Python did not set
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            # None, of one that Python did not set, cannot be set; SIG_DFL is 0, and stays so
+            signal.signal(number, handler or signal.SIG_DFL)
         _deliver(met)
 
 

@@ -55,12 +55,15 @@ class Table:
         levels = self.levels or ["plain"] * len(self.rows)
         for number, (row, level) in enumerate(zip(self.rows, levels, strict=True)):
             name = row[0]
-            if columns(name) > room and len(row) > 1:
-                if not has_cuts:
-                    yield from (Row("", line, level) for line in wrapped(name, width))
-                name = cut(name, room) if has_cuts else ""
+            if has_cuts and len(row) > 1:
+                name = cut(name, room)
+            elif columns(name) > room and len(row) > 1:
+                yield from (Row("", line, level) for line in wrapped(name, width))
+                name = ""
             line = _aligned((name, *row[1:]), shown, widths, lefts)
-            yield Row("", shortened(line, width) if has_cuts else line, level)
+            if has_cuts:
+                line = shortened(line, width)
+            yield Row("", line, level)
             yield from below(number)
         lacking = [name for at, name in enumerate(self.head) if at not in shown]
         if lacking:
@@ -76,8 +79,9 @@ class Table:
         full = len(self.head)
         widths = [*map(columns, self.head)]
         for row in self.rows:
-            aligned = row if len(row) == full else row[:-1]
-            for at, cell in enumerate(aligned):
+            if len(row) != full:
+                row = row[:-1]
+            for at, cell in enumerate(row):
                 widths[at] = max(widths[at], columns(cell))
         return widths
 
@@ -158,8 +162,9 @@ def wrapped(text: str, width: int, indent: str = "", first: str | None = None) -
     """Lines of at most `width` columns behind `indent`, the first one behind `first` (None: the
     same); a word that is longer is broken.
     """
-    before = indent if first is None else first
-    line = ""
+    before, line = first, ""
+    if before is None:
+        before = indent
     for word in text.split(" "):
         room = max(width - len(before), _FEWEST)
         if line and columns(line) + 1 + columns(word) > room:

@@ -20,10 +20,12 @@ def size_text(nbytes: float) -> str:
     >>> size_text(0), size_text(1999), size_text(2_147_483_648)
     ('0 B', '2.0 kB', '2.1 GB')
     """
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
     unit = 0
     while nbytes >= 999.5 and unit < len(_UNITS) - 1:
         nbytes, unit = nbytes / 1000, unit + 1
-    return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
+    return f"{nbytes:.1f} {_UNITS[unit]}"
 
 
 def count_text(count: int, noun: str) -> str:
@@ -117,9 +119,10 @@ def as_argument(path: object) -> str:
     >>> as_argument("model.pt"), as_argument("-model.pt")
     ('model.pt', './-model.pt')
     """
-    if str(path) == STANDARD_INPUT and not Path(STANDARD_INPUT).exists():
+    text = str(path)
+    if text == STANDARD_INPUT and not Path(STANDARD_INPUT).exists():
         return "-"
-    return f"./{path}" if str(path).startswith("-") else str(path)
+    return f"./{text}" if text.startswith("-") else text
 
 
 def quoted(name: str) -> str:
@@ -136,8 +139,12 @@ def part_text(path: str) -> str:
     >>> part_text(""), part_text("."), part_text("model"), part_text("model.")
     ('the root', 'the root', 'model', 'model itself')
     """
-    bare = printable(path.removesuffix(".")) or "the root"
-    return f"{bare} itself" if path.endswith(".") and path != "." else bare
+    bare = printable(path.removesuffix("."))
+    if not bare:
+        return "the root"
+    if path.endswith("."):
+        return f"{bare} itself"
+    return bare
 
 
 def of_part(path: str) -> str:
@@ -147,10 +154,10 @@ def of_part(path: str) -> str:
 
 def look_hint(path: PurePath) -> str:
     """The command that shows what a checkpoint holds; only a file has one of its own."""
-    name = (
-        f" {quoted(as_argument(path))}" if isinstance(path, UrlPath) or Path(path).exists() else ""
-    )
-    return f"see what it holds with: ckptconv inspect{name}"
+    command = "ckptconv inspect"
+    if isinstance(path, UrlPath) or Path(path).exists():
+        command = f"{command} {quoted(as_argument(path))}"
+    return f"see what it holds with: {command}"
 
 
 def first_few(names: Sequence[str], most: int, spoken: Callable[[str], str] = printable) -> str:
