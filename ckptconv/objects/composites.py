@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.io.source import CHUNK
 from ckptconv.objects.torch_read import plain_sizes, tensor_of_storage
 from ckptconv.pickles.nodes import Call, Global, Node
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, errors_at
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape, Storage, TensorRef, refuse_dimensions, view_of
 
@@ -48,14 +48,12 @@ def parts_check(node: Call, where: str) -> Check:
     try:
         check = _CHECKS[name](args)
     except CheckpointError as error:
-        error.where = where
+        error.where = where  # and not the storage that one of its parts names
         raise
 
     def run() -> None:
-        try:
+        with errors_at(where=where):
             check()
-        except CheckpointError as error:
-            raise error.at(where=where) from None
 
     return run
 
@@ -107,22 +105,25 @@ def _read_integer_box(ref: TensorRef, start: Shape, shape: Shape) -> Numbers:
 _COO = "torch.sparse_coo"
 _BY_ROW = ("torch.sparse_csr", "torch.sparse_bsr")
 _BLOCKED = ("torch.sparse_bsr", "torch.sparse_bsc")
-_COMPRESSED = (*_BY_ROW, "torch.sparse_csc", "torch.sparse_bsc")
+# of how many tensors each layout is made
+_PARTS = {_COO: 2, **dict.fromkeys((*_BY_ROW, "torch.sparse_csc", "torch.sparse_bsc"), 3)}
 _INT64 = BY_NAME["int64"]
 _INDEX_TYPES = (BY_NAME["int32"], _INT64)
 
 
 def _sparse(args: tuple[Node, ...]) -> Check:
     match args:
-        case (Call(args=(str() as layout, *_)), given) if layout == _COO or layout in _COMPRESSED:
-            given = given if type(given) is tuple else ()
+        case (Call(args=(str() as layout, *_)), given) if layout in _PARTS:
+            count = _PARTS[layout]
         case _:
             raise _wrong("a sparse tensor has a layout that torch does not know")
-    count = 2 if layout == _COO else 3
-    size = plain_sizes(given[count]) if count < len(given) <= 4 else None
+    size = None
+    if type(given) is tuple and count < len(given) <= 4:
+        size = plain_sizes(given[count])
     if size is None or any(type(part) is not TensorRef for part in given[:count]):
         raise _wrong("a sparse tensor is not made of tensors and a size")
     refuse_dimensions(len(size))
+    # torch counts elements in an int64
     fits = min(size, default=0) >= 0 and prod(number for number in size if number) < 1 << 63
     _require(fits, f"its size {size} cannot be that of a tensor")
     if layout == _COO:

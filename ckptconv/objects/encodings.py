@@ -56,21 +56,23 @@ def flat(key: str, value: Node, *, encode: bool = True) -> FlatValue | None:
     Without `encode`, tensors that safetensors has no form for have none, but for complex ones,
     which stay as they are.
     """
-    ref, was = value.tensor if type(value) is TensorObject else value, None
-    if type(ref) is not TensorRef:
+    ref, was = value, None
+    if type(value) is TensorObject:
+        ref = value.tensor
+    elif type(value) is not TensorRef:
         ref = tensor_form(value)
-        was = None if ref is None else spoken_name(value, value.name)
+        if ref is not None:
+            was = spoken_name(value, value.name)
     if ref is not None and encode and ref.dtype.name in _REALS:
         recipe: Recipe = {"encoding": "complex", "dtype": ref.dtype.name}
         return FlatValue(((f"{key}.real_imag", ref),), {key: recipe}, was)
     if ref is not None:
         return FlatValue(((key, ref),), {}, was)
-    if not encode:
+    if not encode or type(value) is not Call:
         return None
-    if type(value) is Call and value.name in PARAMETERS and value.args:
+    if value.name in PARAMETERS and value.args:
         return flat(key, value.args[0])
-    encoder = _ENCODERS.get(value.name) if type(value) is Call else None
-    made = encoder(value.args) if encoder is not None else None
+    made = _ENCODERS.get(value.name, _not_encoded)(value.args)
     return None if made is None else _nested_flat(key, *made)
 
 
@@ -91,8 +93,9 @@ def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
 
 def written_form(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     """The safetensors dtype and shape of a complex tensor of an encoding; None for others."""
-    real = _REALS.get(dtype.name)
-    return None if real is None else (BY_NAME[real].safetensors or "", (*shape, 2))
+    if dtype.name not in _REALS:
+        return None
+    return BY_NAME[_REALS[dtype.name]].safetensors or "", (*shape, 2)
 
 
 LEAVES = (TensorRef, TensorObject, Storage, Window)
@@ -103,8 +106,10 @@ def holds_tensors(value: Node) -> bool:
     """Whether a tensor, a storage or an array of numbers is somewhere in a value. A tensor itself
     holds what its state does.
     """
+    if type(value) is TensorObject:
+        value = value.state
     seen: set[int] = set()
-    work = [value.state if type(value) is TensorObject else value]
+    work = [value]
     while work:
         node = work.pop()
         if type(node) not in _HOLDERS or id(node) in seen:
@@ -131,8 +136,10 @@ def _sparse(args: tuple[Node, ...]) -> _Encoded:
         case _:
             return None
     refs, rest = given[: len(names)], given[len(names) :]
-    size = plain_sizes(rest[0]) if 1 <= len(rest) <= 2 else None
-    if size is None or any(type(ref) is not TensorRef for ref in refs):
+    if not 1 <= len(rest) <= 2 or any(type(ref) is not TensorRef for ref in refs):
+        return None
+    size = plain_sizes(rest[0])
+    if size is None:
         return None
     recipe: Recipe = {"encoding": "sparse", "layout": layout, "size": list(size)}
     if len(rest) == 2:
@@ -147,35 +154,32 @@ _SPARSE = {
 }
 
 
+def _not_encoded(args: tuple[Node, ...]) -> _Encoded:
+    return None
+
+
 def _quantized(args: tuple[Node, ...]) -> _Encoded:
     match args:
-        case (
-            Storage(dtype=DType() as dtype) as storage,
-            offset,
-            shape,
-            stride,
-            tuple([Global(), *_]) as params,
-            *_,
+        case (Storage(dtype=DType() as dtype) as storage, offset, shape, stride, params, *_) if (
+            dtype.name in _INTEGERS
         ):
-            integer = _INTEGERS.get(dtype.name)
-            if integer:
-                integers = view_of(storage, BY_NAME[integer], offset, shape, stride)
-                return _by_scheme(integers, dtype, params)
+            integer = BY_NAME[_INTEGERS[dtype.name]]
+            return _by_scheme(view_of(storage, integer, offset, shape, stride), dtype, params)
     return None
 
 
 def _by_scheme(integers: TensorRef, dtype: DType, params: Node) -> _Encoded:
     """The components of a quantized tensor by its parameters: one scale, or those of channels."""
     recipe: Recipe = {"encoding": "quantized", "dtype": dtype.name}
-    match params if type(params) is tuple else ():
-        case (Global(name="per_tensor_affine" as scheme), float() as scale, number) if (
+    match params:
+        case tuple((Global(name="per_tensor_affine" as scheme), float() as scale, number)) if (
             type(number) is int
         ):
             recipe |= {"scheme": scheme, "scale": scale, "zero_point": number}
             return (("integers", integers),), recipe
-        case (Global(name=scheme), TensorRef() as scales, TensorRef() as zero_points, axis) if (
-            scheme in _BY_CHANNEL and type(axis) is int
-        ):
+        case tuple(
+            (Global(name=scheme), TensorRef() as scales, TensorRef() as zero_points, axis)
+        ) if scheme in _BY_CHANNEL and type(axis) is int:
             recipe |= {"scheme": scheme, "axis": axis}
             named = (("scales", scales), ("zero_points", zero_points))
             return (("integers", integers), *named), recipe
@@ -195,14 +199,7 @@ def packed_codes(
     if type(value) is not Call or value.name != f"{_UTILS}._rebuild_qtensor":
         return None
     match value.args:
-        case (
-            Storage(dtype=DType() as dtype) as storage,
-            0,
-            shape,
-            stride,
-            tuple([Global(), *_]) as params,
-            *_,
-        ):
+        case (Storage(dtype=DType() as dtype) as storage, 0, shape, stride, params, *_):
             sizes = plain_sizes(shape)
         case _:
             return None

@@ -39,8 +39,8 @@ MAKERS = WEIGHTS_ONLY.union(_NAMES["makers"], _NAMES["classes of torch"]) - SING
     ("_codecs.encode", "torch.serialization._get_layout")
 )
 """Classes, and functions that make an object: what they give is there for the first time."""
+# where the functions stand that modules keep as their activation, as `pickle` names them
 _HOLDERS = ("nn.functional", "_C._nn", "_C._VariableFunctions", "_C._VariableFunctionsClass")
-"""Where the functions stand that modules keep as their activation, as `pickle` names them."""
 PLAIN = MAKERS.union(
     SINGLE,
     WEIGHTS_ONLY,

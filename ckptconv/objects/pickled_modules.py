@@ -49,7 +49,9 @@ def saved_beside(
 ) -> Saved | None:
     """What a layer of this class saves beside its parameters; None where that is not known."""
     weight = parameters.get("weight")
-    held = fields(weight.state) if type(weight) is TensorObject else {}
+    held: dict[str, Node] = {}
+    if type(weight) is TensorObject:
+        held = fields(weight.state)
     if layer == _EIGHT_BITS:
         return _eight_bits(held, fields(state.get("state")))
     if layer in _FOUR_BITS:
@@ -63,12 +65,15 @@ def fields(state: Node) -> dict[str, Node]:
         state = state.state
     if type(state) is tuple and state:
         state = state[0]
-    pairs = state.pairs if type(state) is Dict else ()
-    return {name: value for name, value in pairs if type(name) is str}
+    if type(state) is not Dict:
+        return {}
+    return {name: value for name, value in state.pairs if type(name) is str}
 
 
 def _eight_bits(weight: Mapping[str, Node], state: Mapping[str, Node]) -> Saved | None:
-    scales = weight.get("SCB") if weight.get("SCB") is not None else state.get("SCB")
+    scales = weight.get("SCB")
+    if scales is None:
+        scales = state.get("SCB")
     is_plain = state.get("has_fp16_weights")
     if type(is_plain) is not bool or type(scales) not in (TensorRef, type(None)):
         return None
@@ -189,8 +194,11 @@ def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
 
 
 def _too_many(prefix: str, depth: int, count: int, most: Limits) -> LimitExceeded:
-    limit = "modules" if count > most.modules else "names"
-    limit = "depth" if depth > most.depth else limit
+    limit = "names"
+    if depth > most.depth:
+        limit = "depth"
+    elif count > most.modules:
+        limit = "modules"
     what = "a module contains itself, or too many modules"
     return LimitExceeded(what, limit=limit, allowed=getattr(most, limit), where=prefix[:60] + "…")
 
@@ -231,11 +239,11 @@ def saved_tensors(module: Call) -> NamedNodes:
     A child that is not a module by its pickled form, but holds tensors, is given too, with a dot
     behind its name: whoever writes the state dict has to say that it does not fit in.
     """
-    beside = saved_by_class(module)
+    beside = saved_by_class(module) or Saved([])
     own = [(name, value) for _, name, value, is_saved in own_tensors(module) if is_saved]
     others = [(name, child) for name, child in _children(module) if not is_module(child)]
     odd = [(f"{name}.", child) for name, child in others if holds_tensors(child)]
-    return own + odd if beside is None else own + beside.tensors + odd
+    return own + beside.tensors + odd
 
 
 def own_tensors(module: Call) -> Iterator[tuple[str, str, Node, bool]]:

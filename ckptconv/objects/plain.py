@@ -55,8 +55,9 @@ def _names(nodes: Sequence[Node]) -> list[str]:
 
 def _class_of(call: Call) -> str:
     """The class of the object that the call makes, behind protocol 1's `copyreg._reconstructor`."""
-    is_behind = call.name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global
-    return call.args[0].path if is_behind else call.name
+    if call.name == _RECONSTRUCTOR and call.args and type(call.args[0]) is Global:
+        return call.args[0].path
+    return call.name
 
 
 def _as_dict(call: Call, name: str, state: Node) -> Node:
@@ -80,6 +81,7 @@ def _as_dict(call: Call, name: str, state: Node) -> Node:
 def _is_same(first: Node, second: Node) -> bool:
     """Whether two nodes are one object, or plain values that cannot be told apart."""
     are_plain = type(first) is type(second) and type(first) in _PLAIN
+    # a NaN is not equal to itself
     return first is second or (are_plain and (first == second or first != first))
 
 
@@ -92,9 +94,11 @@ def _base_pairs(call: Call) -> list[tuple[Node, Node]] | None:
         return []
     if call.name != _RECONSTRUCTOR or len(call.args) != 3 or type(call.args[2]) is not Dict:
         return None
-    names = _names(call.args[:2])  # an OrderedDict is not filled by filling the dict that it is
-    is_filled = len(names) == 2 and names[0] != ORDERED_DICT.path and names[1] == DICT.path
-    return call.args[2].pairs if is_filled else None
+    names = _names(call.args[:2])
+    # an OrderedDict is not filled by filling the dict that it is
+    if len(names) < 2 or names[0] == ORDERED_DICT.path or names[1] != DICT.path:
+        return None
+    return call.args[2].pairs
 
 
 _RECONSTRUCTOR = "copyreg._reconstructor"
@@ -148,6 +152,7 @@ _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i
             "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "c8": "2f", "c16": "2d"}  # fmt: skip
 _MOMENTS = {"M8": "numpy.datetime64", "m8": "numpy.timedelta64"}
 _COMPLEX = Global("builtins", "complex")
+# torch's names of the types that numpy calls by a letter and the size in bytes
 _ELEMENTS = {
     **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
     **{
@@ -157,7 +162,6 @@ _ELEMENTS = {
     "c8": "complex64",
     "c16": "complex128",
 }
-"""torch's names of the types that numpy calls by a letter and the size in bytes."""
 _SCALAR = "numpy._core.multiarray.scalar"
 _ARRAY_CLASSES = ("numpy.ndarray", "numpy.memmap")
 _NOWHERE = Path("an array in the pickle")
@@ -172,24 +176,28 @@ def tensor_form(node: Node) -> TensorRef | None:
     """
     if type(node) is not Call or type(node.func) is not Global:
         return None
-    if node.name == _SCALAR:
-        is_number = len(node.args) == 2
-        return _tensor(node.args[1], node.args[0], (), fortran=False) if is_number else None
-    plain = _FORMS[node.name].make(node, node.state) if node.name in _TENSORS else None
+    if node.name == _SCALAR and len(node.args) == 2:
+        return _tensor(node.args[1], node.args[0], (), fortran=False)
+    if node.name not in _TENSORS:
+        return None
+    plain = _FORMS[node.name].make(node, node.state)
     return plain if type(plain) is TensorRef else None
 
 
 def spoken_name(node: Node, name: str) -> str:
     """How messages call an object of a class or function: an array by its dtype."""
     if type(node) is Call and name == _SCALAR and node.args:
-        element = _element(node.args[0])
-        return _MOMENTS.get(element[0], name) if element else name
+        code, _ = _element(node.args[0]) or (name, False)
+        return _MOMENTS.get(code, name)
     if type(node) is not Call or name not in _ARRAYS:
         return name
-    inside = (*node.args, *(node.state if type(node.state) is tuple else ()))
+    inside = list(node.args)
+    if type(node.state) is tuple:
+        inside += node.state
     dtypes = [part for part in inside if type(part) is Call and part.name == "numpy.dtype"]
-    code = dtypes[0].args[0] if dtypes and dtypes[0].args else None
-    return f"numpy array of {_ELEMENTS.get(code, code)}" if type(code) is str else "numpy array"
+    if dtypes and (element := _element(dtypes[0])):
+        return f"numpy array of {_ELEMENTS.get(element[0], element[0])}"
+    return "numpy array"
 
 
 def is_array(node: Node) -> bool:
@@ -199,15 +207,20 @@ def is_array(node: Node) -> bool:
 
 def _number(call: Call, _: Node) -> Node:
     """`numpy.core.multiarray.scalar(dtype, bytes)` as a Python number, widened exactly."""
-    element = _element(call.args[0]) if len(call.args) == 2 else None
-    raw = _raw_bytes(call.args[1]) if element else None
-    code = _NUMBERS.get(element[0]) if element else None
-    if element is not None and raw is not None and element[0] in _MOMENTS:
+    if len(call.args) != 2:
+        return call
+    element, raw = _element(call.args[0]), _raw_bytes(call.args[1])
+    if element is None or raw is None:
+        return call
+    if element[0] in _MOMENTS:
         return training.moment(call.args[0], raw) or call
-    if element is None or raw is None or code is None or len(raw) != struct.calcsize(code):
+    code = _NUMBERS.get(element[0])
+    if code is None or len(raw) != struct.calcsize(code):
         return call
     parts = struct.unpack((">" if element[1] else "<") + code, raw)
-    return parts[0] if len(parts) == 1 else Call(_COMPLEX, parts)
+    if len(parts) == 2:
+        return Call(_COMPLEX, parts)
+    return parts[0]
 
 
 def _array(call: Call, state: Node) -> Node:
@@ -231,19 +244,20 @@ def _buffer(call: Call, state: Node) -> Node:
 def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef | None:
     """The tensor of an array's bytes; None where they are not `shape` numbers of a torch type."""
     data, element = _raw_bytes(raw), _element(dtype)
-    name = _ELEMENTS.get(element[0]) if element else None
-    if data is None or element is None or name is None or type(shape) is not tuple:
+    if data is None or element is None or element[0] not in _ELEMENTS or type(shape) is not tuple:
         return None
+    kind = BY_NAME[_ELEMENTS[element[0]]]
     if any(type(size) is not int or size < 0 for size in shape):
         return None
-    if len(shape) > in_force().dimensions:
-        return None
-    if prod(shape) * BY_NAME[name].itemsize != len(data):
+    # the limit first: the product of a million sizes takes long
+    if len(shape) > in_force().dimensions or prod(shape) * kind.itemsize != len(data):
         return None
     source = MemorySource(data, _NOWHERE)
-    storage = Storage(source, 0, len(data), "cpu", "a numpy array", BY_NAME[name], None, element[1])
-    stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
-    return view_of(storage, BY_NAME[name], 0, shape, stride)
+    storage = Storage(source, 0, len(data), "cpu", "a numpy array", kind, None, element[1])
+    stride = contiguous_stride(shape)
+    if fortran:
+        stride = contiguous_stride(shape[::-1])[::-1]
+    return view_of(storage, kind, 0, shape, stride)
 
 
 def _element(dtype: Node) -> tuple[str, bool] | None:
@@ -261,7 +275,9 @@ def _copied(call: Call, _: Node) -> Node:
             dtype = BY_NAME.get(name)
         case _:
             return call
-    ref = values if type(values) is TensorRef else tensor_form(values)
+    ref = values
+    if type(values) is not TensorRef:
+        ref = tensor_form(values)
     if ref is None or dtype is None:
         return call
     # a cast tells what the values were: numpy has no bfloat16, which is pickled as float32
@@ -283,12 +299,13 @@ def _raw_bytes(node: Node) -> bytes | None:
     match node:
         case Call(name="builtins.bytearray", args=(given,)):
             node = given
-    if type(node) is bytes:
-        return node
-    return node.encode() if type(node) is str else None
+    if type(node) is str:
+        return node.encode()
+    return node if type(node) is bytes else None
 
 
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+# DeepSpeed's loss scalers, with the names of their attributes (0.19.8)
 _SCALERS = {
     "LossScaler": frozenset({"cur_scale", "dynamic"}),
     "DynamicLossScaler": frozenset({
@@ -297,7 +314,6 @@ _SCALERS = {
         "raise_error_at_min_scale", "dtype",
     }),
 }  # fmt: skip
-"""DeepSpeed's loss scalers, with the names of their attributes (0.19.8)."""
 
 
 def loss_scaler(numbers: Node) -> Call | None:
@@ -346,4 +362,3 @@ HOW = {
 """What the plain form of an object says of it, and what it does not."""
 _ARRAYS = frozenset(name for name, form in _FORMS.items() if form.make in (_array, _buffer))
 _TENSORS = _ARRAYS | COPIES
-"""What stands for a tensor."""

@@ -39,21 +39,21 @@ class Verdict(NamedTuple):
 
 
 _SECTIONS = names_beside(__file__)
+# modules that are attributes of many others, and so can be reached through a name with dots
 _REACHED = frozenset(_SECTIONS.pop("reached through others"))
-"""Modules that are attributes of many others, and so can be reached through a name with dots."""
+# modules of which every name is dangerous but the plain ones, and why; modules in them too
 _BY_MODULE: dict[str, str] = {}
-"""Modules of which every name is dangerous but the plain ones, and why; modules in them too."""
+# dangerous names of modules that are not dangerous as such, and why
 _BY_NAME: dict[str, str] = {}
-"""Dangerous names of modules that are not dangerous as such, and why."""
 for _reason_of, _listed in _SECTIONS.items():
     _table = _BY_MODULE if _reason_of.startswith("module ") else _BY_NAME
     _table.update(dict.fromkeys(_listed, _reason_of.removeprefix("module ")))
 # parts; a name of a file may have thousands
 _LONGEST = max(name.count(".") + 1 for name in (*_BY_MODULE, *_BY_NAME))
+# names that no package gives a module of its own
 _NEVER_WITHIN = frozenset(("os", "posix", "nt", "sys", "subprocess", "builtins", "importlib"))
-"""Names that no package gives a module of its own."""
+# by what name numpy and torch are imported, and so reached through the modules of others
 _SHORT_NAMES = frozenset(("np", "th"))
-"""By what name numpy and torch are imported, and so reached through the modules of others."""
 _IMPORTED = ALWAYS_THERE | _SHORT_NAMES
 _NEITHER = Verdict(
     "dangerous",
@@ -165,15 +165,17 @@ def _reached(module: str, name: str, is_always_there: bool) -> str | None:
     deep = [part for part in module.split(".")[1:] if part in _NEVER_WITHIN]
     if deep:
         return deep[0]
-    through = set() if is_always_there else _IMPORTED.intersection(ways)
+    through = _IMPORTED.intersection(ways)
+    if is_always_there:
+        through = frozenset()
     return next((part for part in (*ways, last) if part in _REACHED or part in through), None)
 
 
 _IN_CPP = "a class that is written in C++; its code would run where it is installed"
 _SCRIPT_CLASSES = "__torch__.torch.classes."
 _PLAIN_NAMESPACES = "quantized rnn sparse mkldnn xnnpack cuda metal vulkan profiler"
+# the namespaces of torch's own C++ classes that hold packed weights, or the like
 _PLAIN_SCRIPT_CLASSES = frozenset(_PLAIN_NAMESPACES.split())
-"""The namespaces of torch's own C++ classes that hold packed weights, or the like."""
 
 
 def judge_script_class(path: str) -> Verdict:

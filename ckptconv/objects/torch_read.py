@@ -69,10 +69,12 @@ def _read(stream: bytes, reducers: Mapping[str, Reducer], storage_for: StorageLo
 
 def _nested_reducer(nested: Callable[[bytes], Node]) -> Reducer:
     def reduce(args: tuple[Node, ...]) -> Node:
-        if len(args) != 1 or type(args[0]) not in (bytes, str):
-            return Call(_LOAD_FROM_BYTES, args)
-        # python 2's, if it happened to be UTF-8
-        return nested(args[0] if type(args[0]) is bytes else args[0].encode())
+        match args:
+            case (bytes() as raw,):
+                return nested(raw)
+            case (str() as text,):  # python 2's bytes, if they happened to be UTF-8
+                return nested(text.encode())
+        return Call(_LOAD_FROM_BYTES, args)
 
     return reduce
 
@@ -106,7 +108,9 @@ class StorageIds:
         view = pid[5]  # of legacy files: its key, offset and size in elements
         if type(view) is not tuple or len(view) != 3:
             raise MalformedCheckpoint("a view of it is not a tuple of key, offset and size")
-        return part_of(whole if isinstance(whole, Window) else window(whole), view[1], view[2])
+        if not isinstance(whole, Window):
+            whole = window(whole)
+        return part_of(whole, view[1], view[2])
 
     def _storage(
         self, _: Node, cls: Node, key: Node, location: Node, numel: Node
@@ -124,9 +128,8 @@ class StorageIds:
         if cls is not self._last_class:  # nearly all storages of a file are of one
             self._last_class, self._last_dtype = cls, storage_dtype(cls)
         dtype = self._last_dtype
-        storage = self._storage_for(
-            key, location, numel * dtype.itemsize if dtype else numel, dtype
-        )
+        nbytes = numel * (dtype or UINT8).itemsize
+        storage = self._storage_for(key, location, nbytes, dtype)
         self._found[key] = storage, cls, numel
         return storage
 
@@ -218,17 +221,21 @@ def _tensor_v2(args: tuple[Node, ...]) -> Node:
         ref = view_of(storage, dtype, offset, shape, stride, requires_grad)
     else:
         ref = tensor_of_storage(storage, offset, shape, stride, requires_grad)
-    return ref if len(args) < 7 or args[6] is None else _with_bits(ref, args[6])
+    if len(args) < 7:
+        return ref
+    return _with_bits(ref, args[6])
 
 
 def _tensor_v3(args: tuple[Node, ...]) -> Node:
     if not 7 <= len(args) <= 8 or type(args[6]) is not Global:
         raise MalformedCheckpoint("a tensor is rebuilt from too few or too many arguments")
-    dtype = BY_NAME.get(args[6].name) if args[6].module == "torch" else None
-    if dtype is None:
+    dtype = BY_NAME.get(args[6].name)
+    if dtype is None or args[6].module != "torch":
         raise UnsupportedCheckpoint(f"a tensor has the unknown dtype {args[6].path}")
     ref = tensor_of_storage(args[0], args[1], args[2], args[3], args[4] is True, dtype)
-    return ref if len(args) < 8 or args[7] is None else _with_bits(ref, args[7])
+    if len(args) < 8:
+        return ref
+    return _with_bits(ref, args[7])
 
 
 def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
@@ -237,6 +244,8 @@ def _with_bits(ref: TensorRef, metadata: Node) -> TensorRef:
     A bit is set where it is named, whatever its value: torch looks no further
     (`_set_tensor_metadata`, c10's TensorImpl).
     """
+    if metadata is None:
+        return ref
     pairs = metadata.pairs if type(metadata) is Dict else [(None, None)]
     if any(
         type(name) is not str or name not in ("conj", "neg") or type(value) not in _TRUTHS
@@ -258,8 +267,8 @@ _TRUTHS = (bool, int, float, type(None))  # what torch takes for a bool
 def _parameter(func: Global, count: int, args: tuple[Node, ...]) -> Node:
     if len(args) != count or type(args[0]) is not TensorRef:
         return Call(func, args)
-    state = args[3] if count > 3 else None
-    return TensorObject(requiring_grad(args[0], args[1] is True), state=state)
+    ref, requires_grad, _hooks, *state = args
+    return TensorObject(requiring_grad(ref, requires_grad is True), None, *state)
 
 
 def _from_type(args: tuple[Node, ...]) -> Node:

@@ -143,6 +143,7 @@ def _key(key: str) -> bytes:
     return _KEY_HEADS[len(key)] + key.encode()
 
 
+# the function that makes a tensor over a storage that has a type, and over one that has none
 _REBUILD = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
-"""The function that makes a tensor over a storage that has a type, and over one that has none."""
+# BINUNICODE and a length of four bytes, made once: a key is the number of a storage, and so short
 _KEY_HEADS = tuple(b"X%c\0\0\0" % size for size in range(256))

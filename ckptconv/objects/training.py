@@ -59,14 +59,14 @@ def _config(call: Call, state: Node) -> Node:
         return Dict(list(content.pairs))
     if type(content) is list:
         return tuple(content) if call.name.endswith(".TupleConfig") else list(content)
-    return content if content is None or type(content) is str or type(content) is Call else call
+    return content if type(content) in (str, Call, type(None)) else call
 
 
 def _history(call: Call, state: Node) -> Node:
     """A history: its arrays, its length, and the names of the functions registered for it."""
-    found = _attributes(state)
-    methods = None if found is None else _attributes(found.get("statistics_methods"))
-    if found is None or methods is None:
+    found = _attributes(state) or {}
+    methods = _attributes(found.get("statistics_methods"))
+    if methods is None:
         return call
     named = Dict([(name, _code_name(method) or method) for name, method in methods.items()])
     return Dict(list({**found, "statistics_methods": named}.items()))
@@ -97,23 +97,24 @@ _TYPES = frozenset(_TYPE_NAMES.split())
 
 
 def _list(call: Call, state: Node) -> Node:
-    found = _attributes(state)
-    items = None if found is None or found.keys() != {"items"} else found["items"]
-    return list(items) if type(items) is list and not call.args else call
+    match _attributes(state):
+        case {"items": list() as items, **others} if not others and not call.args:
+            return list(items)
+    return call
 
 
 def _buffer(call: Call, state: Node) -> Node:
     """`BytesIO` with the state (bytes, position, attributes)."""
     match state:
-        case (bytes() as content, _, None) if type(state) is tuple and not call.args:
+        case tuple((bytes() as content, _, None)) if not call.args:
             return content
     return call
 
 
 def _partial(call: Call, state: Node) -> Node:
     """`partial` as written, with the state (function, arguments, keyword arguments, attributes)."""
-    match state if type(state) is tuple else None:
-        case (Global() as function, tuple() as args, Dict(pairs=pairs), None):
+    match state:
+        case tuple((Global() as function, tuple() as args, Dict(pairs=pairs), None)):
             given = [*(("", value) for value in args), *pairs]
         case _:
             return call
@@ -177,7 +178,8 @@ def _moment(cls: Any, size: int) -> Callable[[Call], str]:
 
     def make(call: Call) -> str:
         raw, *zone = call.args
-        raw = raw.encode("latin-1") if type(raw) is str else raw  # python 2's bytes
+        if type(raw) is str:  # python 2's bytes
+            raw = raw.encode("latin-1")
         if type(raw) is not bytes or len(raw) != size or len(zone) > 1:
             raise ValueError
         # of bytes they are made unchecked; as another one of the same numbers they are checked
