@@ -74,7 +74,7 @@ TO_STDOUT = "ckptconv.stdout"
 
 
 def _standard_input(ctx: click.Context) -> Location | Path:
-    from ckptconv.io.standard_input import StandardInput
+    from ckptconv.io.open_files import StandardInput
 
     def tell(folder: str) -> None:
         if not is_asked(*SILENT):

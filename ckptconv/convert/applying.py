@@ -20,9 +20,9 @@ from ckptconv.formats.registry import open_certain
 from ckptconv.formats.target_format import Target
 from ckptconv.io.files import one_run
 from ckptconv.io.guarded import check_places
+from ckptconv.io.inflate import require_zstd
 from ckptconv.io.open_files import Readable
 from ckptconv.io.places import Output, Place, place_of
-from ckptconv.io.zstd import require_zstd
 from ckptconv.pickles.nodes import Node, substituted
 from ckptconv.support.choices import (
     refuse_no_callback,

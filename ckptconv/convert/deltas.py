@@ -20,12 +20,11 @@ from ckptconv.io.commit import ShardNames
 from ckptconv.io.destination import Destination
 from ckptconv.io.files import one_run, refuse_changed
 from ckptconv.io.guarded import check_places
-from ckptconv.io.inflate import Spool
+from ckptconv.io.inflate import Deflating, Spool, require_zstd
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
 from ckptconv.io.places import Named, Place, place_of, places_of
 from ckptconv.io.source import CHUNK
-from ckptconv.io.zstd import Deflating, require_zstd
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import (
     refuse_no_callback,

@@ -23,9 +23,8 @@ from ckptconv.io.commit import ShardNames
 from ckptconv.io.destination import Destination, Draft
 from ckptconv.io.files import refuse_changed
 from ckptconv.io.guarded import check_places
-from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_nbytes, folder_output
-from ckptconv.io.places import local_path, place_of
+from ckptconv.io.places import LocalPlace, local_path, place_of
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import CheckpointError, OptionRefused, OutputRefused

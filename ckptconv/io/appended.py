@@ -22,17 +22,16 @@ class AppendedLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
+        self.path, self._fd = path, -1
+        with contextlib.ExitStack() as failing, self._told():
             self._fd = platforms.open_to_append(path)
+            failing.callback(self.close)
             self._lock()
             self._end_last_line()
-        except OSError as error:
-            raise OutputRefused(f"cannot be written: {error.strerror}", path=path) from error
+            failing.pop_all()
 
     def _lock(self) -> None:
         if not platforms.taken_within(partial(platforms.lock_file, self._fd), _PATIENCE):
-            os.close(self._fd)
             what, hint = "is the ledger of a batch that runs now", "wait for it, or name another"
             raise OutputRefused(what, path=self.path, hint=f"{hint} with --ledger")
 
@@ -43,10 +42,15 @@ class AppendedLines:
 
     def append(self, lines: Iterable[str], *, sync: bool) -> None:
         """Append lines in one piece; with `sync` the disk has them when this returns."""
-        try:
+        with self._told():
             self._write("".join(f"{line}\n" for line in lines).encode())
             if sync:
                 platforms.sync(self._fd)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise OutputRefused(f"cannot be written: {error.strerror}", path=self.path) from error
 

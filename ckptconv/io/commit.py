@@ -40,7 +40,7 @@ class ShardNames:
     @property
     def files(self) -> tuple[str, ...]:
         """The shards, and the index if there is one."""
-        return (*self.shards, *([self.index] if self.index is not None else []))
+        return (*self.shards, *filter(None, (self.index,)))
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -113,9 +113,10 @@ def put_set(at: Names, files: ShardNames, *, force: bool) -> None:
     """
     with at.told(), at.lock():
         earlier = files.earlier()
-        replaced = at.there(files.companions if force else files.all_names)
-        taken = [] if force else [*earlier, *replaced]
-        if taken:
+        replaced = []
+        if force:
+            replaced = at.there(files.companions)
+        elif taken := [*earlier, *at.there(files.all_names)]:
             raise exists_by_now(at.path.parent / taken[0])
         _put_checkpoint(at, files, earlier, replaced, force=force)
         for name in replaced:
@@ -173,9 +174,10 @@ def _undone(at: Names, done: Sequence[str], gone: Sequence[str]) -> Iterator[Non
             yield
     except BaseException as error:
         hint = ""
-        if gone:
-            what = f"{_told(done)} is replaced" if done else f"{_told(gone)} is removed"
-            hint = f"{what} by now; run the command again"
+        if gone and done:
+            hint = f"{_told(done)} is replaced by now; run the command again"
+        elif gone:
+            hint = f"{_told(gone)} is removed by now; run the command again"
         elif left := [name for name in reversed(done) if not _is_removed(at, name)]:
             hint = f"{_told(left)} may be left behind; remove it"
         if hint and isinstance(error, OutputRefused):
@@ -208,8 +210,17 @@ def _told(names: Sequence[str]) -> str:
     return ", ".join(printable(PurePath(name).name) for name in names)
 
 
+def exists(path: PurePath) -> OutputRefused:
+    """The error for a name that is taken, without force."""
+    return OutputRefused("exists", path=path, hint="add --force to replace it")
+
+
+def is_folder_there(path: PurePath) -> OutputRefused:
+    """The error for the name of a folder, where a file is to be."""
+    return OutputRefused("is a folder", path=path, hint="name a file to write")
+
+
 def exists_by_now(path: PurePath) -> OutputRefused:
     """The error for a name that somebody took after it was looked for."""
-    return OutputRefused(
-        "exists now", path=path, hint="another process wrote it; add --force to replace it"
-    )
+    hint = "another process wrote it; add --force to replace it"
+    return OutputRefused("exists now", path=path, hint=hint)

@@ -46,5 +46,5 @@ def _applied(rows: tuple[int, ...], bits: int) -> int:
     return image
 
 
+# what appending 1, 2, 4, ... zero bytes does to each bit; made as far as it is needed
 _ZEROS = [tuple(crc32(b"\0", 1 << bit) ^ crc32(b"\0", 0) for bit in range(32))]
-"""What appending 1, 2, 4, ... zero bytes does to each bit; made as far as it is needed."""

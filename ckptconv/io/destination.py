@@ -1,7 +1,8 @@
 """Where an output goes: drafts of its files, put in their places together, whole or not at all.
 
 `Destination` and `Draft` are what every kind can do; `outputs` has the kinds. For files of this
-host, this module says where they may stand, and makes the new file that a draft is written to.
+host, this module says where they may stand, and makes drafts of them, in a hidden folder until all
+are whole.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import os
 import stat
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path, PurePath
 from shlex import quote
+from typing import Any, TypeVar
 
-from ckptconv.io.commit import FAILED
+from ckptconv.io.commit import FAILED, exists, is_folder_there
+from ckptconv.io.files import refuse_inputs
 from ckptconv.io.location import Location
+from ckptconv.io.places import LocalPlace
 from ckptconv.io.source import Source
 from ckptconv.io.stream import RESERVE_FROM, FileSink, OutputStream
 from ckptconv.support import platforms
@@ -102,13 +106,13 @@ def check_output(path: Path, *, force: bool) -> Path:
         _refuse_reserved(path)
         mode, is_link = _look_at(path)
         if stat.S_ISDIR(mode):
-            raise OutputRefused("is a folder", path=path, hint="name a file to write")
+            raise is_folder_there(path)
         if mode and not stat.S_ISREG(mode):
             raise OutputRefused(
                 "is a pipe, socket or device, which cannot be replaced atomically", path=path
             )
         if mode and not force:
-            raise OutputRefused("exists", path=path, hint="add --force to replace it")
+            raise exists(path)
         if not mode and (is_link or not path.parent.is_dir()):
             refuse_missing_folder(path, followed(path).parent)
         return followed(path) if is_link else path
@@ -141,8 +145,10 @@ def _look_at(path: Path) -> tuple[int, bool]:
     return mode, is_link
 
 
-def refuse_missing_folder(path: Path, folder: Path) -> None:
-    """Refuse an output `path` whose `folder` is not there."""
+def refuse_missing_folder(
+    path: Path, folder: Path, what: str = "its folder does not exist"
+) -> None:
+    """Refuse an output `path` whose `folder` is not there; `what` is said where nothing is."""
     if folder.is_dir():
         return
     refuse_dangling(path)
@@ -150,9 +156,7 @@ def refuse_missing_folder(path: Path, folder: Path) -> None:
         raise OutputRefused(
             "is inside a file, but must be inside a folder", path=path, hint="name another folder"
         )
-    raise OutputRefused(
-        "its folder does not exist", path=path, hint=f"mkdir -p {quote(str(path.parent))}"
-    )
+    raise OutputRefused(what, path=path, hint=f"mkdir -p {quote(str(path.parent))}")
 
 
 def refuse_dangling(path: Path) -> None:
@@ -223,29 +227,23 @@ def check_folder(path: Path, *, force: bool) -> None:
                 "is a file, but a folder is to be written", path=path, hint="name another folder"
             )
         if mode and not force:
-            raise OutputRefused("exists", path=path, hint="add --force to replace it")
+            raise exists(path)
         is_known = any((path / name).is_file() for name in _INDEXES)
         if mode and not is_known and any(path.iterdir()):
             what = "holds something other than a DCP checkpoint or a universal one"
             raise OutputRefused(what, path=path, hint="name another folder")
-        is_missing = not mode and (is_link or not path.parent.is_dir())
-        if is_missing and not followed(path).parent.is_dir():
-            refuse_dangling(path)
-            raise OutputRefused(
-                "the folder around it does not exist",
-                path=path,
-                hint=f"mkdir -p {quote(str(path.parent))}",
-            )
+        if not mode and (is_link or not path.parent.is_dir()):
+            what = "the folder around it does not exist"
+            refuse_missing_folder(path, followed(path).parent, what)
 
 
+# the files by which checkpoints are known that are folders of their own
 _INDEXES = (".metadata", "latest_universal")
-"""The files by which checkpoints are known that are folders of their own."""
 
 
+# bytes of an output from which there must be room before it is begun: less is written as quickly,
+# and says so where the disk is full
 _ASKED_FROM = 1 << 20
-"""Bytes of an output from which there must be room before it is begun: less is written as quickly,
-and says so where the disk is full.
-"""
 
 
 def check_space(folder: Path, size: int, path: PurePath) -> None:
@@ -280,11 +278,12 @@ class output_errors:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno in _REASONS:
-        return _REASONS[error.errno]
-    return os.strerror(error.errno) if error.errno else str(error)
+    if not error.errno:
+        return str(error)
+    return _REASONS.get(error.errno) or os.strerror(error.errno)
 
 
+# what an error of the system means for an output, where its own words do not say what to do
 _REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EFBIG: "it exceeds the largest file size of this process (ulimit -f) or of the file "
@@ -299,4 +298,148 @@ _REASONS = {
     errno.EBUSY: "it is a mount point, so it cannot be replaced",
     errno.EXDEV: "it is a mount point, so it cannot be replaced",
 }
-"""What an error of the system means for an output, where its own words do not say what to do."""
+
+
+# ------------------------------------------------------------------------------ drafts of this host
+
+
+class LocalDraft(Draft):
+    """A file `made` in a hidden folder, to become `path`; `when_whole` is called before that."""
+
+    def __init__(
+        self,
+        made: Path,
+        path: PurePath,
+        size: int,
+        on_progress: Callable[[int], None] | None,
+        *,
+        fsync: bool,
+    ) -> None:
+        self.is_whole = False
+        self.when_whole: Callable[[], None] = lambda: None
+        self.made, self._named, self._fsync = made, path, fsync
+        self._writing = new_file(made, path, size=size, on_progress=on_progress, fsync=fsync)
+
+    @property
+    def place(self) -> Location:
+        return LocalPlace(self.made)
+
+    def __enter__(self) -> LocalDraft:
+        self.stream = self._writing.__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> bool | None:
+        try:
+            return self._writing.__exit__(*failure)
+        finally:
+            if not self.is_whole:
+                self.discard()
+
+    def commit(self) -> None:
+        self.stream.settle(fsync=self._fsync)
+        self.when_whole()
+        self.is_whole = True
+
+    def hand_out(self) -> Path | None:
+        return self.made
+
+    def take_back(self, nbytes: int) -> None:
+        try:
+            size = self.made.stat().st_size
+        except FileNotFoundError:
+            size = -1
+        if size != nbytes:
+            what = "was made by a worker on a disk that this machine does not see"
+            hint = "write to a disk that all machines share, or leave --engine out"
+            raise OutputRefused(what, path=self._named, hint=hint)
+        self.when_whole()
+        self.is_whole = True
+
+    def discard(self) -> None:
+        self.is_whole = False
+        with held_back(), contextlib.suppress(OSError):
+            self.made.unlink(missing_ok=True)
+
+
+S = TypeVar("S", bound="Staged")
+
+
+class Staged(Destination):
+    """An output that is made in a hidden folder of this host; `size` is what all its files will
+    have, `replaces` are the sources whose place it may take.
+    """
+
+    def __init__(
+        self,
+        path: PurePath,
+        *,
+        force: bool,
+        fsync: bool,
+        size: int,
+        replaces: Iterable[Source] = (),
+    ) -> None:
+        self.path, self._replaces = path, tuple(replaces)
+        self._force, self._fsync, self._size = force, fsync, size
+        self._drafts: list[LocalDraft] = []
+        self._made: Path | None = None
+        self._leaving = ExitStack()
+
+    def __enter__(self: S) -> S:
+        with self._leaving:
+            refuse_inputs(self._taken(), self._replaces)
+            self._made = self._prepared(self._leaving)
+            check_space(self._made, self._size, self.path)
+            self._leaving = self._leaving.pop_all()
+        return self
+
+    def __exit__(self, *failure: Any) -> bool | None:
+        self._made = None
+        return self._leaving.__exit__(*failure)
+
+    def draft(
+        self, name: str, size: int, on_progress: Callable[[int], None] | None = None
+    ) -> LocalDraft:
+        made = self._folder() / name
+        if "/" in name:
+            made.parent.mkdir(parents=True, exist_ok=True)
+        draft = LocalDraft(made, self._named(name), size, on_progress, fsync=self._fsync)
+        self._drafts.append(draft)
+        return draft
+
+    def is_for_threads(self) -> bool:
+        return True
+
+    def forget(self, draft: Draft) -> None:
+        self._drafts = [one for one in self._drafts if one is not draft]
+
+    def commit(self, inputs: Iterable[Source] = ()) -> None:
+        made = self._folder()
+        if not all(draft.is_whole for draft in self._drafts):
+            raise ValueError(f"{self.path}: not all drafts are whole")
+        self._put(made, inputs)
+
+    def discard(self) -> None:
+        self._made = None
+        self._leaving.close()
+
+    def _folder(self) -> Path:
+        """Where the drafts are made."""
+        if self._made is None:
+            raise ValueError(f"{self.path}: is not open")
+        return self._made
+
+    def _named(self, name: str) -> PurePath:
+        """How errors call the draft of that name."""
+        return self.path.parent / name
+
+    def _taken(self) -> Iterable[PurePath]:
+        """The places that it takes."""
+        return [self.path]
+
+    @abstractmethod
+    def _prepared(self, leaving: ExitStack) -> Path:
+        """Refuse what must not be written; the hidden folder, which goes when `leaving` does."""
+
+    @abstractmethod
+    def _put(self, made: Path, inputs: Iterable[Source]) -> None:
+        """Give what is in the folder `made` its names."""

@@ -15,12 +15,10 @@ from hashlib import sha256
 from ckptconv.io.crc import crc32
 from ckptconv.io.source import Range, Source
 from ckptconv.io.stream import Sink
-from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Counting
 from ckptconv.support.records import NamedTuple
 
-_WORTH_THREADS = 1 << 16
-"""Bytes from which to hand them to a thread takes less time than to hash them."""
+_WORTH_THREADS = 1 << 16  # bytes from which to hand them to a thread takes less than to hash them
 
 
 class Digests(NamedTuple):
@@ -113,12 +111,9 @@ def refuse_other(source: Source, sha256: str) -> None:
     """Raise `MalformedCheckpoint` where a source has another SHA-256 than its server says."""
     stated = source.stated_sha256()
     if stated is not None and stated != sha256:
-        raise MalformedCheckpoint(
-            f"has the SHA-256 {sha256}, and the Hub says {stated}",
-            path=source.path,
-            code="checksum",
-            hint="fetch it again; what is there now is not what was put there",
-        )
+        hint = "fetch it again; what is there now is not what was put there"
+        what = f"has the SHA-256 {sha256}, and the Hub says {stated}"
+        raise source.wrong(what, code="checksum", hint=hint)
 
 
 class Passed:

@@ -20,12 +20,11 @@ from ckptconv.io.source import SMALL, Fingerprint, Range, Reopening, Source, mer
 from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
-    MalformedCheckpoint,
     OutputRefused,
     UnsupportedCheckpoint,
     not_opened,
 )
-from ckptconv.support.limits import in_force
+from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.support.settings import set_within
 
 _WINDOW = 1 << 16
@@ -57,7 +56,7 @@ class FileSource(Source):
 
     def read_into(self, offset: int, view: memoryview) -> None:
         if offset < 0:  # preadv(2) takes -1 for the place that the descriptor has
-            raise MalformedCheckpoint(f"byte {offset} lies before its start", path=self.path)
+            raise self.wrong(f"byte {offset} lies before its start")
         while view:
             fd = self._descriptor()  # each time: meanwhile another thread may close it
             try:
@@ -65,9 +64,7 @@ class FileSource(Source):
             except OSError as error:
                 raise self._unread(error) from error
             if not count:
-                raise MalformedCheckpoint(
-                    f"ends at byte {offset}, more was expected", path=self.path
-                )
+                raise self.wrong(f"ends at byte {offset}, more was expected")
             if count == len(view):
                 return
             view, offset = view[count:], offset + count
@@ -136,14 +133,12 @@ class FileSource(Source):
     def _descriptor(self) -> int:
         """That of the file, to be read."""
         if self._fd < 0:
-            hint = "open it again, or read before it is closed (within its with block)"
-            raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
+            raise self.closed()
         return self._fd
 
-    def _unread(self, error: OSError) -> MalformedCheckpoint:
+    def _unread(self, error: OSError) -> CheckpointError:
         what = f"cannot be read: {os.strerror(error.errno or 0)}"
-        hint = "the disk or the network fails"
-        return MalformedCheckpoint(what, path=self.path, hint=hint)
+        return self.wrong(what, hint="the disk or the network fails")
 
     def fingerprint(self) -> Fingerprint:
         return self._stamp
@@ -174,15 +169,11 @@ class FileSource(Source):
         except OSError:
             now = ()
         if now != self._stamp:
-            raise MalformedCheckpoint(
-                "was replaced while it was read", path=self.path, hint="load it again"
-            )
+            raise self.wrong("was replaced while it was read", hint="load it again")
 
     def check_unchanged(self) -> None:
         if self._fd >= 0 and stamp(os.fstat(self._fd)) != self._stamp:
-            raise MalformedCheckpoint(
-                "was changed while it was read", path=self.path, hint="convert it again"
-            )
+            raise self.wrong("was changed while it was read", hint="convert it again")
 
     def let_go(self, replaced: Sequence[str]) -> None:
         here = Path(os.path.realpath(self.path))
@@ -207,11 +198,10 @@ def noting_files(note: Callable[[os.stat_result], None]) -> AbstractContextManag
     return set_within(_NOTING, note)
 
 
+# What the run in which this is called has opened to read: files by their device and inode, objects
+# of stores by their addresses. By inodes, for a file may have several names, and links lead to it.
 _INPUTS: ContextVar[dict[tuple[int, int] | str, PurePath] | None]
 _INPUTS = ContextVar("inputs", default=None)
-"""What the run in which this is called has opened to read: files by their device and inode, objects
-of stores by their addresses.
-"""
 
 
 def note_input(named: tuple[int, int] | str, path: PurePath) -> None:
@@ -293,8 +283,16 @@ def refuse_changed(sources: Iterable[Source]) -> None:
         source.check_unchanged()
 
 
-_RESERVED = 16
-"""Descriptors for the program itself: streams, modules, locks, outputs, pipes."""
+def read_whole(source: Source, limit: str) -> bytes:
+    """All of a source, which is closed then. `limit` is the name of the limit of its size, and
+    `LimitExceeded` is raised where it is larger.
+    """
+    with contextlib.closing(source):
+        refuse_beyond(limit, source.size, f"has {source.size} bytes", path=source.path)
+        return source.read(0, source.size)
+
+
+_RESERVED = 16  # descriptors for the program itself: streams, modules, locks, outputs, pipes
 
 
 def kept_open(most: int) -> int:
@@ -368,9 +366,7 @@ class PooledSource(FileSource):
             self._fd = _open_regular(self.path)
             if stamp(os.fstat(self._fd)) != self._stamp:
                 self.rest()
-                raise MalformedCheckpoint(
-                    "was replaced or changed while it was read", path=self.path
-                )
+                raise self.wrong("was replaced or changed while it was read")
         fd = super()._descriptor()
         self._pool.hold(self)
         return fd

@@ -1,7 +1,11 @@
-"""Deflated runs as plain bytes, by one temporary file; decompression bombs are refused."""
+"""Compressed bytes: deflated runs as plain ones, by one temporary file, and zstd frames as streams,
+by Python's own library (from 3.14 on), else by the package `zstandard`. Bombs are refused.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,9 +13,14 @@ from typing import IO, Any, Literal
 
 from ckptconv.io.crc import crc32
 from ckptconv.io.files import FileSource
-from ckptconv.io.source import CHUNK, Fingerprint, Range, RangeSource, Source
+from ckptconv.io.source import CHUNK, Fingerprint, Range, RangeSource, Source, SourceFile
 from ckptconv.support import platforms
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, OutputRefused
+from ckptconv.support.errors import (
+    LimitExceeded,
+    MissingDependency,
+    OutputRefused,
+    malformed,
+)
 from ckptconv.support.limits import in_force
 
 
@@ -127,22 +136,17 @@ class InflatedSource(Source):
                 pending, crc = inflater.unconsumed_tail, crc32(piece, crc)
                 total += len(piece)
                 if total > self.size or inflater.unused_data:
-                    raise MalformedCheckpoint(
-                        "inflates to more than it declares", path=self.path, where=self._name
-                    )
+                    raise self.wrong("inflates to more than it declares", where=self._name)
                 yield piece
         if not inflater.eof or total != self.size or (self._crc is not None and crc != self._crc):
-            raise MalformedCheckpoint(
-                "does not inflate to what the archive says", path=self.path, where=self._name
-            )
+            raise self.wrong("does not inflate to what the archive says", where=self._name)
 
     def _decompress(self, inflater: zlib._Decompress, pending: bytes) -> bytes:
         try:
             return inflater.decompress(pending, CHUNK)
         except zlib.error as error:
-            raise MalformedCheckpoint(
-                f"is not deflated as declared ({error})", path=self.path, where=self._name
-            ) from error
+            what = f"is not deflated as declared ({error})"
+            raise self.wrong(what, where=self._name) from error
 
 
 class UnpackedSource(InflatedSource):
@@ -161,3 +165,109 @@ class UnpackedSource(InflatedSource):
         self.path, self.size = parent.path, spooled.size
         self._plain = RangeSource(spooled, start, self.size)
         self._plain.path = self.path
+
+
+# --------------------------------------------------------------------------------------------- zstd
+
+LEVEL = 1
+"""That of slime and miles, which found that higher ones do not pay for changes of weights."""
+
+# Threads are used even where there is one core: so the bytes of a frame are the same everywhere.
+_THREADS = 4
+_WORTH_THREADS = 1 << 20  # bytes; to start them takes as long as to deflate 100 kB
+# The logarithm of the window, in bytes, that a frame may need: RFC 8878 recommends that decoders
+# support 8 MiB. Levels up to 19 need no more; a window is memory, and a forged frame asks for much.
+_WINDOW = 23
+
+
+class Deflating:
+    """Makes one frame of `size` bytes, which says so, as readers need that take it in one go."""
+
+    def __init__(self, size: int) -> None:
+        zstd, is_own = _library()
+        self._errors = zstd.ZstdError
+        threads = 0
+        if size >= _WORTH_THREADS:
+            threads = max(1, min(_THREADS, platforms.cores()))
+        with _memory_told(self._errors):
+            if not is_own:
+                packer = zstd.ZstdCompressor(level=LEVEL, threads=threads)
+                self._frame: Any = packer.compressobj(size)
+                return
+            name = zstd.CompressionParameter
+            options = {name.compression_level: LEVEL, name.nb_workers: threads}
+            self._frame = zstd.ZstdCompressor(options=options)
+            self._frame.set_pledged_input_size(size)
+
+    def compress(self, data: Any) -> bytes:
+        """Take bytes; returns what of the frame is ready."""
+        with _memory_told(self._errors):
+            made: bytes = self._frame.compress(data)
+            return made
+
+    def flush(self) -> bytes:
+        """The end of the frame."""
+        with _memory_told(self._errors):
+            made: bytes = self._frame.flush()
+            return made
+
+
+class Inflating:
+    """The bytes of one frame, which is all of a source; they are read from its beginning to its
+    end. Memory is bounded, whatever the frame claims.
+    """
+
+    def __init__(self, source: Source) -> None:
+        zstd, is_own = _library()
+        self._errors = zstd.ZstdError
+        self._path = source.path
+        packed = SourceFile(source)
+        if is_own:
+            most = {zstd.DecompressionParameter.window_log_max: _WINDOW}
+            self._plain: Any = zstd.ZstdFile(packed, options=most)
+            return
+        reader = zstd.ZstdDecompressor(max_window_size=1 << _WINDOW)
+        # what follows the frame is read too: it is refused as too much, or as no frame
+        self._plain = reader.stream_reader(packed, read_size=CHUNK, read_across_frames=True)
+
+    def read(self, nbytes: int) -> bytes:
+        """The next so many bytes; fewer where the frame ends. `MalformedCheckpoint` where it is
+        none, or needs more memory than is allowed.
+        """
+        try:
+            with _memory_told(self._errors):
+                made: bytes = self._plain.read(nbytes)
+        except (self._errors, EOFError) as error:
+            raise malformed(f"its zstd frame does not inflate ({error})", self._path) from error
+        return made
+
+
+@contextlib.contextmanager
+def _memory_told(errors: type[Exception]) -> Iterator[None]:
+    """Within the block, a want of memory that the library tells is Python's own error."""
+    try:
+        yield
+    except errors as error:
+        if "Allocation error" in str(error):
+            raise MemoryError from error
+        raise
+
+
+@functools.cache  # Python looks for a missing module anew each time, which takes 0.1 ms
+def _library() -> tuple[Any, bool]:
+    """The library, and whether it is Python's own. `MissingDependency` where there is none."""
+    with contextlib.suppress(ImportError):
+        from compression import zstd  # type: ignore[import-not-found]
+
+        return zstd, True
+    try:
+        import zstandard
+    except ImportError:
+        what = "deltas are compressed with zstd, which needs Python 3.14 or the package zstandard"
+        raise MissingDependency(what, hint="pip install 'zstandard>=0.22'") from None
+    return zstandard, False
+
+
+def require_zstd() -> None:
+    """Raise `MissingDependency` where zstd is missing, before any work is done."""
+    _library()

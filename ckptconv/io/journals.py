@@ -22,8 +22,7 @@ from ckptconv.support.records import NamedTuple
 _MAGIC = b"ckptconv edit 1\n"
 _NUMBERS = Struct("<2Q")  # the size of the file, and the bytes of each of its beginnings
 _HEAD = Struct("<16s16sQ")  # magic, numbers, a CRC-32 of the numbers and what follows
-_SECTOR = 512
-"""Bytes that a disk writes as a whole; a system writes whole pages of them."""
+_SECTOR = 512  # bytes that a disk writes as a whole; a system writes whole pages of them
 _LONGEST_PREFIX = 100  # bytes of a name that the names of hidden files repeat
 
 State = Literal["old", "new", "torn", "other"]

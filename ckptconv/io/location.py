@@ -14,10 +14,10 @@ from contextlib import closing
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Literal
 
-from ckptconv.io.files import FilePool
+from ckptconv.io.files import FilePool, read_whole
 from ckptconv.io.source import Fingerprint, Range, RangeSource, Source
 from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.support.limits import in_force, refuse_beyond
+from ckptconv.support.limits import in_force
 from ckptconv.support.platforms import is_plain_path as is_plain_path
 
 Needs = Callable[[bytes, int], Sequence[Range]]
@@ -253,12 +253,8 @@ _LONGEST = 255  # bytes, as in the names of most file systems
 
 
 def read_small(location: Location, limit: str) -> bytes:
-    """All of a file that is read as a whole. `limit` is the name of the limit of its size, and
-    `LimitExceeded` is raised when it is larger.
-    """
-    with closing(location.open()) as source:
-        refuse_beyond(limit, source.size, f"has {source.size} bytes", path=location.path)
-        return source.read(0, source.size)
+    """All of a file that is read as a whole; see `read_whole`."""
+    return read_whole(location.open(), limit)
 
 
 def read_start(location: Location, limit: str) -> bytes:

@@ -1,5 +1,6 @@
-"""Files that the caller has opened, and what is like one (`io.BytesIO`): read from where they are
-to their end, or written to from there on. They stay the caller's: nothing here closes them.
+"""Files that are open by now: those of the caller, what is like one (`io.BytesIO`), and standard
+input. They are read from where they are to their end, or written to from there on, and stay the
+caller's: nothing here closes them.
 
 What is read does not move them, as ``pread(2)`` does not (`torch.load` leaves a file behind what it
 read of it); what is written does, as by `torch.save`.
@@ -8,11 +9,12 @@ read of it); what is written does, as by `torch.save`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NoReturn, Protocol
 
@@ -23,10 +25,10 @@ from ckptconv.io.source import CHUNK, Fingerprint, Source
 from ckptconv.support import platforms
 from ckptconv.support.errors import (
     CheckpointError,
-    MalformedCheckpoint,
     OutputRefused,
     UnsupportedCheckpoint,
 )
+from ckptconv.support.text import STANDARD_INPUT
 
 
 class Readable(Protocol):
@@ -109,14 +111,22 @@ class OpenFile(Alone):
                 while data := whole.read(CHUNK):
                     view = memoryview(data)
                     while view:
-                        count = self._file.write(view)
-                        # a raw file may take less than all
-                        view = view[count if isinstance(count, int) else len(view) :]
+                        view = view[self._written(view) :]
             if hasattr(self._file, "flush"):
                 self._file.flush()
         except (OSError, ValueError) as error:
             what, hint = f"cannot be written: {error}", "it may hold a part of the output"
             raise OutputRefused(what, path=self.path, hint=hint) from error
+
+    def _written(self, view: memoryview) -> int:
+        """How many bytes it took, which may be few of a raw file."""
+        count = self._file.write(view)
+        if isinstance(count, int):
+            return count
+        # who writes a file of his own may return nothing for all; of a raw one None is none of them
+        if isinstance(self._file, io.RawIOBase):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return len(view)
 
     def refuse_unwritable(self, *, is_folder: bool = False) -> None:
         """Raise `OutputRefused` where it cannot be written to, or would have to be a folder."""
@@ -186,9 +196,7 @@ class SeekSource(Source):
             while left:
                 data = file.read(left)
                 if not data:
-                    at = offset + nbytes - left
-                    what = f"ends at byte {at}, more was expected"
-                    raise MalformedCheckpoint(what, path=self.path)
+                    raise self.wrong(f"ends at byte {offset + nbytes - left}, more was expected")
                 found.append(data)
                 left -= len(data)
         return found[0] if len(found) == 1 else b"".join(found)
@@ -205,8 +213,7 @@ class SeekSource(Source):
 
     def check_unchanged(self) -> None:
         if self._file is not None and self._end() - self._start != self.size:
-            what, hint = "was changed while it was read", "read it again"
-            raise MalformedCheckpoint(what, path=self.path, hint=hint)
+            raise self.wrong("was changed while it was read", hint="read it again")
 
     def close(self) -> None:
         self._file = None
@@ -221,9 +228,7 @@ class SeekSource(Source):
         """The file, for one thread at a time; after the block it is where it was."""
         file = self._file
         if file is None:
-            what = "was closed before it was read"
-            hint = "open it again, or read before it is closed (within its with block)"
-            raise MalformedCheckpoint(what, path=self.path, hint=hint)
+            raise self.closed()
         with self._lock:
             try:
                 before = file.tell()
@@ -234,4 +239,68 @@ class SeekSource(Source):
             except CheckpointError:
                 raise
             except (OSError, ValueError, EOFError) as error:
-                raise MalformedCheckpoint(f"cannot be read: {error}", path=self.path) from error
+                raise self.wrong(f"cannot be read: {error}") from error
+
+
+# ---------------------------------------------------------------------------------- standard input
+
+_NAME, _STDIN = Path(STANDARD_INPUT), 0
+
+
+class StandardInput(Alone):
+    """What is piped into the program, or the file that its standard input is.
+
+    The directory of most files is at their end, and readers go to and fro: what comes through a
+    pipe is copied to an unnamed temporary file, all of it, when it is first opened. `tell` is
+    called with the folder of that file before it is begun.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda folder: None) -> None:
+        super().__init__(_NAME)
+        self._tell = tell
+        self._fd: int | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("standard input cannot be pickled: another process has its own")
+
+    def kind(self) -> Kind:
+        return "file"
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        if self._fd is None:
+            self._fd = self._whole()
+        return FileSource(_NAME, os.dup(self._fd))
+
+    def fingerprint(self) -> Fingerprint | None:
+        with contextlib.closing(self.open()) as source:
+            return source.fingerprint()
+
+    def _whole(self) -> int:
+        """A descriptor of a regular file with all of it."""
+        try:
+            found = os.fstat(_STDIN)
+            if os.isatty(_STDIN):
+                hint = "name a file; ./- is the file named -"
+                raise UnsupportedCheckpoint("is a terminal", path=_NAME, hint=hint)
+            if stat.S_ISREG(found.st_mode) and os.lseek(_STDIN, 0, os.SEEK_CUR) == 0:
+                return os.dup(_STDIN)
+            return self._copied()
+        except OSError as error:
+            folder, why = platforms.temporary_folder(), os.strerror(error.errno or 0)
+            raise UnsupportedCheckpoint(
+                f"cannot be copied to {folder}: {why}",
+                path=_NAME,
+                hint="free some space, or set TMPDIR to another folder",
+            ) from error
+
+    def _copied(self) -> int:
+        self._tell(platforms.temporary_folder())
+        written, read = platforms.unnamed_file("ckptconv-")
+        try:
+            with written:
+                while data := os.read(_STDIN, CHUNK):
+                    written.write(data)
+        except BaseException:
+            os.close(read)
+            raise
+        return read

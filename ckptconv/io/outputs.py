@@ -14,6 +14,8 @@ from typing import Any
 from ckptconv.io.commit import ShardNames, put_set
 from ckptconv.io.destination import (
     Destination,
+    LocalDraft,
+    Staged,
     check_folder,
     check_output,
     followed,
@@ -26,7 +28,6 @@ from ckptconv.io.hidden_folders import (
     staging_folder,
     temporary_folder,
 )
-from ckptconv.io.local_drafts import LocalDraft, Staged
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import local_path

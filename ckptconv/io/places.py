@@ -1,16 +1,116 @@
-"""The place that a user names: a path of this host, or an address; or a file that is open."""
+"""The place that a user names: a path of this host, or an address; or a file that is open.
+
+Paths of this host are a kind of place of their own here; `remote` has those of addresses.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
+from dataclasses import field
 from pathlib import Path, PurePath
 
-from ckptconv.io.local import LocalPlace
-from ckptconv.io.location import Location
+from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
+from ckptconv.io.journals import refuse_torn
+from ckptconv.io.location import Kind, Location
 from ckptconv.io.open_files import OpenFile, OpenPath, Readable, Writable, is_open_file
+from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.addresses import address_in, holds_credentials, shown
 from ckptconv.support.errors import OptionRefused, UnsupportedCheckpoint
+from ckptconv.support.records import dataclass
+
+# what the system says of a name that nothing has, or can have
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace(Location):
+    """A path of this host."""
+
+    at: Path
+    ends_in_slash: bool = field(default=False, compare=False)
+
+    @property
+    def says_folder(self) -> bool:
+        return self.ends_in_slash
+
+    @property
+    def path(self) -> Path:
+        return self.at
+
+    @property
+    def parent(self) -> LocalPlace:
+        return LocalPlace(self.at.parent)
+
+    @property
+    def absolute(self) -> LocalPlace:
+        return LocalPlace(self.at.absolute())
+
+    @property
+    def absolute_name(self) -> str:
+        # as `Path.absolute` has it, which parses the working folder and the path once more
+        if self.at.anchor or not self.at.parts:
+            return str(self.at.absolute())
+        return os.path.join(os.getcwd(), self.at)  # noqa: PTH109, PTH118
+
+    def child(self, name: str) -> LocalPlace:
+        return LocalPlace(self.at / name)
+
+    def kind(self) -> Kind:
+        return self.look()[0]
+
+    def look(self) -> tuple[Kind, Fingerprint | None]:
+        try:
+            found = os.stat(self.at)  # noqa: PTH116 (of each of 10,000 files, several times)
+        except ValueError:  # a character that no name has
+            return "nothing", None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return "nothing", None
+            raise
+        kind: Kind = "other"
+        if stat.S_ISREG(found.st_mode):
+            kind = "file"
+        elif stat.S_ISDIR(found.st_mode):
+            kind = "folder"
+        return kind, stamp(found)
+
+    def local(self) -> Path | None:
+        return self.at
+
+    def names(self) -> Sequence[str]:
+        return sorted(item.name for item in self.at.iterdir())
+
+    def open(self, pool: FilePool | None = None) -> Source:
+        refuse_torn(self.at)
+        return FileSource(self.at) if pool is None else PooledSource(self.at, pool)
+
+    def fingerprint(self) -> Fingerprint | None:
+        try:
+            return stamp(self.at.stat())
+        except OSError:
+            return None
+
+    def alias_of(self) -> str | None:
+        if not self.at.is_symlink():
+            return None
+        folder, name = os.path.split(os.path.realpath(self.at))
+        return name if folder == os.path.realpath(self.at.parent) else None
+
+    def stays_within(self, home: Location) -> bool:
+        """The ``blobs`` of a repository in the Hugging Face cache are not out of its snapshots,
+        which consist of links to them.
+        """
+        real, folder = Path(os.path.realpath(self.at)), Path(os.path.realpath(home.path))
+        snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
+        return real.is_relative_to(folder) or (
+            snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
+        )
+
+
+# -------------------------------------------------------------------------------- what a user names
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 
@@ -35,8 +135,7 @@ def place_of(named: Place | Readable | Writable | Location) -> Location:
         return OpenFile(named)
     address = address_in(named)
     if address is None:
-        path = named if isinstance(named, Path) else Path(named)
-        return LocalPlace(path, os.fspath(named).endswith(_SLASHES))
+        return LocalPlace(Path(named), os.fspath(named).endswith(_SLASHES))
     scheme = address.partition("://")[0]
     if scheme.lower() == "file":
         hint = f"leave out {scheme}://"

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ckptconv.io.crc import crc32
-from ckptconv.support.errors import MalformedCheckpoint
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from ckptconv.support.records import NamedTuple
 
 CHUNK = 1 << 20
@@ -105,12 +105,26 @@ class Source(ABC):
     def close(self) -> None:
         """Give the file descriptor back; a second call does nothing."""
 
+    def wrong(self, what: str, **told: Any) -> MalformedCheckpoint:
+        """The error for its bytes, by its name."""
+        return MalformedCheckpoint(what, path=self.path, **told)
+
+    def closed(self) -> CheckpointError:
+        """The error for who reads it too late."""
+        hint = "open it again, or read before it is closed (within its with block)"
+        return CheckpointError("was closed before it was read", path=self.path, hint=hint)
+
     def _require(self, offset: int, nbytes: int) -> None:
         """Raise `MalformedCheckpoint` for bytes that it does not have."""
-        if offset < 0 or nbytes > self.size - offset:
-            raise MalformedCheckpoint(
-                f"{nbytes} bytes at {offset} lie beyond its end ({self.size})", path=self.path
-            )
+        if offset < 0 or not 0 <= nbytes <= self.size - offset:
+            raise self.wrong(f"{nbytes} bytes at {offset} lie beyond its end ({self.size})")
+
+    def _required(self, ranges: Iterable[Range]) -> list[Range]:
+        """The runs, all of which it has: whoever asks for many hears it before the first."""
+        wanted = list(ranges)
+        for offset, nbytes in wanted:
+            self._require(offset, nbytes)
+        return wanted
 
     def begin_into(self, offset: int, view: memoryview) -> Pending:
         """`read_into`, which is over when it was waited for: sources over a network are asked at
@@ -270,18 +284,13 @@ class RangeSource(Source):
     """The `size` bytes of another source from `start` on; closing it leaves the other open."""
 
     def __init__(self, parent: Source, start: int, size: int) -> None:
-        if start < 0 or size < 0 or start + size > parent.size:
-            raise MalformedCheckpoint(
-                f"{size} bytes at {start} lie beyond its end ({parent.size})", path=parent.path
-            )
+        parent._require(start, size)
         self.path, self.size = parent.path, size
         self._parent, self._start = parent, start
 
     def read_into(self, offset: int, view: memoryview) -> None:
         if offset < 0 or offset + len(view) > self.size:
-            raise MalformedCheckpoint(
-                f"ends at byte {self.size}, more was expected", path=self.path
-            )
+            raise self.wrong(f"ends at byte {self.size}, more was expected")
         self._parent.read_into(self._start + offset, view)
 
     def begin_into(self, offset: int, view: memoryview) -> Pending:
@@ -293,14 +302,11 @@ class RangeSource(Source):
         return self._parent.read(self._start + offset, nbytes)
 
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
-        for offset, nbytes in ranges:
-            self._require(offset, nbytes)
-        return self._parent.read_many([(self._start + offset, count) for offset, count in ranges])
+        wanted = self._required(ranges)
+        return self._parent.read_many([(self._start + offset, count) for offset, count in wanted])
 
     def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
-        wanted = list(ranges)
-        for offset, nbytes in wanted:
-            self._require(offset, nbytes)
+        wanted = self._required(ranges)
         return self._parent.stream((self._start + offset, nbytes) for offset, nbytes in wanted)
 
     def fingerprint(self) -> Fingerprint:

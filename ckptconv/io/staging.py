@@ -221,16 +221,6 @@ def _take_over(made: Path, before: os.stat_result) -> None:
     made.chmod(stat.S_IMODE(before.st_mode) & 0o777)
 
 
-def _not_undone(error: BaseException, path: Path, left: str) -> BaseException:
-    """What is raised instead of `error` when what was done until then cannot be undone either."""
-    try:
-        with output_errors(path):
-            raise error
-    except OutputRefused as refused:
-        refused.hint = left
-        return refused
-
-
 def _rename_behind_index(passing: Path, shards: Sequence[str], index: Path, *, fsync: bool) -> None:
     """Shards that an index names where they lie get their own names too, then the index."""
     sync = fsync_folder if fsync else lambda folder: None
@@ -295,7 +285,12 @@ def _renamed(one: Path, other: Path, path: Path, left: str) -> Iterator[None]:
         try:
             platforms.rename(other, one)
         except OSError:
-            raise _not_undone(error, path, left.format(printable(other.name))) from error
+            try:
+                with output_errors(path):
+                    raise error
+            except OutputRefused as refused:
+                refused.hint = left.format(printable(other.name))
+                raise
         raise
 
 

@@ -19,23 +19,20 @@ from ckptconv.support import platforms
 
 _BUFFERS = 4
 
+# The bytes of one write(2). Where it gets more, Linux caches the file in pages of up to 2 MiB, and
+# memory in runs of that size is what a virtual machine has given back to its host: 2 GB took 0.9 s
+# instead of 0.3 s when nothing else had used that memory lately.
 _AT_ONCE = 1 << 18
-"""The bytes of one write(2). Where it gets more, Linux caches the file in pages of up to 2 MiB, and
-memory in runs of that size is what a virtual machine has given back to its host: 2 GB took 0.9 s
-instead of 0.3 s when nothing else had used that memory lately.
-"""
 
-
+# A buffer with less room than that goes out as it is: a read more for what fits costs more.
 _A_READ = 1 << 16
-"""A buffer with less room than that goes out as it is: a read more for what fits costs more."""
 
 RESERVE_FROM = 16 << 20
 
+# The bytes after which the disk is told to begin with a file that is synced in the end. Linux
+# leaves that to the sync where they are less than a tenth of memory: of 768 MB, the disk had all to
+# do when the last byte was written, and the program waited 0.7 s for it.
 _BEGUN_EVERY = 8 << 20
-"""The bytes after which the disk is told to begin with a file that is synced in the end. Linux
-leaves that to the sync where they are less than a tenth of memory: of 768 MB, the disk had all to
-do when the last byte was written, and the program waited 0.7 s for it.
-"""
 
 
 class Sink(ABC):

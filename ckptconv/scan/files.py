@@ -13,10 +13,9 @@ from pathlib import Path
 
 from ckptconv.formats.containers import named, open_file, scanned_first
 from ckptconv.formats.zip_directory import joined_archives
-from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import Readable
-from ckptconv.io.places import Place, place_of
+from ckptconv.io.places import LocalPlace, Place, place_of
 from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
 from ckptconv.scan.pickles import Room, Sighting, Stream

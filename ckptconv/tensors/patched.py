@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any, Literal, Protocol, get_args
 
+from ckptconv.io.inflate import Inflating
 from ckptconv.io.source import CHUNK, Fingerprint, RangeSource
-from ckptconv.io.zstd import Inflating
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import MalformedCheckpoint, MissingDependency
 from ckptconv.support.records import dataclass

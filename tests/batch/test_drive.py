@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import threading
@@ -25,6 +27,8 @@ from ckptconv import (
 from ckptconv.batch import drive
 from ckptconv.batch.identity import fingerprint
 from ckptconv.convert.execute import ConversionResult
+from ckptconv.io.appended import AppendedLines
+from ckptconv.support import platforms
 from ckptconv.support.errors import RemoteFailure
 from ckptconv.support.progress import OnProgress
 from helpers.engine_conformance import checkpoint
@@ -353,6 +357,23 @@ def test_of_two_drivers_with_one_report_the_second_is_told(room, monkeypatch):
         next(convert_many(jobs_in(room), ledger=report))
     first.close()
     assert ran(jobs_in(room), ledger=report)[0] == EARLIER
+
+
+def test_a_ledger_that_fails_when_it_is_opened_is_given_back(room, monkeypatch):
+    report = room / "r.jsonl"
+    report.write_bytes(b"cut off")
+
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(platforms, "read_at", fails)
+        with pytest.raises(OutputRefused, match="cannot be written: Input/output error"):
+            AppendedLines(report)
+    monkeypatch.setattr("ckptconv.io.appended._PATIENCE", 0.1)
+    with contextlib.closing(AppendedLines(report)) as lines:
+        lines.append(["whole"], sync=False)
+    assert report.read_bytes() == b"cut off\nwhole\n"
 
 
 def test_a_driver_that_was_killed_keeps_the_next_from_its_report_only_while_its_workers_live(room):

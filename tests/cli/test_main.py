@@ -780,6 +780,12 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(what, tmp_p
     assert names(tmp_path) == before
 
 
+def test_a_folder_inside_a_file_is_refused_as_such(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    said = assert_one_error(run("convert", DDP, "file/out", "--to", "dcp", cwd=tmp_path))
+    assert "is inside a file, but must be inside a folder; name another folder" in said
+
+
 @pytest.mark.parametrize(
     "name", ["字" * 84 + ".pt", "n" * 252 + ".pt", "é" * 100 + ".safetensors"], ids=["3", "1", "2"]
 )

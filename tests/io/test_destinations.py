@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptconv.io.commit import ShardNames
-from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_output
+from ckptconv.io.places import LocalPlace
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import DestinationConformance
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckptconv.io.files import FilePool
-from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import is_plain_name, is_plain_path, require, within
-from ckptconv.io.places import place_of
+from ckptconv.io.places import LocalPlace, place_of
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from helpers.conformance import LocationConformance
 from helpers.memory_places import STORES, MemoryPlace

@@ -24,8 +24,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ckptconv.io.commit import ShardNames
 from ckptconv.io.destination import Destination
-from ckptconv.io.local import LocalPlace
 from ckptconv.io.outputs import file_output, folder_output
+from ckptconv.io.places import LocalPlace
 from ckptconv.io.source import CHUNK
 from ckptconv.support.errors import OutputRefused
 from helpers.conformance import FaultyDestination, pattern

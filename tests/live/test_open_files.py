@@ -7,6 +7,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import os
 import pickle
 import tempfile
 import zipfile
@@ -294,6 +295,19 @@ class Full(io.BytesIO):
 def test_a_file_that_takes_no_bytes_is_named():
     with pytest.raises(OutputRefused, match=r"^Full at 0x\w+: cannot be written: .*No space"):
         save_portable(tensors(), Full())
+
+
+@pytest.mark.skipif(not hasattr(os, "set_blocking"), reason="no pipe that does not wait")
+def test_a_pipe_that_does_not_wait_is_not_left_with_a_part_that_looks_whole():
+    content = io.BytesIO()
+    torch.save({"w": torch.zeros(1 << 17)}, content)
+    content.seek(0)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    # a raw file that would have to wait takes nothing, and says so by None
+    refused = pytest.raises(OutputRefused, match=r"cannot be written: .* it may hold a part")
+    with open(reading, "rb"), open(writing, "wb", buffering=0) as file, refused:
+        convert_checkpoint(content, file)
 
 
 def test_plans_and_results_are_pickled_without_the_file():

@@ -35,9 +35,9 @@ ELSEWHERE = ("bare", "windows")
 USERS_OF_PLATFORMS = {
     "support.signals", "keys.rules", "io.files", "io.inflate", "io.stream", "io.destination",
     "io.staging", "io.in_place", "io.journals", "io.hidden_folders", "io.location", "io.outputs",
-    "io.open_files", "cli.terminal", "cli.options", "io.standard_input", "io.remote.patience",
+    "io.open_files", "cli.terminal", "cli.options", "io.remote.patience",
     "io.remote.credentials", "io.remote.network", "io.appended", "batch.choosing",
-    "batch.processes", "tensors.compute_ahead", "support.blas", "io.zstd",
+    "batch.processes", "tensors.compute_ahead", "__main__",
 }  # fmt: skip
 ONLY_HERE = {
     "os.name",
@@ -665,7 +665,7 @@ def test_a_folder_that_names_such_a_step_is_refused_on_every_system(name, tmp_pa
 )
 def test_metadata_of_dcp_that_names_such_a_file_is_refused_on_every_system(name, tmp_path):
     from ckptconv.formats.folders.dcp import inside
-    from ckptconv.io.local import LocalPlace
+    from ckptconv.io.places import LocalPlace
 
     (tmp_path / "a").mkdir()
     (tmp_path / name).write_bytes(b"")
@@ -790,3 +790,13 @@ def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again(tmp_path):
         check=True,
     )
     assert int(done.stderr.split()[-1]) < 22_000
+
+
+@pytest.mark.parametrize("error", [TypeError, OSError])
+def test_memory_stays_as_it_is_where_malloc_cannot_be_asked(error, monkeypatch):
+    def lacking(*_given: object, **_options: object) -> None:
+        raise error  # on Windows TypeError: the C library has no name there
+
+    monkeypatch.setattr("ctypes.CDLL", lacking)
+    platforms.share_memory_between_threads()
+    platforms.keep_freed_memory()

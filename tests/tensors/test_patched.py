@@ -10,8 +10,8 @@ from pathlib import PurePath
 import numpy as np
 import pytest
 
+from ckptconv.io.inflate import Inflating
 from ckptconv.io.source import CHUNK, MemorySource
-from ckptconv.io.zstd import Inflating
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.patched import Change, patched

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -21,67 +21,63 @@ CREDENTIALS = "see: ckptconv help remote (credentials)"
 
 _Meaning = tuple[Failing, str, str | None]
 
-_KEY: _Meaning = ("denied", "does not know the access key", CREDENTIALS)
-_SECRET: _Meaning = (
-    "denied",
-    "does not accept the signature: the secret key is wrong",
-    CREDENTIALS,
-)
-_OLD: _Meaning = ("denied", "says that the credentials have expired", "get new ones, and try again")
-_CLOCK: _Meaning = ("denied", "says that the clock of this machine is wrong", "set the clock")
-_BUCKET: _Meaning = ("final", "has no such bucket", "check the address")
+_FORBIDDEN: _Meaning = ("denied", "does not allow it", CREDENTIALS)
 _REGION: _Meaning = (
     "final",
     "has the bucket in another region",
     "set AWS_REGION to that of the bucket",
 )
-_FORBIDDEN: _Meaning = ("denied", "does not allow it", CREDENTIALS)
-_BUSY: _Meaning = ("passing", "asks for fewer requests", None)
+_MISSING: _Meaning = ("missing", "no such file", "check the address")
 
-_MEANINGS: dict[str, _Meaning] = {
-    "NoSuchBucket": _BUCKET,
-    "ContainerNotFound": ("final", "has no such container", "check the address"),
-    "ContainerBeingDeleted": ("final", "is deleting the container", None),
-    "InvalidBucketName": ("final", "does not accept this as a bucket name", "check it"),
-    "AccountIsDisabled": ("final", "says that the account is disabled", None),
-    "NoSuchKey": ("missing", "no such file", "check the address"),
-    "BlobNotFound": ("missing", "no such file", "check the address"),
-    "NoSuchUpload": ("missing", "the upload is not known any more: it was aborted", None),
-    "InvalidAccessKeyId": _KEY,
-    "SignatureDoesNotMatch": _SECRET,
-    "AuthenticationFailed": _SECRET,
-    "AuthorizationFailure": _SECRET,
-    "InvalidToken": _OLD,
-    "ExpiredToken": _OLD,
-    "TokenRefreshRequired": _OLD,
-    "RequestExpired": _OLD,
-    "RequestTimeTooSkewed": _CLOCK,
-    "AccessDenied": _FORBIDDEN,
-    "AllAccessDisabled": _FORBIDDEN,
-    "AccountProblem": _FORBIDDEN,
-    "AuthorizationPermissionMismatch": _FORBIDDEN,
-    "PublicAccessNotPermitted": _FORBIDDEN,
-    "InvalidObjectState": ("final", "keeps it in an archive", "restore it first"),
-    "BlobArchived": ("final", "keeps it in an archive", "rehydrate it first"),
-    "PermanentRedirect": _REGION,
-    "AuthorizationHeaderMalformed": _REGION,
-    "IllegalLocationConstraintException": _REGION,
-    "EntityTooLarge": ("final", "does not accept an object of this size", None),
-    "QuotaExceeded": ("final", "has no room left", None),
-    "SlowDown": _BUSY,
-    "ServerBusy": _BUSY,
-    "TooManyRequests": _BUSY,
-    "Throttling": _BUSY,
-    "ThrottlingException": _BUSY,
-    "RequestLimitExceeded": _BUSY,
-    "BandwidthLimitExceeded": _BUSY,
-    "RequestTimeout": ("passing", "received too little data for too long", None),
-    "BadDigest": ("passing", "received other bytes than were sent", None),
-    "IncompleteBody": ("passing", "received fewer bytes than were sent", None),
-    "ConditionalRequestConflict": ("passing", "is handling another request for it", None),
-    "OperationAborted": ("passing", "is handling another request for it", None),
-}
-"""What a code that stands in the body of an answer means."""
+# what codes that stand in the body of an answer mean
+_CODES: tuple[tuple[str, _Meaning], ...] = (
+    ("NoSuchBucket", ("final", "has no such bucket", "check the address")),
+    ("ContainerNotFound", ("final", "has no such container", "check the address")),
+    ("ContainerBeingDeleted", ("final", "is deleting the container", None)),
+    ("InvalidBucketName", ("final", "does not accept this as a bucket name", "check it")),
+    ("AccountIsDisabled", ("final", "says that the account is disabled", None)),
+    ("NoSuchKey BlobNotFound", _MISSING),
+    ("NoSuchUpload", ("missing", "the upload is not known any more: it was aborted", None)),
+    ("InvalidAccessKeyId", ("denied", "does not know the access key", CREDENTIALS)),
+    (
+        "SignatureDoesNotMatch AuthenticationFailed AuthorizationFailure",
+        ("denied", "does not accept the signature: the secret key is wrong", CREDENTIALS),
+    ),
+    (
+        "InvalidToken ExpiredToken TokenRefreshRequired RequestExpired",
+        ("denied", "says that the credentials have expired", "get new ones, and try again"),
+    ),
+    (
+        "RequestTimeTooSkewed",
+        ("denied", "says that the clock of this machine is wrong", "set the clock"),
+    ),
+    (
+        "AccessDenied AllAccessDisabled AccountProblem AuthorizationPermissionMismatch "
+        "PublicAccessNotPermitted",
+        _FORBIDDEN,
+    ),
+    ("InvalidObjectState", ("final", "keeps it in an archive", "restore it first")),
+    ("BlobArchived", ("final", "keeps it in an archive", "rehydrate it first")),
+    (
+        "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException",
+        _REGION,
+    ),
+    ("EntityTooLarge", ("final", "does not accept an object of this size", None)),
+    ("QuotaExceeded", ("final", "has no room left", None)),
+    (
+        "SlowDown ServerBusy TooManyRequests Throttling ThrottlingException RequestLimitExceeded "
+        "BandwidthLimitExceeded",
+        ("passing", "asks for fewer requests", None),
+    ),
+    ("RequestTimeout", ("passing", "received too little data for too long", None)),
+    ("BadDigest", ("passing", "received other bytes than were sent", None)),
+    ("IncompleteBody", ("passing", "received fewer bytes than were sent", None)),
+    (
+        "ConditionalRequestConflict OperationAborted",
+        ("passing", "is handling another request for it", None),
+    ),
+)
+_MEANINGS = {code: meaning for codes, meaning in _CODES for code in codes.split()}
 
 _PASSING = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 
@@ -103,25 +99,30 @@ def meant(
     if status == 407:
         return unreached("password", who)
     if code == "PreconditionFailed" or status == 412:
-        return StoreError("changed", "was changed while it was read")
-    kind, what, hint = _MEANINGS.get(code) or _by_status(code, status)
+        return StoreError("changed")
+    meaning = _MEANINGS.get(code) or _by_status(code, status)
+    kind, what, hint = meaning
     if kind == "missing":
         return StoreError(kind, what, hint=hint)
-    if kind == "final" and region and _MEANINGS.get(code) is _REGION:
+    if region and _MEANINGS.get(code) is _REGION:
         what, hint = f"has the bucket in the region {region}", f"set AWS_REGION={region}"
-    error = Forbidden if _MEANINGS.get(code, _FORBIDDEN) is _FORBIDDEN else StoreError
-    return (error if kind == "denied" else StoreError)(kind, f"{who} {what}", hint=hint, wait=wait)
+    if meaning is _FORBIDDEN:
+        return Forbidden(kind, f"{who} {what}", hint=hint, wait=wait)
+    return StoreError(kind, f"{who} {what}", hint=hint, wait=wait)
 
 
 def _by_status(code: str, status: int) -> _Meaning:
-    if status == 404:
-        return "missing", "no such file", "check the address"
-    if status in (401, 403):
-        return _FORBIDDEN
-    if status == 301:
-        return _REGION
-    said = f"answers with status {status}" if not code else f"answers {code} (status {status})"
-    return ("passing" if status in _PASSING or status >= 500 else "final"), said, None
+    if status in _STATUSES:
+        return _STATUSES[status]
+    said = f"answers with status {status}"
+    if code:
+        said = f"answers {code} (status {status})"
+    if status in _PASSING or status >= 500:
+        return "passing", said, None
+    return "final", said, None
+
+
+_STATUSES = {301: _REGION, 401: _FORBIDDEN, 403: _FORBIDDEN, 404: _MISSING}
 
 
 _CODE = re.compile(r"<Code>([A-Za-z][A-Za-z0-9]{2,60})</Code>").search
@@ -132,6 +133,7 @@ _ASKING_WHO = re.compile(r"Generic \w+ error: Error performing token request").m
 
 # ---------------------------------------------------------------------------- who asks is not known
 
+# what errors of botocore and of the system mean where credentials were asked for
 _WHO = {
     "SSOTokenLoadError": ("there is no SSO login", "aws sso login"),
     "SSOError": ("the SSO login has expired", "aws sso login"),
@@ -169,7 +171,6 @@ _WHO = {
     "PartialCredentialsError": ("one of the two keys is missing", CREDENTIALS),
     "Exception": ("the credentials fail", CREDENTIALS),
 }
-"""What errors of botocore and of the system mean where credentials were asked for."""
 
 _FAILED = re.compile(r"credentials-fail-by-(\w+)").search
 
@@ -178,7 +179,9 @@ def credentials_failed(error: BaseException) -> tuple[str, str]:
     """Why there are no credentials, and what to do."""
     what, hint = _WHO[_who_failed(error)]
     file = getattr(error, "kwargs", {}).get("path")  # botocore's, of a file that it cannot parse
-    return (what if file is None else f"{what} ({printable(file)})"), hint
+    if file is not None:
+        what = f"{what} ({printable(file)})"
+    return what, hint
 
 
 def in_words_of_obstore(error: BaseException) -> Exception:
@@ -193,6 +196,7 @@ def _who_failed(error: BaseException) -> str:
 
 # ------------------------------------------------------------------------ who is not reached at all
 
+# why nothing was answered
 _UNREACHED: dict[str, _Meaning] = {
     "expired": (
         "final",
@@ -231,8 +235,8 @@ _UNREACHED: dict[str, _Meaning] = {
     "down": ("passing", "does not answer", "check the address and the network"),
     "cut": ("passing", "closed the connection", "if it speaks TLS, write https://"),
 }
-"""Why nothing was answered. Of what is passing, few tries are made: the address is likely wrong."""
 
+# by which words the text of obstore tells them, the first that it has
 _IN_OBSTORE = (
     ("ExpiredContext", "expired"), ("Expired", "expired"), ("NotValidYet", "early"),
     ("NotValidForName", "host"), ("InvalidContentType", "plain"), ("certificate", "issuer"),
@@ -240,7 +244,6 @@ _IN_OBSTORE = (
     ("Tunnel", "tunnel"), ("ConnectionReset", "cut"), ("dns error", "nameless"),
     ("kind: Connect", "down"), ("tcp connect error", "down"), ("Connection refused", "down"),
 )  # fmt: skip
-"""By which words the text of obstore tells them, the first that it has."""
 
 _BY_CODE = {9: "early", 10: "expired", 62: "host", 64: "host"}  # of OpenSSL's verification
 _BY_NAME = (
@@ -254,9 +257,10 @@ _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})").search
 def unreached(cause: str, who: str) -> StoreError:
     """The error for a host that was never heard of."""
     kind, what, hint = _UNREACHED[cause]
-    return StoreError(
-        kind, f"{who} {what}", hint=hint, tries=TRIES - 1 if kind == "passing" else None
-    )
+    told = StoreError(kind, f"{who} {what}", hint=hint)
+    if kind == "passing":
+        told.tries = TRIES - 1  # the address is likely wrong
+    return told
 
 
 def not_connected(error: BaseException, who: str, *, is_plain: bool = False) -> StoreError:
@@ -267,9 +271,9 @@ def not_connected(error: BaseException, who: str, *, is_plain: bool = False) -> 
             return unreached(_BY_CODE.get(cause.verify_code, "issuer"), who)
         if isinstance(cause, ssl.SSLError) and "WRONG_VERSION" in str(cause):
             return unreached("plain", who)
-        refused = _TUNNEL(str(cause)) if isinstance(cause, OSError) else None
-        if refused is not None:
-            return unreached("password" if refused[1] == "407" else "tunnel", who)
+        refused = isinstance(cause, OSError) and _TUNNEL(str(cause))
+        if refused:
+            return unreached({"407": "password"}.get(refused[1], "tunnel"), who)
     names = {type(cause).__name__ for cause in causes}
     for name, found in _BY_NAME:
         if name in names:
@@ -279,7 +283,8 @@ def not_connected(error: BaseException, who: str, *, is_plain: bool = False) -> 
     if isinstance(error, ValueError):
         return StoreError("final", "is not an address of the web", hint="check the address")
     told = unreached("cut", who)
-    told.hint = told.hint if is_plain else None
+    if not is_plain:
+        told.hint = None
     return told
 
 
@@ -306,35 +311,33 @@ def told_by_obstore(error: BaseException, service: str, *, is_signed: bool = Tru
     return Forbidden("denied", what, hint=CREDENTIALS)
 
 
+def _first(found_in: Callable[[str], re.Match[str] | None], text: str) -> str:
+    """The first group of a pattern; nothing where it is not in a text."""
+    found = found_in(text)
+    return found[1] if found else ""
+
+
 def _told(error: BaseException, service: str) -> StoreError:
     name, who = type(error).__name__, NAMES[service]
     text = _ADDRESS("", str(error))  # whose words are the user's
-    code, status, region = _CODE(text), _STATUS(text), _WHERE(text)
+    code, status, region = (_first(found, text) for found in (_CODE, _STATUS, _WHERE))
     if name == "AlreadyExistsError":
-        return StoreError("exists", "exists")
+        return StoreError("exists")
     if name == "PreconditionError":
-        return StoreError("changed", "was changed while it was read")
+        return StoreError("changed")
     if "without LOCATION" in text:
         return meant(service, "PermanentRedirect", 301)
-    is_nobody = name == "UnauthenticatedError" and status is None
-    failed = _FAILED(text)
-    if failed is not None:
-        return StoreError(
-            "denied", f"{who} cannot be asked: {_WHO[failed[1]][0]}", hint=_WHO[failed[1]][1]
-        )
-    if is_nobody or _ASKING_WHO(text):
-        return StoreError(
-            "denied", f"{who} needs credentials, and those found fail", hint=CREDENTIALS
-        )
-    if isinstance(error, FileNotFoundError) and status is None:
-        return StoreError("missing", "no such file", hint="check the address")
+    failed = _first(_FAILED, text)
+    if failed:
+        what, hint = _WHO[failed]
+        return StoreError("denied", f"{who} cannot be asked: {what}", hint=hint)
+    if (name == "UnauthenticatedError" and not status) or _ASKING_WHO(text):
+        what = f"{who} needs credentials, and those found fail"
+        return StoreError("denied", what, hint=CREDENTIALS)
+    if isinstance(error, FileNotFoundError) and not status:
+        return StoreError("missing", hint="check the address")
     if code or status:
-        return meant(
-            service,
-            code[1] if code else "",
-            int(status[1]) if status else 0,
-            region=region[1] if region else None,
-        )
+        return meant(service, code, int(status or 0), region=region)
     if name in ("PermissionDeniedError", "UnauthenticatedError"):
         return Forbidden("denied", f"{who} does not allow it", hint=CREDENTIALS)
     if isinstance(error, ValueError) or name in ("InvalidPathError", "NotSupportedError"):
@@ -385,14 +388,15 @@ def range_of(headers: Headers) -> tuple[int, int, int] | None:
 def length_of(headers: Headers) -> int | None:
     """The length of the body as it is told."""
     text = headers.get("Content-Length", "").strip()
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+    if not text.isascii() or not text.isdigit() or len(text) >= 20:
+        return None
+    return int(text)
 
 
 def seen(size: int, headers: Headers) -> Seen:
     """The version of a file that is `size` bytes long."""
     tag = headers.get("ETag", "").strip()
-    is_pinned = is_strong(tag)
-    return Seen(size, tag or headers.get("Last-Modified", "").strip(), is_pinned)
+    return Seen(size, tag or headers.get("Last-Modified", "").strip(), is_strong(tag))
 
 
 def is_strong(tag: str) -> bool:
@@ -432,17 +436,17 @@ def refusal(status: int, headers: Headers, hints: Mapping[int, str] | None = Non
     """The error for an answer that holds no bytes."""
     hint = (hints or {}).get(status)
     if status in (404, 410):
-        return StoreError("missing", "no such file", hint=hint or "check the address")
+        return StoreError("missing", hint=hint or "check the address")
     if status in (401, 403):
         return StoreError("denied", f"the server does not allow it (status {status})", hint=hint)
     if status == 407:
         return unreached("password", "the server")
     if status == 412:
-        return StoreError("changed", "was changed while it was read")
-    if status not in _PASSING_OF_WEB:
-        return StoreError("final", f"the server answers with status {status}", hint=hint)
-    wait = wait_of(headers, status)
+        return StoreError("changed")
     what = f"the server answers with status {status}"
+    if status not in _PASSING_OF_WEB:
+        return StoreError("final", what, hint=hint)
+    wait = wait_of(headers, status)
     if wait is not None and wait >= 1:
         what = f"{what}, and asks to wait {wait:.0f} s"
     return StoreError("passing", what, hint=hint or "try again later", wait=wait)

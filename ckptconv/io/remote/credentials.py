@@ -19,12 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from ckptconv.io.remote.causes import credentials_failed, in_words_of_obstore
-from ckptconv.io.remote.network import Trusted, certificates, needed, proxy_for, tls_of
+from ckptconv.io.remote.causes import CREDENTIALS, credentials_failed, in_words_of_obstore
+from ckptconv.io.remote.network import Trusted, certificates, is_set, needed, proxy_for, tls_of
 from ckptconv.support import platforms
 from ckptconv.support.errors import UnsupportedCheckpoint
-
-_HINT = "see: ckptconv help remote (credentials)"
 
 
 def options_of(
@@ -43,13 +41,17 @@ def options_of(
     endpoint = endpoint_of(service)
     if endpoint is not None and endpoint.startswith("http://"):
         options["client_options"]["allow_http"] = True
-    trusted = certificates_of_aws() if service == "s3" else certificates()
+    if service == "s3":
+        trusted = certificates_of_aws()
+        options |= _s3_options(endpoint, bucket)
+    elif service == "gs":
+        trusted = certificates()
+        options |= _google(endpoint)
+    else:
+        trusted = certificates()
+        options |= _azure(endpoint, host)
     if trusted is not None:
         options["client_options"]["root_certificate"] = trusted.pem
-    if service == "s3":
-        options |= _s3_options(endpoint, bucket)
-    else:
-        options |= _google(endpoint) if service == "gs" else _azure(endpoint, host)
     at = options.get("endpoint", endpoint) or usual_endpoint(
         service, bucket, None, options.get("region") or options.get("account_name", "")
     )
@@ -74,8 +76,10 @@ def _proxies(at: str) -> dict[str, str]:
     proxy = proxy_for(at)
     if proxy is not None:
         return {"proxy_url": proxy}
-    host = urlsplit(at).hostname or ""
-    return {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": host} if getproxies() else {}
+    if not getproxies():
+        return {}
+    # a proxy that is never asked stands in for that of the environment, which would be
+    return {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": urlsplit(at).hostname or ""}
 
 
 _ENDPOINTS = {
@@ -87,25 +91,23 @@ _ENDPOINTS = {
 
 def endpoint_of(service: str) -> str | None:
     """Where a service is, if not at its usual place."""
-    if service == "s3" and _is_set("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"):
+    if service == "s3" and is_set("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"):
         return None
     found = _first(*_ENDPOINTS[service])
     if service == "s3" and found is None and _has_profile():
         found = _endpoint_of_profile()
     if service == "az" and found is None:
         found = _blob_endpoint(_connection())
-    if found is not None and "://" not in found:
+    if not found:
+        return None
+    if "://" not in found:  # STORAGE_EMULATOR_HOST is a host and a port
         found = f"http://{found}"
-    return found.rstrip("/") if found else None
+    return found.rstrip("/")
 
 
 def _first(*names: str) -> str | None:
     """The first of the variables that is set."""
     return next((value for name in names if (value := os.environ.get(name))), None)
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
 def certificates_of_aws() -> Trusted | None:
@@ -121,7 +123,7 @@ def certificates_of_aws() -> Trusted | None:
 
 def is_anonymous() -> bool:
     """Whether requests to S3 are not signed, because the user wants it so."""
-    return _is_set("AWS_SKIP_SIGNATURE") or _is_set("AWS_NO_SIGN_REQUEST")
+    return is_set("AWS_SKIP_SIGNATURE") or is_set("AWS_NO_SIGN_REQUEST")
 
 
 def _has_plain_keys() -> bool:
@@ -186,6 +188,7 @@ def _provider(found: Any) -> Callable[[], dict[str, Any]]:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
+            # when obstore asks again; botocore gives none that last for less than ten minutes
             "expires_at": datetime.now(timezone.utc) + timedelta(minutes=5),
         }
 
@@ -225,8 +228,7 @@ def _region_told(bucket: str) -> str | None:
         headers = error.headers
     except OSError:
         return None
-    told = headers.get("x-amz-bucket-region")
-    return str(told) if told else None
+    return str(headers.get("x-amz-bucket-region") or "") or None
 
 
 def _endpoint_of_profile() -> str | None:
@@ -238,8 +240,7 @@ def _endpoint_of_profile() -> str | None:
         scoped_config=session.get_scoped_config(),
         client_name="s3",
     )
-    found = provider.provide()
-    return str(found) if found else None
+    return str(provider.provide() or "") or None
 
 
 def profile_session() -> Any:
@@ -269,7 +270,7 @@ def _google(endpoint: str | None) -> dict[str, Any]:
         nobody = {"client_email": "", "private_key": "", "private_key_id": ""}
         emulated = {"gcs_base_url": endpoint, "disable_oauth": True, **nobody}
         return {"service_account_key": json.dumps(emulated)}
-    if _is_set("GOOGLE_SKIP_SIGNATURE"):
+    if is_set("GOOGLE_SKIP_SIGNATURE"):
         return {"skip_signature": True}
     if _first(*_GOOGLE) is not None:
         return {}
@@ -286,7 +287,9 @@ _GOOGLE = (
 
 def _gcloud_file() -> Path:
     """Where gcloud keeps the credentials of programs."""
-    usual = "~/AppData/Roaming/gcloud" if platforms.ON_WINDOWS else "~/.config/gcloud"
+    usual = "~/.config/gcloud"
+    if platforms.ON_WINDOWS:
+        usual = "~/AppData/Roaming/gcloud"
     folder = Path(os.environ.get("CLOUDSDK_CONFIG") or usual).expanduser()
     return folder / "application_default_credentials.json"
 
@@ -335,7 +338,7 @@ def _azure(endpoint: str | None, host: str | None) -> dict[str, Any]:
     connection = _connection()
     named = _first("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
     named = named or connection.get("AccountName") or _account_at(endpoint)
-    name = host.partition(".")[0] if host else named
+    name = (host or "").partition(".")[0] or named
     if name is None:
         raise UnsupportedCheckpoint(
             "names no account of Azure",
@@ -350,13 +353,14 @@ def _azure(endpoint: str | None, host: str | None) -> dict[str, Any]:
         if named is not None and name != named and (key or sas):
             # a signature for one account is not for the eyes of another
             raise UnsupportedCheckpoint(
-                f"is in the account {name}, and the credentials are those of {named}", hint=_HINT
+                f"is in the account {name}, and the credentials are those of {named}",
+                hint=CREDENTIALS,
             )
         endpoint = f"https://{host}"
     options: dict[str, Any] = {"account_name": name}
     if endpoint is not None:
         options["endpoint"] = endpoint
-    if _is_set("AZURE_SKIP_SIGNATURE"):
+    if is_set("AZURE_SKIP_SIGNATURE"):
         options["skip_signature"] = True
     elif key is not None:
         options["account_key"] = key
@@ -375,23 +379,21 @@ def _account_at(endpoint: str | None) -> str | None:
     return found[1] if found else None
 
 
+# what Azure's documentation says of the emulator: the key is the same everywhere, and no secret
 _EMULATOR = {
     "AccountName": "devstoreaccount1",
     "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/"
     "KBHBeksoGMGw==",
     "BlobEndpoint": "http://127.0.0.1:10000/devstoreaccount1",
 }
-"""What Azure's documentation says of the emulator."""
 
 
 def _blob_endpoint(parts: dict[str, str]) -> str | None:
     """Where a connection string says that the blobs are."""
-    found = parts.get("BlobEndpoint")
-    if found:
-        return found
     name, suffix = parts.get("AccountName"), parts.get("EndpointSuffix")
-    scheme = parts.get("DefaultEndpointsProtocol", "https")
-    return f"{scheme}://{name}.blob.{suffix}" if name and suffix else None
+    if parts.get("BlobEndpoint") or not name or not suffix:
+        return parts.get("BlobEndpoint")
+    return f"{parts.get('DefaultEndpointsProtocol', 'https')}://{name}.blob.{suffix}"
 
 
 def _connection() -> dict[str, str]:

@@ -14,16 +14,25 @@ from datetime import datetime
 from typing import Any
 
 from ckptconv.io.remote.network import needed
-from ckptconv.io.remote.store import TRIES, Listing, Part, Seen, Store, StoreError, Unfinished
+from ckptconv.io.remote.store import (
+    NOTHING,
+    TRIES,
+    Listing,
+    Part,
+    Seen,
+    Store,
+    StoreError,
+    Unfinished,
+)
 from ckptconv.io.remote.uploads import HidingStore, is_left
 from ckptconv.support.addresses import shown
 from ckptconv.support.errors import UnsupportedCheckpoint
 
+# what fsspec knows that lies in another place, or on this machine
 _NOT_PLACES = frozenset((
     "local", "asynclocal", "async_wrapper", "asyncwrapper", "blockcache", "cached", "filecache",
     "simplecache", "data", "dir", "generic", "libarchive", "reference", "tar", "zip",
 ))  # fmt: skip
-"""What fsspec knows that lies in another place, or on this machine."""
 
 
 def filesystem_store(address: str) -> tuple[Store, str]:
@@ -45,10 +54,9 @@ def filesystem_store(address: str) -> tuple[Store, str]:
     return FileSystemStore(fsspec, _WHOLE.get(root, whole), root), key
 
 
+# addresses with a password, by what is shown of them: plans and results only have that, and name
+# the place by it again in this process
 _WHOLE: dict[str, str] = {}
-"""Addresses with a password, by what is shown of them: plans and results only have that, and name
-the place by it again in this process.
-"""
 
 
 class FileSystemStore(HidingStore):
@@ -103,13 +111,14 @@ class FileSystemStore(HidingStore):
         with self.asking() as system:
             about = system.info(path)
             if about.get("type") == "directory":
-                raise StoreError("missing", "no such file")
+                raise StoreError("missing")
             seen = _seen(about)
             if pinned is not None and seen != pinned:
-                raise StoreError("changed", "was changed while it was read")
+                raise StoreError("changed")
             last = min(first + nbytes, seen.size)
-            data = system.cat_file(path, start=first, end=last) if first < last else b""
-            return Part(bytes(data), seen)
+            if first >= last:
+                return Part(b"", seen)
+            return Part(bytes(system.cat_file(path, start=first, end=last)), seen)
 
     def list(self, prefix: str) -> Listing:
         files: dict[str, Seen] = {}
@@ -118,7 +127,7 @@ class FileSystemStore(HidingStore):
             try:
                 found = system.ls(self.path(prefix), detail=True)
             except (FileNotFoundError, NotADirectoryError):
-                return Listing({}, frozenset())
+                return NOTHING
         home = self.path(prefix).rstrip("/")
         for about in found:
             name = str(about["name"]).rstrip("/").rpartition("/")[2]
@@ -154,7 +163,7 @@ class FileSystemStore(HidingStore):
     def _move(self, system: Any, source: str, target: str, *, create: bool) -> None:
         is_there = system.exists(target)
         if create and is_there:
-            raise StoreError("exists", "exists")
+            raise StoreError("exists")
         try:
             _rename(system, source, target)
         except (OSError, NotImplementedError) as error:  # it may be one that does not replace
@@ -236,7 +245,9 @@ def _seen(about: Mapping[str, Any]) -> Seen:
 
 def _plain(value: object) -> str:
     """A time is the same as an object and as a number of seconds."""
-    return str(value.timestamp() if isinstance(value, datetime) else value)
+    if isinstance(value, datetime):
+        value = value.timestamp()
+    return str(value)
 
 
 def _begun(about: Mapping[str, Any]) -> str:
@@ -252,11 +263,11 @@ def _begun(about: Mapping[str, Any]) -> str:
 def _told(error: Exception) -> StoreError:
     """What an error of a file system means; its text may have a password."""
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
-        return StoreError("missing", "no such file", hint="check the address")
+        return StoreError("missing", hint="check the address")
     if isinstance(error, PermissionError):
         return StoreError("denied", "this user may not do that")
     if isinstance(error, FileExistsError):
-        return StoreError("exists", "exists")
+        return StoreError("exists")
     what = f"the file system reports an error ({type(error).__name__})"
     if isinstance(error, (OSError, EOFError, TimeoutError)):
         return StoreError("passing", what, tries=TRIES)

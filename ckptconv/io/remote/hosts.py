@@ -61,34 +61,24 @@ def reach_of_host(host: str) -> Reach:
         return Reach.EVERYWHERE
 
 
-class AllowedHosts:
-    """Hosts that any server may send us to: ``host``, ``host:port``, ``*.domain`` or ``*`` for
-    all, with commas between them.
+def is_allowed(host: str, port: int, given: str) -> bool:
+    """Whether any server may send us to a host: `given` are ``host``, ``host:port``, ``*.domain``
+    or ``*`` for all, with commas between them.
 
-    >>> hosts = AllowedHosts("10.0.0.7, store.lan:9000, *.corp.lan")
-    >>> [hosts.allow(*at) for at in (("10.0.0.7", 80), ("store.lan", 80), ("a.corp.lan", 1))]
+    >>> hosts = "10.0.0.7, store.lan:9000, *.corp.lan"
+    >>> [is_allowed(*at, hosts) for at in (("10.0.0.7", 80), ("store.lan", 80), ("a.corp.lan", 1))]
     [True, False, True]
     """
-
-    def __init__(self, text: str) -> None:
-        self._names = {name.strip().lower() for name in text.split(",") if name.strip()}
-
-    def allow(self, host: str, port: int) -> bool:
-        """Whether it is one of them."""
-        host = host.lower().strip("[]")
-        written = (host, f"{host}:{port}", f"[{host}]", f"[{host}]:{port}", "*")
-        parents = (f"*{host[at:]}" for at, letter in enumerate(host) if letter == "." and at)
-        return not self._names.isdisjoint((*written, *parents))
+    host = host.lower().strip("[]")
+    written = (host, f"{host}:{port}", f"[{host}]", f"[{host}]:{port}", "*")
+    parents = (f"*{host[at:]}" for at, letter in enumerate(host) if letter == "." and at)
+    names = {name.strip().lower() for name in given.split(",") if name.strip()}
+    return not names.isdisjoint((*written, *parents))
 
 
 def hosts_given() -> str:
-    """What the environment and the caller allow, as text for `allowing_hosts` elsewhere."""
+    """What the environment and the caller allow, as text: `allowing_hosts` takes it elsewhere."""
     return ",".join(filter(None, (os.environ.get(VARIABLE, ""), _given.get())))
-
-
-def allowed_hosts() -> AllowedHosts:
-    """What the environment and the caller allow."""
-    return AllowedHosts(hosts_given())
 
 
 def allowing_hosts(text: str) -> AbstractContextManager[object]:

@@ -13,16 +13,16 @@ import json
 import os
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urljoin
 
-from ckptconv.io.local import LocalPlace
-from ckptconv.io.location import read_small
+from ckptconv.io.files import FileSource, read_whole
 from ckptconv.io.remote.causes import LIES, Headers, is_strong, refusal, seen
-from ckptconv.io.remote.network import needed
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
+from ckptconv.io.remote.network import is_set, needed
+from ckptconv.io.remote.store import NOTHING, Listing, Part, Seen, Store, StoreError, split
 from ckptconv.io.remote.web import WebStore
 from ckptconv.support.addresses import shown
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
@@ -44,10 +44,9 @@ _PAGE_OF = re.compile(
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^,]*\brel\s*=\s*"?next\b').search
 
 _PAGE = 8 << 20  # bytes of one page of a list; the Hub's have 1000 entries of 300 bytes
-_PAGES = 1000
+_PAGES = 1000  # of one list: a million files, and no more, for a server may name pages without end
 
 _SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
-"""The tag of a large file, by which git LFS and the Hub name its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,9 @@ def hub_address(address: str) -> str | None:
 def _hosts() -> tuple[str, ...]:
     """The hosts, as they are written, of the Hub that is in use."""
     host = endpoint().lower().partition("://")[2]
-    return (host, "www.huggingface.co", "hf.co") if endpoint() == _ENDPOINT else (host,)
+    if endpoint() != _ENDPOINT:
+        return (host,)
+    return host, "www.huggingface.co", "hf.co"
 
 
 def endpoint() -> str:
@@ -124,7 +125,7 @@ def endpoint() -> str:
 def hub_store(address: str) -> tuple[Store, str]:
     """The repository and revision of an address, and the path in it."""
     repository, key = parsed(address)
-    if _is_set("HF_HUB_OFFLINE"):
+    if is_set("HF_HUB_OFFLINE"):
         raise UnsupportedCheckpoint(
             "is on the Hub, and HF_HUB_OFFLINE is set", path=address, hint="unset it"
         )
@@ -180,7 +181,10 @@ class HubStore(WebStore):
     def noted(self, key: str, answer: Answer) -> None:
         """What the Hub itself says, before it sends us elsewhere: the commit, what the file is."""
         own = [headers for url, headers in answer.hops if self._is_own(url)]
-        for headers in (*own, answer.headers) if self._is_own(answer.target.url) else own:
+        told = [*own]
+        if self._is_own(answer.target.url):
+            told.append(answer.headers)
+        for headers in told:
             commit = headers.get("X-Repo-Commit", "").strip()
             if self._commit is None and IS_COMMIT(commit):
                 self._commit = commit
@@ -188,8 +192,9 @@ class HubStore(WebStore):
         for headers in own:
             size, tag = headers.get("X-Linked-Size", ""), headers.get("X-Linked-ETag", "").strip()
             if size.isascii() and size.isdigit() and is_strong(tag):
-                digest = tag.strip('"').lower()
-                sha256 = digest if _SHA256(digest) else None
+                # git LFS and the Hub name the bytes of a large file by their SHA-256
+                digest = _SHA256(tag.strip('"').lower())
+                sha256 = digest and digest[0]
                 self._linked[key] = Seen(int(size), tag, is_pinned=True, sha256=sha256)
 
     def _is_own(self, url: str) -> bool:
@@ -211,14 +216,15 @@ class HubStore(WebStore):
         name = self.repository.name
         page = f"{self._endpoint}/{self.repository.files}"
         if code == "EntryNotFound":
-            return StoreError("missing", "no such file", hint="check the address")
+            return StoreError("missing", hint="check the address")
         if code == "RevisionNotFound":
             what = f"{name} has no revision {self.repository.revision}"
             return StoreError("final", what, hint="check the address")
         if code == "GatedRepo":
             what = f"{name} is open only to users who accept its conditions"
-            then = "as the user of the token" if self._has_token else "then set HF_TOKEN"
-            hint = f"accept them at {page}, {then}"
+            hint = f"accept them at {page}, then set HF_TOKEN"
+            if self._has_token:
+                hint = f"accept them at {page}, as the user of the token"
             return StoreError("denied", what, hint=hint)
         if "Access to this resource is disabled" in headers.get("X-Error-Message", ""):
             return StoreError("denied", f"the Hub has disabled {name}")
@@ -226,14 +232,13 @@ class HubStore(WebStore):
             hint = "check HF_TOKEN, or log in again: hf auth login"
             return StoreError("denied", "the Hub does not accept the token", hint=hint)
         if code == "RepoNotFound" or status == 401:
-            what = f"the Hub shows no repository {name}"
-            hint = (
-                "check its name, and whether the token may read it"
-                if self._has_token
-                else "check its name; for a private one set HF_TOKEN, or log in: hf auth login"
-            )
-            return StoreError("denied", what, hint=hint)
-        hints = {403: "check what the token may read"} if self._has_token else {}
+            hint = "check its name; for a private one set HF_TOKEN, or log in: hf auth login"
+            if self._has_token:
+                hint = "check its name, and whether the token may read it"
+            return StoreError("denied", f"the Hub shows no repository {name}", hint=hint)
+        hints = {}
+        if self._has_token:
+            hints[403] = "check what the token may read"
         return refusal(status, headers, hints)
 
     # ----------------------------------------------------------------------------------- listing
@@ -246,13 +251,13 @@ class HubStore(WebStore):
                 entries, more = self._entries(f"{self._api('tree')}/{commit}?recursive=true")
                 self._tree = _folders(entries, "") if more is None else {}
         if self._tree:
-            return self._tree.get(prefix, Listing({}, frozenset()))
-        inner = f"/{quote(prefix.rstrip('/'), safe='')}" if prefix else ""
-        url: str | None = f"{self._api('tree')}/{commit}{inner}?recursive=false"
+            return self._tree.get(prefix, NOTHING)
+        inner = quote(prefix.rstrip("/"), safe="")
+        url: str | None = f"{self._api('tree')}/{commit}/{inner}".rstrip("/") + "?recursive=false"
         found: list[Any] = []
         for _ in range(_PAGES):
             if url is None:
-                return _folders(found, prefix).get(prefix, Listing({}, frozenset()))
+                return _folders(found, prefix)[prefix]
             entries, url = self._entries(url)
             found += entries
         raise StoreError("final", f"the Hub lists more than {len(found)} files")
@@ -324,34 +329,27 @@ class HubStore(WebStore):
 
 def _folders(entries: Sequence[Any], prefix: str) -> dict[str, Listing]:
     """What lies in each folder, of a list of paths."""
-    files: dict[str, dict[str, Seen]] = {prefix: {}}
-    folders: dict[str, set[str]] = {prefix: set()}
+    files: defaultdict[str, dict[str, Seen]] = defaultdict(dict, {prefix: {}})
+    folders: defaultdict[str, set[str]] = defaultdict(set)
     for entry in entries:
-        path = entry.get("path") if isinstance(entry, dict) else None
-        if not isinstance(path, str) or not path.startswith(prefix) or not _is_plain(path):
-            continue
-        above, _, name = path.rpartition("/")
-        folder = f"{above}/" if above else ""
-        if entry.get("type") == "directory":
-            folders.setdefault(folder, set()).add(name)
-            folders.setdefault(f"{path}/", set())
-        else:
-            size = entry.get("size")
-            tag = entry.get("oid")
-            is_told = isinstance(size, int) and isinstance(tag, str) and size >= 0
-            version = Seen(size, tag) if is_told else Seen(0)
-            files.setdefault(folder, {})[name] = version
-    every = {*files, *folders}
-    for folder in [*every]:  # a list of files may leave folders out
-        while folder != prefix and folder:
-            above, _, name = folder.rstrip("/").rpartition("/")
-            folder, inner = f"{above}/" if above else "", name
-            folders.setdefault(folder, set()).add(inner)
-            every.add(folder)
-    return {
-        folder: Listing(files.get(folder, {}), frozenset(folders.get(folder, ())))
-        for folder in every
-    }
+        match entry:
+            case {"path": str() as path} if path.startswith(prefix) and _is_plain(path):
+                folder, name = split(path)
+            case _:
+                continue
+        match entry:
+            case {"type": "directory"}:
+                folders[folder].add(name)
+                files.setdefault(f"{path}/", {})
+            case {"size": int() as size, "oid": str() as tag} if size >= 0:
+                files[folder][name] = Seen(size, tag)
+            case _:
+                files[folder][name] = Seen(0)
+    for folder in {*files, *folders}:  # a list of files may leave folders out
+        while folder not in ("", prefix):
+            folder, inner = split(folder)
+            folders[folder].add(inner)
+    return {at: Listing(files[at], frozenset(folders[at])) for at in {*files, *folders}}
 
 
 def _is_plain(path: str) -> bool:
@@ -362,18 +360,13 @@ def _is_plain(path: str) -> bool:
 # -------------------------------------------------------------------------------------- the token
 
 
-def _is_set(name: str) -> bool:
-    """Whether a variable says yes."""
-    return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
-
-
 def hub_token() -> str | None:
     """The token that requests to the Hub may bear, from where the Hub's own library keeps it; None
     without one. It is never shown.
 
     The variables and their order are those of huggingface_hub (`utils/_auth.py`, `constants.py`).
     """
-    if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
+    if is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
     named = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
     return _clean(named) or _token_in(_token_file())
@@ -387,8 +380,8 @@ def _token_file() -> Path:
 
 def _token_in(file: Path) -> str | None:
     try:
-        place = LocalPlace(file.expanduser())
-        return _clean(read_small(place, "small_record_bytes").decode("utf-8"))
+        source = FileSource(file.expanduser())
+        return _clean(read_whole(source, "small_record_bytes").decode("utf-8"))
     except (CheckpointError, OSError, RuntimeError, UnicodeDecodeError):
         return None
 

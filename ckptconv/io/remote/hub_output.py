@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.io.commit import FAILED, ShardNames
+from ckptconv.io.commit import FAILED, ShardNames, exists
+from ckptconv.io.destination import LocalDraft, Staged
 from ckptconv.io.hidden_folders import temporary_folder
-from ckptconv.io.local_drafts import LocalDraft, Staged
 from ckptconv.io.remote.hub import IS_COMMIT, HubStore, Repository, endpoint, hub_token
 from ckptconv.io.remote.patience import asked
 from ckptconv.io.remote.place import RemotePlace
@@ -48,9 +48,9 @@ class HubOutput(Staged):
         read_back: bool,
         replaces: Iterable[Source],
     ) -> None:
-        is_one = files is None or len(files.shards) == 1
-        needed = size if read_back or is_one else 0  # of many, each leaves before the next is made
-        super().__init__(place.path, force=force, fsync=False, size=needed, replaces=replaces)
+        if not read_back and files is not None and len(files.shards) > 1:
+            size = 0  # of room that is needed: each leaves before the next is made
+        super().__init__(place.path, force=force, fsync=False, size=size, replaces=replaces)
         self._place, self._files, self._read_back = place, files, read_back
         self._sent: dict[str, CommitOperationAdd] = {}
 
@@ -67,8 +67,9 @@ class HubOutput(Staged):
         return False
 
     def _taken(self) -> Iterable[PurePath]:
-        names = self._files.taken() if self._files is not None and self._force else ()
-        return [self.path, *(self._beside(name).path for name in names)]
+        if self._files is None or not self._force:
+            return [self.path]
+        return [self.path, *(self._beside(name).path for name in self._files.taken())]
 
     def _prepared(self, leaving: ExitStack) -> Path:
         self._refuse_readers()
@@ -110,8 +111,7 @@ class HubOutput(Staged):
         there = _files(store, wanted)
         for key, name in wanted.items():
             if key in there:
-                hint = "add --force to replace it"
-                raise OutputRefused("exists", path=self._beside(name).path, hint=hint)
+                raise exists(self._beside(name).path)
 
     # ------------------------------------------------------------------------------- the library
 
@@ -130,8 +130,9 @@ class HubOutput(Staged):
 
     def _what(self) -> str:
         """What a commit is of: the file, or the folder of a set, by its path in the repository."""
-        is_set = self._files is not None and self._files.index is not None
-        return (self._place.parent.key if is_set else "") or self._place.key
+        if self._files is not None and self._files.index is not None:
+            return self._place.parent.key or self._place.key
+        return self._place.key
 
     def _where(self) -> dict[str, Any]:
         kind = self._repository.kind.removesuffix("s")
@@ -147,8 +148,9 @@ class HubOutput(Staged):
             names = [draft.made.relative_to(made).as_posix() for draft in self._drafts]
             added = [self._sent.get(name) or self._addition(name) for name in names]
             own = {addition.path_in_repo for addition in added}
-            earlier = self._files.earlier() if self._files is not None else ()
-            gone = {self._beside(name).key for name in earlier} - own
+            gone: set[str] = set()
+            if self._files is not None:
+                gone = {self._beside(name).key for name in self._files.earlier()} - own
             done: CommitInfo = self._hub.create_commit(
                 **self._where(),
                 operations=[*added, *map(CommitOperationDelete, sorted(gone))],

@@ -15,8 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ckptconv.io.local import LocalPlace
-from ckptconv.io.location import read_small
+from ckptconv.io.files import FileSource, read_whole
 from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.support.records import NamedTuple
@@ -53,6 +52,11 @@ def needed(name: str, address: str) -> Any:
         ) from None
 
 
+def is_set(name: str) -> bool:
+    """Whether a variable of the environment says yes."""
+    return os.environ.get(name, "").lower() in ("1", "on", "true", "yes")
+
+
 BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """What names the file, or the folder, of the certificates that are trusted."""
 
@@ -70,9 +74,11 @@ def certificates(*, of_profile: str | None = None, is_aws: bool = False) -> Trus
     """The certificates that somebody names; None where nobody does. AWS has a variable of its own,
     and `of_profile` is what a profile of it names.
     """
-    named = (("AWS_CA_BUNDLE", os.environ.get("AWS_CA_BUNDLE")), ("ca_bundle", of_profile))
-    usual = ((name, os.environ.get(name)) for name in BUNDLES)
-    for name, path in (*(named if is_aws else ()), *usual):
+    named = [(name, os.environ.get(name)) for name in BUNDLES]
+    if is_aws:
+        own = ("AWS_CA_BUNDLE", os.environ.get("AWS_CA_BUNDLE"))
+        named = [own, ("ca_bundle", of_profile), *named]
+    for name, path in named:
         if path:
             found = Path(path).expanduser()
             return Trusted(_read(found, name), found)
@@ -82,9 +88,10 @@ def certificates(*, of_profile: str | None = None, is_aws: bool = False) -> Trus
 def _read(path: Path, name: str) -> bytes:
     hint = f"{name} names it, as the file or folder of certificates"
     try:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        plain = [file for file in files if file == path or file.is_file()]
-        texts = [read_small(LocalPlace(file), "text_bytes") for file in plain]
+        files = [path]
+        if path.is_dir():
+            files = [file for file in sorted(path.iterdir()) if file.is_file()]
+        texts = [read_whole(FileSource(file), "text_bytes") for file in files]
         found = b"\n".join(dict.fromkeys(one for text in texts for one in _ONE(text)))
         if not found:
             raise ValueError(path)
@@ -119,15 +126,15 @@ def proxy_for(url: str) -> str | None:
     found = urlsplit(url)
     host = (found.hostname or "").lower()
     proxies = getproxies()
-    name = found.scheme if proxies.get(found.scheme) else "all"
-    proxy = proxies.get(name)
-    if not proxy:
+    name = next((name for name in (found.scheme, "all") if proxies.get(name)), None)
+    if name is None:
         return None
-    shown = f"[{host}]" if ":" in host else host
     port = found.port or {"http": 80, "https": 443}.get(found.scheme, 0)
-    if proxy_bypass(f"{shown}:{port}") or _is_excepted(host, proxies.get("no", "")):
+    if proxy_bypass(f"{bracketed(host)}:{port}") or _is_excepted(host, proxies.get("no", "")):
         return None
-    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    proxy = proxies[name]
+    if "://" not in proxy:
+        proxy = f"http://{proxy}"
     hint = "name an http:// proxy, or set NO_PROXY"
     try:
         at = urlsplit(proxy)
@@ -141,6 +148,11 @@ def proxy_for(url: str) -> str | None:
         what = f"a proxy of the kind {at.scheme}:// is not used"
         raise UnsupportedCheckpoint(what, hint=hint)
     return proxy
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in an address; that of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_excepted(host: str, listed: str) -> bool:

@@ -13,13 +13,22 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.io.remote.causes import told_by_obstore
+from ckptconv.io.remote.causes import CREDENTIALS, told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.network import needed
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, read_on
+from ckptconv.io.remote.store import (
+    Listing,
+    Part,
+    Seen,
+    Store,
+    StoreError,
+    Unfinished,
+    read_on,
+    unless_missing,
+)
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.remote.uploads import IN_FLIGHT, Cancelled, HidingStore, is_left
-from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, printable
+from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint, errors_at, printable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -61,16 +70,18 @@ class ObjectStoreOf(HidingStore):
     def __init__(self, service: str, scheme: str, bucket: str) -> None:
         self.root = f"{scheme}://{bucket}/"
         self.service = service
-        self.bucket, self._host = self._named(bucket)
+        # by which option a version is asked for, and how it is called in what is told of an object
+        self._pinning, self._version = "if_match", "e_tag"
+        if service == "gs":  # which knows it by its generation
+            self._pinning = self._version = "version"
+        self.bucket: str = bucket
+        self._host: str | None = None
+        if service == "az":
+            with errors_at(path=self.root):
+                self.bucket, self._host = account_in(bucket)
         self._obstore = needed("obstore", self.root)
         self._is_signed, self._has_answered = True, False
         self._store: ObjectStore = self._opened(tries=0)
-
-    def _named(self, bucket: str) -> tuple[str, str | None]:
-        try:
-            return account_in(bucket) if self.service == "az" else (bucket, None)
-        except CheckpointError as error:
-            raise error.at(path=self.root) from None
 
     def _opened(self, tries: int) -> Any:
         """The store of obstore, by which a request is tried again `tries` times."""
@@ -84,7 +95,7 @@ class ObjectStoreOf(HidingStore):
             raise error.at(path=self.root) from None
         except Exception as error:  # whose text may hold what is secret
             what = f"cannot be opened with these settings ({type(error).__name__})"
-        hint = "see: ckptconv help remote (credentials)"
+        hint = CREDENTIALS
         file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
         if self.service == "gs" and file:
             what = f"cannot be opened with the credentials in {printable(file)}"
@@ -123,18 +134,17 @@ class ObjectStoreOf(HidingStore):
     def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
         options: dict[str, Any] = {"range": (first, first + nbytes)}
         if pinned is not None and pinned.is_pinned:
-            options["version" if self.service == "gs" else "if_match"] = pinned.tag
+            options[self._pinning] = pinned.tag
         try:
             got = self._obstore.get(self._store, key, options=options)
             self._has_answered = True
             return Part(_arrived(got), self._seen(got.meta))
         except Exception as error:
-            empty = self._empty(key) if first == 0 and _may_be_empty(error) else None
-            if empty is not None:
+            if first == 0 and _may_be_empty(error) and (empty := self._empty(key)):
                 return empty
             told = self._told(error)
             if told.kind == "missing" and "version" in options:  # the version is gone
-                told = StoreError("changed", "was changed while it was read")
+                told = StoreError("changed")
             raise told from None
 
     def _empty(self, key: str) -> Part | None:
@@ -148,7 +158,7 @@ class ObjectStoreOf(HidingStore):
             if told.kind == "passing":
                 raise told from None
             return None
-        return Part(b"", seen) if seen.size == 0 else None
+        return None if seen.size else Part(b"", seen)
 
     def list(self, prefix: str) -> Listing:
         with self.asking():
@@ -163,8 +173,7 @@ class ObjectStoreOf(HidingStore):
         return Listing(files, folders)
 
     def _seen(self, meta: Any) -> Seen:
-        """Google Cloud asks for a version by its generation, the others by the ETag."""
-        tag = (meta.get("version") if self.service == "gs" else meta.get("e_tag")) or ""
+        tag = meta.get(self._version) or ""
         is_pinned = bool(tag) and not tag.startswith("W/")
         return Seen(meta["size"], tag or str(meta.get("last_modified", "")), is_pinned)
 
@@ -189,7 +198,7 @@ class ObjectStoreOf(HidingStore):
     def move(self, old: str, new: str, *, create: bool) -> None:
         mark = self.mark_of(old)
         if create and self.mark_of(new) not in (None, mark or ""):
-            raise StoreError("exists", "exists")
+            raise StoreError("exists")
         size = self._size(old)
         self._asked(new, mark, "copy", old, new, overwrite=not create)
         self._await_copy(new, size)
@@ -208,15 +217,10 @@ class ObjectStoreOf(HidingStore):
 
     def mark_of(self, key: str) -> str | None:
         """The mark of the object that is there, empty where it has none; None without an object."""
-        options = {"head": True}
-        try:
-            with self.asking():
-                found = self._obstore.get(self._store, key, options=options)
-                return str(found.attributes.get(MARK, ""))
-        except StoreError as error:
-            if error.kind != "missing":
-                raise
-            return None
+        with unless_missing(), self.asking():
+            found = self._obstore.get(self._store, key, options={"head": True})
+            return str(found.attributes.get(MARK, ""))
+        return None
 
     def _asked(
         self, key: str, mark: str | None, operation: str, *given: Any, **options: Any
@@ -227,17 +231,13 @@ class ObjectStoreOf(HidingStore):
         except Exception as error:
             told = self._told(error)
             if told.kind == "changed":
-                told = StoreError("exists", "exists")
+                told = StoreError("exists")
             if told.kind != "exists" or not mark or self.mark_of(key) != mark:
                 raise told from None
 
     def remove(self, key: str) -> None:
-        try:
-            with self.asking():
-                self._obstore.delete(self._store, key)
-        except StoreError as error:
-            if error.kind != "missing":
-                raise
+        with unless_missing(), self.asking():
+            self._obstore.delete(self._store, key)
 
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:
         folder = prefix.rpartition("/")[0]

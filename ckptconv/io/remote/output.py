@@ -7,18 +7,25 @@ hidden keys beside its place, and moved by the store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from itertools import chain
 
-from ckptconv.io.commit import FAILED, Names, ShardNames, exists_by_now, put_set
+from ckptconv.io.commit import (
+    FAILED,
+    Names,
+    ShardNames,
+    exists,
+    exists_by_now,
+    is_folder_there,
+    put_set,
+)
 from ckptconv.io.destination import Destination, Draft, output_errors
 from ckptconv.io.files import refuse_inputs
 from ckptconv.io.location import Location
 from ckptconv.io.remote.causes import Forbidden
 from ckptconv.io.remote.patience import asked
 from ckptconv.io.remote.place import RemotePlace
-from ckptconv.io.remote.store import StoreError, Upload
+from ckptconv.io.remote.store import StoreError, Upload, unless_missing
 from ckptconv.io.remote.uploads import hidden_key
 from ckptconv.io.source import Source
 from ckptconv.io.stream import OutputStream
@@ -26,8 +33,8 @@ from ckptconv.support.errors import OutputRefused
 from ckptconv.support.signals import held_back
 
 _NOTHING_LEFT = "nothing was left behind"
+# where the store does not answer: neither to the last request, nor to the removal
 _MAY_BE_LEFT = "check whether it is there; ckptconv cleanup finds what was left behind"
-"""Where the store does not answer: neither to the last request, nor to the removal."""
 
 
 def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
@@ -39,24 +46,21 @@ def check_remote(place: Location, *, is_folder: bool, force: bool) -> None:
         raise OutputRefused(what, path=place.path, hint=hint)
     with _told(named, is_begun=False):
         if not named.key or named.key.endswith("/"):
-            raise OutputRefused("is a folder", path=place.path, hint="name a file to write")
+            raise is_folder_there(place.path)
         if _is_there(named):
             if not force:
-                raise _exists(named)
+                raise exists(place.path)
         elif _is_folder(named):
-            raise OutputRefused("is a folder", path=place.path, hint="name a file to write")
+            raise is_folder_there(place.path)
 
 
 def _writable(place: Location) -> RemotePlace:
-    store = place.site.store if isinstance(place, RemotePlace) else None
-    if (
-        not isinstance(place, RemotePlace)
-        or store is None
-        or not (store.can_write or store.commits)
-    ):
-        hint = "write a file here, and upload it"
-        raise OutputRefused("can be read, but not written", path=place.path, hint=hint)
-    return place
+    if isinstance(place, RemotePlace):
+        store = place.site.store
+        if store.can_write or store.commits:
+            return place
+    hint = "write a file here, and upload it"
+    raise OutputRefused("can be read, but not written", path=place.path, hint=hint)
 
 
 def remote_output(
@@ -80,27 +84,17 @@ def remote_output(
 def _is_there(place: RemotePlace) -> bool:
     """Whether there is an object, asked now; who may not know hears it when it is written."""
     store = place.site.store
-    try:
+    with unless_missing(), suppress(Forbidden):
         asked(lambda: store.get(place.key, 0, 1, None))
-    except Forbidden:
-        return False
-    except StoreError as error:
-        if error.kind != "missing":
-            raise
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_folder(place: RemotePlace) -> bool:
     store = place.site.store
-    try:
+    with suppress(Forbidden):
         return store.can_list and bool(asked(lambda: store.list(f"{place.key}/")))
-    except Forbidden:
-        return False
-
-
-def _exists(place: Location) -> OutputRefused:
-    return OutputRefused("exists", path=place.path, hint="add --force to replace it")
+    return False
 
 
 @contextmanager
@@ -112,13 +106,11 @@ def _told(place: Location, *, is_begun: bool = True) -> Iterator[None]:
     except StoreError as error:
         if error.kind == "exists":
             raise exists_by_now(place.path) from None
-        is_known = error.kind != "passing" or not is_begun
-        hints = (error.hint, _NOTHING_LEFT if is_known else _MAY_BE_LEFT)
-        raise OutputRefused(
-            f"{FAILED}{error.what}",
-            path=place.path,
-            hint="; ".join(hint for hint in hints if hint),
-        ) from None
+        left = _NOTHING_LEFT
+        if is_begun and error.kind == "passing":
+            left = _MAY_BE_LEFT
+        hint = "; ".join(filter(None, (error.hint, left)))
+        raise OutputRefused(f"{FAILED}{error.what}", path=place.path, hint=hint) from None
 
 
 class RemoteDraft(Draft):
@@ -266,10 +258,11 @@ class RemoteOutput(Destination):
             elif not self._force:
                 found = [*self._files.earlier(), *self._names().there(self._files.all_names)]
                 if found:
-                    raise _exists(self._place.parent.child(found[0]))
-            taken = self._files.taken() if self._files is not None and self._force else ()
-            beside = (self._place.parent.child(name).path for name in taken)
-            refuse_inputs(chain([self.path], beside), self._replaces)
+                    raise exists(self._place.parent.child(found[0]).path)
+            taken = [self.path]
+            if self._files is not None and self._force:
+                taken += (self._place.parent.child(name).path for name in self._files.taken())
+            refuse_inputs(taken, self._replaces)
         self._is_open = True
         return self
 

@@ -23,7 +23,7 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import Kind, Location, Needs
 from ckptconv.io.remote.patience import fetched, patiently
 from ckptconv.io.remote.source import HEAD, RemoteSource
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, split
+from ckptconv.io.remote.store import NOTHING, Listing, Part, Seen, Store, StoreError, split
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.addresses import UrlPath, shown
@@ -46,10 +46,12 @@ _MOST_HEADS = 256  # objects whose first bytes are kept: 32 MB
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The first bytes of an object, and others that opening it needs, by where they begin."""
+    """An object as it was seen first, and bytes of it by where they begin: the first ones, and
+    others that opening it needs.
+    """
 
-    part: Part
-    others: tuple[tuple[int, bytes], ...] = ()
+    seen: Seen
+    windows: Sequence[tuple[int, bytes]]
 
 
 class Site:
@@ -74,64 +76,56 @@ class Site:
 
     # ------------------------------------------------------------------------- what is there
 
-    def head(self, key: str, needs: Needs | None = None) -> Part | None:
+    def head(self, key: str, needs: Needs | None = None) -> _Head | None:
         """The first bytes of an object, and what opening it `needs`; None where there is none."""
-        found = self._head(key, needs)
-        return None if found is None else found.part
-
-    def _head(self, key: str, needs: Needs | None) -> _Head | None:
         with self._lock:
             if key in self._heads:
                 return self._heads[key]
-        part = self._first(key)
-        found = None if part is None else _Head(part, self._needed(key, part, needs))
+        found = self._first(key, needs)
         with self._lock:
             self._heads[key] = found
             while len(self._heads) > _MOST_HEADS:
                 self._heads.popitem(last=False)
         return found
 
-    def _needed(self, key: str, part: Part, needs: Needs | None) -> tuple[tuple[int, bytes], ...]:
-        if needs is None:
-            return ()
-        ranges = needs(bytes(part.data), part.seen.size)
-        return tuple(
-            (first, bytes(self.get(key, first, nbytes, part.seen).data)) for first, nbytes in ranges
-        )
-
-    def _first(self, key: str) -> Part | None:
+    def _first(self, key: str, needs: Needs | None) -> _Head | None:
         if not key or key.endswith("/") or self.known(key) in ("nothing", "folder"):
             return None
         try:
-            return self._asked(key, lambda: self._received(key, 0, HEAD, None))
+            part = self._asked(key, lambda: self._received(key, 0, HEAD, None))
         except MissingFile:
             return None
+        windows = [(0, bytes(part.data))]
+        if needs is not None:
+            for first, nbytes in needs(windows[0][1], part.seen.size):
+                windows.append((first, bytes(self.get(key, first, nbytes, part.seen).data)))
+        return _Head(part.seen, windows)
 
     def known(self, key: str) -> Kind | None:
         """What is there, as far as a listing of the folder around it tells."""
         folder, name = split(key)
         around = self._heads.get(folder.removesuffix("/"))
-        if around is not None and around.part.seen.size:
+        if around is not None and around.seen.size:
             return "nothing"  # what lies around it is a file
         listing = self._listings.get(folder)
         if listing is None or not name or key in self._heads:
             return None
-        if name in listing.files and not key.endswith("/"):
-            return "file" if name not in listing.folders else None
-        return "folder" if name in listing.folders else "nothing"
+        is_file = name in listing.files and not key.endswith("/")
+        if name in listing.folders:
+            return None if is_file else "folder"
+        return "file" if is_file else "nothing"
 
     def listing(self, folder: str) -> Listing:
         """What lies in a folder (empty, or ending in a slash); nothing where there is none."""
         if not self.store.can_list:
-            return Listing({}, frozenset())  # which says of no file that it is not there
+            return NOTHING  # which says of no file that it is not there
         with self._lock:
             if folder in self._listings:
                 return self._listings[folder]
             parent, name = split(folder)
             around = self._listings.get(parent)
-        is_absent = around is not None and name != "" and name not in around.folders
-        found = Listing({}, frozenset())
-        if not is_absent:
+        found = NOTHING
+        if around is None or not name or name in around.folders:
             found = self._asked(folder, lambda: self.store.list(folder))
         with self._lock:
             self._listings[folder] = found
@@ -152,12 +146,11 @@ class Site:
     def open(self, key: str) -> RemoteSource:
         """An object, to be read."""
         path = UrlPath(self.store.locate(key))
-        found = fetched(lambda: self._head(key, None)).result()
+        found = fetched(lambda: self.head(key)).result()
         if found is None:
             raise not_opened(errno.ENOENT, path)
-        seen = found.part.seen
-        windows = [(0, bytes(found.part.data)), *found.others]
-        return RemoteSource(partial(self.get, key, pinned=seen), path, seen, windows)
+        get = partial(self.get, key, pinned=found.seen)
+        return RemoteSource(get, path, found.seen, found.windows)
 
     def get(self, key: str, first: int, nbytes: int, pinned: Seen) -> Part:
         """A range of an object, of one version; any thread may ask."""
@@ -244,7 +237,7 @@ class RemotePlace(Location):
     @property
     def _folder(self) -> str:
         """The key of a folder: nothing, or one that ends in a slash."""
-        return self.key if not self.key or self.key.endswith("/") else f"{self.key}/"
+        return self.key if self.says_folder else f"{self.key}/"
 
     def kind(self) -> Kind:
         known = self.site.known(self.key)
@@ -269,8 +262,9 @@ class RemotePlace(Location):
 
     def open(self, pool: FilePool | None = None) -> Source:
         if self.site.head(self.key) is None:
-            is_folder = self.kind() == "folder"
-            raise not_opened(errno.EISDIR if is_folder else errno.ENOENT, self.path)
+            if self.kind() == "folder":
+                raise not_opened(errno.EISDIR, self.path)
+            raise not_opened(errno.ENOENT, self.path)
         return self.site.open(self.key)
 
     def fingerprint(self) -> Fingerprint | None:
@@ -292,9 +286,8 @@ def remote_place(address: str) -> RemotePlace:
     try:
         store, key = store_of(address)
     except CheckpointError as error:
-        if (named := shown(address)).startswith(
-            error.path or ""
-        ):  # of a bucket, which nobody named
+        named = shown(address)
+        if named.startswith(error.path or ""):  # of a bucket, which nobody named
             error.path = named
         raise
     return RemotePlace(Site(store), key)

@@ -7,10 +7,10 @@ import sys
 import threading
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import field
 from itertools import islice
+from operator import attrgetter, itemgetter
 
 from ckptconv.io.remote.patience import fetched
 from ckptconv.io.source import Source
@@ -22,8 +22,7 @@ BLOCK = 8 << 20
 WINDOW = 64 << 20
 """The most that is fetched and not yet used, in bytes, but for what is asked for out of order."""
 
-_GAP = 64 << 10
-"""Up to this many bytes that nobody asked for are fetched between two runs, in one request."""
+_GAP = 64 << 10  # bytes that nobody asked for, fetched where another request would cost more
 _BEHIND = 64  # blocks that may stay unused behind the one that is read
 _MOST = 3  # windows that are held when some of it is let go: each of many threads reads a block
 
@@ -57,14 +56,6 @@ class _Block:
     is_over: bool = False
 
 
-@dataclass(slots=True)
-class _Sources:
-    """The blocks of one source by where they begin."""
-
-    blocks: list[_Block] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-
-
 def copied(data: memoryview, view: memoryview) -> None:
     """Copy bytes without holding up the threads that fetch, where numpy is here to do it: memory
     that is touched for the first time is slow to write to.
@@ -88,12 +79,10 @@ class Readahead:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._blocks = _blocks(runs)
-        self._at: dict[int, _Sources] = {}
+        self._at: dict[int, list[_Block]] = {}  # those of each source, ascending
         self._number = {id(block): number for number, block in enumerate(self._blocks)}
-        for block in sorted(self._blocks, key=lambda block: block.first):
-            of = self._at.setdefault(id(block.source), _Sources())
-            of.blocks.append(block)
-            of.starts.append(block.first)
+        for block in sorted(self._blocks, key=_first):
+            self._at.setdefault(id(block.source), []).append(block)
         self._next = self._oldest = self._held = 0
         self._lock = threading.Lock()
 
@@ -118,11 +107,11 @@ class Readahead:
         """Bytes that are here, on their way or the next to be fetched, whether they are planned or
         not: for small reads, which do not use up what is planned.
         """
-        of = self._at.get(id(source))
-        number = bisect_right(of.starts, offset) - 1 if of is not None else -1
-        if of is None or number < 0 or offset + nbytes > of.blocks[number].last:
+        blocks = self._at.get(id(source), [])
+        number = bisect_right(blocks, offset, key=_first) - 1
+        if number < 0 or offset + nbytes > blocks[number].last:
             return None
-        block = of.blocks[number]
+        block = blocks[number]
         with self._lock:
             if block.data is None and not block.is_over and self._number[id(block)] == self._next:
                 self._started(block)
@@ -145,22 +134,20 @@ class Readahead:
         self, source: FarSource, offset: int, nbytes: int
     ) -> list[tuple[_Block, Future[memoryview]]] | None:
         """The blocks that hold the bytes, all of them on their way; None where some do not."""
-        of = self._at.get(id(source))
-        if of is None or not nbytes:
-            return None
-        number = bisect_right(of.starts, offset) - 1
+        blocks = self._at.get(id(source), [])
+        number = bisect_right(blocks, offset, key=_first) - 1
         found: list[_Block] = []
         at = offset
         while at < offset + nbytes:
-            if not 0 <= number < len(of.blocks) or not of.starts[number] <= at:
+            if not 0 <= number < len(blocks):
                 return None
-            block = of.blocks[number]
-            if block.is_over or block.last <= at:
+            block = blocks[number]
+            if block.is_over or not block.first <= at < block.last:
                 return None
             found.append(block)
             at, number = block.last, number + 1
         with self._lock:
-            if any(block.is_over for block in found):
+            if not found or any(block.is_over for block in found):
                 return None
             started = [(block, self._started(block)) for block in found]
             self._drop_before(min(self._number[id(block)] for block in found))
@@ -191,9 +178,10 @@ class Readahead:
         while self._oldest < number - _BEHIND:
             self._end(self._blocks[self._oldest])
             self._oldest += 1
-        for block in self._blocks[self._oldest : number] if self._held > _MOST * WINDOW else ():
-            if self._held > WINDOW:
-                self._let_go(block)
+        if self._held > _MOST * WINDOW:
+            for block in self._blocks[self._oldest : number]:
+                if self._held > WINDOW:
+                    self._let_go(block)
 
     def _used(self, block: _Block, nbytes: int) -> None:
         with self._lock:
@@ -224,13 +212,12 @@ def _blocks(runs: Sequence[Run]) -> list[_Block]:
         if run[2] > 0:
             by_source.setdefault(id(run[0]), []).append(run)
     cut = {key: _cut(sorted(of, key=_place)) for key, of in by_source.items()}
-    starts = {key: [block.first for block in blocks] for key, blocks in cut.items()}
     ordered: dict[int, _Block] = {}
     for source, first, nbytes in runs:
         if nbytes <= 0:
             continue
-        number = bisect_right(starts[id(source)], first) - 1
-        for block in islice(cut[id(source)], number, None):
+        blocks = cut[id(source)]
+        for block in islice(blocks, bisect_right(blocks, first, key=_first) - 1, None):
             if block.first >= first + nbytes:
                 break
             block.left += min(first + nbytes, block.last) - max(first, block.first)
@@ -238,8 +225,8 @@ def _blocks(runs: Sequence[Run]) -> list[_Block]:
     return [*ordered.values()]
 
 
-def _place(run: Run) -> int:
-    return run[1]
+_first: Callable[[_Block], int] = attrgetter("first")
+_place: Callable[[Run], int] = itemgetter(1)
 
 
 def _cut(runs: Sequence[Run]) -> list[_Block]:
@@ -251,7 +238,7 @@ def _cut(runs: Sequence[Run]) -> list[_Block]:
             last = blocks[-1]
             if start - last.last <= _GAP and start - last.first < BLOCK:
                 last.last = max(last.last, min(end, last.first + BLOCK))
-            start = max(start, last.last) if start <= last.last else start
+            start = max(start, last.last)
         while start < end:
             stop = min(end, start + BLOCK)
             blocks.append(_Block(source, start, stop))

@@ -5,6 +5,7 @@ what others left unfinished.
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -28,13 +29,14 @@ from ckptconv.io.remote.credentials import (
 )
 from ckptconv.io.remote.network import as_file, needed, proxy_for
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
-from ckptconv.io.remote.store import StoreError, Unfinished, Upload
+from ckptconv.io.remote.store import StoreError, Unfinished, Upload, unless_missing
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
 
 T = TypeVar("T")
 
 _COPIED = 1 << 30  # bytes that one request copies; S3 takes up to 5 GiB
 _MARK = "ckptconv-upload"
+_GONE = ("missing", "final")
 
 
 def s3_store(address: str) -> tuple[S3Store, str]:
@@ -59,6 +61,7 @@ class S3Store(ObjectStoreOf):
         proxy, trusted = proxy_for(at), certificates_of_aws()
         config = Config(
             signature_version=botocore.UNSIGNED if is_anonymous() else None,
+            # `patiently` tries again, and each part has a checksum of its own
             retries={"total_max_attempts": 1},
             connect_timeout=10,
             read_timeout=120,
@@ -66,7 +69,7 @@ class S3Store(ObjectStoreOf):
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             user_agent_extra="ckptconv",
-            proxies={} if proxy is None else {at.partition(":")[0]: proxy},
+            proxies={at.partition(":")[0]: proxy},
             s3={
                 "addressing_style": "path" if endpoint else "auto",
                 "payload_signing_enabled": False,
@@ -101,16 +104,12 @@ class S3Store(ObjectStoreOf):
         try:
             self.asked(operation, Key=key, **options)
         except StoreError as error:
-            is_lost = operation == "complete_multipart_upload" and error.kind in (
-                "missing",
-                "final",
-            )
-            if error.kind != "changed" and not is_lost:
+            # an upload that was completed by a try before this one is not known any more
+            is_gone = operation == "complete_multipart_upload" and error.kind in _GONE
+            if error.kind != "changed" and not is_gone:
                 raise
             found = self.mark_of(key)
-            if found is None:
-                raise
-            if is_lost and found != mark:
+            if found is None or (is_gone and found != mark):
                 raise
             _refuse_other(found, mark)
 
@@ -118,14 +117,9 @@ class S3Store(ObjectStoreOf):
         """The mark of the object that is there, empty where it has none; None without an object, or
         where this user may not know.
         """
-        try:
+        with unless_missing(), contextlib.suppress(Forbidden):
             return str(self.asked("head_object", Key=key).get("Metadata", {}).get(_MARK, ""))
-        except Forbidden:
-            return None
-        except StoreError as error:
-            if error.kind != "missing":
-                raise
-            return None
+        return None
 
     def move(self, old: str, new: str, *, create: bool) -> None:
         found = self.asked("head_object", Key=old)
@@ -196,7 +190,7 @@ class S3Store(ObjectStoreOf):
 def _refuse_other(found: str, mark: str) -> None:
     """Raise `StoreError` for an object whose mark is not `mark`: somebody else put it there."""
     if not mark or found != mark:
-        raise StoreError("exists", "exists")
+        raise StoreError("exists")
 
 
 class _S3Upload(PartsUpload):
@@ -287,18 +281,13 @@ def _answered(request: Callable[[], T]) -> T:
 def _refused(response: Any) -> StoreError:
     error, about = response.get("Error", {}), response.get("ResponseMetadata", {})
     headers = about.get("HTTPHeaders", {})
-    wait = headers.get("retry-after", "")
-    region = error.get("Region") or headers.get("x-amz-bucket-region")
+    code, wait = str(error.get("Code", "")), headers.get("retry-after", "")
+    if code.isdigit():  # botocore makes one of the status where there is none
+        code = ""
     return meant(
         "s3",
-        _code(error),
+        code,
         int(about.get("HTTPStatusCode") or 0),
-        region=region,
+        region=error.get("Region") or headers.get("x-amz-bucket-region"),
         wait=float(wait) if wait.isdigit() else None,
     )
-
-
-def _code(error: Any) -> str:
-    """The code of an error; botocore makes one of the status where there is none."""
-    code = str(error.get("Code", ""))
-    return "" if code.isdigit() else code

@@ -15,7 +15,6 @@ from ckptconv.io.remote.patience import Budget, fetched
 from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
 from ckptconv.io.remote.store import Part, Seen
 from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range, Reopening, merged_runs
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 
 HEAD = 128 << 10
 """The bytes that the first request of an object fetches, and the last ones that any read near its
@@ -159,9 +158,7 @@ class RemoteSource(FarSource):
                 self._small[offset] = data
 
     def stream(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
-        wanted = list(ranges)
-        for offset, nbytes in wanted:
-            self._require(offset, nbytes)
+        wanted = self._required(ranges)
         if self.ahead is not None or sum(nbytes for _, nbytes in wanted) <= CHUNK:
             yield from super().stream(wanted)
             return
@@ -200,16 +197,12 @@ class RemoteSource(FarSource):
     def _requested(self, first: int, nbytes: int) -> memoryview:
         """The bytes from `first` on, in one request."""
         if self._is_closed:
-            hint = "open it again, or read before it is closed (within its with block)"
-            raise CheckpointError("was closed before it was read", path=self.path, hint=hint)
+            raise self.closed()
         part = self._get(first, nbytes)
         data = memoryview(part.data)
-        if part.seen != self._seen:
-            self._refuse_changed()
+        self._refuse_other(part)
         if len(data) != nbytes:
-            raise MalformedCheckpoint(
-                f"the server sent {len(data)} of {nbytes} bytes at {first}", path=self.path
-            )
+            raise self.wrong(f"the server sent {len(data)} of {nbytes} bytes at {first}")
         return data
 
     def _fill_ahead(self, offset: int, view: memoryview) -> bool:
@@ -313,18 +306,14 @@ class RemoteSource(FarSource):
         tells versions apart, for it came in one answer. What was read from end to end has to have
         the SHA-256 that the server says.
         """
-        whole = None if self._passed is None else self._passed.whole(self.size)
-        if whole is not None:
+        if self._passed is not None and (whole := self._passed.whole(self.size)):
             refuse_other(self, whole)
         if self._seen.tag and not self._seen.is_pinned and not self._is_closed:
-            part = self._get(0, 1)
-            if part.seen != self._seen:
-                self._refuse_changed()
+            self._refuse_other(self._get(0, 1))
 
-    def _refuse_changed(self) -> NoReturn:
-        raise MalformedCheckpoint(
-            "was changed while it was read", path=self.path, hint="start again"
-        )
+    def _refuse_other(self, part: Part) -> None:
+        if part.seen != self._seen:
+            raise self.wrong("was changed while it was read", hint="start again")
 
     def close(self) -> None:
         with self._lock:

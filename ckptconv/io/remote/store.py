@@ -7,7 +7,8 @@ to keep and what to fetch ahead is the business of the layers above, the same fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from ckptconv.io.remote.traffic import count
@@ -18,30 +19,45 @@ Failing = Literal["missing", "denied", "changed", "exists", "passing", "final"]
 """How a request failed: there is no such object, this user may not, the object is not the one that
 was opened, it is there already; passing: another try may succeed; final: it will not.
 """
-
+_SAID: dict[Failing, str] = {
+    "missing": "no such file",
+    "changed": "was changed while it was read",
+    "exists": "exists",
+}
 
 TRIES = 5
 """Of a request to a host that does not answer at all: its name is wrong, or it is down."""
 
 
 class StoreError(Exception):
-    """A request that failed. `what` says why, without any secret; `wait` are the seconds that the
-    server asks to wait before another try (None: it does not say); `tries` are the most that are
-    worth it (None: as many as time allows).
+    """A request that failed. `what` says why, without any secret, where the kind does not tell;
+    `wait` are the seconds that the server asks to wait before another try (None: it does not say);
+    `tries` are the most that are worth it (None: as many as time allows).
     """
 
     def __init__(
         self,
         kind: Failing,
-        what: str,
+        what: str = "",
         *,
         hint: str | None = None,
         wait: float | None = None,
         tries: int | None = None,
     ) -> None:
-        super().__init__(what)
+        self.what = what or _SAID[kind]
+        super().__init__(self.what)
         self.kind: Failing = kind
-        self.what, self.hint, self.wait, self.tries = what, hint, wait, tries
+        self.hint, self.wait, self.tries = hint, wait, tries
+
+
+@contextmanager
+def unless_missing() -> Iterator[None]:
+    """An object that is not there ends the block, without an error."""
+    try:
+        yield
+    except StoreError as error:
+        if error.kind != "missing":
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,9 @@ class Listing:
 
     def __bool__(self) -> bool:
         return bool(self.files or self.folders)
+
+
+NOTHING = Listing({}, frozenset())
 
 
 def split(key: str) -> tuple[str, str]:
@@ -193,7 +212,9 @@ class Store(ABC):
         return name
 
 
-_PIECES = 32  # answers that one range may come in; a long one in as many as have 64 KiB each
+# answers that one range may come in; a long one in as many as have 64 KiB each: a server that sends
+# a byte at a time would be asked millions of times
+_PIECES = 32
 
 
 def read_on(

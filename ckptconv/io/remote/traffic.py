@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from operator import attrgetter, sub
+from operator import add, attrgetter, sub
 
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, size_text
@@ -52,9 +52,5 @@ def count(
     """Add to what is counted; any thread may."""
     global _counted
     with _LOCK:
-        _counted = Traffic(
-            _counted.requests + requests,
-            _counted.retries + retries,
-            _counted.bytes_read + bytes_read,
-            _counted.bytes_written + bytes_written,
-        )
+        more = (requests, retries, bytes_read, bytes_written)
+        _counted = Traffic(*map(add, _COUNTS(_counted), more))

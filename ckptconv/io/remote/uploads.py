@@ -25,7 +25,7 @@ T = TypeVar("T")
 PART = 8 << 20
 """The bytes of one part, at least; an object of S3 has at most 10,000."""
 
-_MOST_PARTS = 9_000
+_MOST_PARTS = 9_000  # and not 10,000, for an object has only about the size that was said
 IN_FLIGHT = 4
 """Parts at a time, at most."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 
 from ckptconv.io.remote.causes import LIES, Headers, is_strong, length_of, range_of, refusal, seen
-from ckptconv.io.remote.network import needed
+from ckptconv.io.remote.network import bracketed, needed
 from ckptconv.io.remote.store import Part, Seen, Store, StoreError, read_on
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.addresses import how_to_get, shown
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _UNSAFE = "/~!$&'()*+,;=:@%"  # what may stand in a path as it is
 _SMALL = 128 << 10  # bytes of a file that is taken as a whole where the server sends no range
+# what a signed address answers that was good for a while only, or for one range
 _STALE = frozenset((400, 401, 403, 404, 410, 416))
-"""What a signed address answers that was good for a while only, or for one range."""
 
 _FRUITLESS = 2  # addresses that were not good for a second request, before none is kept
 _AT_ONCE = 256 << 10  # bytes that are taken off a connection at a time: what came before it broke
@@ -46,8 +46,10 @@ def web_store(address: str) -> tuple[Store, str]:
         raise UnsupportedCheckpoint("is not an address of the web", path=shown(address)) from None
     if not host:
         raise UnsupportedCheckpoint("names no host", path=shown(address))
-    named = f"[{host}]" if ":" in host else host
-    root = f"{found.scheme.lower()}://{named}{f':{port}' if port is not None else ''}/"
+    named = bracketed(host)
+    if port is not None:
+        named = f"{named}:{port}"
+    root = f"{found.scheme.lower()}://{named}/"
     needed("urllib3", root)
     key = quote(found.path[1:], safe=_UNSAFE)
     store = WebStore(root, userinfo=found.netloc.rpartition("@")[0], queries={key: found.query})
@@ -109,7 +111,9 @@ class WebStore(Store):
         from ckptconv.io.remote.wire import Target
 
         # who only sends us elsewhere does not know the tag that the file has there
-        tag = pinned.tag if pinned is not None and pinned.is_pinned and is_direct else ""
+        tag = ""
+        if pinned is not None and pinned.is_pinned and is_direct:
+            tag = pinned.tag
         return self._part(key, Target(self.url(key)), tag, first, nbytes, pinned)
 
     def _forget(self, key: str) -> None:
@@ -138,10 +142,10 @@ class WebStore(Store):
             part = self._received(key, answer, first, nbytes, pinned)
             if answer.hops:
                 now = answer.headers.get("ETag", "").strip()
-                is_worth_it = self._fruitless[key] < _FRUITLESS
-                there = answer.target, now if is_strong(now) else ""
                 with self._lock:
-                    self._moved[key] = there if is_worth_it else None
+                    self._moved[key] = None
+                    if self._fruitless[key] < _FRUITLESS:
+                        self._moved[key] = answer.target, now if is_strong(now) else ""
             return part
 
     def _received(
@@ -159,7 +163,7 @@ class WebStore(Store):
             return self._whole(key, answer, first, nbytes, pinned)
         if status == 416:
             if pinned is not None and pinned.size:
-                raise StoreError("changed", "was changed while it was read")
+                raise StoreError("changed")
             total = headers.get("Content-Range", "").rpartition("/")[2].strip()
             if first == 0 and total in ("", "0", "*"):
                 return Part(b"", self.seen(key, 0, headers))
@@ -174,7 +178,7 @@ class WebStore(Store):
         start, end, total = found
         version = self.seen(key, total, answer.headers)
         if pinned is not None and version != pinned:
-            raise StoreError("changed", "was changed while it was read")
+            raise StoreError("changed")
         if start != first or end > first + nbytes:
             raise _lie("the server sends other bytes than it was asked for")
         length = length_of(answer.headers)
@@ -191,7 +195,9 @@ class WebStore(Store):
         self, key: str, answer: Answer, first: int, nbytes: int, pinned: Seen | None
     ) -> Part:
         """All of a small file, of a server that sends nothing less."""
-        most = max(_SMALL, nbytes if first == 0 else 0)
+        most = _SMALL
+        if first == 0:
+            most = max(most, nbytes)
         length = length_of(answer.headers)
         if length is not None and length > most:
             raise self._no_ranges(key, "the server does not send parts of a file")
@@ -202,7 +208,7 @@ class WebStore(Store):
             raise self._no_ranges(key, "the server does not send parts of a file")
         version = self.seen(key, len(data), answer.headers)
         if pinned is not None and version != pinned:
-            raise StoreError("changed", "was changed while it was read")
+            raise StoreError("changed")
         return Part(memoryview(data)[first : first + nbytes], version)
 
     def _no_ranges(self, key: str, why: str) -> StoreError:

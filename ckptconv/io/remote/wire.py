@@ -26,7 +26,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from ckptconv import __version__
 from ckptconv.io.remote.causes import Headers, length_of, not_connected
-from ckptconv.io.remote.hosts import AllowedHosts, Reach, allowed_hosts, reach_of, reach_of_host
+from ckptconv.io.remote.hosts import Reach, hosts_given, is_allowed, reach_of, reach_of_host
 from ckptconv.io.remote.network import certificates, proxy_for, tls_of
 from ckptconv.io.remote.store import StoreError
 from ckptconv.io.remote.traffic import count
@@ -118,7 +118,7 @@ class Wire:
 
     def __init__(self, credential: Credential | None = None) -> None:
         self._credential = credential
-        self._allowed: AllowedHosts = allowed_hosts()
+        self._allowed = hosts_given()
         self._seconds = min(LEAST, in_force().remote_seconds)
         self._lock = threading.Lock()
         # of each process: one that is forked cannot share the connections of its parent
@@ -224,7 +224,7 @@ class Wire:
         said = {"User-Agent": f"ckptconv/{__version__}", "Accept-Encoding": "identity", **headers}
         if self._credential is not None and self._credential.is_for(origin):
             said["Authorization"] = self._credential.value
-        reach = None if self._allowed.allow(host, port) else target.reach
+        reach = None if is_allowed(host, port, self._allowed) else target.reach
         if reach is not None:
             _check(reach_of_host(host), reach, host)
         manager = self._manager(proxy_for(target.url), reach)
@@ -249,6 +249,7 @@ class Wire:
             return self._managers[key]
 
     def _opened(self, proxy: str | None, reach: Reach | None) -> urllib3.PoolManager:
+        # as many connections to a host as requests are in flight
         options: dict[str, Any] = {"num_pools": 8, "maxsize": 16, "ssl_context": self._context()}
         if proxy is None:
             manager = urllib3.PoolManager(**options)

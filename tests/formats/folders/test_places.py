@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from ckptconv import LimitExceeded, convert_checkpoint, limits, open_checkpoint
 from ckptconv.formats.registry import open_certain
-from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
+from ckptconv.io.places import LocalPlace
 from ckptconv.tensors.stream import iter_chunks
 from helpers.memory_places import stored
 from helpers.paths import SAMPLES

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ckptconv.formats.registry import open_certain
-from ckptconv.io.local import LocalPlace
 from ckptconv.io.location import Location
+from ckptconv.io.places import LocalPlace
 from ckptconv.support.errors import CheckpointError
 from ckptconv.tensors.stream import iter_chunks
 from helpers.examples import some

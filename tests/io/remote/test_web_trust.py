@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from ckptconv.io.remote.hosts import AllowedHosts, Reach, allowing_hosts, reach_of, reach_of_host
+from ckptconv.io.remote.hosts import Reach, allowing_hosts, is_allowed, reach_of, reach_of_host
 from ckptconv.io.remote.place import remote_place
 from ckptconv.support.errors import (
     CheckpointError,
@@ -209,8 +209,8 @@ def test_how_near_addresses_are():
     assert {text: reach_of(text) for text in known} == known
     assert reach_of_host("LocalHost.") is Reach.MACHINE is reach_of_host("a.localhost")
     assert reach_of_host("example.org") is Reach.EVERYWHERE
-    assert not AllowedHosts("").allow("a", 80) and not AllowedHosts("a").allow("b.a", 80)
-    assert AllowedHosts("[::1]:80").allow("::1", 80) and not AllowedHosts("*.a.b").allow("a.b", 1)
+    assert not is_allowed("a", 80, "") and not is_allowed("b.a", 80, "a")
+    assert is_allowed("::1", 80, "[::1]:80") and not is_allowed("a.b", 1, "*.a.b")
 
 
 # --------------------------------------------------------------------------------------- secrets
