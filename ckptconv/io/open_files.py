@@ -12,6 +12,7 @@ import contextlib
 import errno
 import io
 import os
+import select
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -298,9 +299,16 @@ class StandardInput(Alone):
         written, read = platforms.unnamed_file("ckptconv-")
         try:
             with written:
-                while data := os.read(_STDIN, CHUNK):
+                while data := self._next():
                     written.write(data)
         except BaseException:
             os.close(read)
             raise
         return read
+
+    def _next(self) -> bytes:
+        while True:
+            try:
+                return os.read(_STDIN, CHUNK)
+            except BlockingIOError:  # who shares the pipe may have made it one that does not wait
+                select.select([_STDIN], [], [])

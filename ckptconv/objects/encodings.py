@@ -250,6 +250,7 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
             raise MalformedCheckpoint(f"{what}, or the tensor itself is there too", where=key)
         try:
             value = _DECODERS[recipe["encoding"]](recipe, [values.pop(name) for name in names])
+        # recipes are text of a file: whatever a decoder trips over in one is the same error
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = "its components do not fit the recipe of its encoding"
             raise MalformedCheckpoint(what, where=key) from error

@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import os
 import pickle
 import tempfile
+import threading
+import time
 import zipfile
 
 import pytest
@@ -37,6 +40,7 @@ from ckptconv import (
     scan_checkpoint,
     stats_checkpoint,
 )
+from ckptconv.io.open_files import StandardInput
 
 AT = 13
 """Where a checkpoint begins in its file, as others may stand before it."""
@@ -308,6 +312,24 @@ def test_a_pipe_that_does_not_wait_is_not_left_with_a_part_that_looks_whole():
     refused = pytest.raises(OutputRefused, match=r"cannot be written: .* it may hold a part")
     with open(reading, "rb"), open(writing, "wb", buffering=0) as file, refused:
         convert_checkpoint(content, file)
+
+
+@pytest.mark.skipif(not hasattr(os, "set_blocking"), reason="no pipe that does not wait")
+def test_a_standard_input_that_does_not_wait_is_waited_for(monkeypatch):
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    monkeypatch.setattr("ckptconv.io.open_files._STDIN", reading)
+
+    def write_late() -> None:
+        with open(writing, "wb") as file:
+            time.sleep(0.1)
+            file.write(b"late")
+
+    thread = threading.Thread(target=write_late)
+    thread.start()
+    with open(reading, "rb"), contextlib.closing(StandardInput().open()) as source:
+        assert source.read(0, source.size) == b"late"
+    thread.join()
 
 
 def test_plans_and_results_are_pickled_without_the_file():
