@@ -23,7 +23,7 @@ from ckptconv.support.records import dataclass
 _AT_ONCE = 16
 
 
-def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
+def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> Sequence[Checked]:
     """Raise `BatchRefused` where jobs are in each other's way, or a source is missing.
 
     `names` are what each is called, such as its line in a manifest (by default its number).
@@ -32,21 +32,22 @@ def check_jobs(jobs: Sequence[Job], names: Sequence[str] = ()) -> None:
     real = real_names()
     checked = [_checked(job, name, real) for job, name in zip(jobs, called, strict=True)]
     looks = (_taken_twice, _in_folders, _in_the_way, _missing)
-    if problems := [problem for look in looks for problem in look(checked)]:
+    problems = [problem for look in looks for problem in look(checked)]
+    if problems:
         raise BatchRefused(problems)
+    return checked
 
 
 def check_apart(
-    jobs: Sequence[Job], places: Sequence[Location], pages: Sequence[Location] = ()
+    checked: Sequence[Checked], places: Sequence[Location], pages: Sequence[Location] = ()
 ) -> None:
     """Raise `BatchRefused` where `places`, such as a ledger, and `pages` are one place, or that of
     something that a job reads or writes, or where a page lies in a source.
     """
     real = real_names()
-    checked = [_checked(job, "", real) for job in jobs]
     taken = {written for one in checked for written in one.written()}
     sources = {read for one in checked for read in one.read}
-    taken |= sources | read_beside(jobs).keys()
+    taken |= sources | read_beside([one.job for one in checked]).keys()
     problems = []
     for place in (*places, *pages):
         name = real(place)
@@ -60,16 +61,18 @@ def check_apart(
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class Checked:
     """A job, what it is called, and where it reads and writes, each place without links.
 
-    `sources` are what it names, `read` what it reads: of an index, the shards too. It writes its
-    `output`, the file that the shards of a set are `named` after, and what is `told` of it.
+    `sources` are the `places` that it names, `read` what it reads: of an index, the shards too. It
+    writes its `output`, the file that the shards of a set are `named` after, and what is `told` of
+    it.
     `is_folder`: torch makes the output, which is a folder.
     """
 
     job: Job
     name: str
+    places: Sequence[Location]
     sources: tuple[str, ...]
     read: frozenset[str]
     output: str
@@ -83,7 +86,7 @@ class _Checked:
         yield from (place for place in places if place is not None)
 
 
-def _checked(job: Job, name: str, real: Callable[[Location], str]) -> _Checked:
+def _checked(job: Job, name: str, real: Callable[[Location], str]) -> Checked:
     options, place = job.options, place_of(job.output)
     places = places_of(job)
     shards = [shard for source in places for shard in shards_named(source)]
@@ -98,14 +101,14 @@ def _checked(job: Job, name: str, real: Callable[[Location], str]) -> _Checked:
     told = {what: real(place_of(path)) for what, path in beside.items() if path is not None}
     sources = tuple(map(real, places))
     read = frozenset((*sources, *map(real, shards)))
-    return _Checked(job, name, sources, read, output, named, told, is_folder)
+    return Checked(job, name, places, sources, read, output, named, told, is_folder)
 
 
 _OF_SET = re.compile(r"(?:-\d{5}-of-\d{5}(\.[^./]*)?|\.index\.json)$")
 
 
-def _taken_twice(checked: Sequence[_Checked]) -> Iterator[str]:
-    first: dict[str, _Checked] = {}
+def _taken_twice(checked: Sequence[Checked]) -> Iterator[str]:
+    first: dict[str, Checked] = {}
     for one in checked:
         taken = [first.setdefault(place, one) for place in one.written()]
         if other := [found for found in taken if found is not one]:
@@ -118,7 +121,7 @@ def _taken_twice(checked: Sequence[_Checked]) -> Iterator[str]:
                 yield f"{one.name}: is named like a shard of {other_set.name}: {one.job.output}"
 
 
-def _in_folders(checked: Sequence[_Checked]) -> Iterator[str]:
+def _in_folders(checked: Sequence[Checked]) -> Iterator[str]:
     """Outputs and sources in the output of another job, which is a file, or a folder that is
     replaced as a whole.
     """
@@ -136,7 +139,7 @@ def _in_folders(checked: Sequence[_Checked]) -> Iterator[str]:
                 break
 
 
-def _in_the_way(checked: Sequence[_Checked]) -> Iterator[str]:
+def _in_the_way(checked: Sequence[Checked]) -> Iterator[str]:
     """Outputs that a job reads, or that lie in a source."""
     sources: dict[str, str] = {}
     for one in checked:
@@ -183,8 +186,8 @@ def _folders_of_store(path: str) -> Iterator[str]:
         yield path
 
 
-def _missing(checked: Sequence[_Checked]) -> Iterator[str]:
-    asked = [(place, one.name) for one in checked for place in places_of(one.job)]
+def _missing(checked: Sequence[Checked]) -> Iterator[str]:
+    asked = [(place, one.name) for one in checked for place in one.places]
     far = [item for item in asked if item[0].is_far()]
     yield from filter(None, (_absent(*item) for item in asked if not item[0].is_far()))
     if far:

@@ -31,7 +31,10 @@ _FILES_NAMED = ("rules", "like", "metadata_from", "order_from")
 def places_of(job: Job) -> list[Location]:
     """The places that a job reads."""
     found = list(places.places_of(job.source))
-    for place in (*found, place_of(job.output)):
+    outputs: list[Location] = []
+    if not isinstance(job.output, str):  # which no open file is, and most are
+        outputs.append(place_of(job.output))
+    for place in (*found, *outputs):
         if isinstance(place, OpenFile):
             what = "is an open file, and a batch knows its files by their names"
             raise OptionRefused(what, path=place.path, hint="give its path, or run the job alone")

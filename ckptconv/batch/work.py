@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, field, replace
 from pathlib import PurePath
@@ -25,10 +24,10 @@ from ckptconv.io.remote.hosts import allowing_hosts
 from ckptconv.io.remote.traffic import traffic
 from ckptconv.support.errors import (
     CheckpointError,
-    CheckpointWarning,
     OutputRefused,
     is_on_command_line,
     on_command_line,
+    unwarned,
 )
 from ckptconv.support.records import dataclass
 
@@ -90,9 +89,8 @@ def _ran(task: Task) -> Receipt:
         with (
             allowing_hosts(task.hosts),
             on_command_line(task.is_on_command_line),
-            warnings.catch_warnings(),
+            unwarned(),  # the receipt has the notes
         ):
-            warnings.simplefilter("ignore", CheckpointWarning)  # the receipt has the notes
             job = _placed(job)
             known = fingerprint(job)
             _make_folder(job)

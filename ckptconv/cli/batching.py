@@ -35,6 +35,7 @@ from ckptconv.support.report import Row, error_document
 from ckptconv.support.text import count_text
 
 if TYPE_CHECKING:
+    from ckptconv.batch.checks import Checked
     from ckptconv.batch.finding import Passed
     from ckptconv.batch.manifest import Listed
     from ckptconv.batch.receipts import Receipt
@@ -117,8 +118,9 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
         listed = _listed(paths, given["out_dir"], common, passed)
         ledger = _ledger_of(paths, given, part)
         jobs, refused = listed.jobs[share], None
+        checked: Sequence[Checked] = ()
         try:
-            check_jobs(listed.jobs, listed.names)
+            checked = check_jobs(listed.jobs, listed.names)
         except BatchRefused as error:
             if not given["dry_run"]:
                 raise
@@ -128,7 +130,7 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
             return
         pages = _pages(given)
         manifests = [] if given["out_dir"] is not None else list(map(place_of, paths))
-        check_apart(listed.jobs, [*manifests, place_of(ledger)], pages)
+        check_apart(checked, [*manifests, place_of(ledger)], pages)
         for page in pages:
             check_place_free(page, is_folder=False, force=given["force"])
     _tell_passed(passed, silent=as_json or given["quiet"])

@@ -281,10 +281,8 @@ def _make_files(
     proof: Proof | None,
 ) -> tuple[Tally, int]:
     """Draft all files of an output, each whole and checked; how many tensors were verified."""
-    written, compared = (
-        Meter("write", plan.nbytes, phases.tell),
-        Meter("verify", plan.nbytes, phases.tell),
-    )
+    nbytes = plan.nbytes
+    written, compared = Meter("write", nbytes, phases.tell), Meter("verify", nbytes, phases.tell)
     _copy_companions(plan, output, written, phases, proof, verify=verify)
     lane = _Lane(_telling(written), compared, phases, threads=THREADS, proof=proof)
     make = partial(_make_shard, plan, output, fsync=fsync, verify=verify)
@@ -406,9 +404,9 @@ def _name_in(plan: ConversionPlan, file: PlannedFile) -> str:
 
 def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> bool:
     """Whether several files of an output may be written at once, and it is worth it."""
-    nbytes = sum(file.layout.nbytes for file in files)
-    is_worth = min(THREADS, len(files)) > 1 and nbytes >= _WORTH_LANES
-    if not (is_worth and output.is_for_threads()):
+    if min(THREADS, len(files)) < 2 or not output.is_for_threads():
+        return False
+    if sum(file.layout.nbytes for file in files) < _WORTH_LANES:
         return False
     values = (item.values for file in files for item in file.layout.items)
     storages = origins(ref for ref in values if isinstance(ref, TensorRef))

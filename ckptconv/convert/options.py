@@ -85,17 +85,21 @@ class Request:
         With the files beside a model, and the config of an adapter of peft, the output is a folder,
         of one file where no size is given.
         """
-        is_folder = self.to is not None and target_named(self.to).is_folder
-        has_beside = self.with_files or self.of_adapters == "lora-peft"
-        if self.max_shard_size is None and has_beside and not is_folder:
-            return sys.maxsize
-        return self.max_shard_size
+        if self.max_shard_size is not None:
+            return self.max_shard_size
+        if not self.with_files and self.of_adapters != "lora-peft":
+            return None
+        if self.to is not None and target_named(self.to).is_folder:
+            return None
+        return sys.maxsize
 
     @property
     def of_adapters(self) -> str:
         """The preset by which the parts of a LoRA adapter get their names; empty for none."""
-        presets = (rule for rule in self.keys.rules if isinstance(rule, Preset))
-        return next((rule.name for rule in presets if rule.is_of_adapters), "")
+        for rule in self.keys.rules:
+            if isinstance(rule, Preset) and rule.is_of_adapters:
+                return rule.name
+        return ""
 
     @property
     def casts(self) -> Casts:

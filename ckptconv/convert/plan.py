@@ -163,10 +163,12 @@ class ConversionPlan:
         """The size of the output in bytes, all its files together; of a folder that torch makes,
         that of the plain torch file of which it is made.
         """
-        files = (*self.files, *([self.index] if self.index else []))
-        return sum(file.layout.nbytes for file in files) + sum(
-            item.nbytes for item in self.beside.copied
-        )
+        nbytes = sum([file.layout.nbytes for file in self.files])
+        if self.index is not None:
+            nbytes += self.index.layout.nbytes
+        if self.beside.copied:
+            nbytes += sum(item.nbytes for item in self.beside.copied)
+        return nbytes
 
     def __repr__(self) -> str:
         return short_repr(

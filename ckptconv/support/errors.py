@@ -211,11 +211,24 @@ class CheckpointWarning(UserWarning):
     """
 
 
+_UNWARNED: ContextVar[bool] = ContextVar("notes are told elsewhere", default=False)
+
+
+def unwarned() -> AbstractContextManager[object]:
+    """Within the block, `warn` says nothing: somebody tells the notes. (To have Python ignore a
+    category changes its filters for all threads, and takes longer than to read a small pickle.)
+    """
+    return set_within(_UNWARNED, True)
+
+
 def warn(notes: Iterable[str]) -> None:
     """Each of `notes` as a `CheckpointWarning` of the code that called ckptconv.
 
     It is shown once for each line of that code, as Python's filters do by default.
     """
+    notes = list(notes)
+    if not notes or _UNWARNED.get():
+        return
     frame, level = sys._getframe(1), 2
     ours = ("ckptconv", "contextlib")  # a block of ours is entered by the other
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:

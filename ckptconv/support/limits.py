@@ -127,6 +127,14 @@ class Limits:
     where it stopped looking.
     """
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Defaults are sent by their name: each of 10,000 jobs would bring 40 numbers, and have
+        them compared with those that hold where it runs.
+        """
+        if self is DEFAULTS:
+            return "DEFAULTS"
+        return Limits, tuple(getattr(self, name) for name in NAMES)
+
 
 DEFAULTS = Limits()
 NAMES = tuple(field.name for field in fields(Limits))

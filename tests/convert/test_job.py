@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import pickle
 import re
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptconv import (
     Checkpoint,
@@ -46,6 +48,21 @@ def test_a_job_is_equal_to_itself_after_a_pickle(tmp_path):
         job = Job(SOURCE, tmp_path / "out.pt", Options(rename="a.=b."), tag="5", force=True)
     again = pickle.loads(pickle.dumps(job))
     assert again == job and again.limits.depth == 7
+    usual = Job(SOURCE, tmp_path / "out.pt").limits
+    assert pickle.loads(pickle.dumps(usual)) is usual
+
+
+def test_equal_options_are_asked_again_where_a_file_or_a_list_of_theirs_changed(tmp_path):
+    rules, words, found = tmp_path / "rules.json", ["*.weight"], []
+    by_file, by_list = Options(rules=str(rules)), Options(exclude=words)
+    for number, key in enumerate(("weight", "bias")):
+        rules.write_text(json.dumps([{"exclude": [f"*.{key}"]}]))
+        words[:] = [f"*.{key}"]
+        for name, options in (("file", by_file), ("list", by_list)):
+            output = tmp_path / f"{name}{number}.safetensors"
+            Job(SOURCE, output, options, fsync=False).run()
+            found.append(any(name.endswith(f".{key}") for name in load_file(output)))
+    assert found == [False] * 4
 
 
 def test_the_limits_of_a_job_are_those_under_which_it_was_made(tmp_path):
