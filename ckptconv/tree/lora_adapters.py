@@ -195,10 +195,10 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
             raise RefusedObject(what, where=key, hint="one file with several adapters: split it")
         modules.setdefault(module, {})[role] = ref
         said[role] = key
-    if len(adapters) > 1 and "" not in adapters:
-        listed = first_few(sorted(adapters), 4)
+    named = sorted(adapters - {""})  # an alpha, and the keys of most programs, name none
+    if len(named) > 1:
         raise RefusedObject(
-            f"holds several adapters: {listed}",
+            f"holds several adapters: {first_few(named, 4)}",
             path=checkpoint.path,
             hint="take one of them first: ckptconv convert ADAPTER ONE --include",
         )

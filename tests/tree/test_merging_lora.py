@@ -504,3 +504,12 @@ def test_parameters_that_are_too_many_to_be_tried_in_all_orders_are_refused(base
     adapter = of_peft(folder, given, target_parameters=[f"experts.{name}" for name in names])
     with pytest.raises(KeyMismatch, match="is for 8 of 8 parameters, which are too many"):
         merged(folder, adapter)
+
+
+def test_several_adapters_by_name_are_refused_beside_parts_without_a_name(base):
+    folder, _ = base
+    given = factors(PEFT + Q, ("lora_A.one.weight", "lora_B.one.weight"))
+    given |= factors(f"{PEFT}lm_head", ("lora_A.two.weight", "lora_B.two.weight"), (9, 8))
+    given[f"{PEFT}{Q}.alpha"] = torch.tensor(8.0)
+    with pytest.raises(RefusedObject, match="holds several adapters: one, two"):
+        merged(folder, of_peft(folder, given))
