@@ -185,7 +185,11 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
             what = "is not a key of an adapter that is known here"
             raise RefusedObject(what, where=key, hint=LEAVE_OUT_FIRST)
         if told is None:  # what peft's modules_to_save holds, under its name in the model
-            whole[_WITHIN.sub("", key.removeprefix(PEFT_PREFIX))] = ref
+            name = _WITHIN.sub("", key.removeprefix(PEFT_PREFIX))
+            if name in whole:
+                what = f"is {printable(name)} of the model, as another key is"
+                raise RefusedObject(what, where=key, hint=LEAVE_OUT_FIRST)
+            whole[name] = ref
             continue
         module, role, adapter = told
         adapters.add(adapter)

@@ -513,3 +513,12 @@ def test_several_adapters_by_name_are_refused_beside_parts_without_a_name(base):
     given[f"{PEFT}{Q}.alpha"] = torch.tensor(8.0)
     with pytest.raises(RefusedObject, match="holds several adapters: one, two"):
         merged(folder, of_peft(folder, given))
+
+
+def test_two_tensors_for_one_of_the_model_are_refused(base):
+    folder, _ = base
+    given = factors(PEFT + Q)
+    given[f"{PEFT}lm_head.weight"] = torch.zeros(9, 8)
+    given[f"{PEFT}lm_head.modules_to_save.weight"] = torch.ones(9, 8)
+    with pytest.raises(RefusedObject, match="is lm_head.weight of the model, as another key is"):
+        merged(folder, of_peft(folder, given, modules_to_save=["lm_head"]))
