@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject, printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few
-from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.plain_numbers import number_of
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.model_config import home_of, json_in
+from ckptconv.tree.optimizer_states import read_number
 
 CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
@@ -216,13 +214,11 @@ def number_in(ref: TensorRef, key: str) -> float:
     """The number that a tensor of one element holds, such as an alpha. Raises `MalformedCheckpoint`
     where it is not one, or is not finite.
     """
-    if ref.numel != 1 or ref.dtype.kind not in ("float", "int"):
+    number = read_number(ref)
+    if number is None:
         what = f"is {ref.dtype.name} {list(ref.shape)} where one number is expected"
         raise MalformedCheckpoint(what, where=key)
-    Checksums().read(ref.storage)
-    raw = read_box(ref, (0,) * len(ref.shape), ref.shape).tobytes()
-    number = number_of(raw, ref.dtype)
-    if isinstance(number, complex) or not math.isfinite(number):
+    if not math.isfinite(number):
         raise MalformedCheckpoint(f"is {number}, and not a finite number", where=key)
     return float(number)
 

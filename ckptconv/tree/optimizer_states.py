@@ -204,7 +204,7 @@ def shape_of_state(state: Node) -> Shape | None:
 
 
 def read_number(node: Node) -> float | None:
-    """A number that an optimizer keeps, such as its step, plain or in a tensor; else None."""
+    """The one real number that a value is, or a tensor holds, such as a step; else None."""
     if type(node) in (int, float):
         return node  # type: ignore[no-any-return]
     if type(node) is not TensorRef or node.numel != 1 or node.dtype.kind not in ("float", "int"):
