@@ -29,14 +29,13 @@ from ckptconv.support.errors import KeyMismatch, RefusedObject
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME, DType
-from ckptconv.tensors.layouts import Move
+from ckptconv.tensors.layouts import Move, are_alike
 from ckptconv.tensors.refs import (
     Piece,
     Shape,
     Storage,
     TensorRef,
     box_of,
-    view_identity,
     whole_view,
 )
 from ckptconv.tensors.stream import read_box
@@ -133,17 +132,11 @@ def put_together(parts: Sequence[Factors | None], sizes: Sequence[int], where: s
     if len({(part.up.dtype, part.down.dtype, part.down.shape[1:]) for part in there}) > 1:
         what = "differs in type or columns from what it is put together with"
         raise KeyMismatch(what, where=where, hint="give all one --dtype in a conversion before")
-    if len(there) == len(parts) and all(_is_same(first.down, part.down) for part in there):
+    downs = [part.down for part in there]
+    if len(there) == len(parts) and are_alike(downs):
         return Factors(_stacked([part.up for part in there]), first.down)
-    rank = sum(part.down.shape[0] for part in there)
-    rows = [*_rows_of_blocks(parts, sizes, rank)]
-    return Factors(_stacked(rows), _stacked([part.down for part in there]))
-
-
-def _is_same(one: TensorRef, other: TensorRef) -> bool:
-    if one.shape != other.shape:
-        return False
-    return view_identity(one) == view_identity(other) or bool((_bytes(one) == _bytes(other)).all())
+    rank = sum(down.shape[0] for down in downs)
+    return Factors(_stacked([*_rows_of_blocks(parts, sizes, rank)]), _stacked(downs))
 
 
 def _rows_of_blocks(
