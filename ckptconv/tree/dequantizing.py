@@ -10,6 +10,7 @@ from os.path import commonprefix
 
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.naming_metadata import naming_entries
+from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.nodes import (
     Call,
     Dict,
@@ -325,17 +326,9 @@ def _of_subclass(
     parts = {name: name for name in tensors if name != "qdata"}
     group = Group(key, "", {**tensors, key: tensors["qdata"]})
     made = torchao_weight(group, facts, key, cls.rpartition(".")[2], told, parts)
-    if len(arguments) < 3 or _size(arguments[2]) != made.values.shape:
+    if len(arguments) < 3 or plain_sizes(arguments[2]) != made.values.shape:
         group.refuse(f"has values of {list(made.values.shape)}, and says another shape")
     return Decoded(key, (), key, made.values, made.scheme, "torchao")
-
-
-def _size(node: Node) -> Node:
-    """A size, which some pickle as a call."""
-    match node:
-        case Call(args=(size,)):
-            return size
-    return node
 
 
 def _told(value: Node) -> object:
