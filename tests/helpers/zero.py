@@ -54,7 +54,7 @@ def write(
             (name, value.shape) for name, value in (frozen or {}).items()
         ),
         "shared_params": {},
-        "global_steps": 1,
+        "global_steps": 1 if kept is None else 3,
     }
     partitions = shares(groups, ranks) if stage == 3 else cuts(groups, ranks, lean)
     for rank in range(ranks):

@@ -64,10 +64,11 @@ from ckptconv.formats.folders.zero import (
     flat_groups,
     read_rank,
     read_shapes,
+    shape_of,
     shapes_in_slices,
     spread_over_ranks,
 )
-from ckptconv.formats.folders.zero_optimizer import kept_beside, optimizer_of
+from ckptconv.formats.folders.zero_optimizer import kept_beside, optimizer_of, other_steps
 from ckptconv.io.files import FilePool, kept_open
 from ckptconv.io.location import Location, within
 from ckptconv.pickles.nodes import Dict, Node, entries, mapping_pairs, ordered_dict
@@ -154,8 +155,11 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     models = _open_models(files, stage, ranks[0].ranks, open_file)
     states = [_model_states(model, files) for model in models]
     everything, first = [*models, *opened], models[0]
-    # the bf16 optimizer without ZeRO, whose model states are whole
-    if states[0].get("param_shapes") is None:
+    if (named := states[0].get("param_shapes")) is not None:
+        shapes = read_shapes(named, "param_shapes")
+    else:  # the bf16 optimizer without ZeRO, of older releases: the model states are whole
+        shapes = shapes_in_slices(ranks, partial(shape_of, entries(states[0]["module"])))
+    if named is None and not shapes:
         told = (
             "the weights are those of the model states, in the dtype of the training; the fp32 "
             "weights and the optimizer's states are left out: no param_shapes name their parameters"
@@ -164,7 +168,7 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
         return replace(first, container=CONTAINER, notes=(told, *first.notes), sources=sources)
     if len(set(ranks[0].counts)) > 1:
         raise spread_over_ranks("optimizer_state_dict.partition_count")
-    groups = flat_groups(ranks, read_shapes(states[0]["param_shapes"], "param_shapes"))
+    groups = flat_groups(ranks, shapes)
     kept = _OF_TENSOR_RANKS if files.is_tensor_rank else ()
     whole = _of_partitions(everything, states, ranks, groups, kept=kept)
     return replace(whole, container=CONTAINER.called(f"{CONTAINER.name} ZeRO-{stage}"))
@@ -188,7 +192,8 @@ def _of_partitions(
     others = _others(opened[0].root, ranks[0].rest, kept)
     root = Dict([("module", module), *optimizer, *others])
     told = f"{told} joined from {len(ranks)} ranks{beside}{more}"
-    return whole_of(opened, CONTAINER, root, opened[0].path, (told, *weights.notes))
+    notes = (told, *weights.notes, *other_steps(optimizer, states[0]))
+    return whole_of(opened, CONTAINER, root, opened[0].path, notes)
 
 
 _OF_TENSOR_RANKS = ("buffer_names", "mp_world_size")
@@ -261,6 +266,7 @@ def _open_pipeline(files: StepFiles, open_file: OpenFile) -> Checkpoint:
             pairs.append(("param_shapes", None))  # as of other ranks whose optimizers number theirs
     root = Dict(pairs)
     container = CONTAINER.called(f"{CONTAINER.name} pipeline")
+    notes = (*notes, *other_steps(optimizer, states[0]))
     return whole_of(opened, container, root, models[0].path, (told, *notes))
 
 

@@ -25,7 +25,7 @@ from ckptconv.support.records import dataclass
 from ckptconv.tensors.assembly import Flat, Run, shaped
 from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions
+from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions, view_identity
 from ckptconv.tree.walk import tensor_of
 
 Shapes = Mapping[str, Shape]
@@ -207,6 +207,14 @@ def shapes_in_slices(
                 numels[_name(name, where)] = numels.get(_name(name, where), 0) + numel
         found.append({name: shape_of(name, numel) for name, numel in numels.items()})
     return found if any(found) else []
+
+
+def shape_of(module: Mapping[str, Node], name: str, numel: int) -> Shape:
+    """The shape of a parameter of so many elements, as the model states have it."""
+    ref = tensor_of(module.get(name))
+    if ref is None or ref.numel != numel:
+        raise contradiction(f"has {numel} elements, and the model states do not", where=name)
+    return ref.shape
 
 
 # ------------------------------------------------------------------------------------------ joining
@@ -421,6 +429,7 @@ class Weights:
         for name, kept in mapping_pairs(states.get("shared_params")) or ():
             if type(name) is str and type(kept) is str and kept in self._found:
                 self._found[name] = self._found[kept]
+        self._add_ties(states["module"])
         self._add_others(states["module"])
         return ordered_dict(list(self._found.items()), like=states["module"])
 
@@ -446,6 +455,17 @@ class Weights:
                 raise MalformedCheckpoint(what, where=name)
             # in the type that it was loaded in: no optimizer has an fp32 copy of it
             self._found[name] = ref
+
+    def _add_ties(self, module: Node) -> None:
+        """The second names of parameters, where `shared_params` does not tell them (older
+        releases): the module has one storage for both.
+        """
+        refs = {name: ref for name, value in entries(module).items() if (ref := tensor_of(value))}
+        views = {view_identity(refs[name]): name for name in refs if name in self._found}
+        for name, ref in refs.items():
+            kept = views.get(view_identity(ref)) if ref.numel else None
+            if kept is not None and name not in self._found:
+                self._found[name] = self._found[kept]
 
     def _add_others(self, module: Node) -> None:
         """What only the module holds: extra states, the frozen parameters of stage 1."""

@@ -16,7 +16,7 @@ from math import prod
 
 from ckptconv.formats.folders.zero import FlatGroup, RankStates, contradiction
 from ckptconv.objects.plain import plain_form
-from ckptconv.pickles.nodes import Call, Node, entries, mapping_pairs
+from ckptconv.pickles.nodes import Call, Node, entries, listed, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.assembly import Flat, shaped
@@ -85,6 +85,30 @@ def require_equal(values: Sequence[Node], ranks: Sequence[int], where: str) -> N
         if None not in (first, number) and number != first:
             what = f"is {first:g} on rank {ranks[0]} and {number:g} on rank {rank}"
             raise contradiction(what, where=where)
+
+
+def other_steps(
+    optimizer: Sequence[tuple[Node, Node]], states: Mapping[str, Node]
+) -> Iterator[str]:
+    """Tell of an optimizer, an entry of a tree, that has done another number of steps than the
+    model states say. It may be a new one; or the files are of different steps.
+    """
+    for _, said in optimizer:
+        kept = [state for _, state in mapping_pairs(entries(said).get("state")) or ()]
+        told = [*kept[:1], *listed(entries(said).get("param_groups"))[:1]]
+        done = [number for one in told if (number := read_number(entries(one).get("step")))]
+        steps, skipped = states.get("global_steps"), states.get("skipped_steps", 0)
+        counts = [
+            count for count in (steps, skipped) if type(count) is int and abs(count) < 1 << 53
+        ]
+        if not done or len(counts) < 2:
+            continue
+        # some optimizers of DeepSpeed take a first step without gradients, to make their states
+        if done[0] not in (steps - skipped, steps - skipped + 1):
+            yield (
+                f"the optimizer has done {done[0]:.0f} steps, and the model states say that it was "
+                f"{steps - skipped}: their files may be of different steps"
+            )
 
 
 PlainGroup = tuple[Mapping[str, Node], tuple[int, ...]]

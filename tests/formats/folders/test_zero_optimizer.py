@@ -64,6 +64,58 @@ def test_the_states_are_those_that_deepspeed_gives(name, tmp_path):
     same(oracle.load(tmp_path / "out.pt")["optimizer"]["state"], wanted(name))
 
 
+@pytest.mark.parametrize("gone", [("param_shapes", "shared_params"), ("shared_params",)])
+def test_what_the_model_states_of_older_releases_do_not_say(gone, tmp_path):
+    """The bf16 optimizer says which parameters a rank has, and tied ones are one storage."""
+    folder = shutil.copytree(FOLDERS / "stage1_bf16", tmp_path / "made")
+    file = folder / "global_step1" / "mp_rank_00_model_states.pt"
+    states = torch.load(file, weights_only=False)
+    torch.save({key: value for key, value in states.items() if key not in gone}, file)
+    found = load_portable(folder, whole=True)
+    same(found["optimizer"]["state"], wanted("stage1_bf16"))
+    expected = oracle.load(FOLDERS / "stage1_bf16" / "fp32.pt")
+    assert found["module"].keys() == expected.keys()
+    assert all(torch.equal(found["module"][name], value) for name, value in expected.items())
+    module = found["module"]
+    assert module["head.weight"].data_ptr() == module["embed.weight"].data_ptr()
+
+
+def test_shapes_of_older_releases_that_contradict_the_ranks_are_refused(tmp_path):
+    folder = shutil.copytree(FOLDERS / "stage1_bf16", tmp_path / "made")
+    file = folder / "global_step1" / "mp_rank_00_model_states.pt"
+    states = torch.load(file, weights_only=False)
+    states["module"]["embed.weight"] = torch.zeros(6, 5)
+    torch.save({**states, "param_shapes": None}, file)
+    with pytest.raises(
+        CheckpointError, match=r"embed\.weight: has 35 elements, and the model states"
+    ):
+        load_portable(folder)
+
+
+def notes_of(folder: Path) -> str:
+    with open_checkpoint(folder) as checkpoint:
+        return "\n".join(checkpoint.notes)
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS.iterdir(), *(DATA / "deepspeed_parallel").iterdir()])
+def test_what_deepspeed_saved_is_of_one_step(folder):
+    """Its fp16 optimizers without ZeRO count one more."""
+    assert "of different steps" not in notes_of(folder)
+
+
+@pytest.mark.parametrize("name", ["stage1", "stage2", "stage3"])
+@pytest.mark.parametrize("steps", [0, 1000])
+def test_model_states_of_another_step_are_told(name, steps, tmp_path):
+    folder = shutil.copytree(FOLDERS / name, tmp_path / "made")
+    step = folder / (folder / "latest").read_text().strip()
+    for file in step.glob("*model_states.pt"):
+        states = torch.load(file, weights_only=False)
+        done = states["global_steps"]
+        torch.save({**states, "global_steps": 5 + steps, "skipped_steps": 5 - done}, file)
+    told = f"has done {done} steps, and the model states say that it was {steps + done}: their"
+    assert (told in notes_of(folder)) is (steps > 0)
+
+
 @pytest.mark.parametrize("name", BY_GRADIENT)
 def test_what_other_optimizers_keep_is_what_they_must_keep_of_the_gradient(name):
     """Muon's partitions of stages 1 and 2 hold whole parameters. (bfloat16 sums in another
