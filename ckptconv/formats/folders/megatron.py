@@ -127,8 +127,10 @@ def _joined(path: Location, ranks: Mapping[str, Checkpoint]) -> Checkpoint:
     tensor, pipeline = _sizes(args, path)
     ends = [f"_{stage:03d}" for stage in range(pipeline)] if pipeline > 1 else [""]
     names = [[f"mp_rank_{at:02d}{end}" for at in range(tensor)] for end in ends]
-    _refuse_other_ranks([name for stage in names for name in stage], ranks, path)
+    in_order = [name for stage in names for name in stage]
+    _refuse_other_ranks(in_order, ranks, path)
     _refuse_other_runs(ranks)
+    _refuse_exchanged([ranks[name] for name in in_order])
     model, told = _joined_model([[ranks[name] for name in stage] for stage in names], args)
     pairs = [pair for pair in mapping_pairs(first.root) or () if pair[0] in _KEPT]
     root = ordered_dict([("model", ordered_dict(list(model.items()))), *pairs])
@@ -192,6 +194,21 @@ def _refuse_other_runs(ranks: Mapping[str, Checkpoint]) -> None:
         if iteration != first:
             what = f"is of the iteration {iteration}, and {name} of {first}"
             raise MalformedCheckpoint(printable(what), path=ranks[other].path)
+
+
+def _refuse_exchanged(ranks: Sequence[Checkpoint]) -> None:
+    """Raise where files of ranks were exchanged: the arguments in each say which rank saved it. In
+    every order that Megatron knows these rise with the tensor-parallel rank, and then the stage.
+    """
+    told = [training_arguments(rank.root).get("rank") for rank in ranks]
+    saved_by = [number for number in told if type(number) is int]
+    if len({*saved_by}) < len(ranks):  # Megatron's own tools write all files in one process
+        return
+    for at, number in enumerate(saved_by[1:], 1):
+        if number < saved_by[at - 1]:
+            what = f"was saved by rank {number}, and {printable(ranks[at - 1].path)} by rank "
+            what += f"{saved_by[at - 1]}: they were exchanged"
+            raise MalformedCheckpoint(what, path=ranks[at].path, hint="fetch all of them again")
 
 
 def _told(root: Node) -> dict[str, Node]:

@@ -158,8 +158,10 @@ def save(
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
             place = folder / name / "model_optim_rng.pt"
             place.parent.mkdir(parents=True, exist_ok=True)
+            saved_by = {"rank": rank + 3 * tensor * stage}  # of three that are data-parallel
             tree: dict[str, Any] = {
-                "args": Namespace(**{**told, **args}), "checkpoint_version": 3.0, "iteration": 5,
+                "args": Namespace(**{**told, **saved_by, **args}),
+                "checkpoint_version": 3.0, "iteration": 5,
                 "optimizer": {"state": torch.randn(3)}, "rng_state": [torch.randn(2)],
             }  # fmt: skip
             for at, chunk in enumerate(chunks):
@@ -347,6 +349,25 @@ def test_ranks_of_other_versions_and_steps_are_refused(top, message, tmp_path):
     changed(folder / "mp_rank_00", None, **top)
     with pytest.raises((MalformedCheckpoint, UnsupportedCheckpoint), match=message):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_00_001", "mp_rank_01_001")]
+)
+@pytest.mark.parametrize("args", [{}, {"rank": 0}])
+def test_ranks_that_were_exchanged_are_refused_where_they_say_who_saved_them(
+    one, other, args, tmp_path
+):
+    folder = save(tmp_path / "in", model(), 2, 2, **args)
+    before = load_portable(folder)
+    (folder / one).rename(folder / "kept")
+    (folder / other).rename(folder / one)
+    (folder / "kept").rename(folder / other)
+    if args:  # nothing tells
+        assert load_portable(folder).keys() == before.keys()
+        return
+    with pytest.raises(MalformedCheckpoint, match=r"was saved by rank \d, and .*: they were exch"):
+        load_portable(folder)
 
 
 def test_a_stage_without_a_layer_is_incomplete(tmp_path):
