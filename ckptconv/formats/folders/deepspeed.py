@@ -126,7 +126,7 @@ def open_deepspeed(path: Location, home: Location, *_: object) -> Checkpoint:
 
         def open_file(file: Location) -> Checkpoint:
             checkpoint = opened.enter_context(containers.open_file(within(file, home), pool))
-            refuse_other_name(checkpoint, file)
+            refuse_other_name(checkpoint, lambda name: file.beside(name).is_file())
             return checkpoint
 
         if zero is not None:

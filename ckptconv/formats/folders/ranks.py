@@ -8,14 +8,14 @@ whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import PurePath
 
 from ckptconv.formats.folders.alone import is_shard, refuse_flat
 from ckptconv.formats.folders.dtensors import Shard, read_shard
-from ckptconv.io.location import Location, is_plain_name
+from ckptconv.io.location import is_plain_name
 from ckptconv.pickles.nodes import Node, substituted
 from ckptconv.support.errors import (
     IncompleteCheckpoint,
@@ -270,17 +270,17 @@ class Copies:
         alike.append((path, refs))
 
 
-def refuse_other_name(checkpoint: Checkpoint, file: Location) -> None:
+def refuse_other_name(checkpoint: Checkpoint, is_there: Callable[[str], bool]) -> None:
     """Raise `MalformedCheckpoint` for a file that `torch.save` wrote under the name of another one
-    of its folder: nothing else may tell what is whose.
+    that `is_there` beside it: nothing else may tell what is whose.
     """
-    saved_as = checkpoint.facts.folder
-    if saved_as in ("", _NAMELESS, file.stem) or not is_plain_name(saved_as):
+    path, saved_as = checkpoint.path, checkpoint.facts.folder
+    if saved_as in ("", _NAMELESS, path.stem) or not is_plain_name(saved_as):
         return
-    if file.beside(f"{saved_as}{file.suffix}").is_file():
-        what = f"was saved as {printable(saved_as)}{file.suffix}: "
+    if is_there(f"{saved_as}{path.suffix}"):
+        what = f"was saved as {printable(saved_as)}{path.suffix}: "
         what += "one was copied over the other, or they were exchanged"
-        raise MalformedCheckpoint(what, path=file, hint="fetch both again")
+        raise MalformedCheckpoint(what, path=path, hint="fetch both again")
 
 
 _NAMELESS = "archive"  # what torch calls it where it is given an open file, and no name

@@ -32,7 +32,7 @@ from ckptconv.formats.folders.alone import (
     has_shards,
     numbered,
 )
-from ckptconv.formats.folders.ranks import join_ranks
+from ckptconv.formats.folders.ranks import join_ranks, refuse_other_name
 from ckptconv.formats.folders.steps import weight_files
 from ckptconv.formats.hf_names import IS_INDEX
 from ckptconv.io.files import FilePool, kept_open
@@ -427,6 +427,9 @@ def _joined_slices(parts: Sequence[Checkpoint]) -> Checkpoint:
     from ckptconv.formats.folders.meta_slices import joined_slices  # seldom needed
 
     ordered = sorted(parts, key=lambda part: part.path.name)
+    names = {part.path.name for part in parts}
+    for part in parts:
+        refuse_other_name(part, names.__contains__)
     named = [(part.path, dict(state_dict_pairs(part))) for part in ordered]
     whole = joined(ordered[0].path, list(joined_slices(named).items()), ordered)
     name = f"{ordered[0].container.name}, {len(ordered)} slices"

@@ -83,7 +83,11 @@ def test_a_slice_of_a_llama_that_was_copied_over_another_is_refused(tmp_path):
         part = {name: torch.randn(8, 16) for name in names} | {"norm.weight": torch.ones(16)}
         torch.save(part, tmp_path / f"consolidated.{rank:02}.pth")
     assert load_portable(tmp_path)["output.weight"].shape == (16, 16)
-    refused(tmp_path, tmp_path / "consolidated.00.pth", tmp_path / "consolidated.01.pth")
+    files = [tmp_path / f"consolidated.{rank:02}.pth" for rank in range(2)]
+    exchanged(*files, shutil.copy)
+    refused_by_name(tmp_path, files[1], files[0])
+    exchanged(*files, shutil.copy)
+    refused(tmp_path, *files, zero.nameless)
 
 
 def test_a_copy_without_checksums_is_told_by_its_values(tmp_path):
@@ -97,7 +101,7 @@ def test_a_copy_without_checksums_is_told_by_its_values(tmp_path):
 
 def exchanged(one: Path, other: Path, copy: Copy) -> None:
     kept = one.parent / "kept"
-    kept.mkdir()
+    kept.mkdir(exist_ok=True)
     first = one.rename(kept / one.name)
     copy(other, one)
     copy(first, other)
