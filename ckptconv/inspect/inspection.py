@@ -164,6 +164,7 @@ class TensorList(Sequence[TensorFacts]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    # what makes them holds the open checkpoint, and cannot be pickled
     def __reduce__(self) -> tuple[type[TensorList], tuple[tuple[TensorFacts, ...]]]:
         return TensorList, (self._all(),)
 

@@ -216,8 +216,9 @@ def _selected(
         names_after, values = with_filled(item, keys)
         filled = replace(item, values=values)
         root = renamed_state_dict(filled, names_after, keys.renamed_modules)
-        if type(root) is Dict:
+        if type(root) is Dict:  # `state_dict()` gives an OrderedDict
             root = ordered_dict(root.pairs)
+        # in a state dict, arrays and numbers of numpy are tensors
         forms = ((id(value), tensor_form(value)) for value in item.values)
         overlay.update((node, ref) for node, ref in forms if ref is not None)
     settled = settle_objects(root, overlay, unknown)

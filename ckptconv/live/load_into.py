@@ -142,6 +142,7 @@ def load_into(
     cast = {item.key for item in casts}
     if cast:
         _refuse_codes(source, only, tag, {old for old, new in fit.renames.items() if new in cast})
+    # before the model is changed: a program may have warnings raised as errors
     warn(
         f"{printable(item.key)}: {count_text(item.overflowed, 'value')} of {item.checkpoint} are "
         f"beyond the range of the model's {item.model}"

@@ -240,6 +240,7 @@ class OpenCheckpoint(Checkpoint, Mapping[str, LazyTensor]):
 
 
 def _open(found: Checkpoint) -> OpenCheckpoint:
+    # field by field: `asdict` would copy the whole tree
     return OpenCheckpoint(**{item.name: getattr(found, item.name) for item in fields(Checkpoint)})
 
 

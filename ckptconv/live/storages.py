@@ -128,6 +128,7 @@ class Storages:
         try:
             yield
         finally:
+            # else it would go on writing into values that nobody waits for
             for _, pending in self._begun.values():
                 pending.cancel()
 

@@ -100,7 +100,7 @@ def _followed(renames: Mapping[str, str]) -> Callable[[str], str]:
 
     def renamed(path: str) -> str:
         """The innermost known module around it, and what is inside that."""
-        names = path.split(".") if path else []
+        names = path.split(".") if path else []  # the path of the root module is empty
         number = 0
         found, inside = (None if names else known.get(0)), 0
         for count, name in enumerate(names, 1):

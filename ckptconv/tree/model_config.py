@@ -144,6 +144,7 @@ class _Said(NamedTuple):
         return {"quant_method": self.method, **self.config} if self.method else self.config
 
 
+# multimodal models have the config of each of their models in a part
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
 
 

@@ -34,7 +34,7 @@ from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.state_dicts import StateDict, is_all
 from ckptconv.tree.walk import PLAIN, tensor_of
 
-_LISTS = ("params", "param_names")
+_LISTS = ("params", "param_names")  # torch 2.6 has names beside numbers too
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _new_names(
     unclear = [name for name, new in choices.items() if len(new) > 1]
     renamed = {name: new for name, new in now.items() if new is not None}
     kept = {name: renamed.get(name, name) for name in names}
-    if len(set(kept.values())) < len(kept):
+    if len(set(kept.values())) < len(kept):  # two would become one: all stay, and a note says so
         return {}, tuple(name for name in names if kept[name] != name)
     return {name: new for name, new in kept.items() if new != name}, tuple(unclear)
 

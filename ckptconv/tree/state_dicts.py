@@ -336,6 +336,7 @@ def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
 
 def _at(root: Node, path: str) -> tuple[Node] | None:
     """The node at a path, in a tuple, for it may be None itself; None where there is nothing."""
+    # keys may hold dots, so a path may be read in several ways: each is tried
     work = [(root, path)]
     while work:
         node, rest = work.pop()
