@@ -30,6 +30,7 @@ def engine_of_words(given: dict[str, Any], count: int) -> Any:
 
     named = given["engine"]
     if named is None:
+        # for one piece of work other processes would only take their time to begin
         named = "serial" if given["jobs"] == 1 or count < 2 else "processes"
     if given["address"] is not None and named != "ray":
         raise OptionRefused("--address needs --engine ray")
@@ -138,6 +139,7 @@ def comparison(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     taken = ("only", "only_b", "tag", "tag_b", "whole", "ignore_dtype", "strict_device")
+    # of a model and what was made of it, only one may be quantised
     edits = to_look_through(given["dequantize"], if_quantized=True)
     made = {"keys": keys, "tolerance": tolerance, "edits": edits}
     return made | {name: given[name] for name in taken}

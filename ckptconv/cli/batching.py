@@ -120,6 +120,7 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
         jobs, refused = listed.jobs[share], None
         checked: Sequence[Checked] = ()
         try:
+            # all of them, not those of this share: another share may write the same file
             checked = check_jobs(listed.jobs, listed.names)
         except BatchRefused as error:
             if not given["dry_run"]:
@@ -309,8 +310,8 @@ def _run(jobs: Sequence[Job], ledger: Path, given: dict[str, Any]) -> None:
     _show_totals(totals, [ledger], given, told=ended)
 
 
+# lines of a batch that stand above its end: what failed in more of them is said once more
 _SEEN = 20
-"""Lines of a batch that stand above its end: what failed in more of them is said once more."""
 
 
 def _show_status(paths: tuple[Any, ...], given: dict[str, Any]) -> None:

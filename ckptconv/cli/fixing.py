@@ -259,6 +259,7 @@ def _abort(store: Store, found: list[Unfinished]) -> None:
     from ckptconv.io.remote.place import told
     from ckptconv.io.remote.store import StoreError
 
+    # all are tried: stores charge for each that stays
     failed: list[CheckpointError] = []
     for item in found:
         try:

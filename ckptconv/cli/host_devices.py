@@ -73,7 +73,7 @@ def _export_gpus(
         raise click.UsageError(
             "--json and --shell are both given, but only one of them can be printed"
         )
-    with terminal.errors_shown(as_json, code=2):
+    with terminal.errors_shown(as_json, code=2):  # what is not a size is wrong usage
         size = None if min_free is None else parse_size(min_free)
     with terminal.errors_shown(as_json):
         choice = choose_gpus(min_free=size, count=count)

@@ -51,6 +51,7 @@ class _FileName(click.Path):
         if value == "-" and self._dash is not None and ctx is not None:
             return self._dash(ctx)
         if address_in(value) is not None:
+            # not in the library, for it is a setting of the whole process
             platforms.share_memory_between_threads()
             # one place for all that the command asks of it; an error comes when it is used
             with suppress(CheckpointError):
@@ -106,8 +107,8 @@ FITTING = ("like", "model", "drop_unexpected")
 """The options by the commands that have them; what is in none of these, all that convert."""
 
 
+# the options that name files which tell of one output
 _TOLD = ("save_mapping", "manifest")
-"""The options that name files which tell of one output."""
 
 
 def _words(names: Sequence[str], **settings: Any) -> list[Callable[[F], F]]:

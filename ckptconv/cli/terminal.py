@@ -40,8 +40,8 @@ def fill_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
+# how the characters of our own are shown where the encoding lacks them; others are escaped
 _PLAIN = {"→": "->", "↔": "<->", "…": "...", "≥": ">=", "─": "-", "│": "|", "├": "|", "└": "`"}
-"""How the characters of our own are shown where the encoding lacks them; others are escaped."""
 
 
 def take_any_text() -> None:
@@ -87,8 +87,8 @@ def traffic_told() -> Traffic | None:
     return (now.since(_BEFORE[0]) if _BEFORE else now) or None
 
 
+# what had gone over the network when the command began, where anything had
 _BEFORE: list[Traffic] = []
-"""What had gone over the network when the command began, where anything had."""
 
 
 def begin_traffic() -> None:
@@ -142,8 +142,8 @@ def print_ending_json(kind: str, what: str, code: int, *, hint: str | None = Non
         sys.stdout.flush()
 
 
+# has an item when a document was printed: there is one for each run
 _PRINTED: list[bool] = []
-"""Has an item when a document was printed: there is one for each run."""
 
 
 def colors() -> bool | None:

@@ -205,7 +205,7 @@ def show(
             item = picking.picked(found, name, checkpoint.path)
             with terminal.errors_shown(as_json, usage=True):
                 chosen.append((item, picking.box_of(indices, item.shape)))
-        for item, box in chosen:
+        for item, box in chosen:  # all of them before anything is written
             picking.check_whole(item, box)
         if npz is not None:
             picking.write_npz(chosen, npz, force=force)

@@ -198,6 +198,7 @@ def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
     whole = found_in([before.root])
     for source in before.sources[1:]:  # records that were inflated once more
         source.close()
+    # without their streams, of which each opening makes its own
     kept = {key[:3] for key in tree.storages | allowed.storages}
     lost = {key[:3] for key in whole.storages} - kept
     if lost:
@@ -245,6 +246,7 @@ def _count(source: Source, named: NamedStorages) -> None:
     elif is_torch_legacy(head):
         from ckptconv.formats.torch_legacy import storage_name
 
+        # the fourth: a magic number, the protocol and the sizes of the system stand before it
         _add(take_census(read_pickles(source, 0, 4)[0][3]), source, named, storage_name)
     elif is_tar(head):
         from ckptconv.formats.torch_tar import members_of

@@ -141,7 +141,7 @@ def _checked_weights(weights: Iterable[float] | None, count: int) -> list[float]
         raise OptionRefused(f"there are {len(given)} weights for {count_text(count, 'checkpoint')}")
     if not all(0 < weight < float("inf") for weight in given):
         raise OptionRefused("a weight is a positive number")
-    if sum(given) == float("inf"):
+    if sum(given) == float("inf"):  # numbers near the largest float64 have no sum
         given = [weight / max(given) for weight in given]
     return given
 
@@ -215,6 +215,7 @@ def _refuse_unequal(
     key: str, refs: Sequence[TensorRef], parts: Sequence[Part], checksums: Checksums
 ) -> None:
     """Refuse values without a mean that are not the same in all."""
+    # first, for what is damaged is not another value
     for ref in refs:
         for piece in ref.pieces:
             checksums.read(piece.storage)

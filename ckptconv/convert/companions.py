@@ -46,12 +46,12 @@ NAMES = frozenset({
 })  # fmt: skip
 """The names of the files that are copied."""
 
+# texts for people: README.md, LICENSE, LICENSE-MODEL.txt, NOTICE, USE_POLICY.md
 _PEOPLE = re.compile(
     r"(readme|license|licence|copying|notice|use_policy|model_card|authors|citation)"
     r"([-_.][a-z0-9]+){0,5}(\.(md|txt|rst|cff))?",
     re.I,
 ).fullmatch
-"""Texts for people: README.md, LICENSE, LICENSE-MODEL.txt, NOTICE, USE_POLICY.md."""
 _TIKTOKEN = re.compile(r"[\w.-]+\.tiktoken", re.A).fullmatch
 TEMPLATES = "additional_chat_templates"
 """A folder that is looked into, for the ``.jinja`` files that transformers puts there. The others
@@ -291,12 +291,11 @@ def _unquantized(item: Companion) -> Companion:
     return replace(item, raw=raw, nbytes=len(raw))
 
 
+# Where a config says the dtype of weights, its parts (``text_config``) too. In a JSON text no
+# such run of bytes begins within a string, whose quotes have a backslash.
 _DTYPE = re.compile(
     rb'("(?:torch_)?dtype"\s*:\s*"(?:torch\.)?)(float16|bfloat16|float32|float64)(")'
 )
-"""Where a config says the dtype of weights, its parts (``text_config``) too. In a JSON text no such
-run of bytes begins within a string, whose quotes have a backslash.
-"""
 
 
 def dtype_notes(copied: Sequence[Companion], casts: Sequence[str]) -> Iterator[str]:

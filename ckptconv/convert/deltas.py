@@ -250,7 +250,7 @@ def _xored(pairs: Iterable[tuple[Array, Array]], size: int) -> Iterator[bytes]:
     for old, new in pairs:
         changed = np.bitwise_xor(old, new)
         if frame is None and not changed.any():
-            equal += len(changed)
+            equal += len(changed)  # a tensor that did not change makes no frame at all
             continue
         if frame is None:
             frame = Deflating(size)
@@ -270,7 +270,7 @@ def _overwritten(pairs: Iterable[tuple[Array, Array]], again: Any) -> Iterator[b
     count = sum(int(np.count_nonzero(old != new)) for old, new in pairs)
     if not count:
         return
-    frame = Deflating(4 + 5 * count)
+    frame = Deflating(4 + 5 * count)  # for each, four bytes of its place and the new byte
     yield frame.compress(count.to_bytes(4, "little"))
     at = 0
     for old, new in again():

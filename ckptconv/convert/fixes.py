@@ -1,4 +1,6 @@
-"""The command that fixes a checkpoint: a conversion in words, and where its output may be."""
+"""The command that fixes a checkpoint: a conversion in words, where its output may be, whether it
+would work, and what is lost.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,20 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.keys.rules import LEAD, all_start, find_wrappers
-from ckptconv.pickles.nodes import Dict
+from ckptconv.objects.threats import DO_NOT_LOAD
+from ckptconv.pickles.nodes import Call, Dict
 from ckptconv.support.addresses import UrlPath
+from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
 from ckptconv.support.records import dataclass
-from ckptconv.support.text import STANDARD_INPUT, as_argument
+from ckptconv.support.text import STANDARD_INPUT, as_argument, count_text
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
+    from ckptconv.convert.options import Request
+    from ckptconv.convert.plan import ConversionPlan
+    from ckptconv.tree.fitted_keys import KeyTarget
     from ckptconv.tree.settling import Unknown
 
 
@@ -104,8 +112,8 @@ def output_beside(path: PurePath, suffix: str, taken: Collection[PurePath] = ())
     return next(place for place in places if not place.exists() and place not in taken)
 
 
+# dtypes that are never codes
 _USUAL = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "bool"})
-"""Dtypes that are never codes."""
 
 
 def surely_works(checkpoint: Checkpoint) -> bool:
@@ -124,3 +132,73 @@ def surely_works(checkpoint: Checkpoint) -> bool:
     return all_start(keys, lead) and all(
         type(value) is TensorRef and value.dtype.name in _USUAL for _, value in pairs
     )
+
+
+# ---------------------------------------------------------------------- whether a fix would work
+
+
+def workable(
+    fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None = None
+) -> Prescription | CheckpointError:
+    """The fix, without objects that have no plain form if need be; or why it would not work."""
+    from ckptconv.convert.planner import plan_trial  # slow to import, and a sure fix needs none
+
+    try:
+        plan = plan_trial(checkpoint, f"OUT{fix.ending}", _request(fix, target))
+    except RefusedObject as error:
+        if fix.unknown != "drop":
+            return _dropping(fix, checkpoint, target, error)
+        return error
+    except CheckpointError as error:
+        return error
+    if fix.unknown != "drop":
+        return Prescription(fix)
+    lost = _lost(plan, checkpoint)
+    if sum(count for _, count in lost) >= max(1, sum(1 for _ in plan.made_of.tensors())):
+        return AmbiguousStateDict("most of its tensors would be lost", path=checkpoint.path)
+    return Prescription(fix, tuple(text for text, _ in lost))
+
+
+def _request(fix: Fix, target: KeyTarget | None) -> Request:
+    """The conversion as the library has it; `target` is what `like` or `model` name."""
+    from ckptconv.convert.options import Options  # as slow
+
+    words = fix.given()
+    fit_to = None
+    if target and (fix.like or fix.model):
+        fit_to = replace(target, drop_unexpected=bool(fix.drop_unexpected))
+    for name in ("suffix", "tag"):  # those of the output's name, and of the opened source
+        words.pop(name, None)
+    return Options(**words).request(fit_to)
+
+
+def _dropping(
+    fix: Fix, checkpoint: Checkpoint, target: KeyTarget | None, refused: RefusedObject
+) -> Prescription | CheckpointError:
+    """The fix that drops what was refused; where that takes tensors along, the refusal."""
+    found = workable(replace(fix, unknown="drop"), checkpoint, target)
+    if not isinstance(found, AmbiguousStateDict):
+        return found
+    hint = (
+        "load it where its classes are and save its state_dict(), or keep it as it is with "
+        "--unknown keep"
+    )
+    if refused.code == "dangerous":
+        hint = DO_NOT_LOAD
+    what = f"{refused.what}, and its tensors are lost without it"
+    return RefusedObject(what, path=refused.path, where=refused.where, hint=hint)
+
+
+def _lost(plan: ConversionPlan, checkpoint: Checkpoint) -> list[tuple[str, int]]:
+    """What was dropped, in words, and how many tensors: objects, and what is beside state dicts."""
+    unsaved = {id(stray.node) for stray in checkpoint.module_strays if stray.is_refused}
+    found = []
+    for item in plan.skipped:
+        if item.is_dropped or id(item.node) in unsaved:
+            count = sum(1 for _ in tensors_of(item.node))
+            what = [item.node.name] if type(item.node) is Call else []
+            if count:
+                what.append(count_text(count, "tensor"))
+            about = f" ({', '.join(what)})" if what else ""
+            found.append((f"{item.path or 'the root'}{about}", count))
+    return found

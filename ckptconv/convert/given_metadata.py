@@ -10,8 +10,8 @@ from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, OptionRefused, printable
 from ckptconv.support.json_text import read_object
 
+# what readers take a meaning from, and ckptconv writes itself
 _OURS = ("format", "device", "ckptconv.encodings")
-"""What readers take a meaning from, and ckptconv writes itself."""
 
 
 def read_metadata(

@@ -75,6 +75,7 @@ def for_folder(request: Request, named: Location) -> Request:
     """The request for the output `named`: where that is a folder, files of a set go into it."""
     if _is_of_several(request) or not names_folder(named):
         return request
+    # a set of one file: there is no size at which it would be split
     return replace(request, max_shard_size=sys.maxsize)
 
 
@@ -106,8 +107,8 @@ def _refuse_no_folder(named: Location, to: Target | None) -> None:
         )
 
 
+# the stems of files of adapters: `SAFETENSORS_WEIGHTS_NAME` of peft, that of diffusers
 _ADAPTER_FILES = {"lora-peft": "adapter_model", "lora-diffusers": "pytorch_lora_weights"}
-"""The stems of files of adapters: `SAFETENSORS_WEIGHTS_NAME` of peft, that of diffusers."""
 
 
 def _adapter_stem(named: Location, options: Request) -> str | None:

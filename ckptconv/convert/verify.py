@@ -124,6 +124,7 @@ def _equal(ref: TensorRef, other: TensorRef, dtype: DType, meter: Counting) -> b
         expected += chunk
         meter.add(len(chunk))
         while len(found) < len(expected):
+            # zeros for what ends early, and one too many: where zeros are expected, that is left
             found += next(theirs, b"\0" * (len(expected) + 1))
         if not found.startswith(expected):
             return False

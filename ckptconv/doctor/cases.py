@@ -10,9 +10,8 @@ from dataclasses import field, replace
 from functools import cached_property, partial
 from pathlib import PurePath
 
-from ckptconv.convert.fixes import Fix, Prescription
+from ckptconv.convert.fixes import Fix, Prescription, workable
 from ckptconv.convert.key_targets import key_target
-from ckptconv.convert.prescriptions import workable
 from ckptconv.devices.host import Host, survey_host
 from ckptconv.devices.mapping import tag_map
 from ckptconv.doctor import torch_words as words
@@ -92,7 +91,7 @@ class Case:
         return {}
 
     def workable(self, fix: Fix) -> Prescription | CheckpointError:
-        """As `prescriptions.workable` on the checkpoint; each conversion is planned once."""
+        """As `fixes.workable` on the checkpoint; each conversion is planned once."""
         if fix not in self._tried:
             self._tried[fix] = workable(fix, self.checkpoint, self.asked.target)
         return self._tried[fix]

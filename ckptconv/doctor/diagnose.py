@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from ckptconv.convert.fixes import Fix, command, output_beside
-from ckptconv.convert.prescriptions import workable
+from ckptconv.convert.fixes import Fix, command, output_beside, workable
 from ckptconv.doctor import cases
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.cases import Asked, Case, Symptom, some
@@ -89,7 +88,7 @@ def diagnose_all(
 def _diagnosed(paths: tuple[Location, ...], asked: Asked) -> Diagnosis | CheckpointError:
     try:
         return _diagnose(paths, asked)
-    except DeviceUnavailable:
+    except DeviceUnavailable:  # it was asked for all of them, and is told once
         raise
     except CheckpointError as error:
         return error

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ckptconv.convert.fixes import Fix, command
-from ckptconv.convert.prescriptions import workable
+from ckptconv.convert.fixes import Fix, command, workable
 from ckptconv.devices.host import require_device
 from ckptconv.doctor import torch_words as words
 from ckptconv.doctor.cases import Case, Symptom, error, info, is_average, some, warning
@@ -309,7 +308,7 @@ def _shares(case: Case) -> Iterator[Symptom]:
     total = case.facts.root.nbytes
     states = sum(part.nbytes for part in training_states(case.facts.root))
     one = next((item.path for item in case.state_dicts), "")
-    if one and states * 10 > total:
+    if one and states * 10 > total:  # less is not worth a conversion
         cause = f"{states * 100 // total} % of its tensors' bytes are an optimizer's state"
         effect = "programs that only use the model read and store it too"
         yield info("optimizer-share", cause, effect, Fix(only=one), chosen=True)

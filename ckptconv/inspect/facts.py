@@ -413,10 +413,8 @@ def _surveyed(
 
 def _fix(checkpoint: Checkpoint) -> Prescription | CheckpointError:
     """The conversion that makes it portable, or why none does."""
-    from ckptconv.convert.fixes import Fix, Prescription, surely_works  # few ask
+    from ckptconv.convert.fixes import Fix, Prescription, surely_works, workable  # few ask
 
     if surely_works(checkpoint):
         return Prescription(Fix())
-    from ckptconv.convert.prescriptions import workable  # planning is slow to import
-
     return workable(Fix(), checkpoint)

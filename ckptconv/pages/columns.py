@@ -43,6 +43,7 @@ def data_text(facts: PageFacts) -> str:
     }
     if facts.difference is not None:
         document["pairs"] = _pairs(facts.pairs)
+    # JSON.parse of a browser knows no NaN: an error here is better than a page that stays empty
     text = json.dumps(document, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     # within a script element, what means something to HTML would end it or begin a comment
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
-from ckptconv.convert.fixes import Fix, command
-from ckptconv.convert.prescriptions import workable
+from ckptconv.convert.fixes import Fix, command, workable
 from ckptconv.diff.report import Changed, Difference, Reshaped, ValueChange
 from ckptconv.formats.registry import Named
 from ckptconv.inspect.facts import inspect_checkpoint
@@ -267,5 +266,6 @@ def _scanned(paths: Sequence[PurePath]) -> Verdict:
             verdicts.append(Verdict(None, str(error)))
             continue
         verdicts.append(Verdict(scan.level, scan_headline(scan), tuple(scan_lines(scan))))
+    # what could not be scanned may be worse than what is unknown
     order = ("plain", "unknown", None, "dangerous")
     return max(verdicts, key=lambda item: order.index(item.level))

@@ -387,6 +387,7 @@ def report_difference(
             ),
         )
         refuse_inputs([place.path])
+        # an empty part is all of B
         parts = (only, only if only_b is None else only_b or None)
         found = compare(*both, rules, parts, on_progress=on_progress, **given)
         ours, theirs = (

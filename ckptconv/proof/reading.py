@@ -201,9 +201,9 @@ def _resource(resource: Any, path: PurePath, where: str) -> FileDigest:
     return FileDigest(name, hexadecimal(told.get("digest"), 64, path, name))
 
 
+# by the name that only such a document has
 _READERS: dict[str, Callable[[dict[str, Any], PurePath], Manifest]] = {
     "dsseEnvelope": _signature,
     "siblings": _model_info,
     "tensors": _own_document,
 }
-"""By the name that only such a document has."""

@@ -104,8 +104,8 @@ def _refuse_options(
 
 # ------------------------------------------------------------------------------------- tensors
 
+# how many were compared, what differs, and notes
 _Outcome = tuple[int, list[Mismatch], tuple[str, ...]]
-"""How many were compared, what differs, and notes."""
 
 
 def _tensors(

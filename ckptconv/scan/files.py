@@ -230,8 +230,8 @@ def _malformed(path: Location) -> Iterator[Sighting]:
         return  # not a checkpoint, or too large to be opened just for this
 
 
+# scanning takes little memory whatever a pickle holds; opening does not
 _OPENED = Limits(nodes=1_000_000, pickle_bytes=1 << 26)
-"""Scanning takes little memory whatever a pickle holds; opening does not."""
 
 
 # -------------------------------------------------------------------------------- items of a folder

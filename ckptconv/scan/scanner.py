@@ -284,17 +284,14 @@ class ArchiveScanner(PickleScanner):
 # ------------------------------------------------------------------------------------------- files
 
 _TAIL = 22 + 0xFFFF  # bytes in which the end record of a zip archive lies
+# The pickles in the JSON of stable-baselines3 (common/save_util.py). Its `load` gives them to
+# cloudpickle. Any character of a JSON text may be escaped, and `base64.b64decode` passes over
+# what is not base64.
 _SERIALIZED = re.compile(
     rb'"%s"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")'
     % b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in b":serialized:"),
     re.DOTALL,
 )
-"""The pickles in the JSON of stable-baselines3 (common/save_util.py).
-
-Its `load` gives them to cloudpickle.
-
-Any character of a JSON text may be escaped, and `base64.b64decode` passes over what is not base64.
-"""
 
 
 class Scanner(ArchiveScanner):

@@ -78,8 +78,8 @@ def old_code_records(model: bytes, name: str, names: Iterable[str], path: PurePa
 
 # ----------------------------------------------------------------------------------------- bytecode
 
+# A text of a pickle that may name an operator: BINUNICODE, and one byte of its length
 _OPERATOR = re.compile(rb"X(.)\0\0\0(?=[A-Za-z_]\w*::)", re.DOTALL)
-"""A text of a pickle that may name an operator: BINUNICODE, and one byte of its length."""
 
 
 def judged_bytecode(raw: bytes) -> list[Called]:
@@ -117,15 +117,15 @@ _TOKEN = re.compile(
     |(?P<other>\S)""",
     re.VERBOSE,
 )
+# what a line holds that reaches an operator, or that its end depends on
 _OF_USE = re.compile(rb"[.'\"\\#]|torch|ops|rpc_")
-"""What a line holds that reaches an operator, or that its end depends on."""
 _ENDS = {
     quote: re.compile(rb"\\|" + quote + (rb"" if len(quote) == 3 else rb"|\n"))
     for quote in (b'"""', b"'''", b'"', b"'")
 }
 _HANDED_ON = Verdict("dangerous", "all operators are passed on, so it is unknown which are called")
+# the names by which code reaches operators
 _ROOTS = frozenset((b"torch", b"ops", b"rpc_async", b"rpc_sync", b"rpc_remote"))
-"""The names by which code reaches operators."""
 
 
 def judged_code(text: bytes) -> list[Called]:

@@ -18,7 +18,7 @@ from helpers.house import MODULES, nodes, tree_of
 from helpers.program import SAMPLES, run
 
 TRAIN = SAMPLES / "ddp_cuda3_train.pt"
-NEVER_ERRORS = ("report.py", "prescriptions.py", "__main__.py")
+NEVER_ERRORS = ("report.py", "fixes.py", "__main__.py")
 """Where options stand in what a terminal shows, or in the words of a command."""
 ELSEWHERE = {"npy"}
 """What a terminal is told of `show`, which Python has not."""

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptconv import CheckpointError, diagnose, open_checkpoint
-from ckptconv.convert.fixes import Fix, Prescription, surely_works
-from ckptconv.convert.prescriptions import workable
+from ckptconv.convert.fixes import Fix, Prescription, surely_works, workable
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from helpers import oracle
