@@ -52,7 +52,11 @@ class Command(click.Command):
                 args = args[:-1]
             return super().parse_args(ctx, args)
         # click keeps the values of each option apart; only its parser knows which came first
-        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        try:
+            given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # else the help of the program is offered
+            raise
         values = {name: iter(texts) for name, texts in given.items() if name in _RULING}
         names = [str(param.name) for param in order if param.name in values]
         ctx.meta[GIVEN] = [(as_written(name), next(values[name])) for name in names]

@@ -219,7 +219,7 @@ def merge_lora(scale: str | None, **given: Any) -> None:
     """
     from ckptconv.convert.applying import lora_plan
 
-    numbers = _numbers(scale or "1", "--scale", "0.8 or 0.7,0.3")
+    numbers = [1.0] if scale is None else _numbers(scale, "--scale", "0.8 or 0.7,0.3")
     # one number is for all adapters, however many there are
     strengths = numbers if len(numbers) > 1 else numbers[0]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,8 @@ def cleanup(url: Any, abort: bool, older_than: float | None, as_json: bool) -> N
     stores keep the parts, and charge for them. On S3, uploads of other programs are listed too:
     they look the same.
     """
+    if older_than is not None and isnan(older_than):  # click's range takes it
+        raise click.UsageError("--older-than nan is not a number of hours")
     with terminal.errors_shown(as_json):
         store, found = _found(url, older_than)
         if abort:
@@ -238,8 +241,9 @@ def _found(url: Any, older_than: float | None) -> tuple[Store, list[Unfinished]]
     except StoreError as error:
         raise told(error, place.path) from None
     if older_than is not None:
-        latest = datetime.now(timezone.utc) - timedelta(hours=older_than)
-        found = [item for item in found if _begun(item) <= latest]
+        now, hour = datetime.now(timezone.utc), timedelta(hours=1)
+        # not the date so long ago, which for many hours there is none
+        found = [item for item in found if (now - _begun(item)) / hour >= older_than]
     return store, found
 
 

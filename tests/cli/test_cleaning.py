@@ -54,6 +54,19 @@ def test_those_of_processes_that_may_be_alive_are_left_out(tmp_path):
     assert f"left {LEFT}" in done.err
 
 
+@pytest.mark.parametrize("hours", ["1e300", "inf"])
+def test_nothing_is_older_than_all_time(hours, tmp_path):
+    """The date so long ago cannot be worked out, which was a traceback."""
+    done = cleanup(tmp_path, "memory://run/", "--older-than", hours, "--abort")
+    assert done.exit == 0 and "no unfinished uploads" in done.out
+    assert f"left {LEFT}" in done.err
+
+
+def test_hours_are_a_number(tmp_path):
+    done = run("cleanup", "memory://run/", "--older-than", "nan", "--abort", cwd=tmp_path)
+    assert "--older-than nan is not a number of hours" in assert_one_error(done, code=2)
+
+
 def test_nothing_is_found_where_nothing_is(tmp_path):
     assert "no unfinished uploads" in cleanup(tmp_path, "memory://other/").out
 

@@ -181,6 +181,11 @@ def test_an_unknown_command_is_answered_with_the_nearest(typed, meant, tmp_path)
     assert meant in assert_one_error(run(typed, "in.pt", cwd=tmp_path), code=2)
 
 
+def test_an_option_without_its_value_offers_the_help_of_its_command(tmp_path):
+    told = assert_one_error(run("convert", "in.pt", "out.pt", "--dtype", cwd=tmp_path), code=2)
+    assert "'--dtype' requires an argument; see ckptconv convert --help" in told
+
+
 def test_a_file_alone_is_answered_with_what_shows_it(tmp_path):
     (tmp_path / "my model.pt").write_bytes(b"")
     told = assert_one_error(run("my model.pt", cwd=tmp_path), code=2)
