@@ -262,8 +262,7 @@ def diff(
     if as_json:
         terminal.print_json(report.DIFFERENCE.of(difference))
     elif not quiet:
-        color = "green" if difference.same else "yellow"
-        terminal.print_headline(report.difference_headline(difference), fg=color)
+        terminal.print_verdict(report.difference_headline(difference), good=difference.same)
         table = report.difference_table(difference, most=most)
         terminal.print_table(table.lines(terminal.width() - 2), indent="  ")
         terminal.print_lines(report.difference_rows(difference))

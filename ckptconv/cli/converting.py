@@ -159,6 +159,8 @@ def merge(prefix: tuple[str, ...], **given: Any) -> None:
         name, equals, text = word.rpartition("=")
         if not equals or not name:
             raise click.UsageError(f"--prefix {printable(word)} is not IN=PREFIX")
+        if name in named:
+            raise click.UsageError(f"--prefix names {printable(name)} twice")
         named[name] = text
     _combine(given, partial(merged_plan, prefix=named))
 

@@ -162,8 +162,7 @@ def recover(source: Path, output: Path, as_json: bool, quiet: bool, **given: Any
     if as_json:
         terminal.print_json(recovering.RECOVERY.of(found))
     elif not quiet:
-        color = "green" if found.is_complete else "yellow"
-        terminal.print_headline(recovering.recovery_headline(found), fg=color)
+        terminal.print_verdict(recovering.recovery_headline(found), good=found.is_complete)
         terminal.print_lines(recovering.recovery_rows(found))
     sys.exit(int(not found.is_complete))
 

@@ -113,7 +113,7 @@ def verify(source: Path, manifest: Path, as_json: bool, quiet: bool, **given: An
     if as_json:
         terminal.print_json(report.VERIFICATION.of(found))
     elif not quiet:
-        color = "green" if found.same else "red"
-        terminal.print_headline(report.verification_headline(found), fg=color)
+        headline = report.verification_headline(found)
+        terminal.print_verdict(headline, good=found.same, otherwise="red")
         terminal.print_lines(report.verification_rows(found, most=most))
     sys.exit(int(not found.same))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -84,7 +84,9 @@ def traffic_told() -> Traffic | None:
     if counted is None:
         return None
     now: Traffic = counted.traffic()
-    return (now.since(_BEFORE[0]) if _BEFORE else now) or None
+    if _BEFORE:
+        now = now.since(_BEFORE[0])
+    return now or None
 
 
 # what had gone over the network when the command began, where anything had
@@ -109,8 +111,7 @@ def tell_traffic() -> None:
 
 def is_asked(*words: str) -> bool:
     """Whether the command line has one of some options, also one that cannot be understood."""
-    given = sys.argv[1:]
-    options = given[: given.index("--")] if "--" in given else given
+    options = takewhile(lambda word: word != "--", sys.argv[1:])
     return any(word in words for word in options)
 
 
@@ -152,7 +153,7 @@ def colors() -> bool | None:
     """
     if os.environ.get("NO_COLOR"):
         return False
-    return True if os.environ.get("FORCE_COLOR") else None
+    return bool(os.environ.get("FORCE_COLOR")) or None
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -216,6 +217,11 @@ def print_headline(
     """The line that says it all; a command is not broken."""
     shown = text if is_command else _wrapped(text, 0, 2, err=err)
     click.secho(shown, fg=fg, bold=bold, err=err)
+
+
+def print_verdict(text: str, *, good: bool, otherwise: str = "yellow") -> None:
+    """A headline that is an answer: green where that is good."""
+    print_headline(text, fg="green" if good else otherwise)
 
 
 def width(*, err: bool = False) -> int:

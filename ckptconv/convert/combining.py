@@ -142,7 +142,11 @@ def _prefixes(prefix: Mapping[Any, str], names: Sequence[str]) -> list[str]:
         raise OptionRefused(
             f"prefix={prefix!r:.100} is not a dict", hint="write it as prefix={'head.pt': 'head.'}"
         )
-    known = {_spelled(name): text for name, text in prefix.items()}
+    known: dict[str, str] = {}
+    for name, text in prefix.items():
+        if _spelled(name) in known:  # a text and a Path, or ./a.pt and a.pt
+            raise OptionRefused(f"--prefix names {printable(_spelled(name))} twice")
+        known[_spelled(name)] = text
     unknown = [name for name in known if name not in names]
     if unknown:
         raise OptionRefused(

@@ -112,11 +112,9 @@ def _strip(weights: Sequence[float], at: int, short: float, scale: float) -> tup
     return end, taken
 
 
-def cells_of(
-    names: Sequence[str], sizes: Sequence[int], width: float = WIDTH, height: float = HEIGHT
-) -> list[Cell]:
+def cells_of(names: Sequence[str], sizes: Sequence[int]) -> list[Cell]:
     """The boxes of the map, each group before what is in it."""
-    return list(_filled(tree_of(names, sizes), (0, 0, width, height), 0, sizes))
+    return list(_filled(tree_of(names, sizes), (0, 0, WIDTH, HEIGHT), 0, sizes))
 
 
 def _filled(node: Node, box: Box, depth: int, sizes: Sequence[int]) -> Iterator[Cell]:

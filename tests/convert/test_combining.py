@@ -312,3 +312,14 @@ def test_several_folders_of_megatron_are_not_written_as_the_first_of_them(combin
     with pytest.raises(OptionRefused, match="not a torch_dist folder of Megatron"):
         combine([folder, other], out, to="dcp", optimizer="megatron", **more)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("again", ["a.pt=y.", "./a.pt=y."])
+def test_a_source_has_one_prefix(again, tmp_path):
+    """The last one was taken, without a word."""
+    paths, _ = saved(tmp_path, 2)
+    paths[0].rename(tmp_path / "a.pt")
+    words = ("--prefix", "a.pt=x.", "--prefix", again)
+    done = run("merge", "a.pt", "e1.pt", "o.pt", *words, cwd=tmp_path)
+    assert done.exit and "--prefix names a.pt twice" in done.err
+    assert not (tmp_path / "o.pt").exists()
