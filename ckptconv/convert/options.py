@@ -232,20 +232,6 @@ class Options(OptionWords):
             metadata=read_metadata(listed_strings(self.metadata), self.metadata_from),
         )
 
-    @property
-    def stands_alone(self) -> bool:
-        """Whether equal options stand for the same at any time: no file or device is asked, and
-        nothing in them can be changed.
-        """
-        looked_at = self.like, self.model, self.metadata_from, self.order_from
-        if self.device == "auto" or self.rules or looked_at != (None, None, None, None):
-            return False
-        try:
-            hash(self)
-        except TypeError:  # a list, or a dict
-            return False
-        return True
-
     def _edits(self) -> tuple[Edit, ...]:
         own = edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme)
         form = self._optimizer_edits()

@@ -97,9 +97,23 @@ def plan_trial(checkpoint: Checkpoint, output: Output, options: Request) -> Conv
 
 def request_of(options: Options) -> Request:
     """What options stand for: their files are read, and what the keys are to be fitted to."""
-    if options.stands_alone:
+    if _stands_alone(options):
         return _request_alone(options)
     return options.request(target_of(options))
+
+
+def _stands_alone(options: Options) -> bool:
+    """Whether equal options stand for the same at any time: no file or device is asked, and
+    nothing in them can be changed.
+    """
+    looked_at = options.like, options.model, options.metadata_from, options.order_from
+    if options.device == "auto" or options.rules or looked_at != (None, None, None, None):
+        return False
+    try:
+        hash(options)
+    except TypeError:  # a list, or a dict
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)  # of many files, each has the options of the one before
