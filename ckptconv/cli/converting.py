@@ -125,7 +125,7 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
         job = Job(given["sources"], output, request, tag=given["tag"], force=given["force"])
         refused = refused_by(lambda: job.check_output(request))
         if refused is not None and not given["dry_run"]:
-            raise refused
+            raise refused  # before the source is opened, which may take long
         return job.planned(request), lambda: refused
 
     make_output(given, wrappers, planned, is_shared=is_shared)

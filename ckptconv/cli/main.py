@@ -146,7 +146,7 @@ class Program(click.Group):
                 sys.stdout.flush()
         except (terminal.Unprinted, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
-                raise
+                raise  # of a file, not of standard output
             module, _ = _ROWS.get(str(ctx.invoked_subcommand), ("", ""))
             terminal.stop_unprinted(error, 2 if module == "answering" else 1)
 

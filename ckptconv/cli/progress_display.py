@@ -239,7 +239,7 @@ class _BatchLines(Display):
     """A plain line for each job that ended, with how far the batch is."""
 
     def say(self, text: str, fg: str | None = None) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # nobody reads it any more
             before = f"[{self.totals.ended:,}/{self.totals.jobs:,}]"
             click.echo(f"{before} {text}", err=True)
 

@@ -227,6 +227,7 @@ class _Applying:
             nbytes=checkpoint.nbytes + sum(one.nbytes for one in opened),
             sources=(*checkpoint.sources, *(one for each in opened for one in each.sources)),
             notes=(*checkpoint.notes, *patching.notes),
+            # --verify counts what the files of the deltas name, and finds it here
             dropped=(*checkpoint.dropped, *(one.root for one in opened)),
             reread=None,
         )

@@ -42,6 +42,7 @@ def read_metadata(
         raise OptionRefused(f"the metadata entry {ours} is ckptconv's own, and cannot be set")
     for name, value in found.items():
         try:
+            # an argument of bytes that are not UTF-8 has halves of surrogate pairs in their place
             f"{name}{value}".encode()
         except UnicodeEncodeError:
             raise OptionRefused(

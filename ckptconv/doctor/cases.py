@@ -86,7 +86,7 @@ class Case:
         """The devices that are here; asked for only when a tag needs it, for that imports torch."""
         return survey_host(ask_torch=True)
 
-    @cached_property
+    @cached_property  # a frozen class has no other place where it could remember them
     def _tried(self) -> dict[Fix, Prescription | CheckpointError]:
         return {}
 

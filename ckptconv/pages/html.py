@@ -39,7 +39,9 @@ def script() -> str:
 
 def page(title: str, body: Iterable[str], *, looks: str, code: str | None = None) -> str:
     """The whole text of a page of these looks, which may run `code` only."""
-    runs = "" if code is None else f"script-src {_hash(code)}; "
+    runs = ""
+    if code is not None:
+        runs = f"script-src {_hash(code)}; "
     return filled(
         "frame.html",
         policy=f"default-src 'none'; {runs}style-src {_hash(looks)}; base-uri 'none'; "

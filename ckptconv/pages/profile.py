@@ -166,7 +166,7 @@ class _Frame:
     def around(cls, points: Sequence[Point]) -> _Frame:
         logs = [math.log10(value) for _, *values in points for value in values if value]
         low, high = min(logs, default=0.0), max(logs, default=0.0)
-        if high - low < 0.2:
+        if high - low < 0.2:  # what is nearly flat is drawn so, and not as noise of full height
             low, high = low - 0.1, high + 0.1
         depths = [point.depth for point in points]
         return cls(min(depths), max(depths), low, high)

@@ -40,7 +40,7 @@ class Node:
 
     def tensors(self) -> Iterator[int]:
         """All that are in it."""
-        waiting = [self]
+        waiting = [self]  # not by recursion: a name may have any number of dots
         while waiting:
             node = waiting.pop()
             yield from node.own
@@ -122,7 +122,7 @@ def _filled(node: Node, box: Box, depth: int, sizes: Sequence[int]) -> Iterator[
     parts = [part for part in _parts(node, sizes) if part[1].nbytes > 0]
     least = _LEAST * sum(part.nbytes for _, part in parts) / max(w * h, 1)
     shown = next((at for at, (_, part) in enumerate(parts) if part.nbytes < least), len(parts))
-    if shown >= len(parts) - 1:
+    if shown >= len(parts) - 1:  # a box for one part would be no larger than that part
         shown = len(parts)
     weighed: list[tuple[str, Node | None, int]] = [
         (label, part, part.nbytes) for label, part in parts[:shown]
@@ -132,6 +132,7 @@ def _filled(node: Node, box: Box, depth: int, sizes: Sequence[int]) -> Iterator[
         weighed.append((f"{len(rest):,} more", None, sum(part.nbytes for part in rest)))
     weighed.sort(key=lambda item: -item[2])
     boxes = squarified([nbytes for _, _, nbytes in weighed], box)
+    # fewer boxes where there is no width left for them
     for (label, part, nbytes), inner in zip(weighed, boxes, strict=False):
         x, y, w, h = inner
         inside = tuple(at for one in (rest if part is None else [part]) for at in one.tensors())

@@ -346,6 +346,7 @@ class _Pass:
         """The digest of a file; those of the tensors in it are known then."""
         lies = self.lies[id(source)]
         runs = apart((each.offset, each.nbytes) for each in lies)
+        # the checksums that the file declares are of these bytes too: they are read once
         passed = digested(source, runs, meter, has_crcs=True)
         found = passed.result()
         refuse_other(source, found.whole)
