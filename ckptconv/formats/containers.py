@@ -2,28 +2,34 @@
 function opens it, whose module is imported when a file looks so; and what else a file may be.
 
 What lies inside a file (a record of an archive, a stream in a pickle) is opened by `open_source`
-too, a few files deep.
+too, a few files deep. The total size to which the archives of one checkpoint inflate is compared
+with the size of its files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.io.files import FilePool
+from ckptconv.io.files import FilePool, noting_files
 from ckptconv.io.location import Location
 from ckptconv.io.source import Range, Source
 from ckptconv.support.errors import ErrorCode, LimitExceeded, UnsupportedCheckpoint
 from ckptconv.support.limits import in_force
-from ckptconv.support.records import NamedTuple
+from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.settings import set_within
 
 if TYPE_CHECKING:
+    from ckptconv.formats.zip_archive import Record
+    from ckptconv.io.inflate import Kind
     from ckptconv.tree.checkpoint import Checkpoint
 
 HEAD = 512
@@ -250,6 +256,72 @@ def kind_of_head(head: bytes) -> bool | None:
 
 _FIRST_RECORDS = (b"/data.pkl", b".npy")
 """How the first record of an archive is called that torch or numpy wrote."""
+
+
+# ------------------------------------------------------------------------------ what is inflated
+
+# A record by itself is held against its own deflated bytes (`io.inflate.InflatedSource`); many
+# small ones, in one archive or in archives within archives, are a bomb too.
+
+
+@dataclass(slots=True)
+class _Opening:
+    """What is being opened: the size of its files, each counted once, and what was claimed."""
+
+    size: int = 0
+    claimed: Counter[Kind] = field(default_factory=Counter)
+    files: set[tuple[int, int]] = field(default_factory=set)
+
+    def note(self, found: os.stat_result) -> None:
+        """Count a file that is opened."""
+        identity = (found.st_dev, found.st_ino)
+        if identity not in self.files:
+            self.files.add(identity)
+            self.size += found.st_size
+
+
+_OPENING: ContextVar[_Opening | None] = ContextVar("checkpoint being opened", default=None)
+
+
+@contextlib.contextmanager
+def counted_together() -> Iterator[None]:
+    """Within the block, all that is opened is one checkpoint; a block in it counts with it."""
+    if _OPENING.get() is not None:
+        yield
+        return
+    opening = _Opening()
+    with set_within(_OPENING, opening), noting_files(opening.note):
+        yield
+
+
+def claim_records(source: Source, records: Iterable[Record]) -> None:
+    """Count the deflated records of an archive; `LimitExceeded` when they and those before inflate
+    to too much.
+
+    One that is a bomb by itself is not counted, for it is refused where it is used, by its name.
+    """
+    from ckptconv.io.inflate import is_bomb  # most checkpoints are not deflated
+
+    claimed = sum(
+        item.size for item in records if item.deflated and not is_bomb(item.stored, item.size)
+    )
+    if claimed:
+        _claim(source, claimed, "records", "inflated")
+
+
+def claim_pickle(source: Source, size: int) -> None:
+    """Count a deflated text or pickle that is read; `LimitExceeded` if all so far are too much."""
+    _claim(source, size, "pickles and texts", "pickle")
+
+
+def _claim(source: Source, size: int, called: str, kind: Kind) -> None:
+    from ckptconv.io.inflate import IS_BOMB, refuse_bomb
+
+    opening = _OPENING.get() or _Opening(source.size)
+    opening.claimed[kind] += size
+    whole, claimed = opening.size, opening.claimed[kind]
+    what = f"its deflated {called} claim to inflate from {whole} to {claimed} bytes in total"
+    refuse_bomb(whole, claimed, what, kind, path=source.path, advice=IS_BOMB)
 
 
 # --------------------------------------------------------------------------------- what is not

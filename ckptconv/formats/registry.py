@@ -16,6 +16,7 @@ from typing import Any
 from ckptconv.formats.containers import (
     NotForetold,
     closed_on_error,
+    counted_together,
     first_reads,
     named,
     open_file,
@@ -28,7 +29,6 @@ from ckptconv.formats.folders.alone import (
     refuse_without_index,
 )
 from ckptconv.formats.folders.steps import chosen, points
-from ckptconv.formats.inflation import counted_together
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location
 from ckptconv.io.places import Named as Named

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ckptconv.formats.inflation import claim_pickle
+from ckptconv.formats.containers import claim_pickle
 from ckptconv.formats.zip_archive import (
     Record,
     Records,

@@ -12,9 +12,8 @@ from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import PurePath, PurePosixPath
 
-from ckptconv.formats.containers import closed_on_error, named, open_source
+from ckptconv.formats.containers import claim_records, closed_on_error, named, open_source
 from ckptconv.formats.folders.alone import are_parts, refuse_without_index
-from ckptconv.formats.inflation import claim_records
 from ckptconv.formats.zip_archive import (
     Record,
     Records,

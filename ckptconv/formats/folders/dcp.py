@@ -26,12 +26,19 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckptconv.formats.containers import NotForetold, all_open, open_file
-from ckptconv.formats.folders import dcp_metadata
 from ckptconv.formats.folders.dcp_alike import Chunk
 from ckptconv.formats.folders.dcp_flavours import flavour_of
 from ckptconv.formats.folders.dcp_items import Coming, ForetoldItems, Items, inside
-from ckptconv.formats.folders.dcp_metadata import INDEX, Metadata, with_key
-from ckptconv.formats.folders.dcp_runs import Item, TensorEntry
+from ckptconv.formats.folders.dcp_metadata import (
+    INDEX,
+    Item,
+    Metadata,
+    Path,
+    TensorEntry,
+    merged,
+    read_metadata,
+    with_key,
+)
 from ckptconv.formats.folders.ranks import Copies
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, read_small, within
@@ -151,9 +158,9 @@ def _read_index(folder: Location) -> tuple[Metadata, int]:
     found, nbytes = [], 0
     for file in files:
         with closing(file.open()) as source:
-            found.append(dcp_metadata.read_metadata(source))
+            found.append(read_metadata(source))
         nbytes += source.size
-    return found[0] if len(found) == 1 else dcp_metadata.merged(found), nbytes
+    return found[0] if len(found) == 1 else merged(found), nbytes
 
 
 def _refuse_shared_bytes(folder: Location, metadata: Metadata) -> None:
@@ -189,9 +196,7 @@ def _refuse_copies(folder: Location, items: Items) -> None:
 # ----------------------------------------------------------------------------------------- the tree
 
 
-def _tree(
-    metadata: Metadata, entries: Entries, paths: dict[str, dcp_metadata.Path], items: Items
-) -> Dict:
+def _tree(metadata: Metadata, entries: Entries, paths: dict[str, Path], items: Items) -> Dict:
     tree = _Nested()
     for key, entry in entries.items():
         try:
@@ -279,7 +284,7 @@ class _Nested:
         self._values: set[tuple[int, str | int]] = set()
         self._gaps = 0
 
-    def put(self, path: dcp_metadata.Path, value: Node) -> None:
+    def put(self, path: Path, value: Node) -> None:
         """Hang `value` at `path`; `MalformedCheckpoint` if something else is in the way."""
         holder: Node = self.root
         for label, following in pairwise(path):

@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptconv.formats.folders.dcp_metadata import with_key
-from ckptconv.formats.folders.dcp_runs import Item
+from ckptconv.formats.folders.dcp_metadata import Item, with_key
 from ckptconv.formats.zip_archive import Record, open_archive
 from ckptconv.formats.zip_directory import MOST_BEHIND, central_places, check_end, has_one_end
 from ckptconv.io.guarded import GuardedSource

@@ -20,8 +20,7 @@ from pathlib import PurePosixPath
 
 from ckptconv.formats.containers import open_source
 from ckptconv.formats.folders.dcp_alike import SHORT, Chunk, Kinds, Wanted, with_ends_checked
-from ckptconv.formats.folders.dcp_metadata import with_key
-from ckptconv.formats.folders.dcp_runs import Item
+from ckptconv.formats.folders.dcp_metadata import Item, with_key
 from ckptconv.formats.zip_directory import MOST_BEHIND
 from ckptconv.io.files import FilePool
 from ckptconv.io.guarded import GuardedSource, check_places
