@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from hashlib import sha256
 
 from ckptconv.io.crc import crc32
@@ -96,14 +97,11 @@ def digested(
     source: Source, runs: Sequence[Range], meter: Counting, *, has_crcs: bool = False
 ) -> RunDigests:
     """The digests of a whole source and of runs of it, all of which is read once."""
-    digests = RunDigests(runs, has_crcs=has_crcs)
-    try:
+    with closing(RunDigests(runs, has_crcs=has_crcs)) as digests:
         for view in source.stream([(0, source.size)]):
             digests.begin(view)
             digests.wait()
             meter.add(len(view))
-    finally:
-        digests.close()
     return digests
 
 

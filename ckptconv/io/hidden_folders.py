@@ -67,9 +67,9 @@ class KeptFolder:
         """The folder, beside what is to be made in `parent`; empty again after the block."""
         if parent != self._parent or not self._folder.is_dir():
             self.close()
-            remove_leftovers(parent / _BATCH)
+            remove_leftovers(parent / BATCH)
             with contextlib.ExitStack() as leaving:
-                self._folder = leaving.enter_context(_hidden_folder(parent / _BATCH))
+                self._folder = leaving.enter_context(_hidden_folder(parent / BATCH))
                 self._leaving, self._parent = leaving.pop_all(), parent
         self.is_used = True
         try:
@@ -92,13 +92,9 @@ class KeptFolder:
         self._leaving.close()
 
 
-_BATCH = "ckptconv-batch"
+BATCH = "ckptconv-batch"
+"""How a `KeptFolder` is called, where others have the name of what they are beside."""
 _KEPT: ContextVar[KeptFolder | None] = ContextVar("ckptconv.kept_folder", default=None)
-
-
-def remove_kept(parent: Path) -> None:
-    """Remove the `KeptFolder`s of processes that were killed."""
-    remove_leftovers(parent / _BATCH)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,18 @@ class OpenPath(PurePosixPath):
         return PurePosixPath, (str(self),)
 
 
-class OpenFile(Alone):
+class _Opened(Alone):
+    """A file that is open by now."""
+
+    def kind(self) -> Kind:
+        return "file"
+
+    def fingerprint(self) -> Fingerprint | None:
+        with contextlib.closing(self.open()) as source:
+            return source.fingerprint()
+
+
+class OpenFile(_Opened):
     """A file that the caller has opened."""
 
     def __init__(self, file: Any) -> None:
@@ -74,9 +85,6 @@ class OpenFile(Alone):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an open file cannot be pickled: another process has its own")
-
-    def kind(self) -> Kind:
-        return "file"
 
     def open(self, pool: FilePool | None = None) -> Source:
         file = self._file
@@ -100,10 +108,6 @@ class OpenFile(Alone):
         if self._start and not source.size:
             self._refuse("is at its end, so there is nothing to read", "seek(0) goes to its start")
         return source
-
-    def fingerprint(self) -> Fingerprint | None:
-        with contextlib.closing(self.open()) as source:
-            return source.fingerprint()
 
     def take(self, made: Path) -> None:
         """Write the bytes of a file to it, from where it is on."""
@@ -248,7 +252,7 @@ class SeekSource(Source):
 _NAME, _STDIN = Path(STANDARD_INPUT), 0
 
 
-class StandardInput(Alone):
+class StandardInput(_Opened):
     """What is piped into the program, or the file that its standard input is.
 
     The directory of most files is at their end, and readers go to and fro: what comes through a
@@ -264,17 +268,10 @@ class StandardInput(Alone):
     def __reduce__(self) -> NoReturn:
         raise TypeError("standard input cannot be pickled: another process has its own")
 
-    def kind(self) -> Kind:
-        return "file"
-
     def open(self, pool: FilePool | None = None) -> Source:
         if self._fd is None:
             self._fd = self._whole()
         return FileSource(_NAME, os.dup(self._fd))
-
-    def fingerprint(self) -> Fingerprint | None:
-        with contextlib.closing(self.open()) as source:
-            return source.fingerprint()
 
     def _whole(self) -> int:
         """A descriptor of a regular file with all of it."""

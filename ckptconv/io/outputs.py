@@ -23,7 +23,7 @@ from ckptconv.io.destination import (
 )
 from ckptconv.io.files import let_go
 from ckptconv.io.hidden_folders import (
-    remove_kept,
+    BATCH,
     remove_leftovers,
     staging_folder,
     temporary_folder,
@@ -181,7 +181,7 @@ def clear_kept(places: Iterable[Location]) -> None:
     """Remove what killed workers left beside outputs, or in those that are folders."""
     paths = [path for place in places if (path := place.local()) is not None]
     for folder in {*(path.parent for path in paths), *filter(Path.is_dir, paths)}:
-        remove_kept(folder)
+        remove_leftovers(folder / BATCH)
 
 
 def check_place_free(place: Location, *, is_folder: bool, force: bool) -> None:

@@ -16,21 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from ckptconv.io.source import CHUNK
 from ckptconv.objects.torch_read import plain_sizes, tensor_of_storage
 from ckptconv.pickles.nodes import Call, Global, Node
+from ckptconv.support.arrays import np
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, errors_at
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.refs import Shape, Storage, TensorRef, refuse_dimensions, view_of
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Numbers = NDArray[np.signedinteger[Any]]
-
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.signedinteger[Any]]]"
 Check = Callable[[], None]
 """Reads what the parts of a tensor point at; raises `MalformedCheckpoint` where that is nowhere."""
 
@@ -83,8 +79,6 @@ def _nothing() -> None:
 
 def _read_integers(ref: TensorRef) -> Iterator[tuple[int, Numbers]]:
     """The values of an integer tensor in C order, each run with the number of its first."""
-    import numpy as np
-
     from ckptconv.tensors.stream import iter_chunks  # what reads values, for few objects
 
     first = 0
@@ -142,8 +136,6 @@ def _coo(indices: TensorRef, values: TensorRef, size: Shape, *, coalesced: bool)
 
 
 def _check_coo(indices: TensorRef, size: Shape, coalesced: bool) -> None:
-    import numpy as np
-
     dimensions, count = indices.shape
     step = max(1, CHUNK // (8 * max(1, dimensions)))
     limits = np.array(size, np.int64).reshape(-1, 1)
@@ -158,8 +150,6 @@ def _check_coo(indices: TensorRef, size: Shape, coalesced: bool) -> None:
 
 
 def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
-    import numpy as np
-
     beyond = (numbers < 0) | (numbers >= limits)
     if beyond.any():
         arrays = (numbers, np.broadcast_to(limits, numbers.shape))
@@ -169,8 +159,6 @@ def _refuse_beyond(numbers: Numbers, limits: Any) -> None:
 
 def _is_ascending(columns: Numbers) -> bool:
     """Whether each column comes before the next one, compared from the first row on."""
-    import numpy as np
-
     before, after = columns[:, :-1], columns[:, 1:]
     rising = np.zeros(before.shape[1], bool)
     for row in range(columns.shape[0] - 1, -1, -1):
@@ -209,8 +197,6 @@ def _compressed(
 
 def _check_compressed(compressed: TensorRef, plain: TensorRef, outer: int, inner: int) -> None:
     """Each run must rise from 0 to the number of plain indices, which must be below `inner`."""
-    import numpy as np
-
     last = 0
     count = plain.shape[-1]
     for first, numbers in _read_integers(compressed):
@@ -353,8 +339,6 @@ def _claimed(size: Numbers, stride: Numbers, offset: Numbers, there: int) -> int
     Floats first: what they cannot hold exactly is far beyond any buffer, and what passes them does
     not overflow.
     """
-    import numpy as np
-
     fits = all(int(part.min(initial=0)) >= 0 for part in (size, stride, offset))
     _require(fits, "a size of a nested tensor is negative")
     spread = (size.clip(1).astype(float) - 1) * stride

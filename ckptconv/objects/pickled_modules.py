@@ -174,7 +174,7 @@ def state_dict_of(module: Call, parts_of: Callable[[Call], Parts]) -> Call:
     """
     pairs: list[tuple[Node, Node]] = []
     work: list[tuple[str, Call, int]] = [("", module, 0)]
-    known: dict[int, Parts] = {}
+    known: dict[int, Parts] = {}  # a shared module is walked wherever it stands, and asked once
     count = written = 0
     most = in_force()
     while work:

@@ -81,6 +81,7 @@ def judge(module: str, name: str) -> Verdict:
 
 
 def _precedence(verdict: Verdict) -> int:
+    # what no table names gives way to plain: a name that moved is plain where one of its names is
     return {"dangerous": 2 if verdict is _NEITHER else 0, "plain": 1, "unknown": 3}[verdict.level]
 
 

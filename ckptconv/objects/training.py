@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node
+from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
 
 
@@ -270,8 +271,6 @@ def _uuid(call: Call, state: Node) -> Node:
 
 def moment(dtype: Call, raw: bytes) -> str | None:
     """A datetime64 or timedelta64 as numpy writes it; None where its dtype has no unit."""
-    import numpy as np  # seldom needed, and slow to load
-
     match dtype.state:
         case (_, str() as order, *_, (_, (bytes() as unit, int() as count, 1, *_))):
             code = f"{'>' if order == '>' else '<'}{dtype.args[0]}[{count}{unit.decode('latin-1')}]"

@@ -48,7 +48,7 @@ def address_in(path: object) -> str | None:
     if not isinstance(path, (str, os.PathLike)):
         return None
     text = os.fspath(path)
-    if not isinstance(text, str) or ":/" not in text:  # nearly all, and the pattern takes longer
+    if not isinstance(text, str) or ":/" not in text:  # nearly all that is named
         return None
     found = _ADDRESS(text)
     if found is None or os.path.lexists(text):

@@ -78,9 +78,6 @@ def parsed(address: str) -> tuple[Repository, str]:
     elif first == "buckets":
         raise UnsupportedCheckpoint("is a bucket, which is not read", path=address)
     owner, _, more = rest.strip("/").partition("/")
-    if "@" in owner or not more:
-        hint = "write it as hf://OWNER/NAME[@REVISION][/PATH]"
-        raise UnsupportedCheckpoint("names no repository", path=address, hint=hint)
     name, _, key = more.partition("/")
     name, at, revision = name.partition("@")
     if at:
