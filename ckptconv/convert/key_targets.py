@@ -112,6 +112,10 @@ def parameter_order(
                 what = f"({checkpoint.format}) does not keep the order of model.parameters()"
                 raise CheckpointError(what, path=file, hint=_ORDERED)
             return order_of(checkpoint.state_dict(), str(path))
+    except AmbiguousStateDict as error:
+        raise AmbiguousStateDict(
+            error.what, path=error.path, where=error.where, hint=_ORDERED
+        ) from None
     except UnsupportedCheckpoint:
         keys = _listed_keys(file)
         if keys is None:

@@ -73,8 +73,11 @@ class DcpFolder(TargetFormat):
         for place, node in walk(tree.root, tree.overlay):
             if any(type(key) is int for key, _ in mapping_pairs(node) or ()):
                 where = printable(place_text(place)) or "the root"
-                become = "become text in a DCP folder, as torch itself writes them"
-                yield f"keys that are numbers ({where}, …) {become}"
+                told = f"keys that are numbers ({where}, …) become text in a DCP folder, as torch "
+                told += "itself writes them"
+                if any(state.shapes for state in optimizer_states(tree.root, tree.overlay)):
+                    told += "; FSDP2 looks for names of parameters: --optimizer names"
+                yield told
                 return
 
     def lay_out_tree(self, tree: Tree, cast: CastRule, retag: Retag) -> Layout:

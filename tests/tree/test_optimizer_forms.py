@@ -221,6 +221,12 @@ def test_an_order_that_is_not_known_is_refused(tmp_path):
     convert_checkpoint(tmp_path / "order.pt", tmp_path / "order.safetensors")
     told = refused(tmp_path, tree, optimizer="numbers", order_from=tmp_path / "order.safetensors")
     assert "does not keep the order of model.parameters()" in told
+    two = {name: {"w": torch.ones(2), "b": torch.zeros(2)} for name in ("model", "ema")}
+    for name, other in (("states", optimizer.state_dict()), ("two", two)):
+        torch.save(other, tmp_path / f"{name}.pt")
+        told = refused(tmp_path, tree, optimizer="numbers", order_from=tmp_path / f"{name}.pt")
+        assert f"{name}.pt: holds" in told
+        assert "; name a file of torch.save(model.state_dict()), or a text with one key" in told
     (tmp_path / "order.txt").write_text("embed.weight\n")
     named = get_optimizer_state_dict(model, optimizer)
     told = refused(
@@ -235,6 +241,18 @@ def test_an_order_that_is_not_known_is_refused(tmp_path):
     assert "numbers its parameters already" in told
     assert "no optimizer state" in refused(tmp_path, {"model": tree["model"]}, optimizer="names")
     assert "--order-from" in refused(tmp_path, tree, order_from=tmp_path / "order.txt")
+
+
+def test_a_dcp_folder_of_numbers_tells_that_fsdp2_looks_for_names(tmp_path):
+    model, optimizer = trained()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, tmp_path / "run.pt")
+    torch.save({**tree["model"], "counts": {0: 1}}, tmp_path / "plain.pt")
+    told = "looks for names of parameters: --optimizer names"
+    for name, words in (("run", ()), ("run", ("--optimizer", "names")), ("plain", ())):
+        out = f"{name}{len(words)}"
+        done = run("convert", f"{name}.pt", out, "--to", "dcp", *words, cwd=tmp_path)
+        assert done.exit == 0 and (told in done.err) is (out == "run0")
 
 
 def test_all_ways_of_small_models_are_told_apart(tmp_path):
