@@ -19,7 +19,7 @@ from ckptconv.formats.folders.steps import is_training_state
 from ckptconv.formats.hf_names import is_weights_name, named_like
 from ckptconv.formats.registry import is_empty_loss, is_gathering, lacks_metadata, open_checkpoint
 from ckptconv.formats.target_format import target_named
-from ckptconv.io.location import Location
+from ckptconv.io.location import Kind, Location
 from ckptconv.support.errors import (
     BatchRefused,
     CheckpointError,
@@ -161,18 +161,18 @@ def _why_not(file: Location) -> str | None:
 
     What is damaged is converted, to be told of.
     """
-    if file.suffix.lower() in _NEVER:
+    ending = file.suffix.lower()
+    if ending in _NEVER:
         return ""
     if is_training_state(file.name):
         return "was saved by training beside the weights"
     try:
         with closing(file.open()) as source:
             # a crash leaves a file without bytes under the name of a checkpoint
-            if source.size == 0 and file.suffix.lower() in _ENDINGS:
+            if source.size == 0 and ending in _ENDINGS:
                 return None
             head = source.read(0, min(HEAD, source.size))
-        endings = {file.suffix.lower(), PurePath(file.stem).suffix.lower()}
-        if packer_of(head) and endings.isdisjoint({*_ENDINGS} - {".tar", ".zip"}):
+        if packer_of(head) and not _says_checkpoint(ending, PurePath(file.stem).suffix.lower()):
             return "is compressed and not named like a checkpoint"  # it may be large, and anything
         if is_empty_loss(file):
             return "is the state of a loss, without tensors"
@@ -185,6 +185,10 @@ def _why_not(file: Location) -> str | None:
         return printable(error.what)
     except CheckpointError:
         return None
+
+
+def _says_checkpoint(*endings: str) -> bool:
+    return not {*endings}.isdisjoint({*_ENDINGS} - {".tar", ".zip"})
 
 
 def jobs_below(
@@ -208,7 +212,8 @@ def jobs_below(
     named: list[tuple[Location, PurePosixPath]] = []
     inside = real_name(out_dir)
     for root in roots:
-        found = find_checkpoints(root, partial(_is_at, inside), with_files=options.with_files)
+        leave = partial(_is_at, PurePath(inside).name, inside)
+        found = find_checkpoints(root, leave, with_files=options.with_files)
         passed += found.passed
         is_apart = len(roots) > 1 and root.is_folder()
         before = PurePosixPath(_name_of(root) if is_apart else "")
@@ -229,8 +234,8 @@ def jobs_below(
     ]
 
 
-def _is_at(real: str, place: Location) -> bool:
-    return place.name == PurePath(real).name and real_name(place) == real
+def _is_at(name: str, real: str, place: Location) -> bool:
+    return place.name == name and real_name(place) == real
 
 
 def _name_of(place: Location) -> str:
@@ -253,15 +258,17 @@ def _output_of(
     assert options.to is not None
     target = target_named(options.to)
     goes_into = target.is_folder or options.max_shard_size is not None or options.with_files
-    read = _weights_of_model(place) if target.shards_named and not keeps_ending else None
+    kind = place.kind()
+    read = None
+    if target.shards_named and not keeps_ending:
+        read = _weights_of_model(place, kind)
     if read:
-        home = below if place.is_folder() else below.parent
+        home = below if kind == "folder" else below.parent
         made = out_dir.child(str(home)) if home.parts else out_dir
         return made if goes_into else made.child(named_like(read, target.shards_named))
     name = str(below) if below.parts else _name_of(place)
     path = PurePath(name)
-    is_file = place.is_file()
-    known = is_file and path.suffix in _ENDINGS
+    known = kind == "file" and path.suffix in _ENDINGS
     if known and keeps_ending:
         known = path.suffix == target.suffix
     stem = str(path.with_suffix("")) if known else name
@@ -270,15 +277,16 @@ def _output_of(
     return out_dir.child(f"{stem}{target.suffix}")
 
 
-def _weights_of_model(place: Location) -> str | None:
+def _weights_of_model(place: Location, kind: Kind) -> str | None:
     """The name of the weights, where a checkpoint is a model's folder or the weights in one."""
-    folder = place if place.is_folder() else place.parent
-    if place.is_file() and not is_weights_name(place.name):
+    if kind == "file" and not is_weights_name(place.name):
         return None
-    names = folder.names()
+    names = (place if kind == "folder" else place.parent).names()
     if _CONFIGS.isdisjoint(names):
         return None
-    return place.name if place.is_file() else next(filter(is_weights_name, names), None)
+    if kind == "file":
+        return place.name
+    return next(filter(is_weights_name, names), None)
 
 
 _ENDINGS = (*SUFFIXES, ".npz", ".model", ".t7")

@@ -36,7 +36,7 @@ class FileSource(Source):
     path: Path
 
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
-        self.path = Path(path)
+        self.path = path if isinstance(path, Path) else Path(path)
         self._fd = _open_regular(self.path) if fd is None else fd
         found = os.fstat(self._fd)
         self.size = found.st_size

@@ -98,8 +98,12 @@ def visible_prefix(target: Path) -> str:
 
 def journal_path(path: Path) -> Path:
     """Where the journal of a file is, whether it has one or not; `path` is not a link."""
+    return path.with_name(_journal_name(path))
+
+
+def _journal_name(path: Path) -> str:
     mark = crc32(os.fsencode(path.name))
-    return path.with_name(f".{visible_prefix(path)}.{mark:08x}.ckptconv-edit")
+    return f".{visible_prefix(path)}.{mark:08x}.ckptconv-edit"
 
 
 def journal_of(path: Path) -> Journal | None:
@@ -127,7 +131,9 @@ def refuse_torn(path: Path) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         if path.is_symlink():
             path = path.resolve()
-        if not path.name or not os.path.lexists(journal_path(path)):
+        name, text = path.name, str(path)
+        # as `journal_path` has it, which parses a path for each file that is opened
+        if not name or not os.path.lexists(text[: -len(name)] + _journal_name(path)):
             return
         journal = journal_of(path)
         if journal is None:

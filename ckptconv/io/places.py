@@ -41,6 +41,18 @@ class LocalPlace(Location):
         return self.at
 
     @property
+    def name(self) -> str:
+        return self.at.name
+
+    @property
+    def stem(self) -> str:
+        return self.at.stem
+
+    @property
+    def suffix(self) -> str:
+        return self.at.suffix
+
+    @property
     def parent(self) -> LocalPlace:
         return LocalPlace(self.at.parent)
 

@@ -316,7 +316,8 @@ def _fsync_tree(folder: Path) -> None:
 
 def drafted(made: Path) -> bytes:
     """All of a short file that was made and is not in its place yet: no input of this run."""
-    return made.read_bytes()
+    with open(made, "rb", buffering=0) as file:
+        return file.read()
 
 
 def fsync_folder(folder: Path) -> None:
