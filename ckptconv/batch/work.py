@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, field, replace
 from pathlib import PurePath
+from typing import Any
 
 from ckptconv.batch.identity import fingerprint, names_of, places_of, stamp_of, stamps
 from ckptconv.batch.own_code import code_version, other_code
@@ -51,15 +52,16 @@ class Task:
     def run(self) -> Receipt:
         """Run the job; whatever goes wrong with it stands in the receipt."""
         begin, before = time.perf_counter(), traffic()
-        receipt = _ran(self)
-        told = traffic().since(before)
-        return replace(
-            receipt,
-            output=str(self.job.output),
+        found = _ran(self)
+        network = traffic().since(before)
+        return Receipt(
+            names_of(self.job),
+            str(self.job.output),
             seconds=time.perf_counter() - begin,
             tries=self.tries + 1,
             worker=f"{platform.node()}:{os.getpid()}",
-            network=asdict(told) if told else None,
+            network=asdict(network) if network else None,
+            **found,
         )
 
     def memory(self) -> int:
@@ -79,12 +81,13 @@ _INDEX_SHARE = 64
 """The index of a checkpoint takes less than one byte of so many."""
 
 
-def _ran(task: Task) -> Receipt:
+def _ran(task: Task) -> dict[str, Any]:
+    """What became of the job, for its receipt."""
     job, known = task.job, ""
     if task.code not in ("", code_version()):
         told = other_code(f"{task.code} began the batch")
         failure = Failure("OtherVersion", str(told), told.hint)
-        return Receipt(names_of(job), str(job.output), "failed", error=failure)
+        return {"state": "failed", "error": failure}
     try:
         with (
             allowing_hosts(task.hosts),
@@ -98,7 +101,7 @@ def _ran(task: Task) -> Receipt:
     except Exception as error:  # whatever it is, the others go on
         with on_command_line(task.is_on_command_line):
             failure = failed_by(error)
-        return Receipt(names_of(job), str(job.output), "failed", fingerprint=known, error=failure)
+        return {"state": "failed", "fingerprint": known, "error": failure}
 
 
 def _placed(job: Job) -> Job:
@@ -120,37 +123,35 @@ def _make_folder(job: Job) -> None:
         raise OutputRefused(what, path=path) from error
 
 
-def _converted(job: Job, known: str, *, resumed: bool) -> Receipt:
+def _converted(job: Job, known: str, *, resumed: bool) -> dict[str, Any]:
     if resumed:
         found = standing(job)
         if found.result is not None:
             # a process that was killed when it had just been made left hidden files beside it
             for path in {*_written(found.result), found.result.plan.output}:
                 clear_leftovers(place_of(path))
-            return _receipt(job, found.result, known, found=True)
+            return _told(job, found.result, known, found=True)
         if found.kind == "part":  # all that is there is what will be there
             job = replace(job, force=True)
-    return _receipt(job, job.run(), known)
+    return _told(job, job.run(), known)
 
 
-def _receipt(job: Job, result: ConversionResult, known: str, *, found: bool = False) -> Receipt:
+def _told(job: Job, result: ConversionResult, known: str, *, found: bool = False) -> dict[str, Any]:
     plan = result.plan
-    return Receipt(
-        names_of(job),
-        str(job.output),
-        "done",
-        fingerprint=known,
-        source_nbytes=plan.source_nbytes,
-        nbytes=result.nbytes,
-        tensors=sum(item.written for item in plan.state_dicts),
-        format=plan.source_format,
-        to=plan.to,
-        notes=(*plan.notes, *(f"{path}: {what}" for path, what in result.odd_values())),
-        verified=result.verified,
-        found=found,
-        made=made_of(_written(result)),
-        read=_read_outside(plan, job) or None,
-    )
+    return {
+        "state": "done",
+        "fingerprint": known,
+        "source_nbytes": plan.source_nbytes,
+        "nbytes": result.nbytes,
+        "tensors": sum([item.written for item in plan.state_dicts]),
+        "format": plan.source_format,
+        "to": plan.to,
+        "notes": (*plan.notes, *(f"{path}: {what}" for path, what in result.odd_values())),
+        "verified": result.verified,
+        "found": found,
+        "made": made_of(_written(result)),
+        "read": _read_outside(plan, job) or None,
+    }
 
 
 def _written(result: ConversionResult) -> list[PurePath]:
