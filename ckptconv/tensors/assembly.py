@@ -189,7 +189,9 @@ def shaped(runs: Iterable[Run], dtype: DType, shape: Shape) -> TensorRef:
     """
     merged = _merged(runs)
     if len(merged) == 1:
-        return whole_view(_cut(merged[0], dtype), dtype, shape)
+        storage, first, count = merged[0]
+        own = storage.cut(first * dtype.itemsize, count * dtype.itemsize, dtype)
+        return whole_view(own, dtype, shape)
     boxes = _boxes(shape, tuple([run.numel for run in merged]))
     pieces = tuple(
         [
@@ -231,19 +233,6 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
         else:
             merged.append(run)
     return merged
-
-
-def _cut(run: Run, dtype: DType) -> Storage:
-    """A run as a storage of its own; its checksum is that of the storage it is part of."""
-    whole, first, count = run
-    size = dtype.itemsize
-    return whole._replace(
-        offset=whole.offset + first * size,
-        nbytes=count * size,
-        dtype=dtype,
-        crc32=None,
-        part_of=whole.part_of or whole,
-    )
 
 
 def flat_boxes(shape: Shape, first: int, stop: int) -> Iterator[tuple[Shape, Shape]]:

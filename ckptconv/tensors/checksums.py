@@ -32,7 +32,7 @@ class Checksums:
         is computed, those of its inputs.
         """
         for origin in origins([storage]):
-            whole = origin.part_of or origin
+            whole = origin.whole
             if id(whole) not in self._settled:
                 check_storage(whole, self._meter)
                 self._settled.add(id(whole))  # not before: who asks again is refused again
@@ -41,7 +41,7 @@ class Checksums:
         """Note that `nbytes` bytes of a storage, from its byte `first` on, have this CRC-32; none,
         that it is to be checked by `finish`.
         """
-        whole = storage.part_of or storage
+        whole = storage.whole
         if whole.crc32 is None or id(whole) in self._settled:
             return
         if nbytes and nbytes == whole.nbytes:

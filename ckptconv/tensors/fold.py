@@ -203,7 +203,7 @@ def fold_all(
         if view not in made:
             made[view] = ref, folders_of(ref)
     folded = [(ref, folders) for ref, folders in made.values() if folders]
-    wholes = {id(whole): whole for whole in map(_whole, origins(refs))}
+    wholes = {id(one.whole): one.whole for one in origins(refs)}
     checked = [whole for whole in wholes.values() if is_checked and whole.crc32 is not None]
     meter = tell(_bytes_read([ref for ref, _ in folded], checked))
     checksums = Checksums(meter) if is_checked else None
@@ -256,7 +256,7 @@ def _by_storage(folded: Sequence[Folded[F]]) -> tuple[list[Folded[F]], list[Fold
     first, and the others, the small ones among them.
     """
     counts = Counter(
-        key for ref, _ in folded for key in {id(_whole(storage)) for storage in origins([ref])}
+        key for ref, _ in folded for key in {id(storage.whole) for storage in origins([ref])}
     )
     apart: list[Folded[F]] = []
     together: list[Folded[F]] = []
@@ -266,7 +266,7 @@ def _by_storage(folded: Sequence[Folded[F]]) -> tuple[list[Folded[F]], list[Fold
             ref.nbytes > _SMALL
             and verbatim_runs(ref) is not None
             and all(
-                counts[id(_whole(storage))] == 1 and storage.source.is_for_threads()
+                counts[id(storage.whole)] == 1 and storage.source.is_for_threads()
                 for storage in origins([ref])
             )
         )
@@ -299,16 +299,14 @@ def _folded_apart(
     from concurrent.futures import ThreadPoolExecutor
 
     shared = _SharedMeter(meter)
-    by_id = {id(storage): storage for storage in checked}
 
     def work(items: Sequence[Folded[F]]) -> None:
         for ref, folders in items:
-            own = {id(one): one for one in map(_whole, origins([ref])) if id(one) in by_id}
             # of its own: the tensors of a thread share no storage with others
             checksums = Checksums(shared) if is_checked else None
             fold(ref, *folders, checksums=checksums, meter=shared)
             if checksums is not None:
-                checksums.finish(own.values())
+                checksums.finish(origins([ref]))
 
     with ThreadPoolExecutor(threads, "ckptconv-folder") as pool:
         try:
@@ -316,13 +314,8 @@ def _folded_apart(
                 pass
         finally:
             shared.stop()
-    done = {id(_whole(storage)) for storage in origins([ref for ref, _ in apart])}
+    done = {id(storage.whole) for storage in origins([ref for ref, _ in apart])}
     return [storage for storage in checked if id(storage) not in done]
-
-
-def _whole(storage: Storage) -> Storage:
-    """The storage whose checksum covers this one."""
-    return storage.part_of or storage
 
 
 def _view(ref: TensorRef) -> object:
@@ -338,7 +331,7 @@ def _bytes_read(refs: Iterable[TensorRef], checked: Iterable[Storage]) -> int:
     for ref in refs:
         total += ref.nbytes
         for storage, first, nbytes in verbatim_runs(ref) or ():
-            whole = _whole(storage)
+            whole = storage.whole
             start = storage.offset + first - whole.offset
             covered.setdefault(id(whole), []).append((start, nbytes))
     for whole in checked:

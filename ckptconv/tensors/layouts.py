@@ -222,13 +222,7 @@ def apart(ref: TensorRef) -> TensorRef:
     [piece] = ref.pieces
     view = ref._replace(stride=piece.stride)
     start, stop = view.byte_span()
-    whole = piece.storage
-    storage = whole._replace(
-        offset=whole.offset + start,
-        nbytes=stop - start,
-        crc32=None,
-        part_of=whole.part_of or whole,
-    )
+    storage = piece.storage.cut(start, stop - start, piece.storage.dtype)
     return view._replace(pieces=(piece._replace(storage=storage, offset=0),))
 
 

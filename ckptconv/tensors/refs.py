@@ -47,9 +47,23 @@ class Storage(NamedTuple):
     part_of: Storage | None = None
 
     @property
+    def whole(self) -> Storage:
+        """The storage whose checksum covers this one."""
+        return self.part_of or self
+
+    @property
     def has_crc(self) -> bool:
         """Whether a checksum is declared that its bytes go into."""
-        return (self.part_of or self).crc32 is not None
+        return self.whole.crc32 is not None
+
+    def cut(self, start: int, nbytes: int, dtype: DType | None) -> Storage:
+        """So many of its bytes as a storage of its own, for values that share no memory with the
+        others; its checksum is that of the whole.
+        """
+        offset = self.offset + start
+        return self._replace(
+            offset=offset, nbytes=nbytes, dtype=dtype, crc32=None, part_of=self.whole
+        )
 
 
 class Piece(NamedTuple):
