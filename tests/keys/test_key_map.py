@@ -20,7 +20,8 @@ from torch import nn
 
 from ckptconv import KeyRules, convert_checkpoint, limits, load_portable, read_key_rules
 from ckptconv.convert import words
-from ckptconv.keys.key_map import RULE_WORDS, map_keys
+from ckptconv.keys.key_map import RULE_WORDS, map_keys, rules_of
+from ckptconv.keys.mappings import Mapped, MappedKeys
 from ckptconv.keys.presets import PRESETS
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, LimitExceeded, OutputRefused
 from helpers import oracle
@@ -698,3 +699,28 @@ def test_a_long_table_is_cut_with_a_count_and_the_document_has_all(tmp_path):
         [f"layer.{index}.w", f"block.{index}.w"] for index in range(1000)
     ]
     assert (document["left_out"], document["untouched"]) == ([], 1)
+
+
+def test_a_mapping_names_the_tensor_of_a_tied_key_that_was_filled():
+    mapping = Mapped(
+        (MappedKeys("", {"a.w": "embed.w"}, {}, {"head.w": "embed.w", "old.w": None}),)
+    )
+    made = map_keys(["a.w"], KeyRules(rules=(mapping,)))
+    assert made.new == ("embed.w",)
+    assert made.filled == (("head.w", "embed.w"),)
+
+
+@pytest.mark.parametrize(
+    ("cut", "path", "after"),
+    [
+        ({"net.a.w": "a.w", "net.a.b": "a.b"}, "net", ""),
+        ({"net.a.w": "a.w", "net.a.b": "a.b"}, "net.a", "a"),
+        ({"net.w": "w", "net.b": "b"}, "net", ""),
+        ({"net.weight": "eight", "net.wight": "ight"}, "net", "net"),
+        ({"net.w": "wx", "net.b": "bx"}, "net", "net"),
+        ({"net.w": "w", "net.b": "other.b"}, "net", "net"),
+    ],
+)
+def test_a_module_follows_its_keys_where_all_go_one_way(cut, path, after):
+    made = map_keys(list(cut), rules_of(cut.get))
+    assert made.renamed_modules([path]) == [(path, after)]
