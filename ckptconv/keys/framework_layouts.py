@@ -112,6 +112,7 @@ def refuse_other_model(words: str, name: str, config: Mapping[str, Any]) -> None
     """Raise `KeyConflict` where the config is that of a model for which the layout `name` is not;
     `words` are those of the preset.
     """
+    # the keys of a Gemma in GGUF are those of a Llama, and only the config tells that they are not
     for key, allowed in LAYOUTS[name].only.items():
         told = config.get(key)
         if told is not None and told not in allowed:

@@ -356,7 +356,8 @@ def power_of(group: Group, size: int, blocks: int) -> int:
 
 def as_scale(ref: TensorRef) -> str:
     """How scales are to be read: powers of two are stored as bytes too."""
-    # taken for numbers, the bytes of E8M0 would give wrong values without a word
+    # taken for numbers, the bytes of E8M0 would give wrong values without a word; 255 is NaN, as
+    # OCP has it, where frameworks that read it from uint8 make infinity of it
     return E8M0.name if ref.dtype.name == "uint8" else ""
 
 
