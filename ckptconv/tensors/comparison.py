@@ -7,7 +7,6 @@ the way, or from another read of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from functools import partial
@@ -19,13 +18,13 @@ from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.progress import Meter
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.compute_ahead import THREADS
 from ckptconv.tensors.element_pairs import aligned, words_of
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import verbatim_runs
 
 # Bytes of one tensor, or of several, that a thread compares before it takes the next.
 _BATCH = 16 << 20
-_THREADS = min(4, os.cpu_count() or 1)
 
 Pair = tuple[TensorRef, TensorRef]
 
@@ -177,7 +176,7 @@ def _compared_by_threads(spans: Sequence[Span], meter: Meter) -> Compared:
     from concurrent.futures import ThreadPoolExecutor
 
     compared = Compared()
-    with ThreadPoolExecutor(_THREADS, "ckptconv-comparer") as pool:
+    with ThreadPoolExecutor(THREADS, "ckptconv-comparer") as pool:
         for batch, one in zip(batches, pool.map(_compared, batches), strict=True):
             compared.add(one)
             meter.add(sum(span.nbytes for span in batch))

@@ -33,7 +33,7 @@ MOST_PLACES = (1 << 32) - 1
 """The most bytes of a tensor whose bytes can be overwritten: their number is a u32."""
 
 _PLACES = 1 << 17  # that are held at a time
-# An iterator that is not run to its end keeps the window of a frame, an empty view its whole buffer.
+# An iterator that is not run to its end keeps a frame's window, an empty view its whole buffer.
 _NOTHING: tuple[Iterator[memoryview], memoryview] = iter(()), memoryview(b"")
 
 

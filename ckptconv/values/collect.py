@@ -5,7 +5,6 @@ shown: as text, JSON and HTML. Everything that came out of a file is escaped her
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path, PurePath
@@ -20,6 +19,7 @@ from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Level, Row, html_table, short_repr
 from ckptconv.support.table import Table, wrapped
 from ckptconv.support.text import count_text, natural_key, number_text, some_text
+from ckptconv.tensors.compute_ahead import THREADS
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.scaled_weights import codes_note
@@ -300,9 +300,6 @@ def picked_headline(item: NamedValue, box: Box) -> str:
 # -------------------------------------------------------------------------- the pass over the bytes
 
 
-_THREADS = min(4, os.cpu_count() or 1)
-
-
 @spelling_checked
 def stats_checkpoint(
     source: Named,
@@ -372,6 +369,6 @@ def _folded(items: Sequence[NamedValue], on_progress: OnProgress | None) -> list
         [item.read for item in items],
         folders,
         lambda nbytes: Meter("read", nbytes, on_progress),
-        threads=_THREADS,
+        threads=THREADS,
     )
     return [folder for [folder] in made]
