@@ -344,7 +344,7 @@ def _draft(
             write_layout(layout, draft.stream, Tally(), Checksums())
             draft.commit()
         written.at(before + layout.nbytes)
-        # what is sent to another machine is no file here that the library could read
+        # what is sent to another machine is not a file here, which the library could read
         path = draft.place.local()
         if name == SHARD and path is not None and not isinstance(output.path, UrlPath):
             named = output.path.parent / name

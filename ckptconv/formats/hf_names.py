@@ -41,7 +41,7 @@ def parse_size(text: str) -> int:
 
 
 def shard_limit(given: int | str | None) -> int | None:
-    """The bytes that a file may hold, by `max_shard_size`; `OptionRefused`: that is no size."""
+    """The bytes that a file may hold, by `max_shard_size`; `OptionRefused`: it is not a size."""
     if type(given) is str:
         with contextlib.suppress(CheckpointError):
             return parse_size(given)

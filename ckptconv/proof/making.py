@@ -283,7 +283,7 @@ def manifest_of_place(
 
 
 def _refuse_no_manifest(place: Location) -> None:
-    """Raise `OutputRefused` for a file of the checkpoint that is no earlier manifest."""
+    """Raise `OutputRefused` for a file of the checkpoint that is not an earlier manifest."""
     with closing(place.open()) as source:
         is_earlier = is_own(source.read(0, min(source.size, 80)).decode("latin-1"))
     if not is_earlier:

@@ -267,7 +267,7 @@ def _item_findings(place: Location) -> Iterator[Sighting]:
 
 
 def _range_findings(source: Source, name: str, wanted: set[tuple[int, int]]) -> Iterator[Sighting]:
-    """What lies in ranges of a file that are no archives; those are looked into with the file."""
+    """What lies in ranges of a file that are not archives; those are looked into with the file."""
     if not wanted:
         return
     scanner = Scanner(Room(source.size))

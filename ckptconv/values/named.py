@@ -192,7 +192,7 @@ def _under_names(
 
 def _taken_apart(name: str, value: Node) -> tuple[dict[str, TensorRef], dict[str, Recipe]] | None:
     """The tensors that a value consists of, and the recipes that put them together, with the shape
-    of one whose codes are packed; None where it is no tensor, or cannot be taken apart.
+    of one whose codes are packed; None where it is not a tensor, or cannot be taken apart.
     """
     if type(value) is not Call:
         return None
