@@ -222,10 +222,7 @@ def _refuse_unequal(
     pairs = [(refs[0], ref) for ref in refs[1:]]
     differing = compare_bytes(pairs, Meter("read", 0, None)).differing
     if differing:
-        raise KeyMismatch(
-            f"{refs[0].dtype.name} has no mean, and its values are others than in "
-            f"{printable(parts[0].path)}",
-            path=parts[1 + min(differing)].path,
-            where=key,
-            hint="take those of one: --integers first or --integers last",
-        )
+        first = printable(parts[0].path)
+        what = f"{refs[0].dtype.name} has no mean, and its values are others than in {first}"
+        hint = "take those of one: --integers first or --integers last"
+        raise KeyMismatch(what, path=parts[1 + min(differing)].path, where=key, hint=hint)

@@ -49,12 +49,9 @@ class Casts:
         found |= {f"--keep-dtype {glob}": None for glob in self.kept if fnmatchcase(key, glob)}
         if len(set(found.values())) > 1:
             first, *_, second = found
-            raise KeyConflict(
-                f"{printable(first)} and {printable(second)} both match it and ask for different "
-                "dtypes",
-                where=key,
-                hint="make one of the globs narrower",
-            )
+            both = f"{printable(first)} and {printable(second)}"
+            what = f"{both} both match it and ask for different dtypes"
+            raise KeyConflict(what, where=key, hint="make one of the globs narrower")
         return next(iter(found.values()), self.default)
 
     def target(self, key: str, ref: TensorRef) -> DType:
@@ -98,12 +95,9 @@ class Casts:
             target = self.target(key, ref)
             other, known = views.setdefault(view_identity(ref), (key, target))
             if known is not target:
-                raise KeyConflict(
-                    f"is one tensor with {printable(other)}, which is to be {known.name}, so it "
-                    f"cannot be {target.name}",
-                    where=key,
-                    hint="match both of them",
-                )
+                same = f"is one tensor with {printable(other)}, which is to be {known.name}"
+                what = f"{same}, so it cannot be {target.name}"
+                raise KeyConflict(what, where=key, hint="match both of them")
             targets[id(ref)] = target
         return lambda ref: targets.get(id(ref), ref.dtype)
 

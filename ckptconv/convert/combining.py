@@ -117,11 +117,9 @@ def merged_plan(
             for key, value in part.values.items():
                 new = before + key
                 if new in owners:
-                    raise KeyConflict(
-                        f"{printable(owners[new])} and {printable(part.path)} both have this key",
-                        where=new,
-                        hint=f"give the keys of one a prefix: --prefix {printable(named)}=NAME.",
-                    )
+                    both = f"{printable(owners[new])} and {printable(part.path)}"
+                    hint = f"give the keys of one a prefix: --prefix {printable(named)}=NAME."
+                    raise KeyConflict(f"{both} both have this key", where=new, hint=hint)
                 owners[new], values[new] = part.path, value
         notes = [
             f"{count_text(len(part.values), 'key')} of {part.path} get {before} before them"
@@ -165,12 +163,9 @@ def _metadata(parts: Sequence[Part], prefixes: Sequence[str]) -> dict[str, str]:
         needed = naming_entries(followed(part.checkpoint.metadata, names))
         both = found.keys() & needed.keys()
         if both:
-            raise KeyConflict(
-                "is metadata by which codes are read, in two of the sources",
-                path=part.path,
-                where=min(both),
-                hint="convert them one by one",
-            )
+            what = "is metadata by which codes are read, in two of the sources"
+            hint = "convert them one by one"
+            raise KeyConflict(what, path=part.path, where=min(both), hint=hint)
         found |= needed
     return found
 

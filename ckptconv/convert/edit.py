@@ -211,28 +211,21 @@ def _result_of(plan: _Plan, path: Path) -> EditResult:
 
 def _refuse_link(path: Path) -> None:
     if path.is_symlink():
-        raise OutputRefused(
-            f"is a link to {printable(path.readlink())}, which others may use too",
-            path=path,
-            hint="name that file itself, or copy it first: cp -L",
-        )
+        what = f"is a link to {printable(path.readlink())}, which others may use too"
+        hint = "name that file itself, or copy it first: cp -L"
+        raise OutputRefused(what, path=path, hint=hint)
     if path.is_dir():
-        raise OutputRefused(
-            "is a folder",
-            path=path,
-            hint="name one file of it, or make a new folder with: ckptconv convert IN OUT",
-        )
+        hint = "name one file of it, or make a new folder with: ckptconv convert IN OUT"
+        raise OutputRefused("is a folder", path=path, hint=hint)
     if not path.exists():
         require(place_of(path))
 
 
 def _planned(checkpoint: Checkpoint, asked: HeaderEdit, path: Path, *, rewrite: bool) -> _Plan:
     if checkpoint.container is not CONTAINER or len(checkpoint.sources) != 1:
-        raise UnsupportedCheckpoint(
-            f"is {checkpoint.format}, and only safetensors files are edited in place",
-            path=path,
-            hint=f"make a new file with: ckptconv convert {quoted(as_argument(path))} OUT",
-        )
+        what = f"is {checkpoint.format}, and only safetensors files are edited in place"
+        hint = f"make a new file with: ckptconv convert {quoted(as_argument(path))} OUT"
+        raise UnsupportedCheckpoint(what, path=path, hint=hint)
     (source,) = checkpoint.sources
     header, start = read_header(source)
     changed = changed_header(header, asked)
@@ -249,11 +242,9 @@ def _planned(checkpoint: Checkpoint, asked: HeaderEdit, path: Path, *, rewrite: 
 
 def _refuse_index(path: Path) -> None:
     for index in indexes_naming(place_of(path)):
-        raise OutputRefused(
-            f"is a shard, whose tensors {printable(index.name)} names too",
-            path=path,
-            hint="rename them in all shards with: ckptconv convert FOLDER NEW_FOLDER",
-        )
+        what = f"is a shard, whose tensors {printable(index.name)} names too"
+        hint = "rename them in all shards with: ckptconv convert FOLDER NEW_FOLDER"
+        raise OutputRefused(what, path=path, hint=hint)
 
 
 def _write(
@@ -392,8 +383,6 @@ def _compare(source: Source, start: int, made: Path, made_start: int, path: Path
         )
         for number, (before, after) in enumerate(pairs):
             if before != after:
-                raise VerificationFailed(
-                    f"the written file differs in the {CHUNK} bytes from {number * CHUNK} on",
-                    path=path,
-                    hint="the disk or the memory is failing; the file is unchanged",
-                )
+                what = f"the written file differs in the {CHUNK} bytes from {number * CHUNK} on"
+                hint = "the disk or the memory is failing; the file is unchanged"
+                raise VerificationFailed(what, path=path, hint=hint)

@@ -57,10 +57,6 @@ def _from_file(place: Location) -> dict[str, str]:
     found = read_object(read_small(place, "rules_bytes"), path, "metadata")
     for name, value in found.items():
         if not isinstance(value, str):
-            raise CheckpointError(
-                "is not a string, and metadata holds only strings",
-                path=path,
-                where=name,
-                hint="put it in quotes",
-            )
+            what = "is not a string, and metadata holds only strings"
+            raise CheckpointError(what, path=path, where=name, hint="put it in quotes")
     return found

@@ -63,11 +63,9 @@ def changed_header(header: Mapping[str, Any], asked: HeaderEdit) -> ChangedHeade
     aliases = aliases_in(before, tensors)
     names = _renamed([*tensors, *aliases], asked.rules)
     if ENCODINGS in before and any(old != new for old, new in names.items()):
-        raise RefusedObject(
-            "its metadata says by their names how tensors are put together",
-            where=ENCODINGS,
-            hint="rename them with: ckptconv convert IN OUT",
-        )
+        what = "its metadata says by their names how tensors are put together"
+        hint = "rename them with: ckptconv convert IN OUT"
+        raise RefusedObject(what, where=ENCODINGS, hint=hint)
     renamed: dict[str, str] = {}
     for name, value in followed(before, names).items():
         new, text = (names[name], names[value]) if name in aliases else (name, value)
@@ -125,12 +123,9 @@ def _with_strings(
     given = dict(asked.metadata)
     for name in (*given, *asked.remove):
         if name in aliases:
-            raise KeyConflict(
-                f"the metadata entry {printable(name)} is a second name of the tensor "
-                f"{printable(aliases[name])}",
-                where=name,
-                hint="an edit does not take it away",
-            )
+            tensor = printable(aliases[name])
+            what = f"the metadata entry {printable(name)} is a second name of the tensor {tensor}"
+            raise KeyConflict(what, where=name, hint="an edit does not take it away")
     for name in asked.remove:
         if name == ENCODINGS:
             raise OptionRefused(

@@ -71,7 +71,7 @@ def shapes_like(path: str | os.PathLike[str]) -> tuple[Shapes, Ties]:
     if is_pipeline(file):
         return _of_pipeline(file), ()
     if file.name.endswith(_INDEX) and file.is_file() and not _has_shards(file):
-        return _distinct(_indexed_keys(file), file), ()
+        return _distinct(_weight_map(file), file), ()
     try:
         with open_certain(file) as checkpoint:
             checkpoint.refuse_part()
@@ -153,10 +153,6 @@ def _has_shards(index: Location) -> bool:
     """Whether a file that an index names is there: then a missing one is an error."""
     names = {name for name in _weight_map(index).values() if isinstance(name, str)}
     return any(name and index.beside(name).is_file() for name in names)
-
-
-def _indexed_keys(index: Location) -> list[str]:
-    return list(_weight_map(index))
 
 
 def _weight_map(index: Location) -> dict[str, object]:

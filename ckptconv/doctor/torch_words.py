@@ -88,7 +88,7 @@ _NO_OPCODES = b"v<7G\x89\x08\x93B\xfd\x28\x1f"
 
 
 def on_start(head: bytes) -> str | None:
-    """The error about a file that starts so and is not a checkpoint; None where the wording varies."""
+    """The error about a file that starts so and is not a checkpoint; None: the wording varies."""
     if head.startswith(b"PK"):
         return None
     return REFUSED if head[:1] and head[:1] in _NO_OPCODES else None
