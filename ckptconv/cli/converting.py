@@ -265,7 +265,8 @@ def make_of_several(
         plan = plan_of(given["sources"], output, request, force=force)
         return plan, lambda: refused_by(check)
 
-    refuse_missing(given)
+    if given["output"] is None:
+        refuse_missing(given)
     if len(given["sources"]) < 2:
         raise click.UsageError(too_few)
     make_output(given, wrappers, planned)

@@ -66,6 +66,19 @@ def test_a_missing_out_is_named_with_an_example(command, example, room):
     assert run(command, "a.pt", example, cwd=room).exit == 0, "the example works"
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("apply", "there is no delta; name BASE, one DELTA or more, then OUT"),
+        ("merge", "there is only one checkpoint; name two or more, then OUT"),
+        ("average", "there is only one checkpoint; name two or more, then OUT"),
+    ],
+)
+def test_of_a_command_that_takes_several_no_example_of_one_is_offered(command, told, room):
+    for words in (["a.pt"], ["a.pt", "b.pt"]):
+        assert told in said(room, command, *words, code=2)
+
+
 def test_an_example_is_offered_only_for_what_looks_like_a_file(room):
     assert "e.g." not in said(room, "convert", "folder", code=2)
     assert "e.g. ckptconv convert 'a b.safetensors' 'a b.pt'" in said(
