@@ -104,6 +104,8 @@ def members_of(source: Source) -> dict[str, Source]:
         start = at + _BLOCK
         if kind == b"x" and size <= small:
             extended = _extended(source, start, size)
+        elif kind == b"L" and size <= small:  # how GNU tar has a name of more than 100 bytes
+            extended = {"path": _text(source.read(start, size))}
         else:
             name = extended.get("path", name)
             size = _size(source, extended.get("size"), size)
@@ -148,8 +150,15 @@ def _header(source: Source, block: bytes, at: int) -> tuple[str, bytes, int]:
         raise malformed("holds an invalid number", source.path, where) from None
     if sum(block) - sum(block[148:156]) + 8 * 0x20 != checksum or size < 0:
         raise malformed("does not have the checksum that it declares", source.path, where)
-    name = block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
+    name = _text(block[:100])
+    if block[257:263] == b"ustar\0":  # POSIX; GNU tar has other things there
+        name = "/".join(filter(None, (_text(block[345:500]), name)))
     return name, block[156:157], size
+
+
+def _text(raw: bytes) -> str:
+    """The text of a field, up to the first NUL."""
+    return raw.partition(b"\0")[0].decode("utf-8", "backslashreplace")
 
 
 def _extended(source: Source, start: int, size: int) -> dict[str, str]:

@@ -110,6 +110,17 @@ def test_several_checkpoints_in_a_tar_archive_are_a_choice(tmp_path):
     assert ckptconv.load_portable(path, only="b.st").keys() == WEIGHTS.keys()
 
 
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_in_a_tar_archive_are_whole(form, tmp_path):
+    folder = "folder/" * 14
+    members = {f"{folder}one/a.pt": saved(), f"{folder}two/a.pt": saved()}
+    path = written(tmp_path / "x.tar", tar(members, format=form))
+    with tarfile.open(path) as archive:
+        expected = archive.getnames()
+    with ckptconv.open_checkpoint(path) as opened:
+        assert [key for key, _ in opened.root.pairs] == expected == [*members]
+
+
 @pytest.mark.parametrize("ending", PACKERS)
 def test_damage_and_bombs_are_refused(ending, tmp_path):
     packed = PACKERS[ending](saved())
