@@ -14,6 +14,7 @@ from ckptconv.convert.planner import plan_conversion, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.files import one_run
+from ckptconv.io.location import Location
 from ckptconv.io.outputs import check_place_free
 from ckptconv.io.places import Output, place_of
 from ckptconv.support.choices import (
@@ -50,8 +51,11 @@ class Job:
     limits: Limits = field(default_factory=in_force)
 
     def __post_init__(self) -> None:
-        refuse_no_paths("source", self.source)
-        refuse_no_output(self.output)
+        # a place is what a name was found to be: a batch makes each job once more with it
+        if not isinstance(self.source, Location):
+            refuse_no_paths("source", self.source)
+        if not isinstance(self.output, Location):
+            refuse_no_output(self.output)
         refuse_no_text(tag=self.tag)
         refuse_no_flag(force=self.force, fsync=self.fsync, verify=self.verify)
         kinds = (("options", (Options, Request)), ("limits", (Limits,)))

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.given_metadata import read_metadata
@@ -41,6 +41,9 @@ from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tree.checkpoint import Edit
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
+
+if TYPE_CHECKING:
+    from ckptconv.tree.optimizer_forms import FormOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +238,11 @@ class Options(OptionWords):
     def _edits(self) -> tuple[Edit, ...]:
         own = edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme)
         form = self._optimizer_edits()
-        # which takes another tree than the one that others would have changed
-        return (*form, *own) if self.optimizer == "megatron" else (*own, *form)
+        if any(edit.comes_first for edit in form):
+            return (*form, *own)
+        return (*own, *form)
 
-    def _optimizer_edits(self) -> tuple[Edit, ...]:
+    def _optimizer_edits(self) -> tuple[FormOptimizer, ...]:
         """The edit of optimizer states: what is asked for, or what the output takes."""
         needs_names = self.to is not None and target_named(self.to).names_parameters
         if self.optimizer is None and not needs_names:
