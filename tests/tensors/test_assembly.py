@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptconv.io.source import MemorySource
-from ckptconv.support.errors import MalformedCheckpoint
-from ckptconv.tensors.assembly import Flat, flat_boxes, shaped
+from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.tensors.assembly import Flat, assembled, check_cover, flat_boxes, shaped
 from ckptconv.tensors.computed import Widener
-from ckptconv.tensors.dtypes import BY_NAME
-from ckptconv.tensors.refs import Storage, TensorRef, origins, view_of, whole_storage
+from ckptconv.tensors.dtypes import BY_NAME, FLOAT4
+from ckptconv.tensors.refs import Storage, TensorRef, origins, view_of, whole_storage, whole_view
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
 from helpers import oracle
 
@@ -77,6 +77,39 @@ def test_a_tensor_of_runs_has_their_values_one_after_the_other(parts, data):
     assert flat.numel == len(everything)
     assert values(ref) == np.asarray(everything[first : first + count], "<f4").tobytes()
     assert verbatim_runs(ref) is not None
+
+
+def test_each_box_of_a_run_is_read_where_it_lies():
+    flat = flat_of([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12]])
+    ref = shaped(flat.runs(1, 12), FLOAT32, (2, 3, 2))
+    assert [(piece.start, piece.shape, piece.offset) for piece in ref.pieces] == [
+        ((0, 0, 0), (1, 2, 2), 1),
+        ((0, 2, 0), (1, 1, 2), 0),
+        ((1, 0, 0), (1, 3, 2), 2),
+    ]
+    assert values(ref) == np.arange(1, 13, dtype="<f4").tobytes()
+
+
+def test_boxes_of_elements_that_are_not_whole_bytes_are_not_put_together():
+    halves = [whole_view(storage_of(b"\x21\x43"), FLOAT4, (1, 4)) for _ in range(2)]
+    whole = assembled(FLOAT4, (1, 4), [((0, 0), halves[0])])
+    assert values(whole) == b"\x21\x43"
+    what = "is float4_e2m1fn in 2 chunks, whose elements do not fill whole bytes"
+    with pytest.raises(UnsupportedCheckpoint, match=what):
+        assembled(FLOAT4, (2, 4), [((0, 0), halves[0]), ((1, 0), halves[1])])
+
+
+@pytest.mark.parametrize(
+    ("box", "what"),
+    [
+        (((0, 0), (2, 2)), "has 1 dimensions, but one of its chunks 2"),
+        (((3,), (2,)), r"has the shape \[4\], but a chunk of \[2\] at \[3\]"),
+        (((0,), (3,)), "its 1 chunks hold 3 of 4 values"),
+    ],
+)
+def test_a_box_that_does_not_fit_is_named(box, what):
+    with pytest.raises(MalformedCheckpoint, match=what):
+        check_cover((4,), [box])
 
 
 def test_neighbours_are_storages_of_their_own_that_know_whose_checksum_they_have():
