@@ -106,10 +106,8 @@ def holds_tensors(value: Node) -> bool:
     """Whether a tensor, a storage or an array of numbers is somewhere in a value. A tensor itself
     holds what its state does.
     """
-    if type(value) is TensorObject:
-        value = value.state
     seen: set[int] = set()
-    work = [value]
+    work = [value.state if type(value) is TensorObject else value]
     while work:
         node = work.pop()
         if type(node) not in _HOLDERS or id(node) in seen:

@@ -49,9 +49,7 @@ def saved_beside(
 ) -> Saved | None:
     """What a layer of this class saves beside its parameters; None where that is not known."""
     weight = parameters.get("weight")
-    held: dict[str, Node] = {}
-    if type(weight) is TensorObject:
-        held = fields(weight.state)
+    held = fields(weight.state) if type(weight) is TensorObject else {}
     if layer == _EIGHT_BITS:
         return _eight_bits(held, fields(state.get("state")))
     if layer in _FOUR_BITS:

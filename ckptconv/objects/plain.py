@@ -254,9 +254,7 @@ def _tensor(raw: Node, dtype: Node, shape: Node, *, fortran: bool) -> TensorRef 
         return None
     source = MemorySource(data, _NOWHERE)
     storage = Storage(source, 0, len(data), "cpu", "a numpy array", kind, None, element[1])
-    stride = contiguous_stride(shape)
-    if fortran:
-        stride = contiguous_stride(shape[::-1])[::-1]
+    stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
     return view_of(storage, kind, 0, shape, stride)
 
 
@@ -275,9 +273,7 @@ def _copied(call: Call, _: Node) -> Node:
             dtype = BY_NAME.get(name)
         case _:
             return call
-    ref = values
-    if type(values) is not TensorRef:
-        ref = tensor_form(values)
+    ref = values if type(values) is TensorRef else tensor_form(values)
     if ref is None or dtype is None:
         return call
     # a cast tells what the values were: numpy has no bfloat16, which is pickled as float32

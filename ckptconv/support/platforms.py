@@ -338,7 +338,7 @@ _WAITS = (0.01, 0.05, 0.1, 0.2, 0.0)
 def exchange(one: Path, other: Path) -> bool:
     """Two names change places in one step, by renameat2(2); False where that is lacking."""
     call = getattr(_libc(), "renameat2", None)  # glibc 2.28, musl 1.2.4
-    at_cwd, swap = -100, 2
+    at_cwd, swap = -100, 2  # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
     if call is None:
         return False
     if not call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap):

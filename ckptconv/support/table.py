@@ -132,6 +132,7 @@ def _start(text: str, width: int) -> int:
     """How many characters of a text stand in so many columns."""
     if text.isascii():
         return width
+    # each start is measured anew, but only of short texts that are not ASCII
     return next(count for count in range(len(text), -1, -1) if columns(text[:count]) <= width)
 
 

@@ -287,9 +287,7 @@ _GOOGLE = (
 
 def _gcloud_file() -> Path:
     """Where gcloud keeps the credentials of programs."""
-    usual = "~/.config/gcloud"
-    if platforms.ON_WINDOWS:
-        usual = "~/AppData/Roaming/gcloud"
+    usual = "~/AppData/Roaming/gcloud" if platforms.ON_WINDOWS else "~/.config/gcloud"
     folder = Path(os.environ.get("CLOUDSDK_CONFIG") or usual).expanduser()
     return folder / "application_default_credentials.json"
 

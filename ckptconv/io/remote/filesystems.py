@@ -245,9 +245,7 @@ def _seen(about: Mapping[str, Any]) -> Seen:
 
 def _plain(value: object) -> str:
     """A time is the same as an object and as a number of seconds."""
-    if isinstance(value, datetime):
-        value = value.timestamp()
-    return str(value)
+    return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
 def _begun(about: Mapping[str, Any]) -> str:

@@ -233,9 +233,7 @@ class HubStore(WebStore):
             if self._has_token:
                 hint = "check its name, and whether the token may read it"
             return StoreError("denied", f"the Hub shows no repository {name}", hint=hint)
-        hints = {}
-        if self._has_token:
-            hints[403] = "check what the token may read"
+        hints = {403: "check what the token may read"} if self._has_token else {}
         return refusal(status, headers, hints)
 
     # ----------------------------------------------------------------------------------- listing
