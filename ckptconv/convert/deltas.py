@@ -23,7 +23,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.io.inflate import Deflating, Spool, require_zstd
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
-from ckptconv.io.places import Named, Place, place_of, places_of
+from ckptconv.io.places import Named, Place, place_of, places_of, resolved
 from ckptconv.io.source import CHUNK
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import (
@@ -34,7 +34,7 @@ from ckptconv.support.choices import (
     refuse_other,
     spelling_checked,
 )
-from ckptconv.support.errors import OptionRefused, RefusedObject, printable
+from ckptconv.support.errors import OptionRefused, OutputRefused, RefusedObject, printable
 from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Row, note_rows, short_repr
@@ -125,6 +125,9 @@ def delta_checkpoints(
     require_zstd()
     digest(checksum)  # its package is missed now, not in the middle
     place = place_of(output)
+    if resolved(place.path) in {resolved(one.path) for one in (*places_of(base), *places_of(new))}:
+        what = "is BASE or NEW itself, and would be taken for a delta from then on"
+        raise OutputRefused(what, path=place.path, hint="name another folder")
     before, after = _versions(place, base, version, base_version)
     with (
         open_certain(base, tag=tag) as first,

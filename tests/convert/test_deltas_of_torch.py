@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from ckptconv import (
     KeyConflict,
     MalformedCheckpoint,
+    OutputRefused,
     RefusedObject,
     apply_deltas,
     delta_checkpoints,
+    load_portable,
 )
+from helpers import zero
 from helpers.deltas import INDEX, SHARD, apply_delta, header_of, tensors_in
 from helpers.examples import some
 from helpers.memory_bucket import bucket  # noqa: F401
@@ -170,3 +173,15 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     header, _ = header_of(tmp_path / "out.safetensors")
     assert len(header) == 41
     assert all(later - first < 12 << 20 for first, later in zip(*peaks, strict=True)), peaks
+
+
+@pytest.mark.parametrize("name", ["base", "new"])
+def test_a_delta_is_not_put_into_the_folder_of_another_checkpoint(name, tmp_path):
+    """Which would be read as a delta then: nothing in it has the name of one of its files."""
+    for seed, each in enumerate(("base", "new")):
+        zero.write(tmp_path / each, 2, 2, [{"w": torch.full((40,), seed + 1.5)}])
+    before, there = load_portable(tmp_path / name), sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputRefused, match=f"{name}: is BASE or NEW itself, and would be taken"):
+        delta_checkpoints(tmp_path / "base", tmp_path / "new", tmp_path / name, force=True)
+    assert sorted(tmp_path.rglob("*")) == there
+    assert torch.equal(load_portable(tmp_path / name)["w"], before["w"])
