@@ -8,6 +8,7 @@ nothing again.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -43,8 +44,8 @@ class RunDigests:
         self._runs, self._has_crcs = runs, has_crcs
         self._whole, self._run, self._crc = sha256(), sha256(), 0
         self._at = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._waiting: tuple[Future[None], ...] = ()
+        self._threads: tuple[ThreadPoolExecutor, ...] = ()
+        self._waiting: deque[tuple[Future[None], ...]] = deque()
 
     def result(self) -> Digests:
         """The digests, when all bytes were given."""
@@ -52,27 +53,29 @@ class RunDigests:
         return Digests(self._whole.hexdigest(), runs)
 
     def begin(self, view: memoryview) -> None:
-        """Take the next bytes, which stay as they are until `wait` returns."""
-        if len(view) < _WORTH_THREADS:
+        """Take the next bytes, which stay as they are until `wait` says so."""
+        if len(view) < _WORTH_THREADS and not self._waiting:
             self._whole.update(view)
             self._take(view)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(2, "ckptconv-digest")
-        submit = self._pool.submit
-        self._waiting = submit(self._whole.update, view), submit(self._take, view)
+        if not self._threads:  # one each: the order of bytes is that in which they are handed over
+            self._threads = tuple(ThreadPoolExecutor(1, "ckptconv-digest") for _ in range(2))
+        whole, runs = self._threads
+        self._waiting.append(
+            (whole.submit(self._whole.update, view), runs.submit(self._take, view))
+        )
 
-    def wait(self) -> None:
-        """The bytes that were given last are not looked at any more."""
-        waiting, self._waiting = self._waiting, ()
-        for each in waiting:
-            each.result()
+    def wait(self, behind: int = 0) -> None:
+        """Of the views that were given, at most the last `behind` are still looked at."""
+        while len(self._waiting) > behind:
+            for each in self._waiting.popleft():
+                each.result()
 
     def close(self) -> None:
-        """End the threads."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+        """Take all that was given, and end the threads."""
+        threads, self._threads = self._threads, ()
+        for each in threads:
+            each.shutdown()
 
     def _take(self, view: memoryview) -> None:
         """Give each run what there is of it."""
@@ -142,17 +145,21 @@ class DigestingSink(Sink):
     no part of them may be written before another.
     """
 
+    holds = 3
+    """So the threads have a view to go on with when they are done with one: where they waited for
+    each other at each MiB, two cores were idle for a third of the time.
+    """
+
     def __init__(self, inner: Sink, passing: RunDigests) -> None:
         self._inner, self._passing = inner, passing
 
     def write(self, view: memoryview) -> None:
+        self._passing.wait(self.holds - 1)
         self._passing.begin(view)
-        try:
-            self._inner.write(view)
-        finally:
-            self._passing.wait()
+        self._inner.write(view)
 
     def end(self, size: int, *, fsync: bool) -> None:
+        self._passing.wait()
         self._passing.close()
         self._inner.end(size, fsync=fsync)
 

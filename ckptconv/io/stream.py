@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -40,9 +41,12 @@ class Sink(ABC):
     for those of `write_at`.
     """
 
+    holds = 0
+    """How many of the views given last are still looked at when `write` returns."""
+
     @abstractmethod
     def write(self, view: memoryview) -> None:
-        """Take all of `view`, which is used again afterwards."""
+        """Take all of `view`, which is used again when so many more were taken as it `holds`."""
 
     def is_for_threads(self) -> bool:
         """Whether bytes may be left out, and written to their places by several threads at once."""
@@ -236,7 +240,7 @@ class OutputStream:
             self._buffer, self._filled = memoryview(bytearray(CHUNK)), 0
             return
         if self._thread is None:
-            for _ in range(_BUFFERS - 1):
+            for _ in range(_BUFFERS - 1 + self._sink.holds):
                 self._free.put(memoryview(bytearray(CHUNK)))
             thread = threading.Thread(target=self._drain, name="ckptconv-writer", daemon=True)
             thread.start()  # there may be no memory for it, and then there is nobody to wait for
@@ -246,6 +250,7 @@ class OutputStream:
         self._raise_failure()
 
     def _drain(self) -> None:
+        held: deque[memoryview] = deque()
         while (given := self._full.get()) is not None:
             if self._failure is None:
                 try:
@@ -256,7 +261,9 @@ class OutputStream:
                 except Exception as error:  # raised again by the thread that writes
                     self._failure = error
             if not isinstance(given, int):
-                self._free.put(memoryview(given.obj))  # all of a buffer that was not full
+                held.append(memoryview(given.obj))  # all of a buffer that was not full
+            if len(held) > self._sink.holds:
+                self._free.put(held.popleft())
 
     def _stop(self) -> None:
         assert self._thread is not None

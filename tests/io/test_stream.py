@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from ckptconv.io.crc import combined_crc, crc32
 from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK
-from ckptconv.io.stream import FileSink, OutputStream
+from ckptconv.io.stream import FileSink, OutputStream, Sink
 from ckptconv.support import platforms
 
 pytestmark = pytest.mark.skipif(not platforms.CAN_WRITE_AT, reason="no positioned writes here")
@@ -127,3 +128,39 @@ def test_what_is_copied_to_a_buffer_that_is_nearly_full_follows_it(made, tmp_pat
     stream.settle(fsync=False)
     expected = b"".join(raw[11 : 11 + size] for size in sizes) + raw[:CHUNK]
     assert path.read_bytes() == 3 * expected
+
+
+class Late(Sink):
+    """Looks at what it was given only when it has to."""
+
+    holds = 2
+
+    def __init__(self) -> None:
+        self.taken = b""
+        self._late: list[memoryview] = []
+
+    def write(self, view: memoryview) -> None:
+        self._late.append(view)
+        time.sleep(0.01)  # whoever fills the buffers is ahead, and takes all that are given back
+        self._take(self.holds)
+
+    def end(self, size: int, *, fsync: bool) -> None:
+        self._take(0)
+
+    def close(self) -> None:
+        pass
+
+    def _take(self, left: int) -> None:
+        while len(self._late) > left:
+            self.taken += self._late.pop(0)
+
+
+@pytest.mark.parametrize("size", [10, CHUNK - 1, CHUNK, 9 * CHUNK + 5])
+def test_what_a_sink_still_looks_at_stays_as_it_is(size):
+    given = random.Random(size).randbytes(size)
+    sink = Late()
+    stream = OutputStream(sink, size=size)
+    for start in range(0, size, 300_000):
+        stream.write(given[start : start + 300_000])
+    stream.settle(fsync=False)
+    assert sink.taken == given
