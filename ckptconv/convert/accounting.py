@@ -177,7 +177,7 @@ def _storages_of(node: Node) -> Iterable[Storage]:
 
 
 def _key(storage: Storage) -> Key:
-    whole = storage.part_of or storage
+    whole = storage.whole
     stream = 0
     if whole.source.is_in_memory():  # a stream within the file, where offsets begin anew
         stream = id(whole.source)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptconv.convert.delta_pairs import Pair, matched
 from ckptconv.convert.write import Tally, write_layout
@@ -26,6 +26,7 @@ from ckptconv.io.outputs import file_output
 from ckptconv.io.places import Named, Place, place_of, places_of, resolved
 from ckptconv.io.source import CHUNK
 from ckptconv.support.addresses import UrlPath
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.choices import (
     refuse_no_callback,
     refuse_no_flag,
@@ -46,11 +47,6 @@ from ckptconv.tensors.element_pairs import aligned
 from ckptconv.tensors.fold import noted
 from ckptconv.tensors.patched import ALGORITHMS, ENCODINGS, MOST_PLACES, Algorithm, Encoding, digest
 from ckptconv.tensors.refs import Storage, TensorRef, whole_storage
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -236,8 +232,6 @@ class _Changes:
 
 def _side_by_side(pair: Pair, checksums: Checksums | None) -> Iterator[tuple[Array, Array]]:
     """The bytes of both, in order."""
-    import numpy as np
-
     old, new = (
         (np.frombuffer(chunk, np.uint8) for chunk in noted(ref, checksums)) for ref in pair[1:]
     )
@@ -246,8 +240,6 @@ def _side_by_side(pair: Pair, checksums: Checksums | None) -> Iterator[tuple[Arr
 
 def _xored(pairs: Iterable[tuple[Array, Array]], size: int) -> Iterator[bytes]:
     """The frame of new XOR old; nothing where all is equal."""
-    import numpy as np
-
     frame: Deflating | None = None
     equal = 0
     for old, new in pairs:
@@ -268,8 +260,6 @@ def _overwritten(pairs: Iterable[tuple[Array, Array]], again: Any) -> Iterator[b
     """The frame of places and new bytes; nothing where all is equal. How many they are comes first,
     then all places, so `again` gives the bytes of both twice more.
     """
-    import numpy as np
-
     count = sum(int(np.count_nonzero(old != new)) for old, new in pairs)
     if not count:
         return

@@ -238,7 +238,7 @@ class Options(OptionWords):
     def _edits(self) -> tuple[Edit, ...]:
         own = edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme)
         form = self._optimizer_edits()
-        if any(edit.comes_first for edit in form):
+        if self.optimizer == "megatron":  # takes the tree as it is stored
             return (*form, *own)
         return (*own, *form)
 

@@ -102,7 +102,7 @@ class _Checked:
         self._known: dict[int, tuple[Storage, bool]] = {}
 
     def __call__(self, storage: Storage) -> bool:
-        whole = storage.part_of or storage
+        whole = storage.whole
         if id(whole) not in self._known:
             self._known[id(whole)] = whole, _is_readable(whole)
         return self._known[id(whole)][1]

@@ -285,7 +285,7 @@ def _bytes_to_read(settled: Settled, mmap: bool, verify: bool) -> int:
     checked = {
         id(whole): whole
         for storage in (*turned, *pieces)
-        if (whole := storage.part_of or storage).crc32 is not None
+        if (whole := storage.whole).crc32 is not None
     }
     nbytes = sum(storage.nbytes for storage in (*read.values(), *checked.values()))
     return nbytes + sum(ref.nbytes for ref in gathered)

@@ -16,6 +16,7 @@ from ckptconv.formats import registry
 from ckptconv.formats.registry import Named
 from ckptconv.io.files import refuse_changed
 from ckptconv.pickles.nodes import Node
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.choices import spelling_checked
 from ckptconv.support.errors import OptionRefused, RefusedObject, errors_at
 from ckptconv.support.limits import held
@@ -30,11 +31,8 @@ from ckptconv.values.named import NamedValue, named_values
 from ckptconv.values.picking import Box, picked, values_of, whole_box
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
     from torch import device as TorchDevice
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -111,8 +109,6 @@ class LazyTensor:
 
         Raises `DeviceUnavailable` for a device that this host does not have.
         """
-        import numpy as np
-
         torch = require_torch("making live tensors")
         target, values = require_device(str(device)), self.numpy()
         kind = getattr(torch, self.dtype.name, None)

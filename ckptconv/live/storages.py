@@ -155,7 +155,7 @@ class Storages:
         """Hold a storage that is read, or the one that it is part of, against its checksum, once.
         What is mapped is not, but to verify it: nothing is read for it.
         """
-        whole = storage.part_of or storage
+        whole = storage.whole
         if id(whole) not in self._checked:
             self._checked.add(id(whole))
             check_storage(whole, self._meter)

@@ -10,17 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ckptconv.pages.facts import STATES, FileFacts, PageFacts, PageTensor, Pair
+from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import printable
 from ckptconv.tensors.statistics import Statistics
 from ckptconv.values.collect import QUANTILES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 T = TypeVar("T")
 
@@ -99,8 +95,6 @@ def _names(names: Sequence[str]) -> dict[str, Any]:
 
 def _values(tensors: Sequence[PageTensor], bins: int) -> dict[str, Any]:
     """The statistics as columns; the numbers of those without any are NaN."""
-    import numpy as np
-
     known = [item.statistics or Statistics(0) for item in tensors]
     figures = [
         [_number(value) for value in (one.minimum, one.maximum, one.mean, one.std)] for one in known
@@ -138,8 +132,6 @@ def _bars(counts: Sequence[int] | None, bins: int) -> str:
 
 def packed(numbers: Array, letters: int) -> str:
     """float64 numbers, each as so many letters of six leading bits; NaN is one of its patterns."""
-    import numpy as np
-
     numbers = np.where(np.isnan(numbers), np.nan, numbers)
     bits = numbers.astype("<f8").ravel().view("<u8")
     unused = 64 - 6 * letters
@@ -156,8 +148,6 @@ def packed(numbers: Array, letters: int) -> str:
 
 
 def _pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    import numpy as np
-
     far = [pair.deviation for pair in pairs if pair.deviation is not None]
     measures = [_number(value) for one in far for value in (one.rel_l2, one.cosine, one.max_abs)]
     return {

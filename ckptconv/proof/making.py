@@ -40,6 +40,7 @@ from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.progress import Counting, Meter, OnProgress
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
+from ckptconv.tensors.compute_ahead import THREADS
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.refs import DerivedSource, Storage, TensorRef, origins
 from ckptconv.tensors.stream import verbatim_runs
@@ -47,7 +48,6 @@ from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import find
 from ckptconv.values.named import Component, components_in, told_apart
 
-_THREADS = min(4, os.cpu_count() or 1)
 _NOTHING = hashlib.sha256().hexdigest()
 
 
@@ -118,7 +118,7 @@ def tensor_digests(
     found = [known(each.ref) if each.ref.nbytes else _NOTHING for each in components]
     left = [each.ref for each, digest in zip(components, found, strict=True) if digest is None]
     folded = fold_all(
-        left, lambda _: [hashlib.sha256()], tell, threads=_THREADS, is_checked=is_checked
+        left, lambda _: [hashlib.sha256()], tell, threads=THREADS, is_checked=is_checked
     )
     read = (made.hexdigest() for [made] in folded)
     return [

@@ -22,9 +22,10 @@ import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptconv.io.source import MemorySource
+from ckptconv.support.arrays import Array
 from ckptconv.support.errors import KeyMismatch, RefusedObject
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.checksums import Checksums
@@ -40,12 +41,6 @@ from ckptconv.tensors.refs import (
 )
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.lora_deltas import rows
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
 
 _MOST_BYTES = 1 << 30
 _NOWHERE = PurePath("made here")

@@ -273,13 +273,8 @@ class FormOptimizer:
     def __post_init__(self) -> None:
         refuse_other("optimizer", self.form, OPTIMIZER_FORMS)
 
-    @property
-    def comes_first(self) -> bool:
-        """Whether it takes the tree as it is stored, and not what other edits made of it."""
-        return self.form == "megatron"
-
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        if self.comes_first:
+        if self.form == "megatron":
             return _as_stored(checkpoint)
         models = checkpoint.state_dicts()
         states = list(optimizer_states(checkpoint.root, {}, models))

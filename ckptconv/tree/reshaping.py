@@ -573,7 +573,7 @@ class _Application:
 def _storages_of(values: Sequence[Node]) -> Iterator[Storage]:
     """The storages in files of which tensors are made, whole."""
     refs = [ref for value in values if (ref := tensor_of(value)) is not None]
-    return (storage.part_of or storage for storage in origins(refs))
+    return (storage.whole for storage in origins(refs))
 
 
 def _shape_text(value: Node) -> str:
