@@ -611,6 +611,7 @@ def test_bytes_of_newer_protocols_are_not_confused(tmp_path):
         assert_same(oracle.load(tmp_path / "out.pt"), tree)
 
 
+@pytest.mark.trust
 def test_thousands_of_entries_are_written_in_order(tmp_path):
     tree = OrderedDict((f"module.{number}.w", torch.full((1,), number)) for number in range(2500))
     output = oracle.load(convert(tree, tmp_path))
@@ -619,6 +620,7 @@ def test_thousands_of_entries_are_written_in_order(tmp_path):
     ]
 
 
+@pytest.mark.trust
 def test_many_globals_and_texts_are_fetched_from_large_memo_indices(tmp_path):
     tree = [
         {f"k{number}": (torch.ones(1, dtype=dtype), "text", number)}

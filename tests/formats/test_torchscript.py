@@ -270,6 +270,7 @@ def pickled_modules(depth: int) -> bytes:
     return b"\x80\x02" + made + b"."
 
 
+@pytest.mark.trust
 def test_modules_that_double_at_each_level_end_in_a_limit(tmp_path):
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w") as archive:
         archive.writestr("a/data.pkl", pickled_modules(60))

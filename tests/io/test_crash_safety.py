@@ -27,7 +27,7 @@ from helpers.crash_scenes import (
     numbers_at,
     same,
 )
-from helpers.examples import examples
+from helpers.examples import crossed, examples
 from helpers.faults import ERRORS, KILL, STOPPED, STOPS, Call, Traced, require_strace
 from helpers.program import PROGRAM, assert_one_error, environment, run
 
@@ -223,8 +223,7 @@ def test_many_stops_at_any_moment_leave_nothing(name, count, tmp_path, figure):
     assert len(ends) > 1
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("fsync", [True, False])
+@pytest.mark.parametrize(("fsync", "fails"), crossed([True, False], [False, True]))
 def test_the_disk_begins_with_a_long_output_before_it_is_whole(fsync, fails, tmp_path):
     require_strace()
     source, out, log = (tmp_path / name for name in ("in.safetensors", "out.safetensors", "log"))

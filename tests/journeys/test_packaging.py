@@ -109,6 +109,7 @@ def run_installed(installed: Path, *arguments: object, cwd: Path) -> str:
 # The wheel
 
 
+@pytest.mark.trust
 def test_the_wheel_holds_the_package_and_the_docs_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -336,6 +336,7 @@ def test_what_is_not_a_tensor_and_device_tags_stay_as_they_are(tmp_path):
     assert after.keys() == before.keys() and after["epoch"] == before["epoch"]
 
 
+@pytest.mark.trust
 def test_a_pickle_of_any_length_is_found(tmp_path):
     """Its end is looked for in a window that grows; a descriptor in the pickle is not its end."""
     tree = {f"{'long' * 20}.PK\7\x08.{at}": torch.ones(1) for at in range(3000)}

@@ -219,6 +219,7 @@ def test_a_change_of_what_the_pickle_did_not_make_is_dangerous(change, tmp_path)
     assert scan_checkpoint(tmp_path / "bad.pkl").level == "dangerous"
 
 
+@pytest.mark.trust
 def test_such_a_change_is_felt_by_the_process_that_unpickles(tmp_path):
     for name in ("a module", "a class", "an object of the process"):
         (tmp_path / f"{name}.pkl").write_bytes(b"\x80\4" + CHANGES[name] + b".")
@@ -415,6 +416,7 @@ CALLED = {
 }
 
 
+@pytest.mark.trust
 def test_a_function_that_rebuilds_a_tensor_by_calling_another_calls_only_one_that_rebuilds(
     tmp_path,
 ):

@@ -333,6 +333,7 @@ def test_many_alarms_and_names_take_little_memory(tmp_path):
     )
 
 
+@pytest.mark.trust
 def test_very_many_headers_of_a_broken_archive_are_looked_at_within_bounds(tmp_path):
     scan = scan_checkpoint(written(tmp_path, b"PK\3\4" * 750_000))
     assert any("the rest was not looked at" in finding.reason for finding in scan.files[0].findings)
@@ -694,6 +695,7 @@ def sized(opcode: bytes, payload: bytes, hole: int, tail: bytes, folder: Path) -
     return path
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("opcode", [b"T", b"B", b"\x8e"])
 def test_a_large_pickle_takes_little_memory(opcode, tmp_path):
     path = sized(opcode, BAD, 900_000_000, b".", tmp_path)

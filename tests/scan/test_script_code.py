@@ -370,6 +370,7 @@ def test_more_code_than_the_limit_is_not_called_plain(writer, tmp_path):
     )
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize(
     "piece",
     some(

@@ -361,6 +361,7 @@ SHARED = {
 }
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize(("shape", "depth"), crossed(SHARED, ["50", "2"]))
 def test_parts_that_are_shared_are_inspected_in_bounded_time(shape, depth, forked, tmp_path):
     (tmp_path / "in.pt").write_bytes(bad.ckpt(SHARED[shape]))

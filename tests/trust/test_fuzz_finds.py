@@ -282,6 +282,7 @@ def test_a_few_archives_in_an_archive_are_still_opened(tmp_path):
 EXECUTES = b"\x80\x02cposix\nsystem\n(" + text_op("true") + b"tR."
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize(
     ("piece", "begin"),
     crossed(
@@ -298,6 +299,7 @@ def test_places_where_pickles_seem_to_begin_are_followed_within_bounds(begin, pi
     assert any("the rest was not looked at" in finding.reason for finding in scan.files[0].findings)
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("count", [1, 500])
 def test_records_of_a_broken_archive_that_lie_in_each_other_inflate_within_bounds(count, tmp_path):
     # Each was inflated to 16 MB and followed: 12 s for one, 16 kB, and as often as there are

@@ -48,6 +48,7 @@ def told(hunt: Hunt) -> str:
 # -------------------------------------------------------------------------------------------- hunts
 
 
+@pytest.mark.trust
 def test_mutated_files_are_converted_right_or_refused(seeds, work, tmp_path, figure):
     others = [seed for seed in seeds if seed.target != "quantised"]
     hunt = Hunt(others, work, tmp_path / "finds", seed=NUMBER, workers=1, mode="mutations")

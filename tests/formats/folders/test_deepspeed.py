@@ -759,6 +759,7 @@ def test_a_parameter_is_in_at_most_three_boxes_of_each_rank(tmp_path):
         assert 64 <= len(ref.pieces) <= 64 * 3
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("ranks", [30, 200])
 def test_files_are_few_at_a_time_and_all_closed_in_the_end(tmp_path, ranks):
     value = torch.rand(101, 33)

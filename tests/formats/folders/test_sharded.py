@@ -595,6 +595,7 @@ def test_the_index_is_what_json_writes(keys):
     assert index_text(weight_map, 7, {"n": {"{}": []}}) == expected.encode()
 
 
+@pytest.mark.trust
 @pytest.mark.skipif(shutil.which("sh") is None, reason="no shell to lower the limit")
 @pytest.mark.parametrize("allowed", [64, 16])
 def test_more_shards_than_the_process_may_open(allowed, tmp_path):
