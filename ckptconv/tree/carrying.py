@@ -56,12 +56,15 @@ class Codes(NamedTuple):
 
 
 class Went(NamedTuple):
-    """What went along with codes: its origins before, the first tensor of these; after, and all."""
+    """What went along with codes: its origins before, the first tensor of these; after, and all.
+    `comes_back`: where the codes are laid out as before again, it has the shapes that it had.
+    """
 
     sources: tuple[Origin, ...]
     first: TensorRef
     numbers: tuple[int, ...]
     made: tuple[TensorRef, ...]
+    comes_back: bool
 
 
 class Scales:
@@ -152,13 +155,15 @@ class Scales:
             raise RefusedObject("they are quantised in different ways", hint=_FIRST)
         parts: list[list[Part]] = [[] for _ in made]
         for kind in zip(*(each.parts for each in codes), strict=True):
-            items = self._moved([part.beside for part in kind], moves)
+            before = [part.beside for part in kind]
+            items = self._moved(before, moves)
             numbers = [number() for _ in made]
             for of_one, at, item in zip(parts, numbers, items, strict=True):
                 of_one.append(Part(at, kind[0].naming, item))
             origins = tuple(part.origin for part in kind)
             stored = tuple(item.stored for item in items)
-            yield Went(origins, kind[0].beside.stored, tuple(numbers), stored)
+            comes_back = _comes_back(before, items, moves)
+            yield Went(origins, before[0].stored, tuple(numbers), stored, comes_back)
         for origin, of_one in zip(made, parts, strict=True):
             self._known[origin] = codes[0]._replace(parts=tuple(of_one))
             self._made.add(origin)
@@ -231,6 +236,21 @@ class Scales:
             if module in before and names.get(key, "").rpartition(".")[0] not in after | {""}:
                 what = "is a scale of what goes through a layer whose weight is laid out otherwise"
                 raise RefusedObject(what, where=key, hint=f"leave it out (--exclude), or {_FIRST}")
+
+
+def _comes_back(before: Sequence[Beside], after: Sequence[Beside], moves: Sequence[Move]) -> bool:
+    """Whether scales have the shapes that they had where moves are undone; True where that will be
+    refused. Whether a scale had a dimension of size 1 that a reshape took away, nothing tells.
+    """
+    if all(move.name != "reshape" for move in moves):
+        return True
+    items = list(after)
+    try:
+        for move in reversed(moves):
+            items = moved(move.reversed(), items)
+    except RefusedObject:
+        return True
+    return [item.stored.shape for item in items] == [item.stored.shape for item in before]
 
 
 def _in_order(ref: TensorRef) -> TensorRef:

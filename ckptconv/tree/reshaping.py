@@ -57,7 +57,8 @@ Shapes: TypeAlias = "Mapping[str, tuple[int, ...] | None]"
 class Made(NamedTuple):
     """Tensors that a rule made of others: those of `origins`, in this order, by `moves`; the made
     ones have `numbers` as their origins from then on. `first` of both are the types and shapes of
-    the first ones. `goes_along`: they are scales, which were laid out as their codes were.
+    the first ones. `goes_along`: they are scales, which were laid out as their codes were;
+    `comes_back`: a mapping gives them the shapes that they had.
     """
 
     rule: Rule
@@ -66,6 +67,7 @@ class Made(NamedTuple):
     numbers: tuple[int, ...]
     first: tuple[str, str]
     goes_along: bool = False
+    comes_back: bool = True
 
     def same(self) -> Iterator[tuple[Origin, ...]]:
         """The tensors that are one and the same, before and made; none where moves make others."""
@@ -153,13 +155,18 @@ class Reshaped:
 
     def mapped(self, plain: MappedKeys) -> MappedKeys:
         """The mapping of all, of that of the keys behind the last tensor rule. Raises `KeyConflict`
-        where values were computed: nothing brings those back that there were.
+        where values were computed: nothing brings those back that there were; `RefusedObject` for
+        a scale that would not come back as it was.
         """
         for item in self.made:
             if any(move.name in COMPUTING for move in item.moves):
                 what = f"{item.rule.words} computes values, which a mapping does not undo"
                 hint = "leave --save-mapping out, and keep the source"
                 raise KeyConflict(what, where=str(item.origins[0]), hint=hint)
+            if not item.comes_back:
+                what = "is a scale that would have another shape where a mapping is undone"
+                hint = "leave --save-mapping out, or take the values first (--dequantize)"
+                raise RefusedObject(what, where=str(item.origins[0]), hint=hint)
         fates = self.fates(plain.keys)
         later = {origin for item in self.made for origin in item.origins}
 
@@ -488,7 +495,8 @@ class _Application:
         if self.scales is not None:
             for went in self.scales.follow(origins, moves, numbers, self._number):
                 first = _shape_text(went.first), _shape_text(went.made[0])
-                self.made.append(Made(rule, went.sources, (), went.numbers, first, True))
+                known = went.sources, (), went.numbers, first, True, went.comes_back
+                self.made.append(Made(rule, *known))
                 self._skip_twins(went.sources, went.made)
 
     def _skip_twins(self, origins: Sequence[Origin], made: Sequence[Node]) -> None:
