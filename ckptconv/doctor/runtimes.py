@@ -115,6 +115,7 @@ def _readers_text(case: Case) -> str:
 
 
 def precision(case: Case) -> Iterator[Symptom]:
+    """Weights whose floating values all take four bytes each, where two might do."""
     if not case.asked.size or case.scaled:
         return
     if any(quantization_scales(dict(item.tensors())) for item in case.state_dicts):
