@@ -130,8 +130,6 @@ def sample(root: Path, folders: list[str], count: int, seed: int) -> list[Mutant
 
 def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
     """The tests that run each line, out of the data of coverage."""
-    named = [path.relative_to(root) for path in (root / "tests").rglob("test_*.py")]
-    files = {path.with_suffix("").parts: str(path) for path in named}
     found: dict[tuple[str, int], set[str]] = {}
     with sqlite3.connect(data) as base:
         paths = dict(base.execute("select id, path from file"))
@@ -139,18 +137,13 @@ def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
         for file, context, bits in base.execute(
             "select file_id, context_id, numbits from line_bits"
         ):
-            parts = tuple(contexts[context].split("."))
-            module = next((at for at in range(len(parts)) if parts[:at] in files), None)
-            if module is None:
+            if not contexts[context]:
                 continue
-            name = "::".join(parts[module:])
             path = os.path.relpath(paths[file], root)
             for at, byte in enumerate(bits):
                 for bit in range(8):
                     if byte >> bit & 1:
-                        found.setdefault((path, at * 8 + bit), set()).add(
-                            f"{files[parts[:module]]}::{name}"
-                        )
+                        found.setdefault((path, at * 8 + bit), set()).add(contexts[context])
     return found
 
 
@@ -158,9 +151,11 @@ _MEASURED = """
 import sys, coverage, pytest
 data, source, *rest = sys.argv[1:]
 measuring = coverage.Coverage(data_file=None, config_file=False, source=[source])
-measuring.set_option("run:dynamic_context", "test_function")
+class Named:
+    def pytest_runtest_protocol(self, item):
+        measuring.switch_context(item.nodeid)
 measuring.start()
-pytest.main(rest)
+pytest.main(rest, [Named()])
 measuring.stop()
 kept = coverage.CoverageData(basename=data)
 kept.update(measuring.get_data())
@@ -171,8 +166,10 @@ kept.write()
 def measured(root: Path, folder: Path, tests: list[str], marks: str) -> Path:
     """Run the tests once with coverage; the file that says which test runs which line.
 
-    The data stay in memory until the end: some tests are nobody for a while, others have no file
-    descriptors left, and coverage notes what is run then too.
+    A test is named as pytest names it: coverage itself would name the class that an inherited test
+    stands in, where pytest finds none, and each mutant would count as found. The data stay in
+    memory until the end: some tests are nobody for a while, others have no file descriptors left,
+    and coverage notes what is run then too.
     """
     data = folder / "coverage"
     given = ["-q", "-m", marks, "-p", "no:cacheprovider", "-n", "0", *tests]
