@@ -240,10 +240,9 @@ class Scales:
 
 def _comes_back(before: Sequence[Beside], after: Sequence[Beside], moves: Sequence[Move]) -> bool:
     """Whether scales have the shapes that they had where moves are undone; True where that will be
-    refused. Whether a scale had a dimension of size 1 that a reshape took away, nothing tells.
+    refused. Nothing tells whether a scale had a dimension of size 1 that a reshape took away, nor
+    whether the scales of codes of size 1 were one for all of them.
     """
-    if all(move.name != "reshape" for move in moves):
-        return True
     items = list(after)
     try:
         for move in reversed(moves):

@@ -151,19 +151,32 @@ def test_the_values_are_those_that_rules_make_of_values_or_it_is_refused(
     assert_same(torch.load(back), tensors)
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_mapping_that_would_give_a_scale_another_shape_is_refused(shape, tmp_path):
-    tensors = {"a.w": torch.tensor([1.5]).to(torch.float8_e4m3fn), "a.w" + SCALE: torch.ones(shape)}
+STACKED = [{"stack": {"dim": 0}}, {"reshape": {"shape": [1]}}]
+SPLIT = [{"split": {"dim": -1, "parts": 2}}]
+
+
+@pytest.mark.parametrize(
+    ("codes", "shape", "operations", "to", "comes_back"),
+    [
+        ((1,), (), STACKED, "b.w", False),
+        ((1,), (1,), STACKED, "b.w", True),
+        ((1, 2), (1, 1), SPLIT, ["b.w", "c.w"], False),
+        ((1, 4), (1, 1), SPLIT, ["b.w", "c.w"], True),
+    ],
+)
+def test_a_mapping_that_would_give_a_scale_another_shape_is_refused(
+    codes, shape, operations, to, comes_back, tmp_path
+):
+    tensors = {"a.w": torch.ones(codes).to(FP8), "a.w" + SCALE: torch.ones(shape)}
     torch.save(tensors, tmp_path / "in.pt")
-    operations = [{"stack": {"dim": 0}}, {"reshape": {"shape": [1]}}]
     (tmp_path / "rules.json").write_text(
-        json.dumps([{"from": "a.w", "to": "b.w", "operations": operations}])
+        json.dumps([{"from": "a.w", "to": to, "operations": operations}])
     )
     words = {"rules": tmp_path / "rules.json", "keys": "keep", "fsync": False}
     convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", **words)
     assert torch.load(tmp_path / "out.pt")["b.w" + SCALE] == 1
     words |= {"save_mapping": tmp_path / "m.json", "force": True}
-    if shape:
+    if comes_back:
         convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", **words)
         undone = {"rules": tmp_path / "m.json", "reverse": True, "fsync": False}
         convert_checkpoint(tmp_path / "out.pt", tmp_path / "back.pt", **undone)
