@@ -81,7 +81,7 @@ def plan_flat(
         checkpoint = replace(checkpoint, metadata=metadata)
     refuse_codes_apart(applied)
     strings = _strings(checkpoint, to, options, flattened)
-    tied = _tied(to, named, strings, options.tied)
+    tied = _tied(to, kept, strings, options.tied)
     _refuse_taken(options, flattened.tensors, strings)
     if tied:
         kept = [item for item in kept if item[0] not in tied]
@@ -133,10 +133,7 @@ def plan_flat(
 
 
 def _tied(
-    to: TargetFormat,
-    named: Sequence[tuple[str, TensorRef]],
-    strings: Mapping[str, str],
-    tied: Tied,
+    to: TargetFormat, named: Sequence[NamedTensor], strings: Mapping[str, str], tied: Tied
 ) -> dict[str, str]:
     """The names that become aliases, and of what; raises `OptionRefused` for a pattern that no name
     of a tied tensor matches.
@@ -263,8 +260,7 @@ def _cast_named(flattened: Flattened, options: Request) -> CastRule:
     casts = options.casts
     if not casts.has_globs and (options.dtype is None or not flattened.recipes):
         return casts.everywhere
-    owned = tuple(f"{key}." for key in flattened.recipes)
-    parts = {id(ref) for name, ref in flattened.tensors if owned and name.startswith(owned)}
+    parts = {id(ref) for name, ref in flattened.tensors if name in flattened.components}
     if casts.has_globs:
         return casts.rule([(key, ref) for key, ref in flattened.tensors if id(ref) not in parts])
     return lambda ref: ref.dtype if id(ref) in parts else casts.everywhere(ref)

@@ -351,7 +351,7 @@ class SafetensorsFile(TargetFormat):
                 refuse_unholdable(key, ref, dtype)
 
     def aliases(
-        self, named: Sequence[tuple[str, TensorRef]], metadata: Mapping[str, str], stays: str = ""
+        self, named: Sequence[NamedTensor], metadata: Mapping[str, str], stays: str = ""
     ) -> dict[str, str]:
         """The first name of a view in sorted order is kept, as the library does, or the first that
         matches `stays`.
@@ -359,20 +359,20 @@ class SafetensorsFile(TargetFormat):
         A name is not dropped that the file's metadata needs for something else, or that a reader
         would take for a text.
         """
-        are_shared = len(set(homes(ref for _, ref in named))) < len(named)
+        are_shared = len(set(homes(ref for _, ref, _ in named))) < len(named)
         if not metadata.keys() - _NOT_ALIASES and not are_shared:
             return {}
         views: dict[Hashable, list[str]] = {}
-        for key, ref in named:
-            if ref.numel:
-                views.setdefault(view_identity(ref), []).append(key)
+        for key, ref, dtype in named:
+            if ref.numel:  # a component of a sparse tensor stays what it is where its twin is cast
+                views.setdefault((view_identity(ref), dtype), []).append(key)
         taken = {"format", "device", *metadata}
         aliases: dict[str, str] = {}
         for names in views.values():
             if len(names) > 1:
                 first, *others = sorted(names, key=lambda one: (not fnmatchcase(one, stays), one))
                 aliases |= {name: first for name in others if name not in taken}
-        kept = {key for key, _ in named if key not in aliases}
+        kept = {key for key, _, _ in named if key not in aliases}
         return aliases_in({**metadata, **aliases}, kept)
 
     def metadata(

@@ -135,7 +135,7 @@ class TargetFormat:
         return iter(())
 
     def aliases(
-        self, named: Sequence[tuple[str, TensorRef]], metadata: Mapping[str, str], stays: str = ""
+        self, named: Sequence[NamedTensor], metadata: Mapping[str, str], stays: str = ""
     ) -> dict[str, str]:
         """Dropped name → kept name, for names of one tensor of which it keeps only one: the one
         that the pattern `stays` matches, where there is one. `metadata` are the other strings.

@@ -43,10 +43,21 @@ from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.computed import is_once_rounded
 from ckptconv.tensors.dtypes import BY_NAME, UINT8
-from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, refuse_packed
+from ckptconv.tensors.refs import (
+    Storage,
+    TensorObject,
+    TensorRef,
+    contiguous_stride,
+    refuse_packed,
+)
 from ckptconv.tree.checkpoint import Checkpoint, Edit, refuse_no_edits
 from ckptconv.tree.modules import settle_strays
-from ckptconv.tree.renaming import refuse_codes_apart, rename_state_dicts, with_filled
+from ckptconv.tree.renaming import (
+    refuse_codes_apart,
+    refuse_nothing_left,
+    rename_state_dicts,
+    with_filled,
+)
 from ckptconv.tree.reshaping import apply_rules, with_config
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, is_all, renamed_state_dict
@@ -208,6 +219,7 @@ def _selected(
         settle_strays(checkpoint, chosen.node, unknown)
         applied = apply_rules(chosen, rules, checkpoint)
         item, keys = applied.item, applied.keys
+        refuse_nothing_left(sum(new is not None for new in keys.new), [keys], rules)
         refuse_idle([keys], rules)
         names = applied.names()
         found, kept = [item], [applied.kept()]
@@ -420,18 +432,22 @@ class _Live:
         dtype = self._dtypes.get(ref.dtype.name)
         if dtype is None:
             raise RefusedObject(f"this torch has no dtype {ref.dtype.name}", hint="upgrade torch")
-        offset = 0
-        target = self._cast(ref)
-        if target is not ref.dtype and ref.is_view and is_once_rounded(ref.storage):
-            storage = self._storages.cast(ref.storage, ref.dtype, target)
-            offset, dtype = ref.storage_offset, self._dtypes[target.name]
-        elif ref.is_view:
+        offset, target = 0, self._cast(ref)
+        # what is cast is negated before: torch cannot negate 8-bit floats
+        is_negated = ref.neg and target is not ref.dtype
+        if ref.is_view and not is_negated:
             offset = ref.storage_offset
-            storage = self._storages.of(ref.storage, ref.dtype)
+            if target is not ref.dtype and is_once_rounded(ref.storage):
+                storage = self._storages.cast(ref.storage, ref.dtype, target)
+                dtype = self._dtypes[target.name]
+            else:
+                storage = self._storages.of(ref.storage, ref.dtype)
         else:
             for piece in ref.pieces:
                 self._storages.check_read(piece.storage)
-            storage = self._storages.filled(ref._replace(conj=False, neg=False), ref.location)
+            values = ref._replace(conj=False, neg=is_negated)
+            storage = self._storages.filled(values, ref.location)
+            ref = ref._replace(stride=contiguous_stride(ref.shape), neg=ref.neg and not is_negated)
         if target is not ref.dtype and dtype is not self._dtypes[target.name]:
             storage, dtype = self._cast_storage(storage, dtype, self._dtypes[target.name])
         # set on the storage, not copied: tensors that shared one in the file share one again

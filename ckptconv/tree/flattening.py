@@ -26,12 +26,14 @@ class Flattened:
     not a tensor before.
 
     `checks` read the indices of encoded tensors, which must be right before anything is written.
+    `components` are the names of what encoded tensors are taken apart into.
     """
 
     tensors: tuple[tuple[str, TensorRef], ...]
     recipes: Mapping[str, Recipe]
     rewritten: tuple[Rewritten, ...]
     checks: tuple[Check, ...] = ()
+    components: frozenset[str] = frozenset()
 
 
 def flatten(
@@ -52,6 +54,7 @@ def flatten(
         return Flattened(tuple(zip(keys, values, strict=True)), {}, ())
     tensors: dict[str, TensorRef] = {}
     recipes: dict[str, Recipe] = {}
+    components: set[str] = set()
     rewritten, checks = [], []
     known: dict[int, Node] = {}  # one tensor for each array, so that its names are known to be tied
     for key, value in zip(keys, values, strict=True):
@@ -88,8 +91,11 @@ def flatten(
             what = f"is both a key and a component of the encoding of another ({printable(key)})"
             raise KeyConflict(what, where=taken, hint="use --rename")
         tensors.update(made.tensors)
-        recipes.update(made.recipes)
-    return Flattened(tuple(tensors.items()), recipes, tuple(rewritten), tuple(checks))
+        if made.recipes:
+            recipes.update(made.recipes)
+            components.update(name for name, _ in made.tensors)
+    named = tuple(tensors.items())
+    return Flattened(named, recipes, tuple(rewritten), tuple(checks), frozenset(components))
 
 
 def _are_all_plain(keys: Sequence[str | None], values: Sequence[Node]) -> TypeGuard[Sequence[str]]:

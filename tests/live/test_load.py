@@ -185,6 +185,18 @@ def test_special_tensors_load_as_torch_loads_them(tmp_path):
         same(load_portable(path, whole=True, mmap=mmap), torch.load(path, weights_only=False))
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_negated_tensors_are_cast_as_torch_casts_them(dtype, mmap, tmp_path):
+    """torch itself cannot negate 8-bit floats, so none of these may have the neg bit."""
+    whole = torch._neg_view(torch.randn(4, 3))
+    tree = {"columns": whole.t(), "rows": whole[1:], "plain": whole.resolve_neg()}
+    torch.save(tree, tmp_path / "in.pt")
+    found = load_portable(tmp_path / "in.pt", dtype=dtype, mmap=mmap)
+    for key, value in tree.items():
+        assert torch.equal(found[key].float(), value.to(dtype).float()), key
+
+
 def test_deeply_nested_containers_load(tmp_path):
     deep: Any = torch.ones(1)
     for _ in range(120):
@@ -232,6 +244,13 @@ def test_several_state_dicts_need_only(tmp_path):
     same(load_portable(path, only="ema", whole=True), {"fc.w": torch.zeros(2)})
     with pytest.raises(AmbiguousStateDict, match="nothing at"):
         load_portable(path, only="net")
+
+
+def test_rules_that_leave_no_key_are_refused(tmp_path):
+    torch.save({"a.w": torch.ones(1), "a.b": torch.ones(1)}, tmp_path / "model.pt")
+    for whole in (False, True):
+        with pytest.raises(KeyConflict, match=r"no key is left after --exclude 'a\.\*'"):
+            load_portable(tmp_path / "model.pt", exclude="a.*", whole=whole)
 
 
 def test_keys_that_become_one_are_refused(tmp_path):

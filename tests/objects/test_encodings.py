@@ -186,6 +186,18 @@ def test_key_rules_and_casts_apply_to_the_tensor_and_not_to_its_components(tmp_p
     ]
 
 
+def test_what_only_looks_like_a_component_is_cast(tmp_path):
+    """A tensor whose key goes on behind that of a sparse one, and one that is its values."""
+    dense = torch.randn(3)
+    places = torch.arange(3).expand(2, 3)
+    sparse = torch.sparse_coo_tensor(places, dense, (3, 3), is_coalesced=True)
+    path = written({"s": sparse, "s.w": torch.ones(2), "v": dense}, tmp_path, dtype="bf16")
+    found = load_portable(path)
+    assert_equal(found["s"], sparse)
+    assert torch.equal(found["s.w"], torch.ones(2).bfloat16())
+    assert torch.equal(found["v"], dense.bfloat16()) and found["v"].dtype is torch.bfloat16
+
+
 def test_tied_ones_share_their_components(tmp_path):
     sparse = DENSE.to_sparse()
     path = written({"a": sparse, "b": sparse}, tmp_path)

@@ -27,6 +27,7 @@ from ckptconv.formats.folders.alone import (
     DELTA_ENCODING,
     META,
     SPLIT,
+    Numbered,
     are_parts,
     delta_part,
     has_shards,
@@ -48,7 +49,7 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.json_text import read_object
 from ckptconv.support.limits import refuse_beyond
-from ckptconv.support.text import some_text
+from ckptconv.support.text import count_text, some_text
 from ckptconv.tree.checkpoint import UNKNOWN, Checkpoint, Container, whole_of
 
 _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
@@ -223,7 +224,22 @@ def _open_set(index: Location) -> Checkpoint:
         pairs = _pairs(index, weight_map, shards)
         opened.pop_all()
     whole = joined(index.path, pairs, list(shards.values()))
-    return _as_delta(replace(whole, index_metadata=metadata), index)
+    notes = (*whole.notes, *_unnamed(names))
+    return _as_delta(replace(whole, index_metadata=metadata, notes=notes), index)
+
+
+def _unnamed(names: Sequence[str]) -> Iterator[str]:
+    """Tell of shards that an index does not name, where the names of the others count them."""
+    sets: dict[Numbered, list[Numbered]] = {}
+    for one in filter(None, map(numbered, names)):
+        if one.of:
+            sets.setdefault(one._replace(number=""), []).append(one)
+    for shards in sets.values():
+        first = min(shards, key=lambda one: int(one.number))
+        others = sorted({*map(first.other, first.numbers)} - {*names})
+        if others:
+            count = count_text(len(others), "shard")
+            yield f"the index does not name {count} of its set, not read: {some_text(others)}"
 
 
 def _as_delta(whole: Checkpoint, index: Location) -> Checkpoint:

@@ -120,6 +120,22 @@ def test_an_index_that_does_not_say_what_its_shards_hold_is_refused(changed, wha
         open_checkpoint(index)
 
 
+def test_a_shard_that_its_index_does_not_name_is_told_of(tmp_path):
+    names = [f"pytorch_model-0000{n}-of-00003.bin" for n in (1, 2, 3)]
+    for name in names:
+        torch.save({name: torch.ones(1)}, tmp_path / name)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {names[0]: names[0], names[2]: names[2]}}))
+    for place in (tmp_path, index):
+        with open_checkpoint(place) as opened:
+            assert opened.notes == (
+                f"the index does not name 1 shard of its set, not read: {names[1]}",
+            )
+    index.write_text(json.dumps({"weight_map": {name: name for name in names}}))
+    with open_checkpoint(index) as opened:
+        assert opened.notes == ()
+
+
 def test_a_folder_with_one_file_of_weights_is_that_file():
     assert_same(
         load_portable(produced("peft"), keys="keep"),
