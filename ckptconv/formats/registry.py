@@ -463,9 +463,10 @@ def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
     for pattern, what in _FOREIGN_FOLDERS:
         if fnmatch.filter(names, pattern):
             raise UnsupportedCheckpoint(f"{what}, not a PyTorch checkpoint", path=folder)
-    if not is_checkpoint:
-        refuse_without_index(names, folder.path)
-    if lacks_metadata(folder) and not is_checkpoint:
+    if is_checkpoint:
+        return
+    refuse_without_index(names, folder.path)
+    if lacks_metadata(folder):
         what = (
             "holds the files of a DCP checkpoint, but not the .metadata that says what is in them"
         )

@@ -16,7 +16,6 @@ there are only bytes that nobody can name.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import NoReturn
@@ -39,6 +38,7 @@ from ckptconv.formats.zip_directory import (
     LOCAL,
     MAX32,
     STORED,
+    zip64_numbers,
 )
 from ckptconv.io.crc import crc32
 from ckptconv.io.guarded import check_places
@@ -241,9 +241,6 @@ def _crc_of(source: Source, offset: int, nbytes: int) -> int:
     return crc
 
 
-_ZIP64 = 1  # the kind of the extra field with sizes of more than 4 GiB
-
-
 class _Header(NamedTuple):
     """A local header, and where the payload begins. Where it `has_descriptor`, size and CRC-32
     stand behind the payload, and may be 0 here.
@@ -302,23 +299,11 @@ def _header(source: Source, at: int) -> _Header | None:
         return None
     if not name.isprintable() or "\\" in name or name.startswith("/") or ".." in name.split("/"):
         return None
-    wide = _wide_sizes(raw[name_size:])
-    if wide is not None and MAX32 in (stored, plain):
+    wide = zip64_numbers(raw[name_size:])
+    if wide and MAX32 in (stored, plain):
         stored = wide[0]
     is_described, is_deflated = bool(flags & 8), method == DEFLATED
     return _Header(name, offset, stored, crc, is_described, wide is not None, is_deflated)
-
-
-def _wide_sizes(extra: bytes) -> tuple[int, ...] | None:
-    """The numbers of the zip64 field; None where there is none."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == _ZIP64:
-            body = extra[at + 4 : at + 4 + length]
-            return struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]) or (0,)
-        at += 4 + length
-    return None
 
 
 def _payload(

@@ -212,21 +212,26 @@ def _name(source: Source, raw: bytes) -> str:
 def _zip64_sizes(
     source: Source, name: str, extra: bytes, stored: int, size: int, header: int
 ) -> tuple[int, int, int]:
-    """The 64-bit numbers in extra field 1: size, stored, header, those that overflowed."""
+    """The 64-bit numbers of what overflowed, in the order size, stored, header."""
+    told = [size, stored, header]
+    wide = [index for index, number in enumerate(told) if number == MAX32]
+    numbers = zip64_numbers(extra)
+    if numbers is None or len(numbers) < len(wide):
+        raise malformed(source, "says that it has zip64 sizes, but has none", name)
+    for index, number in zip(wide, numbers, strict=False):
+        told[index] = number
+    return told[1], told[0], told[2]
+
+
+def zip64_numbers(extra: bytes) -> tuple[int, ...] | None:
+    """The numbers of the zip64 field, which is of kind 1; None where there is none."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == 1 and at + 4 + length <= len(extra):
-            numbers = struct.unpack_from(f"<{length // 8}Q", extra, at + 4)
-            told = [size, stored, header]
-            wide = [index for index, number in enumerate(told) if number == MAX32]
-            if len(numbers) < len(wide):
-                break
-            for index, number in zip(wide, numbers, strict=False):
-                told[index] = number
-            return told[1], told[0], told[2]
+            return struct.unpack_from(f"<{length // 8}Q", extra, at + 4)
         at += 4 + length
-    raise malformed(source, "says that it has zip64 sizes, but has none", name)
+    return None
 
 
 # ---------------------------------------------------------------------------------- several in one

@@ -15,12 +15,7 @@ from ckptconv.io.crc import crc32
 from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK, Fingerprint, Range, RangeSource, Source, SourceFile
 from ckptconv.support import platforms
-from ckptconv.support.errors import (
-    LimitExceeded,
-    MissingDependency,
-    OutputRefused,
-    malformed,
-)
+from ckptconv.support.errors import LimitExceeded, MissingDependency, OutputRefused, malformed
 from ckptconv.support.limits import in_force
 
 

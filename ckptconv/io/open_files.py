@@ -24,11 +24,7 @@ from ckptconv.io.files import FilePool, FileSource
 from ckptconv.io.location import Alone, Kind
 from ckptconv.io.source import CHUNK, Fingerprint, Source
 from ckptconv.support import platforms
-from ckptconv.support.errors import (
-    CheckpointError,
-    OutputRefused,
-    UnsupportedCheckpoint,
-)
+from ckptconv.support.errors import CheckpointError, OutputRefused, UnsupportedCheckpoint
 from ckptconv.support.text import STANDARD_INPUT
 
 

@@ -22,12 +22,7 @@ from ckptconv.io.destination import (
     refuse_missing_folder,
 )
 from ckptconv.io.files import let_go
-from ckptconv.io.hidden_folders import (
-    BATCH,
-    remove_leftovers,
-    staging_folder,
-    temporary_folder,
-)
+from ckptconv.io.hidden_folders import BATCH, remove_leftovers, staging_folder, temporary_folder
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import local_path

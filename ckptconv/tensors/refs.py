@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
-from ckptconv.support.limits import in_force
+from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.support.records import NamedTuple, dataclass, made
 from ckptconv.support.report import short_repr
 from ckptconv.tensors.dtypes import UINT8, DType
@@ -462,10 +462,7 @@ def _refuse_odd_shape(shape: Shape, where: str) -> None:
 
 def refuse_dimensions(count: int, where: str | None = None) -> None:
     """Raise `LimitExceeded` when a tensor has more dimensions than may be."""
-    if count > (most := in_force().dimensions):
-        raise LimitExceeded(
-            f"has {count} dimensions", limit="dimensions", allowed=most, needed=count, where=where
-        )
+    refuse_beyond("dimensions", count, f"has {count} dimensions", where=where)
 
 
 def expanded(

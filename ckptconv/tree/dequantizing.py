@@ -17,6 +17,7 @@ from ckptconv.pickles.nodes import (
     Global,
     Node,
     containers,
+    entries,
     mapping_pairs,
     spoken,
     substituted,
@@ -303,7 +304,7 @@ def _of_subclasses(
             continue
         if not (isinstance(arguments, tuple) and len(arguments) > 1 and isinstance(state, Dict)):
             continue
-        fields = {name: value for name, value in state.pairs if isinstance(name, str)}
+        fields = entries(state)
         try:
             yield _of_subclass(key, spoken(cls), arguments, fields, facts)
         except CheckpointError as error:

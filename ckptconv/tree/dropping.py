@@ -9,13 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptconv.objects.torch_read import Window
-from ckptconv.pickles.nodes import (
-    Node,
-    children,
-    mapping_pairs,
-    substituted,
-    with_pairs,
-)
+from ckptconv.pickles.nodes import Node, children, mapping_pairs, substituted, with_pairs
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.choices import Words, listed, refuse_no_words
 from ckptconv.support.errors import KeyConflict, MalformedCheckpoint, printable

@@ -237,7 +237,7 @@ def producer_of(root: Node) -> str | None:
             return f"{producer.name} {version}"
         return producer.name
     keys = list(labels)
-    if all_start(keys, _PEFT) and any(".lora_" in key for key in keys):
+    if all_start(keys, PEFT_PREFIX) and any(".lora_" in key for key in keys):
         return LORA_OF_PEFT
     return None
 
@@ -268,8 +268,8 @@ def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
     Lightning saves the module that holds the user's model under an attribute (``model.``), which
     may be in DDP (``model.module.``), peft its own two wrappers.
     """
-    if all_start(keys, _PEFT):
-        return _PEFT
+    if all_start(keys, PEFT_PREFIX):
+        return PEFT_PREFIX
     if not keys or _VERSION not in _labels(root):
         return None
     name = keys[0].partition(".")[0]
@@ -282,7 +282,7 @@ def offered_prefix(root: Node, keys: Sequence[str]) -> str | None:
 LORA_OF_PEFT = "peft (LoRA adapter)"
 """The producer of an adapter, which has no weights of the model itself."""
 
-_PEFT = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 _DDP = "module."
 
 

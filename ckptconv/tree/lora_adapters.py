@@ -8,7 +8,6 @@ utils/peft_utils.py); each Apache-2.0.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,12 +18,13 @@ from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, Refuse
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import first_few
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.schemes.base import json_object
 from ckptconv.tree.checkpoint import Checkpoint
+from ckptconv.tree.labels import PEFT_PREFIX as PEFT_PREFIX
 from ckptconv.tree.model_config import home_of, json_in
 from ckptconv.tree.optimizer_states import read_number
 
 CONFIG = "adapter_config.json"
-PEFT_PREFIX = "base_model.model."
 
 LEAVE_OUT_FIRST = "leave it out first: ckptconv convert ADAPTER PART --exclude GLOB"
 
@@ -281,11 +281,8 @@ its name before each field: ``unet.r``.
 
 
 def _by_component(text: str) -> dict[str, Config]:
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
+    given = json_object(text)
+    if given is None:
         raise MalformedCheckpoint("is not a JSON object")
     fields: dict[str, dict[str, Any]] = {}
     for name, value in given.items():

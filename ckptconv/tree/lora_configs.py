@@ -31,14 +31,7 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.dtypes import BY_NAME, DType
 from ckptconv.tensors.layouts import Move, are_alike
-from ckptconv.tensors.refs import (
-    Piece,
-    Shape,
-    Storage,
-    TensorRef,
-    box_of,
-    whole_view,
-)
+from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, box_of, whole_view
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.lora_deltas import rows
 

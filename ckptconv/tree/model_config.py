@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
-from ckptconv.pickles.nodes import Call, Node, mapping_pairs
+from ckptconv.pickles.nodes import Call, Node, entries, mapping_pairs
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, printable
 from ckptconv.support.json_text import read_object
 from ckptconv.support.records import NamedTuple
@@ -62,8 +62,7 @@ def training_arguments(root: Node) -> Mapping[str, Any]:
     Namespace, read as data. Empty where there are none.
     """
     args = next((value for key, value in mapping_pairs(root) or () if key == "args"), None)
-    known = mapping_pairs(args.state if type(args) is Call else args) or ()
-    return {key: value for key, value in known if type(key) is str}
+    return entries(args.state if type(args) is Call else args)
 
 
 def _of_megatron(args: Mapping[str, Any]) -> dict[str, Any] | None:

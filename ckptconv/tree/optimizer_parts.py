@@ -16,12 +16,7 @@ from ckptconv.pickles.nodes import Dict, Node, mapping_pairs
 from ckptconv.support.errors import RefusedObject, printable
 from ckptconv.support.records import dataclass
 from ckptconv.tree.candidates import is_training_state
-from ckptconv.tree.optimizer_states import (
-    OptimizerState,
-    ParamGroup,
-    flat_keys,
-    named_optimizer,
-)
+from ckptconv.tree.optimizer_states import OptimizerState, ParamGroup, flat_keys, named_optimizer
 from ckptconv.tree.walk import PLAIN
 
 _PARTS = ("state", "param_groups")

@@ -202,7 +202,7 @@ MODEL_STATES = re.compile(
 OPTIMIZER_STATES = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt"
 ).fullmatch
-PIPELINE = re.compile(r"layer_[0-9]+(?:-[a-z]+_[0-9]+)*-model_states\.pt").fullmatch
+PIPELINE = re.compile(r"layer_([0-9]+)((?:-[a-z]+_[0-9]+)*)-model_states\.pt").fullmatch
 EXPERTS = re.compile(
     r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt"
 ).fullmatch

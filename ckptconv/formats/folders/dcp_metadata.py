@@ -24,7 +24,7 @@ from typing import Any
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import plain_sizes
 from ckptconv.pickles.memo import UNMADE, Memo
-from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, mapping_pairs, spoken
+from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node, entries, mapping_pairs, spoken
 from ckptconv.pickles.opcodes import LONG_INTEGER, integer_of, integers_of, tuple_of
 from ckptconv.pickles.reader import Run, read_pickle
 from ckptconv.support.errors import (
@@ -180,14 +180,10 @@ def _entry(node: Node, key: str) -> TensorEntry | None:
 def _dtype(properties: Node, key: str) -> DType:
     """The type that tensor properties name: first of a tuple in every torch so far."""
     state = properties.state if type(properties) is Call else None
-    named = state[0] if type(state) is tuple and state else _attribute(state, "dtype")
+    named = state[0] if type(state) is tuple and state else entries(state).get("dtype")
     if type(named) is not Global or named.module != "torch" or named.name not in BY_NAME:
         raise UnsupportedCheckpoint(f"has the unknown dtype {spoken(named)}", where=key)
     return BY_NAME[named.name]
-
-
-def _attribute(state: Node, name: str) -> Node:
-    return next((value for key, value in mapping_pairs(state) or () if key == name), None)
 
 
 def _plain_size(args: tuple[Node, ...]) -> Node:
@@ -247,8 +243,7 @@ def _item(node: Node, key: str) -> Item:
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:
     """Megatron's own note on a tensor that it stored as (fragments…, values of a fragment)."""
     for key, noted in _pairs(node, "mcore_data"):
-        own = _attribute(noted, "nd_reformulated_orig_global_shape")
-        if own is not None:
+        if (own := entries(noted).get("nd_reformulated_orig_global_shape")) is not None:
             yield key, _size(own, key)
 
 

@@ -20,7 +20,6 @@ from ckptconv.support.records import dataclass
 FETCH = "fetch the whole folder again"
 UNIVERSAL = "deepspeed's ds_to_universal makes a universal checkpoint of it, which is read"
 """What can be done about layouts of which that program can tell more."""
-_LAYER = re.compile(r"layer_([0-9]{1,6})((?:-[a-z]+_[0-9]+)*)-model_states\.pt").fullmatch
 _MODEL_RANK = re.compile(r"-model_([0-9]{1,6})").fullmatch
 _EXPERT = re.compile(
     r"layer_([0-9]{1,6})_expert_([0-9]{1,6})_mp_rank_0+_model_states\.pt"
@@ -142,7 +141,7 @@ def _layers(folder: Location, names: Sequence[str]) -> dict[int, dict[int, Locat
     """The files of each layer, by its number and that of the tensor-parallel rank."""
     layers: dict[int, dict[int, Location]] = {}
     for name in sorted(names):
-        if (found := _LAYER(name)) is None:
+        if (found := PIPELINE(name)) is None:
             continue
         rank = _MODEL_RANK(found[2] or "-model_0")
         of_layer = layers.setdefault(int(found[1]), {})

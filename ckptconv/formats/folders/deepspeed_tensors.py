@@ -19,17 +19,11 @@ from itertools import accumulate
 from ckptconv.formats.folders.alone import NOT_READ
 from ckptconv.formats.folders.ranks import are_equal, end_to_end, varies
 from ckptconv.formats.folders.zero import buffer_names, contradiction
-from ckptconv.pickles.nodes import (
-    Dict,
-    Node,
-    entries,
-    listed,
-    mapping_pairs,
-    ordered_dict,
-)
+from ckptconv.pickles.nodes import Dict, Node, entries, listed, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, errors_at
 from ckptconv.tensors.computed import elementwise
 from ckptconv.tensors.refs import TensorRef, box_of
+from ckptconv.tensors.views import cut
 from ckptconv.tree.optimizer_states import read_number
 from ckptconv.tree.walk import tensor_of
 
@@ -163,7 +157,7 @@ class TensorRanks:
         words: Node = self._said.get(_WORDS)
         if type(words) is not int or not ref.shape or not 0 < words <= ref.shape[0]:
             raise contradiction(f"does not have the rows that {_WORDS} says")
-        return box_of(ref, (0,) * len(ref.shape), (words, *ref.shape[1:]))
+        return cut(ref, (words, *ref.shape[1:]))
 
     def refuse_unused(self) -> None:
         """Raise where a pattern has matched no parameter: then it is not known what it is of."""
@@ -202,7 +196,7 @@ def _refuse_same(refs: Sequence[TensorRef], is_told: bool) -> None:
     """
     if is_told or not refs[0].shape:
         return
-    first = [box_of(ref, (0,) * len(ref.shape), (1, *ref.shape[1:])) for ref in refs if ref.numel]
+    first = [cut(ref, (1, *ref.shape[1:])) for ref in refs if ref.numel]
     alike = len(refs[0].shape) == 1 or all(are_equal(first[0], ref) for ref in first[1:])
     if alike and varies(refs[0]) and all(are_equal(refs[0], ref) for ref in refs[1:]):
         what = f"is the same in all tensor-parallel ranks, and {INFO} does not say that it is"

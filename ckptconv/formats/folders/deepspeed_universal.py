@@ -15,26 +15,17 @@ from math import prod
 
 from ckptconv.formats.folders.ranks import varies
 from ckptconv.formats.folders.zero import Shapes, contradiction
-from ckptconv.formats.folders.zero_optimizer import (
-    PlainGroup,
-    kept_beside,
-    own_number,
-    read_groups,
-)
+from ckptconv.formats.folders.zero_optimizer import PlainGroup, kept_beside, own_number, read_groups
 from ckptconv.io.location import Location
 from ckptconv.pickles.nodes import Node, entries, mapping_pairs
 from ckptconv.support.errors import MalformedCheckpoint, errors_at, printable
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.refs import Shape, TensorRef, contiguous_stride
+from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.stream import iter_chunks, verbatim_range
+from ckptconv.tensors.views import reshaped
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.optimizer_states import (
-    SHAPED,
-    ParamGroup,
-    named_optimizer,
-    read_number,
-)
+from ckptconv.tree.optimizer_states import SHAPED, ParamGroup, named_optimizer, read_number
 from ckptconv.tree.walk import tensor_of
 
 OpenFile = Callable[[Location], Checkpoint]
@@ -160,13 +151,7 @@ def _value(root: Node, shape: Shape | None) -> Node:
     if len(ref.shape) != 1 or ref.numel != prod(shape) or verbatim_range(ref) is None:
         what = f"does not have the {prod(shape)} elements of its parameter in one flat run"
         raise contradiction(what)
-    return _viewed(ref, shape)
-
-
-def _viewed(ref: TensorRef, shape: Shape) -> TensorRef:
-    stride = contiguous_stride(shape)
-    piece = ref.pieces[0]._replace(shape=shape, stride=stride, start=(0,) * len(shape))
-    return ref._replace(shape=shape, stride=stride, pieces=(piece,))
+    return reshaped(ref, shape, ref.storage.name)
 
 
 def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) -> None:

@@ -26,7 +26,7 @@ from ckptconv.formats.containers import all_open
 from ckptconv.formats.folders.ranks import Copies, are_equal, end_to_end
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, within
-from ckptconv.pickles.nodes import Node, mapping_pairs, ordered_dict
+from ckptconv.pickles.nodes import Node, entries, mapping_pairs, ordered_dict
 from ckptconv.support.errors import (
     IncompleteCheckpoint,
     MalformedCheckpoint,
@@ -155,7 +155,7 @@ def _refuse_other_kinds(first: Checkpoint, args: Arguments, path: Location) -> N
     if args.get(_OF_EXPERTS) not in (None, tensor):
         what = f"its experts are split otherwise than the rest ({_OF_EXPERTS}), which is not read"
         raise UnsupportedCheckpoint(what, path=path, hint=_TORCH_DIST)
-    version = _told(first.root).get("checkpoint_version")
+    version: Node = entries(first.root).get("checkpoint_version")
     if not isinstance(version, (int, float)) or version < _OLDEST:
         what = f"is of a checkpoint_version before {_OLDEST}, whose ranks are not joined"
         raise UnsupportedCheckpoint(what, path=path, hint="load and save it with a newer Megatron")
@@ -188,7 +188,7 @@ def _refuse_other_ranks(
 
 
 def _refuse_other_runs(ranks: Mapping[str, Checkpoint]) -> None:
-    told = {name: _told(rank.root).get("iteration") for name, rank in ranks.items()}
+    told = {name: entries(rank.root).get("iteration") for name, rank in ranks.items()}
     name, first = next(iter(told.items()))
     for other, iteration in told.items():
         if iteration != first:
@@ -211,14 +211,9 @@ def _refuse_exchanged(ranks: Sequence[Checkpoint]) -> None:
             raise MalformedCheckpoint(what, path=ranks[at].path, hint="fetch all of them again")
 
 
-def _told(root: Node) -> dict[str, Node]:
-    """What the file of a rank holds, by name."""
-    return {key: value for key, value in mapping_pairs(root) or () if type(key) is str}
-
-
 def _left_out(first: Checkpoint) -> Iterator[str]:
     """Tell what each rank has for itself."""
-    others = [name for name in _told(first.root) if name not in _KEPT and not _MODEL(name)]
+    others = [name for name in entries(first.root) if name not in _KEPT and not _MODEL(name)]
     if others:
         yield f"what each rank has for itself is left out: {first_few(others, 4)}"
 
@@ -281,7 +276,7 @@ def _chunks(root: Node, extra: list[str]) -> Iterator[Tensors]:
     """The models in the file of a rank: one, or one for each of its virtual stages; the names of
     what Transformer Engine keeps beside the weights become `extra`.
     """
-    found = _told(root)
+    found = entries(root)
     names = [f"model{at}" for at in range(len(found))]
     for name in ["model"] if "model" in found else names:
         if name in found:

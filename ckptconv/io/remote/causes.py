@@ -133,18 +133,13 @@ _ASKING_WHO = re.compile(r"Generic \w+ error: Error performing token request").m
 
 # ---------------------------------------------------------------------------- who asks is not known
 
+_NO_ROLE = "the service that grants the role does not answer", "check the network and the region"
 # what errors of botocore and of the system mean where credentials were asked for
 _WHO = {
     "SSOTokenLoadError": ("there is no SSO login", "aws sso login"),
     "SSOError": ("the SSO login has expired", "aws sso login"),
-    "EndpointConnectionError": (
-        "the service that grants the role does not answer",
-        "check the network and the region",
-    ),
-    "ConnectTimeoutError": (
-        "the service that grants the role does not answer",
-        "check the network and the region",
-    ),
+    "EndpointConnectionError": _NO_ROLE,
+    "ConnectTimeoutError": _NO_ROLE,
     "NoRegionError": (
         "the service that grants the role is asked in a region, and none is set",
         "set AWS_DEFAULT_REGION, or region in the profile",

@@ -144,6 +144,14 @@ def test_a_pipeline_without_zero_is_its_layers(produced):
     assert found["optimizer"]["param_groups"][0]["params"] == [0, 1, 2, 3]
 
 
+def test_the_number_of_a_layer_may_have_any_length(tmp_path):
+    states = {"module": None, "global_steps": 1, "mp_world_size": 1}
+    torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "layer_1234567-model_states.pt")
+    with open_checkpoint(tmp_path) as opened:
+        assert [key for key, _ in opened.tensors()] == ["module.1234567.weight"]
+
+
 def test_experts_without_zero_are_the_weights_of_their_files(produced):
     folder = produced / "ds_moe" / "global_step0"
     found = load_portable(produced / "ds_moe")
