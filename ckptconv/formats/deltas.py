@@ -136,7 +136,6 @@ def _versions_in(place: Location, after: int | None) -> Iterator[Location]:
 
 
 def _delta(checkpoint: Checkpoint, path: PurePath) -> Delta:
-    """What an open checkpoint says as a delta."""
     told = checkpoint.index_metadata
     if DELTA_ENCODING not in told:
         what = "is one file of a delta, without the index that says how to apply it"
@@ -168,7 +167,6 @@ def _refuse_unlisted(delta: Delta, place: Location) -> None:
 def _changes(
     checkpoint: Checkpoint, algorithm: Algorithm, path: PurePath
 ) -> tuple[dict[str, TensorRef], dict[str, str]]:
-    """The frames and the checksums of all files."""
     frames: dict[str, TensorRef] = {}
     after: dict[str, str] = {}
     for shard in checkpoint.files:
@@ -193,7 +191,6 @@ def _base_checksums(
 
 
 def _checksum(value: object, algorithm: Algorithm, path: PurePath, key: str) -> str:
-    """A checksum that a delta says."""
     if type(value) is str and re.fullmatch(f"[0-9a-f]{{{DIGITS[algorithm]}}}", value):
         return value
     what = "has no checksum"

@@ -30,7 +30,7 @@ from ckptconv.support.errors import LimitExceeded, UnsupportedCheckpoint, malfor
 from ckptconv.support.limits import in_force
 from ckptconv.support.records import NamedTuple, made
 from ckptconv.support.text import some_text
-from ckptconv.tensors.dtypes import BLOCKS, BY_NAME, DType
+from ckptconv.tensors.dtypes import BFLOAT16, BLOCKS, BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorRef, whole_view
 from ckptconv.tree.checkpoint import Checkpoint, Container, Part
 
@@ -67,7 +67,6 @@ _NOT_CARRIED = ("format", "device", ENCODINGS)
 _SHORT = 4096  # bytes of an array that is read; those of a tokenizer have millions
 _MOST_DIMENSIONS = 4
 _LEAST_OF_TENSOR, _LEAST_OF_ENTRY = 24, 13  # bytes
-_BFLOAT16 = BY_NAME["bfloat16"]
 _LITTLE = "take the little-endian file of the model"
 
 
@@ -161,7 +160,8 @@ class _Header:
 
     def refuse_many(self, count: int, least: int, noun: str) -> None:
         """Raise `MalformedCheckpoint` for more things of at least so many bytes than can follow."""
-        if count * least > (left := self.source.size - self.at):
+        left = self.source.size - self.at
+        if count * least > left:
             what = f"names {count} {noun} where {left} bytes are left"
             raise malformed(what, self.source.path, "header")
 
@@ -310,7 +310,7 @@ def _checked(
     if row % dtype.elements:
         what = f"its rows of {row} elements are not whole blocks of {dtype.elements}"
         raise malformed(f"{what} ({dtype.name})", path, name)
-    if header.is_big and (dtype.is_block or dtype is _BFLOAT16):
+    if header.is_big and (dtype.is_block or dtype is BFLOAT16):
         what = f"is {dtype.name} in a big-endian file, where programs wrote it in either order"
         raise UnsupportedCheckpoint(what, path=path, where=name, hint=_LITTLE)
     shape = (*reversed(sizes[1:]), row // dtype.elements) if sizes else ()

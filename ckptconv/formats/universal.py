@@ -41,7 +41,7 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.computed import Widener
-from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.dtypes import FLOAT32
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tree.optimizer_parts import OptimizerParts, parts_of
 from ckptconv.tree.optimizer_states import bare_name, optimizer_states
@@ -57,7 +57,6 @@ _INFO = Dict([("universal_checkpoint_version", 0.2)])
 how tensor-parallel weights were cut; here none were.
 """
 _STEPS = ("global_steps", "global_step", "iteration", "step")
-_FLOAT32 = BY_NAME["float32"]
 _MASTER = "fp32_param"
 _SIZE = Global("torch", "Size")
 _EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
@@ -186,7 +185,7 @@ def _model(tree: Tree) -> _Model:
 def _files(model: _Model) -> Iterator[tuple[str, Node]]:
     """What each torch file holds, by its path in the folder of the step."""
     weights = dict(zip(model.weights.keys, model.weights.values, strict=True))
-    widened = Widener(_FLOAT32)
+    widened = Widener(FLOAT32)
     for name, state in model.optimizer.states.items():
         if not _is_one_name(name):
             what = "is not a name that a folder can have, and a parameter has one of its name"
@@ -312,7 +311,7 @@ def _without_master(model: _Model) -> list[str]:
         key
         for key, ref in model.weights.tensors()
         if key in model.optimizer.states
-        and ref.dtype is not _FLOAT32
+        and ref.dtype is not FLOAT32
         and _MASTER not in model.optimizer.states[key]
     ]
 

@@ -423,7 +423,6 @@ class Staged(Destination):
         self._leaving.close()
 
     def _folder(self) -> Path:
-        """Where the drafts are made."""
         if self._made is None:
             raise ValueError(f"{self.path}: is not open")
         return self._made
@@ -433,7 +432,6 @@ class Staged(Destination):
         return self.path.parent / name
 
     def _taken(self) -> Iterable[PurePath]:
-        """The places that it takes."""
         return [self.path]
 
     @abstractmethod

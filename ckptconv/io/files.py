@@ -104,7 +104,6 @@ class FileSource(Source):
         return self._exactly(offset, nbytes) if known is None else known
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
-        """Bytes without what follows them."""
         fd = self._descriptor()
         try:
             raw = platforms.read_at(fd, nbytes, offset)
@@ -131,7 +130,6 @@ class FileSource(Source):
         return found
 
     def _descriptor(self) -> int:
-        """That of the file, to be read."""
         if self._fd < 0:
             raise self.closed()
         return self._fd

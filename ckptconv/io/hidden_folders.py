@@ -156,7 +156,6 @@ def _remove_tree(folder: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove what is in a folder, as much of it as can be."""
     for inner in list(folder.iterdir()):  # closed before the next one is opened
         with contextlib.suppress(OSError):
             if inner.is_dir() and not inner.is_symlink():

@@ -172,7 +172,6 @@ def path_step_by_name(step: Step) -> PathStep:
 
 
 def _start(path: str) -> str:
-    """What the keys in a module start with."""
     return f"{path}." if path else ""
 
 

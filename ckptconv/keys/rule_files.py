@@ -106,7 +106,6 @@ def _text(raw: bytes, path: PurePath) -> str:
 
 
 def _rules(entry: Any, line: int | None, path: PurePath) -> Iterator[Rule]:
-    """The rules that one entry stands for: one, or one for each of its values."""
     rule = entry if isinstance(entry, dict) else {}
     if "from" in rule:
         try:

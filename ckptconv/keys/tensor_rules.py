@@ -201,7 +201,6 @@ class Operation:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The items of a list or a tuple; of anything else itself."""
     return [*value] if isinstance(value, (list, tuple)) else [value]
 
 
@@ -505,7 +504,6 @@ class TensorRule(Rule):
         return own & (variables_of(self.targets[0]) | {_BEFORE, _AFTER})
 
     def _rank(self, variable: str) -> int:
-        """Where the first source has a variable."""
         source = self.sources[0]
         text = source if isinstance(source, str) else source.pattern
         return max(text.find(f"{{{variable}}}"), text.find(f"<{variable}>"))
@@ -623,7 +621,8 @@ def tensor_rule(entry: Mapping[str, Any]) -> TensorRule:
     >>> tensor_rule({"from": "a.{n}.w", "to": "a.w", "operations": ["stack 0"]}).words
     'the tensor rule a.{n}.w → a.w'
     """
-    if unknown := [name for name in entry if name not in _OF_A_RULE]:
+    unknown = [name for name in entry if name not in _OF_A_RULE]
+    if unknown:
         what = f"a tensor rule has no '{printable(unknown[0])}'"
         raise KeyConflict(what, hint=f"it has {', '.join(_OF_A_RULE)}")
     operations, optional = entry.get("operations", []), entry.get("optional", False)

@@ -37,7 +37,6 @@ T = TypeVar("T")
 
 @cache
 def _release() -> Mapping[str, Any]:
-    """The rules of a release, as the tool wrote them."""
     return data_beside(__file__, "transformers_mapping.json")
 
 
@@ -307,7 +306,6 @@ def _renaming(transform: Transform, keys: Sequence[str]) -> Callable[[str], str]
 
 
 def _source(found: re.Match[str]) -> int:
-    """The number of the source that matched."""
     return next(
         int(name[1:])
         for name, text in found.groupdict().items()
@@ -412,7 +410,8 @@ def _split(asked: Asked, given: Mapping[str, Any]) -> Operation:
     parts = sizes = None
     if (count := given.get("num_shards_attribute")) is not None:
         parts = number_in(count, asked.whole.get("text_config", asked.whole))
-    if texts := _SIZES.get((asked.transform.scope.entry, asked.cut)):
+    texts = _SIZES.get((asked.transform.scope.entry, asked.cut))
+    if texts:
         sizes = [number_in(text, asked.own) for text in texts]
     over = _over(asked.transform.targets)
     return Operation.of("split", given["dim"], parts=parts, sizes=sizes, over=over)

@@ -122,7 +122,6 @@ def gives_what_was_there(module: str, name: str) -> bool:
 
 
 def _renamed(module: str, name: str) -> set[tuple[str, str]]:
-    """A name of python 2 in python 3, without the underscore of its C form, where it moved."""
     found = set()
     if (module, name) in _compat_pickle.NAME_MAPPING:
         found.add(_compat_pickle.NAME_MAPPING[module, name])

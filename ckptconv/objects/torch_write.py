@@ -106,7 +106,6 @@ class TorchLeaves:
         return head + _key(key) + tail
 
     def _head(self, stored: StoredAs, rebuild: bool, writer: PickleWriter) -> bytes:
-        """The opcodes up to the storage's key."""
         typed = stored.storage_dtype
         head = writer.named(UTILS, _REBUILD[typed is None]) + b"(" if rebuild else b""
         head += b"(" + writer.text("storage")
@@ -115,7 +114,6 @@ class TorchLeaves:
         return head + writer.named("torch", typed.storage_class or "")
 
     def _tail(self, stored: StoredAs, writer: PickleWriter) -> bytes:
-        """Location and element count of the storage, and the end of its persistent id."""
         count = stored.nbytes // (stored.storage_dtype or UINT8).itemsize
         return writer.text(stored.location) + integer(count) + b"tQ"
 

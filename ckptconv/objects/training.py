@@ -105,7 +105,6 @@ def _list(call: Call, state: Node) -> Node:
 
 
 def _buffer(call: Call, state: Node) -> Node:
-    """`BytesIO` with the state (bytes, position, attributes)."""
     match state:
         case tuple((bytes() as content, _, None)) if not call.args:
             return content
@@ -221,7 +220,6 @@ def _timezone(call: Call) -> str:
 
 
 def _range(call: Call) -> Node:
-    """A range, as what reads it like one: a list; but not a long one, of a few bytes."""
     numbers = range(*_ints(call.args))
     if len(numbers) > _MOST_NUMBERS:
         raise ValueError

@@ -43,7 +43,8 @@ def assembled(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, TensorRef
         if ref.dtype is dtype and len(parts[0][0]) == len(shape):  # nearly all of many
             return ref._replace(requires_grad=False) if ref.requires_grad else ref
     check_cover(shape, [(start, ref.shape) for start, ref in parts])
-    if (other := next((ref for _, ref in parts if ref.dtype is not dtype), None)) is not None:
+    other = next((ref for _, ref in parts if ref.dtype is not dtype), None)
+    if other is not None:
         raise MalformedCheckpoint(f"is {dtype.name}, but one of its chunks is {other.dtype.name}")
     filled = [part for part in parts if part[1].numel]
     _, first = (filled or parts)[0]

@@ -263,7 +263,6 @@ class ComputedSource(DerivedSource):
     def _box_into(
         self, index: int, start: Shape, shape: Shape, raw: memoryview, note: Note
     ) -> None:
-        """Fill `raw` with the bytes of a box of an input."""
         ref = self.inputs[index]
         found = verbatim_range(ref)
         if found is None or not is_run(shape, ref.shape):
@@ -275,7 +274,6 @@ class ComputedSource(DerivedSource):
     def _gather_into(
         self, index: int, start: Shape, shape: Shape, raw: memoryview, note: Note
     ) -> None:
-        """Fill `raw` with a box of what does not lie in order."""
         if not raw:
             return
         ref = self.inputs[index]
@@ -292,7 +290,6 @@ class ComputedSource(DerivedSource):
             _strips.copy(self, index, strip, (at, size), out[inside], note)
 
     def _needed(self, box: Box) -> Sequence[Box]:
-        """The box of each input that is read for a box of the output."""
         return self._operation.needs(self.value.parameters, box, len(self.inputs))
 
 

@@ -142,7 +142,6 @@ def decode_values(how: Decoding, box: Box, inputs: Sequence[Raw], target: DType)
 
 
 def _scales(how: Decoding, given: dict[str, Any]) -> Array:
-    """The scales as float32, the second one in them."""
     part, dtype, shape = given["scale"]
     scale = _floats(part, BY_NAME.get(how.scale_as, dtype), shape)
     if "second" in given:
@@ -190,7 +189,6 @@ def _is_by_bytes(how: Decoding) -> bool:
 
 
 def _table(how: Decoding, given: dict[str, Any]) -> Array:
-    """The number of each code, as float32."""
     if "table" in given:
         return _floats(*given["table"])
     return _numbers(how.numbers, how.bits, how.offset)
@@ -198,7 +196,6 @@ def _table(how: Decoding, given: dict[str, Any]) -> Array:
 
 @cache
 def _numbers(numbers: str, bits: int, offset: int) -> Array:
-    """What each code of a kind stands for."""
     if numbers == "uint":
         return np.arange(1 << bits, dtype=np.float32) - np.float32(offset)
     if numbers == "int8":
@@ -274,7 +271,6 @@ def _straddling(stored: Array, bits: int, axis: int, shift: int) -> Array:
 
 
 def _zeros(how: Decoding, given: dict[str, Any], row: int, rows: int) -> Array:
-    """The zero of each scale, as float32."""
     part, dtype, shape = given["zero"]
     if not how.packed_zero:
         return _floats(part, dtype, shape)
@@ -497,7 +493,6 @@ def _field(how: Decoding, words: Sequence[int], along: int) -> int:
 
 
 def _plain_number(how: Decoding, code: Number) -> float:
-    """What a code stands for."""
     if how.numbers == "uint":
         return real(code) - how.offset
     if how.numbers == "e2m1":

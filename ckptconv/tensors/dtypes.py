@@ -167,7 +167,10 @@ def _named(name: str) -> DType:
 
 FLOAT4_PAIRS = BY_NAME["float4_e2m1fn_x2"]
 FLOAT32, FLOAT64 = BY_NAME["float32"], BY_NAME["float64"]
-UINT8 = BY_NAME["uint8"]
+UINT8, BFLOAT16 = BY_NAME["uint8"], BY_NAME["bfloat16"]
+E8M0, E4M3 = BY_NAME["float8_e8m0fnu"], BY_NAME["float8_e4m3fn"]
+# but E8M0, which has powers of two alone: scales, never values
+FLOAT8 = tuple(BY_NAME[f"float8_{form}"] for form in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
 
 _SHORT_NAMES = {
     "f64": "float64", "double": "float64", "fp64": "float64",

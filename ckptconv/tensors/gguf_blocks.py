@@ -58,7 +58,6 @@ def _decoded(fill: Callable[[Bytes, Floats], None], elements: int, blocks: Bytes
 
 
 def _halves(blocks: Bytes, at: int) -> Floats:
-    """The float16 numbers at a byte of each block, as a column."""
     return blocks[:, at : at + 2].view("<f2").astype(np.float32)
 
 

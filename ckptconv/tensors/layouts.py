@@ -103,7 +103,6 @@ def _stack(refs: Sequence[TensorRef], dim: Shape, count: Shape) -> list[TensorRe
 
 
 def _with_dim(ref: TensorRef, dim: int) -> TensorRef:
-    """A tensor with one more dimension, of size 1."""
     _refuse_dim(dim, len(ref.shape) + 1)
 
     def more(numbers: Shape, number: int) -> Shape:
@@ -141,7 +140,6 @@ def _concat(refs: Sequence[TensorRef], dim: Shape, sizes: Shape) -> list[TensorR
 
 
 def _joined(refs: Sequence[TensorRef], dim: int) -> TensorRef:
-    """Tensors one after another along a dimension."""
     first = refs[0]
     if len(refs) == 1:
         return first
@@ -518,7 +516,6 @@ def _number(value: object) -> int:
 
 
 def _axis(value: object, dimensions: int) -> int:
-    """A dimension counted from the start."""
     axis = _number(value)
     _refuse_dim(axis, dimensions, least=-dimensions)
     return axis % dimensions

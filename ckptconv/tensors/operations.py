@@ -92,7 +92,6 @@ def _mean(weights: Parameters, box: Box, inputs: Sequence[Raw], target: DType) -
 
 
 def _sum(raw: Sequence[memoryview], real: DType, weights: Sequence[float]) -> Array:
-    """The weighted sum of the numbers in some bytes."""
     total: Array | None = None
     for one, weight in zip(raw, weights, strict=True):
         numbers = as_floats(one, real, FLOAT64) * weight

@@ -180,7 +180,6 @@ class PatchedSource(DerivedSource):
             yield new.data
 
     def _pairs(self) -> Iterator[tuple[Array, Array]]:
-        """The old bytes and the new ones, side by side."""
         olds = (np.frombuffer(chunk, np.uint8) for chunk in iter_chunks(self._base))
         if self._change.frame is None:
             return ((old, old) for old in olds)
@@ -230,7 +229,6 @@ class PatchedSource(DerivedSource):
             raise self._damaged(what)
 
     def _frame(self) -> _Frame:
-        """The frame, from its beginning."""
         assert self._change.frame is not None
         storage = self._change.frame.storage
         packed = RangeSource(storage.source, storage.offset, storage.nbytes)

@@ -58,7 +58,6 @@ def beside(ref: TensorRef, codes: Shape, blocks: Sequence[int | None]) -> Beside
 
 
 def _count(size: int, step: int | None) -> int:
-    """How many values are for so many codes."""
     if step is None:
         return 1
     return -(-size // step)

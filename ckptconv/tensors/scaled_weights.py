@@ -36,7 +36,7 @@ from functools import lru_cache
 from ckptconv.support.errors import RefusedObject, printable
 from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text
-from ckptconv.tensors.dtypes import BY_NAME, FLOAT4_PAIRS, DType
+from ckptconv.tensors.dtypes import E8M0, FLOAT4_PAIRS, FLOAT8, DType
 from ckptconv.tensors.refs import TensorRef, view_identity
 
 
@@ -65,7 +65,6 @@ _CODE_NAMES = frozenset(("weight", "qweight", "W_q", "codes"))
 _PAIRS = {"weight": "SCB", "B": "s", "q_weight": "q_scale", "trellis": "suh", "Qidxs": "SU"}
 MARK = "scaled_fp8"
 _QUANT_STATE = ".quant_state."
-_ONLY_SCALES = BY_NAME["float8_e8m0fnu"]
 
 
 def _is_scale(word: str) -> bool:
@@ -123,11 +122,7 @@ def _may_be_codes(key: str, dtype: DType) -> bool:
 
 
 def _is_of_codes(dtype: DType) -> bool:
-    return _is_float8(dtype) or dtype.kind in ("int", "bits")
-
-
-def _is_float8(dtype: DType) -> bool:
-    return dtype.name.startswith("float8") and dtype is not _ONLY_SCALES
+    return dtype in FLOAT8 or dtype.kind in ("int", "bits")
 
 
 class _Scales:
@@ -163,7 +158,7 @@ class _Scales:
             name = key.rpartition(".")[2]
             is_scale = _names_scale(name) or name in _PAIRS.values() or name == MARK
             if is_scale and not (
-                _is_float8(dtype) and name != MARK and _is_float8(self._tensors[key].dtype)
+                dtype in FLOAT8 and name != MARK and self._tensors[key].dtype in FLOAT8
             ):
                 return key
         return None
@@ -177,7 +172,7 @@ class _Scales:
         if dtype.kind in ("bits", "float") or name in _CODE_NAMES:
             yield from there.get("", ())
         yield from below.get("", ())  # weight.scale; bitsandbytes: as if the weight were a module
-        if _is_float8(dtype):
+        if dtype in FLOAT8:
             yield from (mark for mark in self._marks if key.startswith(mark.removesuffix(MARK)))
         elif name in _PAIRS:
             pair = f"{prefix}{dot}{_PAIRS[name]}"
@@ -332,6 +327,6 @@ def refuse_cast(tensors: Mapping[str, TensorRef], kept: Set[str], dtype: DType, 
         kind = "scales"
         if ref.dtype is FLOAT4_PAIRS or ref.dtype.is_packed:
             kind = "codes"
-        if key in kept and (ref.dtype is _ONLY_SCALES or kind == "codes"):
+        if key in kept and (ref.dtype is E8M0 or kind == "codes"):
             what = f"{ref.dtype.name} is a type for {kind}, not for values, so it is not cast to"
             raise RefusedObject(f"{what} {dtype.name}", where=f"{base}{key}", hint=hint)

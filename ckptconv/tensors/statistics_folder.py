@@ -241,7 +241,6 @@ def _packed(low: Array, high: Array, counts: Array) -> Distribution:
 
 @cache
 def _numbers(dtype: DType) -> Array:
-    """What each code of a small type means, in float64."""
     if dtype.kind == "float":
         with np.errstate(invalid="ignore"):
             numbers: Array = every_value(dtype).astype(np.float64)
@@ -452,5 +451,4 @@ class _Moments:
 
 
 def _type_of(dtype: DType) -> str:
-    """The numpy type of the numbers, or of the parts of complex ones."""
     return f"<f{dtype.word}" if dtype.kind == "complex" else dtype.array_type

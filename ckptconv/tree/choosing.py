@@ -134,7 +134,6 @@ def _is_list_of_tensors(node: Node) -> bool:
 
 
 def _paths_of(kind: Callable[[Node], bool], part: FoundPart) -> list[str]:
-    """The paths of what is of a kind below a part."""
     inside = (item for item in walk(part.node) if item[0] is not None)
     return [joined(part.path, place_text(place)) for place, node in inside if kind(node)]
 

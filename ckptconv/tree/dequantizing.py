@@ -33,9 +33,10 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few
+from ckptconv.tensors.dtypes import FLOAT8
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.scaled_weights import may_hold_codes
-from ckptconv.tensors.schemes.base import FLOAT8, Facts, Group
+from ckptconv.tensors.schemes.base import Facts, Group
 from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
 from ckptconv.tensors.schemes.table import (
     Decoded,
@@ -502,7 +503,6 @@ _PLAIN_LISTS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_
 
 
 def _listed_as_plain(facts: Facts) -> set[str]:
-    """The modules that a config lists as not quantised."""
     listed = [facts.config.get(name) for name in _PLAIN_LISTS]
     names = [name for item in listed if isinstance(item, list) for name in item]
     return {name for name in names if isinstance(name, str) and name}

@@ -29,7 +29,7 @@ from ckptconv.support.arrays import Array
 from ckptconv.support.errors import KeyMismatch, RefusedObject
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import FLOAT32, FLOAT64, DType
 from ckptconv.tensors.layouts import Move, are_alike
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef, box_of, whole_view
 from ckptconv.tensors.stream import read_box
@@ -281,7 +281,7 @@ def alpha_for(scale: float, rank: int, key: str) -> float:
 
 def alpha_tensor(alpha: float, like: TensorRef) -> TensorRef:
     """A tensor of one number: of the type of another tensor, if that has it, or of a finer one."""
-    for dtype in (like.dtype, BY_NAME["float32"], BY_NAME["float64"]):
+    for dtype in (like.dtype, FLOAT32, FLOAT64):
         raw = _exact(alpha, dtype)
         if raw is not None:
             return whole_view(in_memory(raw, dtype, like.location), dtype, ())

@@ -15,13 +15,12 @@ from ckptconv.support.errors import KeyMismatch, MalformedCheckpoint, RefusedObj
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed, elementwise
-from ckptconv.tensors.dtypes import BY_NAME, DType
+from ckptconv.tensors.dtypes import FLOAT32, DType
 from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride, permuted
 from ckptconv.tensors.views import in_order, repeated, reshaped, transposed
 from ckptconv.tree.lora_adapters import Config, Parts, number_in
 
-_FLOAT32 = BY_NAME["float32"]
 MERGED_TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -173,7 +172,7 @@ def _flat(ref: TensorRef) -> TensorRef:
 
 
 def _made(operation: str, inputs: Sequence[TensorRef], parameters: Any, shape: Shape) -> TensorRef:
-    value = Computed(operation, tuple(inputs), parameters, _FLOAT32, shape)
+    value = Computed(operation, tuple(inputs), parameters, FLOAT32, shape)
     return computed(value, inputs[0].storage.name)
 
 
@@ -221,7 +220,7 @@ def hadamard_change(asked: Asked) -> Change:
     halves = [_half(asked, f"hada_w{one}", f"hada_t{one}") for one in "12"]
     if halves[0].shape != halves[1].shape:
         raise misfit(asked)
-    delta = elementwise("multiply", halves, (), _FLOAT32, parts["hada_w1_a"].storage.name)
+    delta = elementwise("multiply", halves, (), FLOAT32, parts["hada_w1_a"].storage.name)
     return whole_change(asked, delta, parts["hada_w1_b"].shape[0], "hada_w1_a")
 
 

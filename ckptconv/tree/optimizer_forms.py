@@ -122,7 +122,8 @@ def names_of_numbers(parts: OptimizerParts, order: ParameterOrder, path: str) ->
         ]
         for group in parts.groups
     ]
-    if lost := [name for name in parts.states if name not in set(_numbers(groups))]:
+    lost = [name for name in parts.states if name not in set(_numbers(groups))]
+    if lost:
         what = f"holds a state of parameter {lost[0]}, which is in none of its groups"
         raise RefusedObject(what, where=path or None)
     return _Naming(groups, order, path).names()
@@ -415,7 +416,8 @@ def _at_the_root(checkpoint: Checkpoint) -> Node:
         raise OptionRefused(what, path=checkpoint.path, hint=hint)
     others = [(key, value) for key, value in pairs if value is not found[0].node]
     model = list(mapping_pairs(found[0].node) or ())
-    if both := {key for key, _ in model} & {key for key, _ in others}:
+    both = {key for key, _ in model} & {key for key, _ in others}
+    if both:
         what = "is a key of the weights and of what stands beside them"
         raise KeyConflict(what, where=str(min(both)), hint="use --optimizer flat")
     return Dict([*model, *others])

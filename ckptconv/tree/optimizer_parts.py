@@ -89,7 +89,8 @@ _LEAVE = "leave it as it is: without --optimizer"
 
 def _refuse_twice(names: Sequence[Node], path: str) -> None:
     """Refuse parameters that are not told apart: the state of one would be that of another."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
         what = f"its groups have {printable(str(twice[0]))} more than once"
         raise RefusedObject(what, where=f"{path}.param_groups".strip("."), hint=_LEAVE)
 
@@ -172,7 +173,8 @@ def numbered(parts: OptimizerParts) -> Dict:
     Raises `RefusedObject` for a state of a parameter of no group, which torch would not take.
     """
     grouped = set(chain.from_iterable(group.params for group in parts.groups))
-    if lost := [name for name in parts.states if name not in grouped]:
+    lost = [name for name in parts.states if name not in grouped]
+    if lost:
         what = f"the state of {printable(str(lost[0]))} belongs to none of the optimizer's groups"
         raise RefusedObject(what, hint="write it by names: --optimizer names")
     numbers = {name: at for at, name in enumerate(parts.parameters)}

@@ -133,7 +133,8 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         if fragments:
             left = f"{len(fragments)} tensors of the optimizer are left out"
             notes = (f"{left}: an older Megatron stored them in flat fragments",)
-        if (place := folder.child(flavour.beside)).is_file():
+        place = folder.child(flavour.beside)
+        if place.is_file():
             beside = open_file(within(place, folder))
             items.sources += beside.sources
             stored = flavour.stored(metadata, root, beside)
@@ -232,7 +233,6 @@ def _number_states(node: Dict) -> None:
 
 
 def _in_order(metadata: Metadata, entries: Entries, *, chunks: bool) -> Iterator[Coming]:
-    """The items in the order in which the tree is made of them."""
     for key, entry in entries.items():
         if entry is None:
             if (item := _item(metadata, key, None)) is not None:

@@ -223,7 +223,8 @@ def _groups_of(optimizers: Sequence[_Optimizer]) -> tuple[list[Dict] | None, tup
         if not groups or None in groups:
             return None, ()
         settings = [list(group or ()) for group in groups]
-        if (step := _step(each, [dict(group) for group in settings])) is not None:
+        step = _step(each, [dict(group) for group in settings])
+        if step is not None:
             for state in each.states.values():
                 state["step"] = step
         if len(settings) == 1:

@@ -243,7 +243,8 @@ def _item(node: Node, key: str) -> Item:
 def _reshaped(node: Node) -> Iterator[tuple[str, Shape]]:
     """Megatron's own note on a tensor that it stored as (fragments…, values of a fragment)."""
     for key, noted in _pairs(node, "mcore_data"):
-        if (own := entries(noted).get("nd_reformulated_orig_global_shape")) is not None:
+        own = entries(noted).get("nd_reformulated_orig_global_shape")
+        if own is not None:
             yield key, _size(own, key)
 
 
@@ -386,7 +387,8 @@ class _Runs:
         if run is None:
             return None
         fetching = run.group(*opcodes.fetching)
-        if fetching not in (seen := self._seen[opcodes]):
+        seen = self._seen[opcodes]
+        if fetching not in seen:
             fetched = (_fetched(memo, get) for get in fetching)
             if not all(map(_is_named, fetched, opcodes.names)):
                 return None

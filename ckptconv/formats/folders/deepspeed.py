@@ -155,7 +155,8 @@ def _open_step(files: StepFiles, open_file: OpenFile) -> Checkpoint:
     models = _open_models(files, stage, ranks[0].ranks, open_file)
     states = [_model_states(model, files) for model in models]
     everything, first = [*models, *opened], models[0]
-    if (named := states[0].get("param_shapes")) is not None:
+    named = states[0].get("param_shapes")
+    if named is not None:
         shapes = read_shapes(named, "param_shapes")
     else:  # the bf16 optimizer without ZeRO, of older releases: the model states are whole
         shapes = shapes_in_slices(ranks, partial(shape_of, entries(states[0]["module"])))
@@ -219,7 +220,6 @@ def _others(
 
 
 def _open_tensor_ranks(ranks: Sequence[StepFiles], open_file: OpenFile) -> Checkpoint:
-    """The checkpoint of a model whose parameters were cut among tensor-parallel ranks."""
     from ckptconv.formats.folders.deepspeed_tensors import joined_trees  # seldom needed
 
     opened = [(_open_pipeline if rank.layers else _open_step)(rank, open_file) for rank in ranks]
@@ -290,7 +290,6 @@ def _stage(said: Mapping[str, Node], ranks: Sequence[RankStates], layers: Layers
 
 
 def _open_experts(files: StepFiles, open_file: OpenFile) -> Checkpoint:
-    """The checkpoint of a model whose experts are in files of their own."""
     if files.whole is None and files.model:
         what = "is ZeRO 3 with experts of DeepSpeed, which is not read"
         raise UnsupportedCheckpoint(what, hint=NOT_READ)

@@ -273,7 +273,8 @@ class _SetOptimizer:
             states = {at: state for at, state in parts.states.items() if at in numbers}
             of_kind = OptimizerParts(states, groups)
             names |= names_of_numbers(of_kind, order, "optimizer")
-        if lost := parts.states.keys() - names.keys():
+        lost = parts.states.keys() - names.keys()
+        if lost:
             what = "is of a parameter in none of the groups"
             raise contradiction(what, where=f"optimizer.state.{min(map(str, lost))}")
         made = parts.called(names)
@@ -324,7 +325,6 @@ class _SetOptimizer:
 
 
 def _require_shapes(parts: OptimizerParts, shapes: Mapping[str, Shape | None]) -> None:
-    """Raise where what is kept in the shape of a parameter does not have it."""
     for name, state in parts.states.items():
         for key in state.keys() & {*SHAPED, "fp32_param"}:
             ref = tensor_of(state[key])

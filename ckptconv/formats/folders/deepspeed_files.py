@@ -91,7 +91,6 @@ Matched = Sequence[tuple[re.Match[str], Location]]
 
 
 def _of_data_ranks(model: Matched, optim: Matched) -> StepFiles:
-    """The files of the ranks that have the same part of a model."""
     return StepFiles(
         next((file for found, file in model if found[1] is None), None),
         _by_rank((int(found[1]), file) for found, file in model if found[1] is not None),
@@ -153,9 +152,9 @@ def _layers(folder: Location, names: Sequence[str]) -> dict[int, dict[int, Locat
 
 
 def _tensor_ranks(folder: Location, model: Matched, optim: Matched) -> list[StepFiles]:
-    """The files of each tensor-parallel rank."""
     every = {int(found[2]) for found, _ in (*model, *optim)}
-    if missing := [rank for rank in range(max(every)) if rank not in every]:
+    missing = [rank for rank in range(max(every)) if rank not in every]
+    if missing:
         what = f"has no files of the tensor-parallel rank {missing[0]} (mp_rank_XX)"
         raise MalformedCheckpoint(what, path=folder, hint=FETCH)
     ranks = []
@@ -212,7 +211,8 @@ def _by_rank(found: Iterable[tuple[int, Location]]) -> dict[int, Location]:
 def require_ranks(files: Mapping[int, Location], count: int, kind: str) -> None:
     """Raise unless the files are those of the ranks 0 to `count` - 1."""
     what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"
-    if missing := [rank for rank in range(min(count, len(files) + 1)) if rank not in files]:
+    missing = [rank for rank in range(min(count, len(files) + 1)) if rank not in files]
+    if missing:
         raise MalformedCheckpoint(f"{what}; those of rank {missing[0]} are missing", hint=FETCH)
     if len(files) > count:
         raise MalformedCheckpoint(what, hint="some are from another run; move them away")

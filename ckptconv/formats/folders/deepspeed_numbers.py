@@ -128,7 +128,6 @@ def count_elements(stage: Mapping[str, Node]) -> int:
 
 
 def _flat(node: Node) -> TensorRef | None:
-    """A tensor of some dimensions as one with a single one."""
     ref = tensor_of(node)
     return as_run(ref) if ref is not None and ref.shape else None
 

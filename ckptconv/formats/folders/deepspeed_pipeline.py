@@ -210,7 +210,8 @@ def _ties(
                 yield at, key
                 break
             alike[key] = at
-    if odd := alike.keys() - found:
+    odd = alike.keys() - found
+    if odd:
         at = alike[min(odd)]
         what = f"has the keys and shapes of {_TIED}{min(odd)}, and other values"
         raise contradiction(what, where=f"layer {at}")
@@ -322,7 +323,8 @@ def _of_numbers(layers: Layers, states: Sequence[Mapping[str, Node]]) -> tuple[s
     if count > names + count_equal(states):
         what = f"layers have {names} parameters, and the optimizers of its stages {count}"
         raise contradiction(what)
-    if pair := _of_one_value(layers):
+    pair = _of_one_value(layers)
+    if pair:
         what = "layers {} and {} have the same values, so they are tied, or one was copied over"
         return f"{what.format(*pair)} the other", None
     if count > names:

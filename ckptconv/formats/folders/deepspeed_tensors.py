@@ -64,7 +64,8 @@ class TensorRanks:
 
     def __init__(self, info: Node) -> None:
         self._said = entries(info)
-        if unsupported := entries(self._said.get(_UNSUPPORTED)):
+        unsupported = entries(self._said.get(_UNSUPPORTED))
+        if unsupported:
             what = "is cut in a way that AutoTP itself does not join"
             raise UnsupportedCheckpoint(what, where=min(unsupported))
         self._exact: dict[str, list[_Pattern]] = {}
@@ -95,7 +96,6 @@ class TensorRanks:
             self._others.append((re.compile(text), pattern))
 
     def _of(self, name: str) -> dict[str, _Pattern]:
-        """The patterns that a name matches, by their kinds."""
         if len(name) > _LONGEST_NAME:
             raise UnsupportedCheckpoint("is a longer name than patterns are tried on", where=name)
         found: dict[str, _Pattern] = {}
@@ -163,7 +163,8 @@ class TensorRanks:
         """Raise where a pattern has matched no parameter: then it is not known what it is of."""
         every = {pattern.text for _, pattern in self._others}
         every |= {each.text for patterns in self._exact.values() for each in patterns}
-        if unused := every - self._used:
+        unused = every - self._used
+        if unused:
             what = f"has a pattern that no parameter matches: {min(unused)!r:.100}"
             raise UnsupportedCheckpoint(what, where=INFO)
 

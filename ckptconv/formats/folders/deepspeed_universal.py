@@ -122,7 +122,6 @@ def read_universal(
 def _of_parameter(
     folder: Location, shape: Shape | None, open_file: OpenFile, opened: list[Checkpoint]
 ) -> Iterator[tuple[str, Node]]:
-    """What the files of a parameter hold, by their names."""
     files = sorted(folder.list(), key=lambda item: item.name)
     for file in files:
         if not file.name.endswith(".pt") or not file.is_file():

@@ -272,7 +272,8 @@ def _refuse_other_order(spec: dict[str, Node], placements: Sequence[Placement]) 
 
 
 def _mesh(state: dict[str, Node]) -> Mesh:
-    if type(grid := state.get("mesh")) is TensorRef:  # torch before 2.9
+    grid = state.get("mesh")
+    if type(grid) is TensorRef:  # torch before 2.9
         shape, ranks = grid.shape, _values(grid)
         offsets = list(range(len(ranks)))
         if len(ranks) != prod(shape):

@@ -179,10 +179,12 @@ def _refuse_other_ranks(
     wanted: Sequence[str], ranks: Mapping[str, Checkpoint], path: Location
 ) -> None:
     told = f"its arguments say that there were {len(wanted)} ranks"
-    if missing := [name for name in wanted if name not in ranks]:
+    missing = [name for name in wanted if name not in ranks]
+    if missing:
         what = f"{told}, and {len(missing)} are missing: {first_few(missing, 3)}"
         raise IncompleteCheckpoint(what, path=path, hint="fetch the folders of all ranks")
-    if others := [name for name in ranks if name not in wanted]:
+    others = [name for name in ranks if name not in wanted]
+    if others:
         what = f"{told}, and there are others: {first_few(others, 3)}"
         raise UnsupportedCheckpoint(what, path=path, hint="remove those of another run")
 
@@ -212,7 +214,6 @@ def _refuse_exchanged(ranks: Sequence[Checkpoint]) -> None:
 
 
 def _left_out(first: Checkpoint) -> Iterator[str]:
-    """Tell what each rank has for itself."""
     others = [name for name in entries(first.root) if name not in _KEPT and not _MODEL(name)]
     if others:
         yield f"what each rank has for itself is left out: {first_few(others, 4)}"
@@ -308,7 +309,6 @@ def _flat(
 
 
 def _joined_stage(parts: Sequence[Tensors], args: Arguments) -> Tensors:
-    """The tensors of one stage, of which each rank has its part."""
     first = parts[0]
     if len(parts) == 1:
         return first

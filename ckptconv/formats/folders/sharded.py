@@ -133,7 +133,6 @@ def open_sharded(path: Location, _: Location, variant: str | None) -> Checkpoint
 
 
 def _twin_notes(read: Location) -> Iterator[str]:
-    """Tell of an index and a file of the same weights which of the two is read."""
     twin = read.beside(f"{read.name}{_INDEX}")
     if read.name.endswith(_INDEX):
         twin = read.beside(read.name.removesuffix(_INDEX))
@@ -339,7 +338,6 @@ def _shard(index: Location, name: str) -> Location:
 def _pairs(
     index: Location, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
 ) -> list[tuple[str, Node]]:
-    """The tensors by key, in the index's order."""
     told = _told_pairs(weight_map, shards)
     if told is not None:
         return told

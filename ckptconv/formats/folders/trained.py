@@ -86,7 +86,6 @@ def _refuse_twins(folder: Location, names: Sequence[str]) -> None:
 
 
 def _node(value: Any) -> Node:
-    """What JSON says, as a tree."""
     if isinstance(value, dict):
         return Dict([(key, _node(item)) for key, item in value.items()])
     return [_node(item) for item in value] if isinstance(value, list) else value

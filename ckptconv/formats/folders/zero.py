@@ -24,7 +24,7 @@ from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.assembly import Flat, Run, shaped
 from ckptconv.tensors.computed import Widener
-from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.dtypes import FLOAT32
 from ckptconv.tensors.refs import Shape, TensorRef, refuse_dimensions, view_identity
 from ckptconv.tree.walk import tensor_of
 
@@ -150,7 +150,6 @@ def _are_sizes(node: Node) -> bool:
 
 
 def _rank_counts(node: Node, groups: int) -> tuple[int, ...]:
-    """Over how many ranks each group is spread."""
     where = "optimizer_state_dict.partition_count"
     counts = tuple(map(_integer, listed(node) or [node] * max(groups, 1)))
     if not counts or any(not 1 <= count < 1 << 63 for count in counts):
@@ -368,7 +367,6 @@ def _require_groups(states: RankStates, groups: Sequence[Shapes]) -> None:
 
 
 def _each_shape(groups: Iterable[Shapes]) -> Iterator[tuple[str, Shape]]:
-    """The parameters of all groups, with their shapes."""
     return ((name, shape) for shapes in groups for name, shape in shapes.items())
 
 
@@ -416,7 +414,7 @@ class Weights:
         """
         self._states = states
         self._stage = stage
-        self._widened = Widener(BY_NAME["float32"])
+        self._widened = Widener(FLOAT32)
         self._found: dict[str, Node] = {}
         self.notes: tuple[str, ...] = ()
 

@@ -190,10 +190,10 @@ def _named_groups(optimizer: RankOptimizer, groups: Sequence[FlatGroup]) -> Iter
 def _of_group(
     group: FlatGroup, ranks: Sequence[RankStates], optimizers: Sequence[RankOptimizer]
 ) -> dict[str, dict[str, Node]]:
-    """The states of a group's parameters, by their names."""
     states = [optimizers[rank].states[group.number] for rank in group.ranks]
     for rank, state in zip(group.ranks, states, strict=True):
-        if odd := sorted(states[0].keys() ^ state.keys()):
+        odd = sorted(states[0].keys() ^ state.keys())
+        if odd:
             what = f"rank {group.ranks[0]} and rank {rank} do not both have it"
             raise contradiction(what, where=f"{group.where}.{odd[0]}")
     there = [ranks[rank] for rank in group.ranks]

@@ -106,7 +106,6 @@ def endpoint_of(service: str) -> str | None:
 
 
 def _first(*names: str) -> str | None:
-    """The first of the variables that is set."""
     return next((value for name in names if (value := os.environ.get(name))), None)
 
 
@@ -132,7 +131,6 @@ def _has_plain_keys() -> bool:
 
 
 def _has_profile() -> bool:
-    """Whether there are files of profiles."""
     config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
     shared = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
     return any(Path(path).expanduser().is_file() for path in (config, shared))
@@ -274,7 +272,8 @@ def _google(endpoint: str | None) -> dict[str, Any]:
         return {"skip_signature": True}
     if _first(*_GOOGLE) is not None:
         return {}
-    if (file := _gcloud_file()).is_file():
+    file = _gcloud_file()
+    if file.is_file():
         return {"application_credentials": str(file)}
     return {} if _on_gce() else {"skip_signature": True}
 
@@ -395,7 +394,6 @@ def _blob_endpoint(parts: dict[str, str]) -> str | None:
 
 
 def _connection() -> dict[str, str]:
-    """The parts of the connection string, if there is one."""
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     parts = dict(part.strip().split("=", 1) for part in text.split(";") if "=" in part)
     if parts.get("UseDevelopmentStorage", "").lower() == "true":

@@ -208,7 +208,6 @@ def _known_only(kind: Any) -> Any:
 
 
 def _unreached(error: Exception) -> tuple[str, str]:
-    """Why a file system cannot be asked at all, and what to do."""
     name = type(error).__name__
     if name == "BadHostKeyException":
         return "is another host than before, as its key says", "see: man ssh (known_hosts)"

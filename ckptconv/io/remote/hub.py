@@ -295,7 +295,6 @@ class HubStore(WebStore):
         return told, following
 
     def _asked(self, url: str) -> tuple[Any, Headers]:
-        """What the API tells."""
         from ckptconv.io.remote.wire import Target
 
         with self._wire.asked(Target(url), {}, 1 << 20) as answer:

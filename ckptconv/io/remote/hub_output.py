@@ -82,7 +82,6 @@ class HubOutput(Staged):
         return self._place if self._files is None else self._place.parent.child(name)
 
     def _now(self) -> HubStore:
-        """The repository as it is now."""
         return HubStore(self._repository)
 
     @property

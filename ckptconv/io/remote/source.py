@@ -195,7 +195,6 @@ class RemoteSource(FarSource):
         return found
 
     def _requested(self, first: int, nbytes: int) -> memoryview:
-        """The bytes from `first` on, in one request."""
         if self._is_closed:
             raise self.closed()
         part = self._get(first, nbytes)

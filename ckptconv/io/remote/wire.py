@@ -433,7 +433,6 @@ class _Encrypted(_Held, HTTPSConnection): ...
 
 
 def _pool(kind: Any, connection: Any, *given: Any, **options: Any) -> Any:
-    """A pool of connections of a kind of ours."""
     made = kind(*given, **options)
     made.ConnectionCls = connection
     return made

@@ -19,16 +19,11 @@ from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed
 from ckptconv.tensors.decoding import Decoding, decode_needs
-from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, DType
+from ckptconv.tensors.dtypes import BFLOAT16, BY_NAME, E8M0, FLOAT8, FLOAT32, DType
 from ckptconv.tensors.gguf_blocks import DECODERS
 from ckptconv.tensors.refs import Shape, TensorRef, box_of
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tensors.views import reshaped
-
-# what fp8 and fp4 become by default; the schemes of integers name the type of their scales
-BFLOAT16 = BY_NAME["bfloat16"]
-E8M0, E4M3 = BY_NAME["float8_e8m0fnu"], BY_NAME["float8_e4m3fn"]
-FLOAT8 = tuple(BY_NAME[f"float8_{form}"] for form in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 """Under which a model's ``config.json`` says how its weights are quantised; the last is MLX's."""
@@ -335,7 +330,6 @@ def block_of(
 
 
 def _large(shape: Sequence[int]) -> list[int]:
-    """The sizes of a shape that are not 1."""
     return [size for size in shape if size != 1]
 
 
@@ -372,7 +366,7 @@ def decoded(
     shape: Shape,
     *,
     dtype: DType | None = None,
-    default: DType = BFLOAT16,
+    default: DType = BFLOAT16,  # of fp8 and fp4; schemes of integers name that of their scales
 ) -> TensorRef:
     """The values of a weight, of this shape. Their type is `dtype`, else that which the
     configuration names, else the `default`.

@@ -13,11 +13,10 @@ from typing import Any
 
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.decoding import Decoding
-from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.dtypes import FLOAT8, UINT8
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.scaled_weights import MARK
 from ckptconv.tensors.schemes.base import (
-    FLOAT8,
     Facts,
     Group,
     Scheme,
@@ -54,7 +53,6 @@ _TILED = {"nvfp4": _Tiled(4, 16, (1, 0)), "mxfp8": _Tiled(8, 32, ())}
 
 
 def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
-    """What ComfyUI says of a layer."""
     inline = group.parts.get(_INLINE)
     if inline is not None:
         return _object(group, read_small(inline, group.prefix + _INLINE))

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptconv.tensors.decoding import Decoding
+from ckptconv.tensors.dtypes import E4M3, E8M0
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
-    E4M3,
-    E8M0,
     Facts,
     Group,
     Scheme,

@@ -11,10 +11,8 @@ outputs: what was packed along the last axis lies along the one before it.
 from __future__ import annotations
 
 from ckptconv.tensors.decoding import Decoding
-from ckptconv.tensors.dtypes import UINT8
+from ckptconv.tensors.dtypes import E4M3, FLOAT8, UINT8
 from ckptconv.tensors.schemes.base import (
-    E4M3,
-    FLOAT8,
     Facts,
     Group,
     Scheme,

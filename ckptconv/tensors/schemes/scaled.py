@@ -13,11 +13,9 @@ from __future__ import annotations
 from math import prod
 
 from ckptconv.tensors.decoding import Decoding
-from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.dtypes import BY_NAME, E8M0, FLOAT8
 from ckptconv.tensors.refs import Shape
 from ckptconv.tensors.schemes.base import (
-    E8M0,
-    FLOAT8,
     Facts,
     Group,
     Scheme,

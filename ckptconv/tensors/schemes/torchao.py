@@ -40,7 +40,6 @@ def described(name: str, facts: Facts) -> Mapping[str, Any] | None:
 
 
 def _weight_name(group: Group) -> str:
-    """The name of the weight, of whose codes this is the name."""
     return group.name.removeprefix("_").removesuffix(_CODES)
 
 
@@ -111,7 +110,6 @@ def _rows(
 
 
 def _need(group: Group, parts: Mapping[str, str], part: str) -> str:
-    """The name of a tensor in the group."""
     if part not in parts:
         group.fail(f"is quantised by torchao, and has no {part}")
     return parts[part]
