@@ -254,8 +254,8 @@ def kind_of_head(head: bytes) -> bool | None:
     return None
 
 
+# How the first record of an archive is called that torch or numpy wrote
 _FIRST_RECORDS = (b"/data.pkl", b".npy")
-"""How the first record of an archive is called that torch or numpy wrote."""
 
 
 # ------------------------------------------------------------------------------ what is inflated
@@ -364,8 +364,8 @@ STRANGERS: tuple[Stranger, ...] = (
 )  # fmt: skip
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
+# The names of the files of a TensorFlow checkpoint's values, one behind another, unmarked
 _TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch
-"""The names of the files of a TensorFlow checkpoint's values, one behind another, unmarked."""
 
 # tensorflow/core/lib/io/format.h: kTableMagicNumber
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
@@ -382,6 +382,7 @@ def _what_else(source: Source, head: bytes) -> tuple[str, str | None, ErrorCode]
         return "is empty (0 bytes)", "fetch or save it again", ""
     has_its_name = _TENSORFLOW_SHARD(source.path.name) is not None
     known = next((item for item in STRANGERS if head[item.at :].startswith(item.magic)), None)
+    # one byte tells little: the values of a shard of TensorFlow may begin with it too
     if known is not None and not (has_its_name and len(known.magic) == 1):
         return known.what, known.hint, "compressed" if known.is_packed else ""
     if source.read(max(0, source.size - 8), min(8, source.size)) == _TABLE_END:

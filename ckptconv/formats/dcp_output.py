@@ -163,13 +163,13 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
         raise OutputRefused(what, path=name) from error
 
 
+# By which Megatron's loader chooses its code (megatron/core/dist_checkpointing/core.py, 0.16)
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""By which Megatron's loader chooses its code (megatron/core/dist_checkpointing/core.py, 0.16)."""
 
 
 def _as_items(tree: dict[Any, Any], name: PurePath) -> dict[Any, Any]:

@@ -56,17 +56,19 @@ _VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
            12: "d"}  # fmt: skip
 _WORDS = {0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32",
           7: "bool", 8: "text", 10: "uint64", 11: "int64", 12: "float64"}  # fmt: skip
+# The types of values in the metadata: those of `_VALUES` are numbers
 _TEXT, _ARRAY, _UINT32 = 8, 9, 4
-"""The types of values in the metadata: those of `_VALUES` are numbers."""
 
 _ALIGNMENT = "general.alignment"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
+# Entries that another container would understand otherwise
 _NOT_CARRIED = ("format", "device", ENCODINGS)
-"""Entries that another container would understand otherwise."""
 
 _SHORT = 4096  # bytes of an array that is read; those of a tokenizer have millions
 _MOST_DIMENSIONS = 4
-_LEAST_OF_TENSOR, _LEAST_OF_ENTRY = 24, 13  # bytes
+# bytes of a tensor: the lengths of an empty name and of its shape, type, offset (8, 4, 4, 8); of an
+# entry: those of an empty name, a type, a value of one byte (8, 4, 1)
+_LEAST_OF_TENSOR, _LEAST_OF_ENTRY = 24, 13
 _LITTLE = "take the little-endian file of the model"
 
 
@@ -121,7 +123,7 @@ class _Header:
     def read_version(self) -> int:
         """The version; tells the order of bytes too."""
         version: int = self.number("I")
-        if not version & 0xFFFF:
+        if not version & 0xFFFF:  # 2 or 3 in the other order stands in the upper half
             self.is_big, self._order = True, ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in (2, 3):

@@ -111,11 +111,11 @@ def index_path(output: PurePath) -> PurePath:
     return output.with_name(f"{stem}{output.suffix}.index.{variant}.json")
 
 
+# The names of weights for which transformers, peft and diffusers look. Source: `_add_variant`.
 _LIBRARY = re.compile(
     r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?:\.(?P<variant>[^./]+?))?"
     r"(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
 ).fullmatch
-"""The names of weights for which transformers, peft and diffusers look. Source: `_add_variant`."""
 
 
 def named_like(read: str, usual: str) -> str:

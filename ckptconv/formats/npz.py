@@ -65,8 +65,8 @@ TYPES: dict[str, DType] = {
 
 _BEGINNING = 192  # bytes that hold nearly every header; numpy pads it to a multiple of 64
 _LONGEST_HEADER = 10_000  # bytes; numpy reads no longer one either, where it does not trust a file
+# The versions of a member, and the bytes that the length of its header takes
 _VERSIONS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
-"""The versions of a member, and the bytes that the length of its header takes."""
 
 _SIZE = r"[0-9]{1,19}L?"  # Python 2 wrote 3L
 _HEADER = re.compile(r"\s*\{(?P<entries>.*)\}\s*", re.DOTALL).fullmatch
@@ -80,6 +80,7 @@ _ENTRY = re.compile(
     re.VERBOSE | re.ASCII,
 )
 _DESCR = re.compile(r"(?P<order>[<>|])(?P<code>[a-zA-Z][0-9]*)(?:\[[\w/]+\])?", re.ASCII).fullmatch
+# What an array holds whose element type is not read, by the first letter of its code
 _REFUSED = {
     "O": "Python objects, which only unpickling would read",
     "U": "texts",
@@ -91,7 +92,6 @@ _REFUSED = {
     "f": "numbers that are not the same on all hosts (longdouble)",
     "c": "numbers that are not the same on all hosts (longdouble)",
 }
-"""What an array holds whose element type is not read, by the first letter of its code."""
 
 _LEAVE_OUT = "save the archive without it, or write it as an array of numbers"
 _DAMAGED = "the file is damaged, cut off or forged"
@@ -251,7 +251,7 @@ def _dtype(descr: str) -> tuple[DType, bool]:
 
 _DESCRS = {dtype: f"{'|' if dtype.word == 1 else '<'}{code}" for code, dtype in TYPES.items()}
 _ALIGNMENT = 64  # of the values in a member, as numpy has it
-_MOST_DIMENSIONS = 64
+_MOST_DIMENSIONS = 64  # of numpy 2; numpy 1 has 32
 _LARGEST = (1 << 63) - 1  # bytes of an array, sizes of 0 not counted
 _LONGEST_NAME = 0xFFFF  # bytes of a member's name in a zip archive
 
@@ -357,6 +357,7 @@ def _why_no_name(key: str, other: str, keys: Set[str]) -> str | None:
 
 def _header(dtype: DType, shape: Shape) -> bytes:
     """All that stands before the values of an array, in the first version that there was."""
+    # 64 sizes of 19 digits take far less than the 65,535 bytes that the length can say
     text = f"{{'descr': '{_DESCRS[dtype]}', 'fortran_order': False, 'shape': {shape}, }}"
     unpadded = len(MAGIC) + 4 + len(text) + 1
     raw = f"{text}{' ' * (-unpadded % _ALIGNMENT)}\n".encode()

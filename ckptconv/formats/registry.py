@@ -432,6 +432,7 @@ def _open_alone(path: Location) -> Checkpoint:
         raise UnsupportedCheckpoint("is one file of a DCP checkpoint", path=path, hint=hint)
     checkpoint = open_file(path)
     with closed_on_error(checkpoint):
+        # by names and metadata, so that neither module is imported for any other file
         if path.name in ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt"):
             _in_folders("megatron.refuse_one_rank")(checkpoint, path)
         if "DCP_SHARDING_INFO" in checkpoint.metadata:
@@ -450,11 +451,11 @@ def is_empty_loss(file: Location) -> bool:
         return pairs is not None and not pairs
 
 
+# Files of which a folder is told to be another program's, and what it is
 _FOREIGN_FOLDERS = (
     ("saved_model.pb", "is a TensorFlow SavedModel"),
     ("*.data-?????-of-?????", "holds TensorFlow checkpoints"),
 )
-"""Files of which a folder is told to be another program's, and what it is."""
 
 
 def refuse_foreign_folder(folder: Location, *, is_checkpoint: bool) -> None:
@@ -484,4 +485,4 @@ def lacks_metadata(folder: Location) -> bool:
 
 def is_of_dcp(name: str) -> bool:
     """Whether a file is called as those in which the ranks of DCP save."""
-    return name.endswith(".distcp") and name != ".distcp"
+    return name.endswith(".distcp") and name != ".distcp"  # which is a hidden file without an end

@@ -451,9 +451,9 @@ def _end_of(entry: object) -> int:
     return 0
 
 
+# By its first bytes, what opens a damaged file, and which of the storages are whole then
 _KINDS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Checkpoint], IsWhole], ...] = (
     (is_zip, _open_damaged_zip, _is_there),
     (is_torch_legacy, _open_damaged_legacy, _is_there),
     (is_safetensors, _open_damaged_safetensors, _is_in_file),
 )
-"""By its first bytes, what opens a damaged file, and which of the storages are whole then."""

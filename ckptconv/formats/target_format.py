@@ -225,6 +225,7 @@ def target_of_suffix(suffix: str) -> TargetFormat | None:
     return next((target_named(row.name) for row in TARGETS if suffix.lower() in row.suffixes), None)
 
 
+# What else a name may say that a file is; nothing of it is written
 _OTHERS = {
     "GGUF": ".gguf .ggml", "ONNX": ".onnx", "HDF5": ".h5 .hdf5 .keras", "a numpy array": ".npy",
     "TensorFlow": ".pb .tflite .index", "Flax": ".msgpack", "Paddle": ".pdparams .pdopt",
@@ -233,7 +234,6 @@ _OTHERS = {
     "a compressed file": ".gz .bz2 .xz .zst .lz4 .7z .rar .tgz .nemo",
     "a text": ".json .jsonl .yaml .yml .toml .txt .md .csv .html .py .log",
 }  # fmt: skip
-"""What else a name may say that a file is; nothing of it is written."""
 
 
 def claimant(suffix: str) -> str | None:

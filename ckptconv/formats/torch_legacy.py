@@ -65,8 +65,8 @@ def listed(keys: Node) -> list[str]:
     return keys
 
 
+# The bytes and the type of each storage, by its key
 _Named = dict[str, tuple[int, "DType | None"]]
-"""The bytes and the type of each storage, by its key."""
 
 
 class _Storages:

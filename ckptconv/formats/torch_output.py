@@ -77,8 +77,8 @@ def _storage_record(number: int, new: NewStorage) -> NewRecord:
     return made(NewRecord, (name, f"{ROOT}/{name}".encode(), b"", nbytes, values, dtype))
 
 
+# What can be done about a tensor that safetensors holds and torch does not
 _NOT_IN_TORCH = "write safetensors (--to safetensors), or leave it out (--exclude)"
-"""What can be done about a tensor that safetensors holds and torch does not."""
 
 
 class TorchFile(TargetFormat):

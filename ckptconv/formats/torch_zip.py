@@ -40,8 +40,8 @@ CONTAINER = Container(
     has_checksums=True,
     names_storages=True,
 )
+# The records that torch writes besides the storages
 _OWN = "data.pkl version byteorder .format_version .storage_alignment .data/serialization_id"
-"""The records that torch writes besides the storages."""
 
 
 def open_torch_zip(source: Source, records: Records) -> Checkpoint:

@@ -139,8 +139,8 @@ def _unquoted(quoted: str) -> str:
     return _ESCAPE.sub(meant, quoted.encode()).decode("utf-8", "replace")
 
 
+# Where classes in C++ stand, which have no text and pickle what they like (packed weights)
 _NATIVE = "__torch__.torch.classes."
-"""Where classes in C++ stand, which have no text and pickle what they like (packed weights)."""
 
 
 _SPARSE = "torch._utils._rebuild_sparse_tensor"

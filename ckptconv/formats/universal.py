@@ -52,10 +52,9 @@ LATEST = "latest_universal"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 _MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _VERSION = "0.19.8"
+# Without it deepspeed's own tools refuse the folder. The numbers from 0.3 on promise more about
+# how tensor-parallel weights were cut; here none were.
 _INFO = Dict([("universal_checkpoint_version", 0.2)])
-"""Without it deepspeed's own tools refuse the folder. The numbers from 0.3 on promise more about
-how tensor-parallel weights were cut; here none were.
-"""
 _STEPS = ("global_steps", "global_step", "iteration", "step")
 _MASTER = "fp32_param"
 _SIZE = Global("torch", "Size")

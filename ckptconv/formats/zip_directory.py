@@ -236,8 +236,8 @@ def zip64_numbers(extra: bytes) -> tuple[int, ...] | None:
 
 # ---------------------------------------------------------------------------------- several in one
 
+# Signatures of end records in payloads that are passed over before the search ends
 _MOST_IN_VAIN = 10_000
-"""Signatures of end records in payloads that are passed over before the search ends."""
 
 
 def joined_archives(source: Source) -> list[tuple[int, int]]:

@@ -344,7 +344,7 @@ class PooledSource(FileSource):
         pool.hold(self)
 
     def is_for_threads(self) -> bool:
-        return False
+        return False  # to open one, a pool closes another one, which a thread may be reading
 
     def mappable_path(self) -> str | None:
         """None: a mapping would hold the file open while it rests."""

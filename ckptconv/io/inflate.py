@@ -122,6 +122,7 @@ class InflatedSource(Source):
         return self._plain
 
     def _pieces(self) -> Iterator[bytes]:
+        # -15: without the header and the checksum of zlib, for which an archive has its own
         inflater, crc, total = zlib.decompressobj(-15), 0, 0
         for start in range(0, self._deflated, CHUNK):
             pending = self._parent.read(self._offset + start, min(CHUNK, self._deflated - start))

@@ -266,9 +266,9 @@ def _by_group(heads: Heads) -> tuple[Operations, Operations]:
     return there, back
 
 
+# What is done to q, k and v in one, by how their rows lie
 _FUSED: Mapping[str, Callable[[Heads], tuple[Operations, Operations]]] = {
     "qkv": _one_after_another,
     "qkv-by-group": _by_group,
     "qkv-by-head": lambda heads: _by_group(Heads(heads.queries, heads.queries)),
 }
-"""What is done to q, k and v in one, by how their rows lie."""

@@ -37,8 +37,8 @@ peft's `PeftModel`; timm's `ModelEma`; mmengine's `BaseAveragedModel` (``steps``
 `EMA`.
 """
 
+# The starts of keys that only what writes them has, all of them, by the preset that helps
 _SIGNS = {"swa": ("n_averaged",), "ema-pytorch": ("initted", "step", "ema_model.")}
-"""The starts of keys that only what writes them has, all of them, by the preset that helps."""
 
 
 def told_preset(keys: Sequence[str]) -> str | None:
@@ -197,8 +197,8 @@ class Preset(Rule):
 _CONVERT = "convert the adapter: ckptconv convert ADAPTER OUT"
 
 _QUERIES = ("num_attention_heads", "n_heads")
+# The names of numbers of heads in ``config.json``, and in Meta's ``params.json``
 _KEYS = ("num_key_value_heads", "n_kv_heads")
-"""The names of numbers of heads in ``config.json``, and in Meta's ``params.json``."""
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:

@@ -42,8 +42,8 @@ _MAPPING = "mapping"
 _VERSION = 1
 
 
+# What a file holds in place of rules, each with the line where it begins (None: not known)
 _Entries = list[tuple[Any, "int | None"]]
-"""What a file holds in place of rules, each with the line where it begins (None: not known)."""
 
 
 @spelling_checked
@@ -146,8 +146,8 @@ def _written(value: Any) -> Any:
 
 _NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch
 
+# The rules that may be written as a table, old → new
 _PAIRS: dict[Any, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
-"""The rules that may be written as a table, old → new."""
 
 
 def _text_of(value: Any) -> str:

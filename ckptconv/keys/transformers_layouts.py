@@ -209,8 +209,8 @@ def _transforms(scope: Scope, direction: Direction) -> Iterator[Transform]:
         yield Transform(tuple(sources), tuple(targets), operations, kind, offset, scope)
 
 
+# The entry of rules for all models, on the way to version 5
 _ALL = "legacy"
-"""The entry of rules for all models, on the way to version 5."""
 
 
 def _frozen(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -480,6 +480,7 @@ def _interleave(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     yield Operation.of(asked.way("deinterleave", "interleave"), given["dim"])
 
 
+# What makes of each operation of transformers those of a tensor rule
 _MAKERS: Mapping[str, Callable[[Asked, Mapping[str, Any]], Iterator[Operation]]] = {
     "MergeModulelist": _stack,
     "Concatenate": _concat,
@@ -489,7 +490,6 @@ _MAKERS: Mapping[str, Callable[[Asked, Mapping[str, Any]], Iterator[Operation]]]
     "Transpose": _transpose,
     "Interleave": _interleave,
 }
-"""What makes of each operation of transformers those of a tensor rule."""
 
 
 # --------------------------------------------------------------------------------------- the preset

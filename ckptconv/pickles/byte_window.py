@@ -44,8 +44,8 @@ class Broken(Exception):
 
 
 ELSEWHERE = "after which unpicklers continue at different places"
+# How many bytes are read first; most of what is looked at is not a pickle and breaks in them
 _FIRST_WINDOW = 512
-"""How many bytes are read first; most of what is looked at is not a pickle and breaks in them."""
 LONGEST_NAME = 4096
 """Of longer texts only the place is kept: they are arrays, in python 2 and protocols up to 2."""
 _LONGEST_NUMBER = 1 << 20  # bytes of a line of digits and of the blanks around them

@@ -283,6 +283,7 @@ class _Counter:
 
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _VALUES = frozenset(b"X\x8c\x8dUTCB\x8e\x96MJ\x8a\x8bFPVSIL")
+# Opcodes that lead to no name: how many values they take (-1: above the mark) and make
 _EFFECTS = {
     # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST, EMPTY_DICT, EMPTY_SET, BINFLOAT
     **dict.fromkeys(b"N\x88\x89]}\x8fG", (0, True)),
@@ -294,7 +295,6 @@ _EFFECTS = {
     **dict.fromkeys(b"eu\x901", (-1, False)),  # APPENDS, SETITEMS, ADDITEMS, POP_MARK
     **dict.fromkeys(b"ld\x91", (-1, True)),  # LIST, DICT, FROZENSET
 }
-"""Opcodes that lead to no name: how many values they take (-1: above the mark) and make."""
 
 
 def _text(raw: bytes) -> str | None:

@@ -41,11 +41,11 @@ _Pairs: TypeAlias = list[tuple[Node, Node]]
 _Reading: TypeAlias = Callable[[Node, Global], _Pairs | None]
 
 _OTHERS = "builtins.set builtins.list builtins.bytearray collections.deque"
+# Classes whose `__new__` ignores its arguments: `__init__` takes them, uncalled by NEWOBJ
 _IGNORE_NEW_ARGUMENTS = MAPPINGS.union(_OTHERS.split())
-"""Classes whose `__new__` ignores its arguments: `__init__` takes them, uncalled by NEWOBJ."""
 
+# Classes that have neither `append` nor `extend`
 _NO_LISTS = MAPPINGS | {"builtins.set", "builtins.frozenset"}
-"""Classes that have neither `append` nor `extend`."""
 
 _NAMED: ContextVar[set[tuple[str, str]] | None] = ContextVar("globals that are named", default=None)
 

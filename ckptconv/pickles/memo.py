@@ -17,15 +17,15 @@ from ckptconv.pickles.nodes import Call, Global, Node
 from ckptconv.pickles.opcodes import INTEGER, integer_of, integers_of, tuple_of
 from ckptconv.support.errors import MalformedCheckpoint
 
+# Entries of MEMOIZE that are kept, fetched or not: more than small pickles have
 _REMEMBERED = 1 << 16
-"""Entries of MEMOIZE that are kept, fetched or not: more than small pickles have."""
 _SEARCHED = 1 << 20  # bytes in which fetches are looked for together
 _LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
 _FORGOTTEN: Node = object()
 UNMADE: Node = object()
 """Stands for a value that the opcodes of a run put and nobody is expected to fetch."""
+# The groups of a run that are the indexes of what it puts
 _PUTS = (5, 9, 12, 14, 17, 18)
-"""The groups of a run that are the indexes of what it puts."""
 
 
 def _forged(what: str) -> MalformedCheckpoint:

@@ -77,8 +77,8 @@ _MARK, _BININT1, _BININT2, _LONG1 = b"(KM\x8a"
 _WINDOW = 1 << 20
 _FIRST_WINDOW = 1 << 16  # the pickles of most checkpoints are no longer
 _HINT = "the file is damaged or cut off"
+# Opcodes in a run that have an argument: where one stands that does not match, it is cut off
 _CUT = {opcode for opcode, width in FIXED.items() if width} | LINES.keys()
-"""Opcodes in a run that have an argument: where one stands that does not match, it is cut off."""
 
 
 def _patterns() -> Iterator[bytes]:
@@ -90,8 +90,8 @@ def _patterns() -> Iterator[bytes]:
         yield b"[%b]%b" % (opcodes, rb"[^\n]*\n" * count)
 
 
+# Opcodes whose end does not depend on a length that they declare
 _RUN = re.compile(b"(?:%b){0,1000}" % b"|".join(_patterns()), re.DOTALL).match
-"""Opcodes whose end does not depend on a length that they declare."""
 
 
 def read_pickles(

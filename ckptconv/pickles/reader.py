@@ -459,8 +459,8 @@ class PickleReader(NodeMaker):
 
 
 _CROSSING = "has an opcode that crosses the end of its frame"
+# Bytes of a stream between two looks at what was made of it: at most some 60 MB of nodes
 _LOOK = 1 << 18
-"""Bytes of a stream between two looks at what was made of it: at most some 60 MB of nodes."""
 _NODE_IN_RUN = 7  # a run counts as a node for each 128 bytes of it
 _LONGEST_OPCODE = 16  # bytes, with its argument but for bytes and text
 
@@ -480,8 +480,8 @@ def _too_wide(widest: int) -> LimitExceeded:
 
 
 _NEW_WITH_STATE = b"\x81\x94}\x94"
+# What follows EMPTY_TUPLE where an object has attributes, and TUPLE1 in a torch.Size of one
 _CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"
-"""What follows EMPTY_TUPLE where an object has attributes, and TUPLE1 in a torch.Size of one."""
 
 
 def _decode(text: bytes, intern: dict[str, str]) -> str:
@@ -499,6 +499,7 @@ def _python2_text(raw: bytes) -> str | bytes:
         return raw
 
 
+# What the bytes behind a length mean
 _OF_BYTES: dict[int, Callable[[bytes], Node]] = {
     **dict.fromkeys(b"UT", _python2_text),  # SHORT_BINSTRING, BINSTRING
     **dict.fromkeys(b"CB\x8e", bytes),  # SHORT_BINBYTES, BINBYTES, BINBYTES8
@@ -506,4 +507,3 @@ _OF_BYTES: dict[int, Callable[[bytes], Node]] = {
     0x96: lambda raw: Call(BYTEARRAY, (raw,)),  # BYTEARRAY8
     **dict.fromkeys(b"\x8a\x8b", lambda raw: int.from_bytes(raw, "little", signed=True)),  # LONGs
 }
-"""What the bytes behind a length mean."""

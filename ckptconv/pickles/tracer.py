@@ -72,12 +72,12 @@ class _TooMany(Exception):
     """More values than the limit."""
 
 
+# What a mark takes on a stack: an empty list, as much memory as so many values
 _MARK = 8
-"""What a mark takes on a stack: an empty list, as much memory as so many values."""
+# A value that does not matter here: a number, or a container that the stream itself makes
 _OTHER: Any = object()
-"""A value that does not matter here: a number, or a container that the stream itself makes."""
+# An object of which nothing is known, not even that the stream made it
 _STRANGE: Any = object()
-"""An object of which nothing is known, not even that the stream made it."""
 
 
 # bytes of a pickle that calls something; what is shorter is not a stream to be looked into
@@ -388,15 +388,16 @@ class _Tracer(ByteWindow):
         self.push(self.short(held))
 
 
+# How arguments are written that are not bytes as they stand
 _FORMS: dict[int, Form] = {
     **dict.fromkeys(b"X\x8c\x8d", "utf-8"),
     ord("V"): "raw-unicode-escape",
     ord("S"): "quoted",
 }
-"""How arguments are written that are not bytes as they stand."""
 _DIGITS = frozenset(b"gp")  # lines that are an index of the memo
+# Opcodes of two lines, and FRAME: what is done for them takes their argument from the window
 _LOOK_THEMSELVES = frozenset(b"ci\x95")
-"""Opcodes of two lines, and FRAME: what is done for them takes their argument from the window."""
+# What opcodes do to the stack and the memo, with their argument
 _ACTS: dict[int, Callable[..., Any]] = {
     # numbers, NONE, NEWTRUE, NEWFALSE, NEXT_BUFFER and containers that are empty
     **dict.fromkeys(b"JKMGFIL\x8a\x8bN]}\x88\x89\x8f\x97", _Tracer.other),
@@ -433,7 +434,6 @@ _ACTS: dict[int, Callable[..., Any]] = {
     0x93: _Tracer.global_of_stack,
     0x95: _Tracer.frame,
 }
-"""What opcodes do to the stack and the memo, with their argument."""
 
 
 def _step(opcode: int, act: Callable[..., Any]) -> Callable[[_Tracer], Any]:

@@ -251,6 +251,7 @@ def _batches_of_pairs(pairs: Sequence[tuple[Node, Node]]) -> Iterator[Node]:
         yield _Raw(b"u")
 
 
+# How each kind of node is written; every other one is a leaf
 _WORK: dict[type, Callable[[PickleWriter, Any], Iterator[Node] | None]] = {
     _Raw: lambda writer, node: writer._out.extend(node),
     _Put: PickleWriter._write_put,
@@ -264,5 +265,4 @@ _WORK: dict[type, Callable[[PickleWriter, Any], Iterator[Node] | None]] = {
         node, Call(ENCODE, (node.decode("latin1"), "latin1"))
     ),
 }
-"""How each kind of node is written; every other one is a leaf."""
 _NOT_LEAVES = frozenset((*_SCALARS, str, *_WORK))

@@ -204,8 +204,8 @@ def shaped(runs: Iterable[Run], dtype: DType, shape: Shape) -> TensorRef:
     return TensorRef(dtype, shape, contiguous_stride(shape), pieces)
 
 
+# A box of a tensor: start, shape, stride, and how many elements of its run lie before it
 _Box = tuple[Shape, Shape, Shape, int]
-"""A box of a tensor: start, shape, stride, and how many elements of its run lie before it."""
 
 
 @lru_cache(maxsize=256)  # most parameters of a model have a few shapes, and are cut alike

@@ -485,8 +485,8 @@ class _Asked(NamedTuple):
 
 
 _Settle = Callable[[_Asked], list[Move]]
+# Moves of one tensor, by their names and numbers
 _Steps = Iterator[tuple[str, tuple[Shape, ...]]]
-"""Moves of one tensor, by their names and numbers."""
 
 
 def settled(

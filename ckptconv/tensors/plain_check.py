@@ -20,8 +20,8 @@ from ckptconv.tensors.plain_numbers import Number, number_of, rounded, stands_fo
 from ckptconv.tensors.refs import Box, DerivedSource, Shape, TensorRef, box_of, origins, place_of
 from ckptconv.tensors.stream import read_box
 
+# The most elements of one tensor that are worked out once more
 _MOST = 64
-"""The most elements of one tensor that are worked out once more."""
 
 # The elements of an output, about: each takes 20 microseconds, and over a network a request.
 _OF_ALL, _OF_ALL_FAR = 20_000, 32
@@ -61,8 +61,8 @@ def other_element(ref: TensorRef, dtype: DType, written: TensorRef, most: int) -
     return None
 
 
+# Numbers of the inputs, on average, for which an element of the sample is worked out
 _NUMBERS = 32
-"""Numbers of the inputs, on average, for which an element of the sample is worked out."""
 
 
 def _affordable(ref: TensorRef, most: int) -> int:
@@ -134,8 +134,8 @@ def _numbers_in(ref: TensorRef, box: Box) -> list[Number]:
     return [number_of(raw[at : at + size], ref.dtype) for at in range(0, len(raw), size)]
 
 
+# Numbers that are read one by one, each where it lies
 _AT_ONCE = 4
-"""Numbers that are read one by one, each where it lies."""
 
 
 def _places(start: Shape, shape: Shape) -> Iterator[Shape]:

@@ -42,8 +42,8 @@ _FORMS = {
 }
 
 
+# The letters of `struct` for floats of so many bytes
 _CODES = {2: "e", 4: "f", 8: "d"}
-"""The letters of `struct` for floats of so many bytes."""
 
 
 def number_of(raw: bytes, dtype: DType) -> Number:

@@ -50,18 +50,18 @@ class ScaledWeight(NamedTuple):
     needed: tuple[str, ...]
 
 
+# Words in the name of a scale that are not part of the name of what it scales
 _AROUND = frozenset(("inv", "2", "global", "per", "tensor"))
-"""Words in the name of a scale that are not part of the name of what it scales."""
+# Words of what stands beside a scale and is read with the same codes: ``weight_zero_point``
 _BESIDE = frozenset(
     (
         *("zero", "zeros", "qzeros", "wzeros", "point", "g", "idx", "shape", "biases"),
         *("codebooks", "format", "nested", "pre", "quant", "map", "comfy"),
     )
 )
-"""Words of what stands beside a scale and is read with the same codes: ``weight_zero_point``."""
 _PACKED_ENDINGS = ("_packed", "_blocks", "_qdata", "_data")
+# Integers under these names are codes where the module has a scale, whatever else it has
 _CODE_NAMES = frozenset(("weight", "qweight", "W_q", "codes"))
-"""Integers under these names are codes where the module has a scale, whatever else it has."""
 _PAIRS = {"weight": "SCB", "B": "s", "q_weight": "q_scale", "trellis": "suh", "Qidxs": "SU"}
 MARK = "scaled_fp8"
 _QUANT_STATE = ".quant_state."

@@ -36,6 +36,8 @@ _OF_BOTH = {
     "text_encoders.clip_g.transformer.": "te2",
     "text_encoders.t5xxl.transformer.": "te2",
 }
+# What stands before the modules of one component in a file of several: the original files of
+# Stable Diffusion and Flux, and what ComfyUI writes.
 _COMPONENTS = {
     **_OF_BOTH,
     "model.diffusion_model.": "unet",
@@ -44,14 +46,12 @@ _COMPONENTS = {
     "conditioner.embedders.0.transformer.": "te1",
     "conditioner.embedders.1.model.": "te2",
 }
-"""What stands before the modules of one component in a file of several: the original files of
-Stable Diffusion and Flux, and what ComfyUI writes.
-"""
 
+# What adapters put before the dotted path of a module, and the component that it says
 _DOTTED = {**_OF_BOTH, "lycoris.": "", "model.": "", "": ""}
-"""What adapters put before the dotted path of a module, and the component that it says."""
 
 # in this order: `lora_` is what others begin with
+# What they put before a path whose dots are underscores
 _JOINED = {
     "lora_unet_": "unet",
     "lora_prior_unet_": "unet",
@@ -63,7 +63,6 @@ _JOINED = {
     "lycoris_": "",
     "lora_": "",
 }
-"""What they put before a path whose dots are underscores."""
 
 
 class Place(NamedTuple):

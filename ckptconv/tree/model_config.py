@@ -170,8 +170,8 @@ def _in_other_files(home: Location) -> Iterator[_Said]:
         yield _Said("quantize_config.json", found, "gptq")
 
 
+# The settings that say how codes are read
 _READ = ("bits", "group_size", "desc_act", "mode", "version", "weight_block_size", "config_groups")
-"""The settings that say how codes are read."""
 
 
 def _refuse_contradiction(home: Location, one: _Said, other: _Said) -> None:

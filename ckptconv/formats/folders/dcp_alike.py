@@ -28,8 +28,8 @@ from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef
 
 _RECORDS = ("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", "data/0")
+# The records of a tensor; of the last, nothing is read
 _ID = ".data/serialization_id"
-"""The records of a tensor; of the last, nothing is read."""
 _DESCRIPTOR = b"PK\7\x08"
 _CRC = 4  # bytes
 _CRC_IN_LOCAL, _CRC_IN_CENTRAL, _CRC_IN_DESCRIPTOR = 14, 16, 4
@@ -62,8 +62,8 @@ class _Kind(NamedTuple):
     crc_at: int
 
 
+# What `.metadata` tells of items of one kind: their length, and type and shape of the chunk
 _Told = tuple[int, DType, Shape]
-"""What `.metadata` tells of items of one kind: their length, and type and shape of the chunk."""
 
 
 class Kinds:

@@ -260,8 +260,8 @@ def inside(folder: Location, name: str) -> Location:
 
 # ---------------------------------------------------------------------------------------- foretold
 
+# An item has at least so many bytes more than its values: the end record of its archive
 _LEAST_AROUND = 22
-"""An item has at least so many bytes more than its values: the end record of its archive."""
 _USUAL_NAME = "archive/data/0"
 
 

@@ -44,8 +44,8 @@ Path = tuple["str | int", ...]
 """Where a value hangs in the nested state dict: keys of dicts, indices of lists."""
 _LABELS = {str, int}
 _SIZE = Global("torch", "Size")
+# No size or place is as large
 _LARGEST = 1 << 60
-"""No size or place is as large."""
 
 
 class Item(NamedTuple):

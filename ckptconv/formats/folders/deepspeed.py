@@ -90,11 +90,11 @@ CONTAINER = Container(
 )
 _LAYOUTS = (MODEL_STATES, OPTIMIZER_STATES, PIPELINE, EXPERTS)
 
+# Entries of the model states that describe the partitions; of no use once they are joined
 _BOOKKEEPING = """
     param_shapes frozen_param_shapes frozen_param_fragments shared_params buffer_names optimizer
     num_experts
 """
-"""Entries of the model states that describe the partitions; of no use once they are joined."""
 
 OpenFile = Callable[[Location], Checkpoint]
 
@@ -197,8 +197,8 @@ def _of_partitions(
     return whole_of(opened, CONTAINER, root, opened[0].path, notes)
 
 
+# What of the model states of one tensor-parallel rank is needed to join it with the others
 _OF_TENSOR_RANKS = ("buffer_names", "mp_world_size")
-"""What of the model states of one tensor-parallel rank is needed to join it with the others."""
 
 
 def _others(

@@ -43,8 +43,8 @@ _OF_WIDTHS = 0.4  # the version from which on widths are told, and sizes are tho
 
 _ATOM = r"(?:\\[^A-Za-z0-9]|\\d|\\w|\[[\w-]+\]|[^\\\[\](){}*+?|^$])"
 _IS_SHORT = re.compile(rf"\^?(?:{_ATOM}[*+?]?)*\$?").fullmatch
+# A file may be anybody's, and a pattern of many repeats takes time without end
 _MOST_REPEATS, _LONGEST_NAME, _MOST_PATTERNS = 2, 500, 100
-"""A file may be anybody's, and a pattern of many repeats takes time without end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ _SIZE = re.compile("(?:tensor_|pipeline_|expert_)?model_parallel_size").fullmatc
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _EXPERTS = "expert_model_parallel_size"
 _OF_EXPERTS = "expert_tensor_parallel_size"
+# What each rank has, and the same as all others, beside the model
 _KEPT = ("args", "checkpoint_version", "iteration", "opt_param_scheduler")
-"""What each rank has, and the same as all others, beside the model."""
 _OLDEST = 2.0  # before that version rows of q, k and v are in another order
 _HINT = (
     "name the folder of the iteration with the folders of all ranks in it, or save it with "

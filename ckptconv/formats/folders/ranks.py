@@ -36,8 +36,8 @@ from ckptconv.tree.walk import labels_of, place_text, tensor_of, walk
 
 Labels = tuple[Node, ...]
 
+# Buffers that data-parallel training leaves to each rank; torch's consolidation takes rank 0's
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that data-parallel training leaves to each rank; torch's consolidation takes rank 0's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

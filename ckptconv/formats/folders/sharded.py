@@ -52,11 +52,13 @@ from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tree.checkpoint import UNKNOWN, Checkpoint, Container, whole_of
 
+# The libraries that open an index whose name begins so; transformers opens the others
 _OF_INDEXES = (("diffusion_pytorch_model", "diffusers"), ("adapter_model", "peft"))
-"""The libraries that open an index whose name begins so; transformers opens the others."""
 
 _INDEX = ".index.json"
 _TRIES = 10
+# The names under which the libraries look for weights, in their order: transformers'
+# `_get_resolved_checkpoint_files`; diffusers looks for its index first.
 _ORDER = (
     "model.safetensors", f"model.safetensors{_INDEX}",
     "pytorch_model.bin", f"pytorch_model.bin{_INDEX}",
@@ -64,18 +66,15 @@ _ORDER = (
     f"diffusion_pytorch_model.safetensors{_INDEX}", "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.bin", f"diffusion_pytorch_model.bin{_INDEX}",
 )  # fmt: skip
-"""The names under which the libraries look for weights, in their order: transformers'
-`_get_resolved_checkpoint_files`; diffusers looks for its index first.
-"""
 
 
 _STEMS = "(?:model|pytorch_model|adapter_model|diffusion_pytorch_model)"
 _OF_A_SET = "-[0-9]{5}-of-[0-9]{5}"
+# The files of variants. Source: `_add_variant` in transformers and diffusers.
 _VARIANTS = (
     re.compile(rf"{_STEMS}\.(?:safetensors|bin)\.index\.(?P<variant>[^/]+)\.json").fullmatch,
     re.compile(rf"{_STEMS}\.(?P<variant>[^/]+?)(?<!{_OF_A_SET})\.(?:safetensors|bin)").fullmatch,
 )
-"""The files of variants. Source: `_add_variant` in transformers and diffusers."""
 
 
 def is_hugging_face(path: Location) -> bool:

@@ -52,12 +52,12 @@ POINTERS: dict[str, Callable[[str], str]] = {
 }
 """Text files that say which folder beside them is meant, and how the text becomes its name."""
 
+# Names under which training leaves beside the weights what it needs to go on
 _BESIDE = re.compile(
     r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?"
     r"|training_args|dl_state_dict|custom_checkpoint|recipe_state)"
     r"(?:_[0-9]+)*\.[a-z]+"
 ).fullmatch
-"""Names under which training leaves beside the weights what it needs to go on."""
 
 
 def is_training_state(name: str) -> bool:

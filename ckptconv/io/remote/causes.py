@@ -356,6 +356,7 @@ def _told(error: BaseException, service: str) -> StoreError:
 
 Headers = Mapping[str, str]
 
+# to S3, 409 is two requests for one object at a time; to a web server, what another try meets again
 _PASSING_OF_WEB = _PASSING - {409}
 _RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19})\s*", re.IGNORECASE).fullmatch
 _SECONDS = re.compile(r"\s*(\d{1,9})(?:\.\d*)?\s*").fullmatch

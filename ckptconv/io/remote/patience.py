@@ -41,6 +41,7 @@ def patiently(request: Callable[[], T], seconds: float) -> T:
             error.__context__ = None
             if error.kind != "passing" or (error.tries is not None and tries >= error.tries):
                 raise
+            # by chance: what failed at once is not to come back at once
             wait = delay * random.uniform(0.5, 1.0)
             if error.wait is not None:
                 wait = max(error.wait, 0.0) + random.uniform(0.0, FIRST)

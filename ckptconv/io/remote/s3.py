@@ -66,12 +66,14 @@ class S3Store(ObjectStoreOf):
             connect_timeout=10,
             read_timeout=120,
             max_pool_connections=16,
+            # the default since 1.36 adds a checksum that other servers than AWS may refuse
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             user_agent_extra="ckptconv",
             proxies={at.partition(":")[0]: proxy},
             s3={
                 "addressing_style": "path" if endpoint else "auto",
+                # no SHA-256 beside the CRC-32 of each part; without TLS botocore makes one still
                 "payload_signing_enabled": False,
             },
         )

@@ -392,8 +392,8 @@ def unblocked(key: str, ref: TensorRef, facts: Facts) -> TensorRef:
     return computed(Computed("unblock", (ref,), (ref.dtype.name,), *made_as), key, facts.checked)
 
 
+# What codes may be
 _NUMBERS = ("uint", "e2m1", "e2m3", "int8", *(dtype.name for dtype in FLOAT8))
-"""What codes may be."""
 
 
 def check_inputs(

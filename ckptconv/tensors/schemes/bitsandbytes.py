@@ -29,7 +29,7 @@ from ckptconv.tensors.schemes.base import (
 from ckptconv.tensors.views import reshaped
 
 _STATE = ".quant_state.bitsandbytes__"
-_HIGH_FIRST = (1, 0)
+_HIGH_FIRST = (1, 0)  # of two codes in a byte, the first stands in the upper bits
 _ROWS = 0  # of weight_format: others are orders of a kernel
 
 

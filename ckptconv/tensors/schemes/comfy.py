@@ -47,9 +47,8 @@ class _Tiled(NamedTuple):
     order: tuple[int, ...]
 
 
+# The formats of scales in tiles: the bits of a code, the codes of a scale, which nibble is first
 _TILED = {"nvfp4": _Tiled(4, 16, (1, 0)), "mxfp8": _Tiled(8, 32, ())}
-"""The formats of scales in tiles: the bits of a code, the codes of a scale, which nibble is first.
-"""
 
 
 def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:

@@ -145,12 +145,12 @@ def _is_float(group: Group, facts: Facts) -> bool:
     return _is_packed(group, "uint8")
 
 
+# The formats by whether they are NVFP4 and the bytes of codes of a scale: name, bits, codes
 _FLOATS = {
     (True, 8): ("nvfp4", 4, 16),
     (False, 16): ("mxfp4", 4, 32),
     (False, 24): ("mxfp6", 6, 32),
 }
-"""The formats by whether they are NVFP4 and the bytes of codes of a scale: name, bits, codes."""
 
 
 def _float(group: Group, facts: Facts) -> Weight:

@@ -184,6 +184,7 @@ def _listed(group: Group) -> str:
     )
 
 
+# Who writes codes under these names, in an order that is not known here
 _WRITERS = {
     "W_q": "HQQ",
     "q_weight": "ExLlama 2",
@@ -195,7 +196,6 @@ _WRITERS = {
     "weight_scales": "EETQ",
     "bitmask": "the sparse formats of compressed-tensors",
 }
-"""Who writes codes under these names, in an order that is not known here."""
 
 
 def _unknown(group: Group) -> RefusedObject:
