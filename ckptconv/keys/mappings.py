@@ -90,17 +90,13 @@ class MappedKeys:
         missing: set[str | int | None] = {None}
         for row in reversed(self.tensors):
             if missing.isdisjoint(row.targets):
-                back = MappedTensors(tuple(_named(row.targets)), row.moves, row.sources, True)
-                rows.append(back)
+                named = tuple(target for target in row.targets if target is not None)
+                rows.append(MappedTensors(named, row.moves, row.sources, True))
                 continue
             missing.update(row.sources)
             lost += [target for target in row.targets if isinstance(target, str)]
             gone += [source for source in row.sources if isinstance(source, str)]
         return tuple(rows), lost, gone
-
-
-def _named(targets: Sequence[str | int | None]) -> Iterator[str | int]:
-    return (target for target in targets if target is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ def _refuse_loss(
 
 def _with_nested(names: Sequence[str], part: FoundPart) -> list[str]:
     """The choices, and the dicts of dicts of tensors that hold several of them."""
-    return [*names, *(name for name in nested_parts(part) if name not in names)]
+    return [*dict.fromkeys((*names, *nested_parts(part)))]
 
 
 def _examples(left: Sequence[Holder], base: str) -> str:

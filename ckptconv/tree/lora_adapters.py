@@ -309,7 +309,7 @@ def _read(given: Mapping[str, Any]) -> Config:
         rank=_size(given, "r"),
         alpha=_real(given.get(alpha), alpha),
         ranks={
-            _pattern(name): _size(dict(given["rank_pattern"]), name)
+            _pattern(name): _size(given["rank_pattern"], name)
             for name in _patterns(given, "rank_pattern")
         },
         alphas={

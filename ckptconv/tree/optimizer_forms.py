@@ -122,7 +122,8 @@ def names_of_numbers(parts: OptimizerParts, order: ParameterOrder, path: str) ->
         ]
         for group in parts.groups
     ]
-    lost = [name for name in parts.states if name not in set(_numbers(groups))]
+    numbers = {name for group in groups for name, _ in group}
+    lost = [name for name in parts.states if name not in numbers]
     if lost:
         what = f"holds a state of parameter {lost[0]}, which is in none of its groups"
         raise RefusedObject(what, where=path or None)
@@ -161,10 +162,6 @@ _WHOLE = (
     "this may be the share of one rank: save what FSDP.optim_state_dict or torch's "
     "get_optimizer_state_dict gives"
 )
-
-
-def _numbers(groups: Sequence[Sequence[tuple[Node, Shape | None]]]) -> list[Node]:
-    return [name for group in groups for name, _ in group]
 
 
 class _Naming:

@@ -318,7 +318,10 @@ class _Renaming:
         done = {place: places for places in by_place for place in places}
         order = dict.fromkeys(done.get(place, (place,)) for place in target.places)
         sizes = [sum(self._rows(place, first.key) for place in places) for places in order]
-        given = {places: _factors(part) for places, part in by_place.items()}
+        given = {
+            places: Factors(part.parts["up"], part.parts["down"])
+            for places, part in by_place.items()
+        }
         factors = [given.get(places) for places in order]
         self._told["put together"] += 1
         return _with_factors(first, put_together(factors, sizes, first.key))
@@ -413,10 +416,6 @@ class _Renaming:
 _OF_PRODUCTS = {"up", "down", "mid", "bias", "embedding_up", "embedding_down"}
 _BESIDE = {"alpha", "magnitude", "magnitude_of_any"}
 _WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
-
-
-def _factors(part: _Part) -> Factors:
-    return Factors(part.parts["up"], part.parts["down"])
 
 
 def _with_factors(part: _Part, factors: Factors) -> _Part:

@@ -108,7 +108,7 @@ class _Inside(NamedTuple):
 def _inside(folder: Location, is_checkpoint: Test, is_empty: Test) -> _Inside:
     items = _distinct(folder)
     names = [item.name for item in items if item.is_folder()]
-    folders = [name for name in names if is_checkpoint(folder.child(name))]
+    folders = dict.fromkeys(name for name in names if is_checkpoint(folder.child(name)))
     around = [name for name in names if name not in folders and points(folder.child(name))]
     files = [item for item in items if item.suffix in SUFFIXES and item.is_file()]
     full = [item.name for item in files if not is_empty(item)]
