@@ -317,42 +317,50 @@ def find(root: Node, path: str | None, file: PurePath) -> Node:
 
 
 def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
-    """The part of a tree at the path `only`, or all of it; `AmbiguousStateDict` where none is."""
+    """The part of a tree at the path `only`, or all of it; `AmbiguousStateDict` where none is, or
+    several are.
+    """
     if not only or only == ".":
         return FoundPart("", root, only == ".")
     path = only.removesuffix(".")
     reached = _at(root, path)
     # `ema: 0.999` says how fast an average follows, and is not the average
-    if path == "ema" and (reached is None or type(reached[0]) in PLAIN):
+    if path == "ema" and PLAIN.issuperset(map(type, reached)):
         average = _average(root, file)
         if average is not None:
-            path, reached = average[0], (average[1],)
-    if reached is not None:
+            path, reached = average[0], [average[1]]
+    if len(reached) > 1:
+        what = f"{len(reached)} parts of it have the path '{printable(only)}'"
+        raise AmbiguousStateDict(what, path=file, hint="rename one of them in Python")
+    if reached:
         return FoundPart(path, reached[0], only.endswith("."))
     known = [printable(label_text(label)) for label, _ in children(root)][:12]
     what = f"there is nothing at '{printable(only)}'"
     raise AmbiguousStateDict(what, path=file, hint=f"it holds: {', '.join(known) or 'no parts'}")
 
 
-def _at(root: Node, path: str) -> tuple[Node] | None:
-    """The node at a path, in a tuple, for it may be None itself; None where there is nothing."""
-    # keys may hold dots, so a path may be read in several ways: each is tried
+def _at(root: Node, path: str) -> list[Node]:
+    """The nodes at a path: keys may hold dots or be numbers, so it may be read in several ways."""
+    found: dict[int, Node] = {}
+    tried: set[tuple[int, str]] = set()
     work = [(root, path)]
     while work:
         node, rest = work.pop()
         if not rest:
-            return (node,)
-        for label, child in children(node):
-            text = label_text(label)
-            if rest == text or rest.startswith(text + "."):
-                work.append((child, rest[len(text) + 1 :]))
-    return None
+            found[id(node)] = node
+        elif (id(node), rest) not in tried:  # a dict may hold itself
+            tried.add((id(node), rest))
+            for label, child in children(node):
+                text = label_text(label)
+                if rest == text or rest.startswith(text + "."):
+                    work.append((child, rest[len(text) + 1 :]))
+    return [*found.values()]
 
 
 def _average(root: Node, file: PurePath) -> tuple[str, Node] | None:
     """The part with the averaged weights: nearest to the root with ``ema`` in its label."""
-    if averages_weights(root) and (node := _at(root, "state_dict")) is not None:
-        return "state_dict", node[0]
+    if averages_weights(root) and (nodes := _at(root, "state_dict")):
+        return "state_dict", nodes[0]
     averages = [(len([*chain_of(place)]), place, node) for place, node in _averages(root)]
     if not averages:
         return None

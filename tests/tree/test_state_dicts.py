@@ -144,6 +144,21 @@ def test_weights_beside_what_is_no_model_are_the_model(beside, wrapper, tmp_path
     assert load_file(tmp_path / "stripped.safetensors").keys() == weights(1).keys()
 
 
+@pytest.mark.parametrize(
+    "tree, path",
+    [
+        ({"a.b": weights(1), "a": {"b": weights(2)}}, "a.b"),
+        ({"m": {1: weights(1), "1": weights(2)}}, "m.1"),
+        ({b"ema": weights(1), "ema": weights(2)}, "ema"),
+    ],
+)
+def test_a_path_that_two_parts_have_is_refused(tree, path, tmp_path):
+    source = saved(tree, tmp_path)
+    for whole in (False, True):
+        with pytest.raises(AmbiguousStateDict, match=rf"2 parts of it have the path '{path}'"):
+            load_portable(source, only=path, whole=whole)
+
+
 def test_a_torch_output_keeps_what_stands_beside_the_weights_and_renames_only_them(tmp_path):
     tree = {
         "epoch": 3,
