@@ -2,12 +2,11 @@
 
 Types of 8 and 16 bits, and smaller ones, have few different values: how often each occurs is
 counted, and all that is told follows from that, exactly. Wider numbers are folded in blocks: the
-smallest and the largest are exact, mean and standard deviation are those of each block (numpy's
-pairwise sums over values less the block's mean), merged as by Chan, Golub and LeVeque (1979). Their
-distribution is counted in buckets of the leading bits (see `statistics`). Up to 65,536 numbers of
-one sign that are within 4 × of each other are counted in 4,096 buckets of one width instead. NaN
-and infinite values are counted, and are in nothing else. The values of tensors with a few only are
-taken one by one, and all is exact.
+smallest and the largest are exact, mean and standard deviation are those of each block, merged as
+by Chan, Golub and LeVeque (1979). Their distribution is counted in buckets of the leading bits (see
+`statistics`). Up to 65,536 numbers of one sign that are within 4 × of each other are counted in
+4,096 buckets of one width instead. NaN and infinite values are counted, and are in nothing else.
+The values of tensors with a few only are taken one by one, and all is exact.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
 from ckptconv.tensors.statistics import FEW, Distribution, FewValues, Statistics, mean_and_std
 
 _BLOCK = 1 << 18  # elements that are folded at once: threads wait for each other less often
+_NEAR = 16  # times the variance: of a larger square of the mean, more than 4 bits cancel out
 _KEPT = 1 << 16  # elements that are kept until the end: those of a norm, not of a matrix
 _EVEN = 1 << 12  # buckets of one width: of numbers within 4 ×, more than those of leading bits
 _FEW = 1 << 12  # elements that are sorted and counted in less time than all buckets are looked at
@@ -303,7 +303,7 @@ class _Folded:
             self._minimum = smallest
         if self._maximum is None or largest > self._maximum:
             self._maximum = largest
-        self._moments.add(block.astype(np.float64), max(abs(smallest), abs(largest)))
+        self._moments.add(block, max(abs(smallest), abs(largest)))
 
     def _count(self, numbers: Array) -> bool:
         """Count the buckets of the numbers; whether there is something in those around zero."""
@@ -419,17 +419,18 @@ class _Moments:
         self._spread = 0.0  # sqrt(sum of squares / count)
 
     def add(self, numbers: Array, largest: float) -> None:
-        """Take a block of finite float64 numbers, which is written over."""
+        """Take a block of finite numbers, none of which is larger."""
         scale = 1.0
         if not 1e-140 < largest < 1e140 and largest:
             scale = math.ldexp(1.0, -max(min(math.frexp(largest)[1], 1000), -1000))
-            numbers *= scale
+            numbers = numbers * scale
         count = len(numbers)
-        mean = float(numbers.sum()) / count
-        numbers -= mean
-        np.multiply(numbers, numbers, out=numbers)
-        spread = math.sqrt(float(numbers.sum()) / count)
-        self._merge(count, mean / scale, spread / scale)
+        mean = float(numbers.sum(dtype=np.float64)) / count
+        square = mean * mean
+        variance = _squares(numbers) / count - square
+        if square > _NEAR * variance:
+            variance = _squares(np.subtract(numbers, mean, dtype=np.float64)) / count
+        self._merge(count, mean / scale, math.sqrt(variance) / scale)
 
     def _merge(self, count: int, mean: float, spread: float) -> None:
         total = self.count + count
@@ -448,6 +449,11 @@ class _Moments:
         if self.count < 2:
             return None
         return self._spread * math.sqrt(self.count / (self.count - 1))
+
+
+def _squares(numbers: Array) -> float:
+    """The sum of the squares, in float64; `matmul` would hold the lock of the interpreter."""
+    return float(np.einsum("i,i->", numbers, numbers, dtype=np.float64))
 
 
 def _type_of(dtype: DType) -> str:
