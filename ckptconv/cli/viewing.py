@@ -130,6 +130,7 @@ def stats(
         )
     given["include"] = histogram or given["include"]
     given["edits"] = to_look_through(given.pop("dequantize"))
+    given["distributions"] = as_json or bool(histogram)
     with terminal.errors_shown(as_json), progress_shown(READING, silent=as_json) as on_progress:
         found = report.stats_checkpoint(source, **given, on_progress=on_progress)
     shown = report.in_order(found, sort, top)

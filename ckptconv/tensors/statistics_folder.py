@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckptconv.tensors.statistics import FEW, Distribution, FewValues, Statistics
 
 _BLOCK = 1 << 18  # elements that are folded at once: threads wait for each other less often
 _NEAR = 16  # times the variance: of a larger square of the mean, more than 4 bits cancel out
+_FIRST = 1 << 14  # elements that most buckets of a tensor are known from
 _KEPT = 1 << 16  # elements that are kept until the end: those of a norm, not of a matrix
 _EVEN = 1 << 12  # buckets of one width: of numbers within 4 ×, more than those of leading bits
 _FEW = 1 << 12  # elements that are sorted and counted in less time than all buckets are looked at
@@ -35,7 +36,8 @@ class StatisticsFolder:
 
     For values that are not what their type says: `numbers` are the float64 numbers that the codes
     of `bits` in its bytes stand for; or `decode` makes them of the codes of a chunk and the number
-    of the elements before it.
+    of the elements before it. Without `is_counted` numbers of more than 16 bits get no
+    distribution: how many buckets hold some is known in half the time.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StatisticsFolder:
         *,
         bits: int = 8,
         numbers: Array | None = None,
+        is_counted: bool = True,
     ) -> None:
         self._dtype = dtype
         self._numel = numel
@@ -57,13 +60,13 @@ class StatisticsFolder:
         if numbers is not None:
             self._counted, decode = _Counted(dtype, numel, bits, numbers), None
         elif decode is not None:
-            self._counted = _Folded(FLOAT64, numel)
+            self._counted = _Folded(FLOAT64, numel, is_counted=is_counted)
         elif numel <= FEW and (dtype.kind in ("float", "int") or has_codes(dtype)):
             self._counted = _Listed(dtype, numel)
         elif has_codes(dtype):
             self._counted = _Counted(dtype, numel)
         elif dtype.kind in ("float", "int", "complex"):
-            self._counted = _Folded(dtype, numel)
+            self._counted = _Folded(dtype, numel, is_counted=is_counted)
         self._decode = decode
 
     def update(self, chunk: memoryview) -> None:
@@ -255,9 +258,10 @@ def _numbers(dtype: DType) -> Array:
 class _Folded:
     """Numbers of more than 16 bits, folded block by block."""
 
-    def __init__(self, dtype: DType, numel: int) -> None:
+    def __init__(self, dtype: DType, numel: int, *, is_counted: bool = True) -> None:
         self._dtype = dtype
         self._numel = numel
+        self._is_counted = is_counted
         self._type = _type_of(dtype)
         self._is_single = dtype.name == "float32"
         self._moments = _Moments()
@@ -267,18 +271,31 @@ class _Folded:
         self._few: list[Array] = []
         self._all: list[Array] = []  # the numbers, of a tensor with up to `_KEPT`
         self._buckets: Array = np.zeros(0, np.int64)
+        # where nothing is counted: chunks so far, and the magnitudes whose buckets all hold some
+        self._chunks = 0
+        self._is_signed = False
+        self._sure: tuple[Any, Any] = 0, 0
 
     def update(self, chunk: memoryview) -> None:
         numbers = np.frombuffer(chunk, self._type)
         with np.errstate(all="ignore"):
             if self._dtype.kind == "complex":
                 numbers = self._magnitudes(numbers)
-            if self._numel <= _KEPT:
+            if self._numel <= _KEPT and self._is_counted:
                 self._all.append(numbers.copy())
             for start in range(0, len(numbers), _BLOCK):
                 self._fold(numbers[start : start + _BLOCK])
-            if self._count(numbers):
-                self._zeros += int(np.count_nonzero(numbers == 0))
+            for part in self._parts(numbers):
+                if self._count(part):
+                    self._zeros += int(np.count_nonzero(part == 0))
+
+    def _parts(self, numbers: Array) -> Sequence[Array]:
+        """The numbers, of a tensor's first ones a few by themselves: the others need not be counted
+        where their buckets are known to hold some.
+        """
+        if self._is_counted or len(self._buckets) or len(numbers) <= _FIRST:
+            return [numbers]
+        return numbers[:_FIRST], numbers[_FIRST:]
 
     def _magnitudes(self, parts: Array) -> Array:
         """The absolute values of complex numbers; NaN where a part is, also beside an infinity."""
@@ -307,14 +324,14 @@ class _Folded:
 
     def _count(self, numbers: Array) -> bool:
         """Count the buckets of the numbers; whether there is something in those around zero."""
-        if self._is_single and numbers.dtype.itemsize == 4:
-            codes = np.empty(len(numbers), np.intp)  # what is counted with, in the same pass
-            np.right_shift(
-                numbers.view("<u4"), np.uint32(16), codes, dtype=np.uint32, casting="unsafe"
-            )
-        else:
-            wide = np.ascontiguousarray(numbers, "<f8")
-            codes = (wide.view("<u8") >> np.uint64(_SHIFT)).astype(np.intp)
+        words, shift = numbers, 16
+        if not self._is_single:
+            words, shift = np.ascontiguousarray(numbers, "<f8"), _SHIFT
+        words = words.view(f"<u{words.itemsize}")
+        if not self._is_counted:
+            words = self._unsure(words, shift)
+        codes = np.empty(len(words), np.intp)  # what is counted with, in the same pass
+        np.right_shift(words, words.dtype.type(shift), codes, dtype=words.dtype, casting="unsafe")
         if self._numel <= _FEW:
             self._few.append(codes)
             return True
@@ -324,6 +341,26 @@ class _Folded:
         before = self._buckets[around_zero].sum()
         _count_into(self._buckets, codes)
         return bool(self._buckets[around_zero].sum() > before)
+
+    def _unsure(self, words: Array, shift: int) -> Array:
+        """The words that may lie in buckets that are empty yet: those apart from the longest run of
+        magnitudes whose buckets all hold some. Zeros are never left out.
+        """
+        if not len(self._buckets):
+            return words
+        word = words.dtype.type
+        is_signed = self._minimum is None or self._minimum < 0
+        self._chunks += 1
+        if is_signed is not self._is_signed or not self._chunks & (self._chunks - 1):
+            self._is_signed = is_signed
+            by_sign = self._buckets.reshape(2, -1)
+            start, stop = _longest_run(by_sign.min(0) if is_signed else by_sign[0])
+            self._sure = word(start << shift + 1), word(stop - start << shift + 1)
+        start, count = self._sure
+        magnitudes = words << word(1)
+        magnitudes -= start
+        unsure: Array = words[magnitudes >= count]
+        return unsure
 
     def statistics(self) -> Statistics:
         if self._numel <= _FEW:
@@ -346,7 +383,9 @@ class _Folded:
             len(buckets.counts),
             distinct_is_exact=not self._numel,
             of_magnitudes=self._dtype.kind == "complex",
-            distribution=(self._narrow() or buckets) if moments.count else None,
+            distribution=(self._narrow() or buckets)
+            if moments.count and self._is_counted
+            else None,
         )
 
     def _narrow(self) -> Distribution | None:
@@ -364,6 +403,15 @@ class _Folded:
         counts, edges = np.histogram(numbers[np.isfinite(numbers)], _EVEN, (low, high))
         some = np.flatnonzero(counts)
         return _packed(edges[some], edges[some + 1], counts[some])
+
+
+def _longest_run(counts: Array) -> tuple[int, int]:
+    """Where the longest run of counts beyond 0 begins and ends, the first count left out."""
+    ends = np.flatnonzero(np.diff(counts[1:] > 0, prepend=False, append=False)) + 1
+    if not len(ends):
+        return 0, 0
+    longest = 2 * int(np.argmax(np.diff(ends)[::2]))
+    return int(ends[longest]), int(ends[longest + 1])
 
 
 def _count_into(counts: Array, codes: Array) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,11 +28,11 @@ INTEGERS = [
 ]  # fmt: skip
 
 
-def told(tensor: torch.Tensor, chunk: int = 1 << 16) -> Statistics:
+def told(tensor: torch.Tensor, chunk: int = 1 << 16, *, is_counted: bool = True) -> Statistics:
     """The statistics of a tensor, given in chunks of whole elements."""
     dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
     raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    folder = StatisticsFolder(dtype, tensor.numel())
+    folder = StatisticsFolder(dtype, tensor.numel(), is_counted=is_counted)
     for start in range(0, len(raw), chunk):
         folder.update(raw[start : start + chunk])
     return folder.statistics()
@@ -89,6 +90,25 @@ def test_quantiles_lie_within_the_stated_error(dtype, count):
         exact = numbers[max(math.ceil(fraction * count), 1) - 1].item()
         assert abs(value - exact) <= error * abs(exact), (fraction, value, exact)
     assert found.distinct_is_exact == (dtype.itemsize <= 2 or count <= FEW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "positive", "first positive", "sparse", "odd"])
+def test_figures_without_a_distribution_are_those_with_one(dtype, kind):
+    tensor = torch.randn(100_001, generator=torch.Generator().manual_seed(7)) * 500
+    if "positive" in kind:
+        tensor[: 50_000 if kind == "first positive" else None].abs_()
+        tensor[90_000] = 1e-30  # in a bucket of its own, far from the others
+    if kind == "sparse":
+        tensor[torch.arange(100_001) % 5 != 0] = -0.0
+    if kind == "odd" and dtype.is_floating_point:
+        tensor[[5, 50_000, 90_000]] = torch.tensor([math.nan, math.inf, -math.inf])
+    tensor = tensor.to(dtype)
+    counted, known = told(tensor), told(tensor, is_counted=False)
+    assert known == replace(counted, distribution=None) and known.quantiles([0.5]) is None
+    finite = tensor[tensor.isfinite()].double()
+    assert known.zeros == int((finite == 0).sum()) and known.distinct > 500
+    assert (known.mean, known.std) == pytest.approx((finite.mean().item(), finite.std().item()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float16], ids=str)
