@@ -65,7 +65,7 @@ def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
-_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # torch.serialization.MAGIC_NUMBER
 _PICKLED_MAGIC = re.compile(
     rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\."
     % (re.escape(_MAGIC_NUMBER.to_bytes(10, "little")), _MAGIC_NUMBER),

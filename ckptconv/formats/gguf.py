@@ -65,7 +65,7 @@ _SPLIT = ("split.no", "split.count", "split.tensors.count")
 _NOT_CARRIED = ("format", "device", ENCODINGS)
 
 _SHORT = 4096  # bytes of an array that is read; those of a tokenizer have millions
-_MOST_DIMENSIONS = 4
+_MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
 # bytes of a tensor: the lengths of an empty name and of its shape, type, offset (8, 4, 4, 8); of an
 # entry: those of an empty name, a type, a value of one byte (8, 4, 1)
 _LEAST_OF_TENSOR, _LEAST_OF_ENTRY = 24, 13

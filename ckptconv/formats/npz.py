@@ -69,6 +69,7 @@ _LONGEST_HEADER = 10_000  # bytes; numpy reads no longer one either, where it do
 _VERSIONS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
 
 _SIZE = r"[0-9]{1,19}L?"  # Python 2 wrote 3L
+# The header is a dict as Python writes it, which numpy gives to ast.literal_eval
 _HEADER = re.compile(r"\s*\{(?P<entries>.*)\}\s*", re.DOTALL).fullmatch
 _ENTRY = re.compile(
     rf"""\s*(['"])(?P<key>\w+)\1\s*:\s*(?:
@@ -302,9 +303,7 @@ class NpzFile(TargetFormat):
             raise VerificationFailed(f"{CONTAINER.by} sees {len(seen)} arrays in it", path=name)
 
 
-def lay_out_arrays(
-    arrays: Sequence[tuple[str, DType, Shape, TensorRef | bytes]],
-) -> Layout:
+def lay_out_arrays(arrays: Sequence[tuple[str, DType, Shape, TensorRef | bytes]]) -> Layout:
     """The archive of arrays: the name, type, shape and values of each. The bytes of one may be left
     empty by who writes them himself.
     """

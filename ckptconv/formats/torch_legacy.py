@@ -32,7 +32,7 @@ CONTAINER = Container(
     names_storages=True,
 )
 _HEAD = 32  # bytes that hold the pickled magic number
-_PROTOCOL = 1001
+_PROTOCOL = 1001  # torch.serialization.PROTOCOL_VERSION: torch.load takes no other
 _COUNT = 8  # bytes of an element count
 
 

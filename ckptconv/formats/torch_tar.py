@@ -51,7 +51,7 @@ CONTAINER = Container(
     is_torch=True,
     names_storages=True,
 )
-_BLOCK = 512
+_BLOCK = 512  # bytes, to which ustar pads a header and what follows it
 _MEMBERS = ("storages", "tensors", "pickle")
 _SMALL = 4096  # the first window for pickles of one tuple
 _HINT = "if it is an ordinary archive, unpack it and name a file in it"

@@ -98,6 +98,7 @@ class _Class:
     tensors: frozenset[str]
 
 
+# The text of a class: `class NAME(Module):`, its lists of names, its attributes, its methods
 _HEAD = re.compile(r"^class ([^\s(:]+)(?:\((\w*)\))?:", re.MULTILINE)
 _LIST = re.compile(r"^  (__parameters__|__buffers__) = \[(.*)\] *$", re.MULTILINE)
 _TENSOR = re.compile(r"^  (\w+) : (?:Tensor|Optional\[Tensor\]) *$", re.MULTILINE)
@@ -144,7 +145,7 @@ _NATIVE = "__torch__.torch.classes."
 
 
 _SPARSE = "torch._utils._rebuild_sparse_tensor"
-_COO = 1
+_COO = 1  # c10::Layout::Sparse
 
 
 def _as_saved(value: Node) -> Node:

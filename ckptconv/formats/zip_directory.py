@@ -20,7 +20,8 @@ from ckptconv.support.errors import (
     printable,
 )
 
-MAX32 = 0xFFFFFFFF
+MAX32 = 0xFFFFFFFF  # a number of 32 bits that is in the zip64 fields (APPNOTE 4.4.1.4)
+# The records are those of APPNOTE 4.3.7 to 4.3.16; all numbers are little-endian
 END = struct.Struct("<4s4H2IH")
 _END_SIGNATURE = b"PK\5\6"
 MOST_BEHIND = END.size + 0xFFFF

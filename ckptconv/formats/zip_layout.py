@@ -104,6 +104,7 @@ def _placed(name: bytes, header: int, size: int) -> tuple[_Slot, bytes, int, int
     return slot, lead, offset, end
 
 
+# As torch pads: an extra field FB, filled with Z
 _PADDINGS = tuple(b"FB%c\0" % size + b"Z" * size for size in range(ALIGNMENT))
 
 

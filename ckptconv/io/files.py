@@ -27,7 +27,7 @@ from ckptconv.support.errors import (
 from ckptconv.support.limits import in_force, refuse_beyond
 from ckptconv.support.settings import set_within
 
-_WINDOW = 1 << 16
+_WINDOW = 1 << 16  # bytes that are fetched where few are read: the next mostly lie near
 
 
 class FileSource(Source):

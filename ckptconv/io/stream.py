@@ -123,10 +123,7 @@ class OutputStream:
     """
 
     def __init__(
-        self,
-        sink: Sink,
-        on_progress: Callable[[int], None] | None = None,
-        size: int = CHUNK,
+        self, sink: Sink, on_progress: Callable[[int], None] | None = None, size: int = CHUNK
     ) -> None:
         self.position = 0
         self.is_closed = False

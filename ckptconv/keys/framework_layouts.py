@@ -226,10 +226,7 @@ def _operations(name: str, heads: Heads) -> tuple[Operations, Operations]:
 
 _PLAIN: Mapping[str, tuple[Operations, Operations]] = {
     "": ((), ()),
-    "experts": (
-        (Operation.of("unstack", 0, over="e"),),
-        (Operation.of("stack", 0, over="e"),),
-    ),
+    "experts": ((Operation.of("unstack", 0, over="e"),), (Operation.of("stack", 0, over="e"),)),
     "halves": ((Operation.of("split", 0),), (Operation.of("concat", 0),)),
     "less-1": ((Operation.of("add", -1),), ()),
 }

@@ -247,6 +247,7 @@ groups are variables. What stands around its match stays around the target.
 """
 
 _BEFORE, _AFTER, _HEAD = "<", ">", "**"
+# A doubled brace, {variable}, a brace alone (refused), text
 _TOKENS = re.compile(r"(\{\{|\}\})|\{([A-Za-z_]\w*)\}|([{}])|([^{}]+)")
 
 
@@ -534,10 +535,7 @@ class TensorRule(Rule):
         return Group(values, tuple(members[item] for item in wanted), tuple(axes))
 
     def _counted(
-        self,
-        name: str,
-        numbers: set[str],
-        members: Mapping[tuple[int, tuple[str, ...]], str],
+        self, name: str, numbers: set[str], members: Mapping[tuple[int, tuple[str, ...]], str]
     ) -> tuple[str, ...]:
         """The values of a variable that is joined, in the order of the numbers that they are."""
         example = next(iter(members.values()))

@@ -208,6 +208,7 @@ def packed_codes(
     return None if found is None else (*found, sizes)
 
 
+# What lies in the storage of a quantized tensor
 _INTEGERS = {"quint8": "uint8", "qint8": "int8", "qint32": "int32"}
 _BY_CHANNEL = ("per_channel_affine", "per_channel_affine_float_qparams")
 

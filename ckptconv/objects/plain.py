@@ -148,6 +148,7 @@ def _path(separator: str) -> Callable[[Call, Node], Node]:
 
 # -------------------------------------------------------------------------------------------- numpy
 
+# numpy's codes, and struct's: a number is read without numpy
 _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
             "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "c8": "2f", "c16": "2d"}  # fmt: skip
 _MOMENTS = {"M8": "numpy.datetime64", "m8": "numpy.timedelta64"}

@@ -226,7 +226,7 @@ def _range(call: Call) -> Node:
     return list(numbers)
 
 
-_MOST_NUMBERS = 10_000
+_MOST_NUMBERS = 10_000  # a range of a few bytes may be of any length
 
 
 def _slice(call: Call) -> str:

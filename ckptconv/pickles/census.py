@@ -281,7 +281,7 @@ class _Counter:
             self.census.references.add(str(pid))
 
 
-_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}  # TUPLE1, TUPLE2, TUPLE3
 _VALUES = frozenset(b"X\x8c\x8dUTCB\x8e\x96MJ\x8a\x8bFPVSIL")
 # Opcodes that lead to no name: how many values they take (-1: above the mark) and make
 _EFFECTS = {

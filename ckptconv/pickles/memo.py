@@ -204,7 +204,7 @@ def _fetchable(stream: bytes) -> array[int]:
 # them), and no names. Legacy files say of every storage that it is not a view (N). What is put has
 # an index above those that BINGET fetches, so the names that runs fetch are never put by a run.
 _INTEGER = b"(" + INTEGER + b")"
-_PUT = rb"(?:r((?!.\0\0\0)....))?"
+_PUT = rb"(?:r((?!.\0\0\0)....))?"  # LONG_BINPUT of an index above 255, which BINGET cannot fetch
 _INTEGERS = b"(" + tuple_of(INTEGER) + b")" + _PUT
 _PERSISTENT_ID = (
     rb"\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})" + _PUT + rb"h(.)" + _INTEGER + rb"(N?)t" + _PUT + rb"Q"
@@ -305,4 +305,5 @@ def int_run(raw: bytes) -> tuple[int, ...]:
     return _INT_RUNS.setdefault(raw, integers_of(raw))
 
 
+# The memo goes by the four bytes of LONG_BINPUT; these are of what BINPUT names by one
 MEMO_KEYS = tuple(index.to_bytes(4, "little") for index in range(256))

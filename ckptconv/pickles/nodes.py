@@ -40,6 +40,7 @@ class Global:
         return f"Global({self.path})"
 
 
+# What Python 2 and numpy before 2.0 call them
 _PYTHON3_MODULES = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",

@@ -25,7 +25,7 @@ _INT32 = struct.Struct("<i").unpack_from
 _UINT32 = struct.Struct("<I").unpack_from
 _UINT16 = struct.Struct("<H").unpack_from
 _UINT64 = struct.Struct("<Q").unpack_from
-_DOUBLE = struct.Struct(">d").unpack_from
+_DOUBLE = struct.Struct(">d").unpack_from  # BINFLOAT alone is big-endian
 
 
 Run: TypeAlias = Callable[[bytes, int, int, Memo], tuple[int, list[Node]]]
@@ -479,6 +479,7 @@ def _too_wide(widest: int) -> LimitExceeded:
     return LimitExceeded(what, limit="stack", allowed=widest)
 
 
+# NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE: the attributes of an object made of nothing follow
 _NEW_WITH_STATE = b"\x81\x94}\x94"
 # What follows EMPTY_TUPLE where an object has attributes, and TUPLE1 in a torch.Size of one
 _CALLED_WITH_TUPLE = b"\x94\x85\x94R\x94"

@@ -48,8 +48,10 @@ _STEP = 1 << 15
 # Where a step is one loop, it is long: threads hand the lock of the interpreter on with each.
 _LONG_STEP = 1 << 17
 
+# A float32 without its sign; above infinity are the NaNs
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
+# Their NaN has no payload: c10 makes 0x7F800001 of it
 _SINGLE_NAN_TYPES = frozenset({"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
 
 

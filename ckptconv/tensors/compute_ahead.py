@@ -149,13 +149,7 @@ class _Work:
         self._own = threading.local()
 
     def __call__(
-        self,
-        storage: Storage,
-        first: int,
-        nbytes: int,
-        source: DType,
-        target: DType,
-        position: int,
+        self, storage: Storage, first: int, nbytes: int, source: DType, target: DType, position: int
     ) -> Cut:
         crc = overflowed = 0
         read: list[ReadRun] = []

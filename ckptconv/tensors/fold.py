@@ -94,6 +94,7 @@ _OTHERS = {
     "float8_e4m3fn": _Bits(0x7F, 0x7E, has_infinity=False),
     "float8_e8m0fnu": _Bits(0xFF, 0xFE, has_infinity=False),
 }
+# Without infinities; the NaN is what -0 would be
 _ONE_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80}
 
 

@@ -25,8 +25,9 @@ from ckptconv.tensors.refs import Box, blocks_of
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
+# What the codes of IQ4 stand for (kvalues_iq4nl in ggml), and those of E2M1: twice the number,
+# code 8 without its sign.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# What the codes of IQ4 stand for, and those of E2M1: twice the number, code 8 without its sign.
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 

@@ -255,10 +255,7 @@ def _comes_back(before: Sequence[Beside], after: Sequence[Beside], moves: Sequen
 def _in_order(ref: TensorRef) -> TensorRef:
     """A tensor as it will be written: no scheme has to know of what it is put together."""
     whole = ref.pieces[0]._replace(
-        offset=0,
-        shape=ref.shape,
-        stride=contiguous_stride(ref.shape),
-        start=(0,) * len(ref.shape),
+        offset=0, shape=ref.shape, stride=contiguous_stride(ref.shape), start=(0,) * len(ref.shape)
     )
     return ref._replace(stride=whole.stride, pieces=(whole,))
 

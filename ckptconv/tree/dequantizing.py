@@ -222,10 +222,7 @@ def _nothing_found(facts: Facts, *, has_codes: bool) -> OptionRefused:
 
 
 def _decoded(
-    state_dict: StateDict,
-    facts: Facts,
-    gone: dict[int, list[str]],
-    failed: Failed | None = None,
+    state_dict: StateDict, facts: Facts, gone: dict[int, list[str]], failed: Failed | None = None
 ) -> list[Decoded]:
     """The weights that are codes, decoded; errors about them are raised, or put into `failed`."""
 

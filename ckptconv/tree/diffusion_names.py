@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
+# The parts of a ResBlock
 _RESNET = {
     "in_layers.0": "norm1",
     "in_layers.2": "conv1",
@@ -30,6 +31,7 @@ _SINGLE = {
     "out.0": "conv_norm_out",
     "out.2": "conv_out",
 }
+# The middle block is a list of three there
 _MIDDLE = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
 _KINDS = {"0": "resnets"}  # by the number in an original block; behind it stands attention
 _BACK_RESNET = {new: old for old, new in _RESNET.items()}
@@ -109,6 +111,7 @@ def _within(start: str, rest: str, parts: dict[str, str]) -> str:
 
 # ------------------------------------------------------------------------------------------ Flux
 
+# DoubleStreamBlock: what is one matrix there may be several here, in the order of its rows
 _DOUBLE = {
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
@@ -121,6 +124,7 @@ _DOUBLE = {
     "img_mod.lin": ("norm1.linear",),
     "txt_mod.lin": ("norm1_context.linear",),
 }
+# SingleStreamBlock
 _ONE = {
     "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
     "linear2": ("proj_out",),
@@ -139,10 +143,7 @@ _AROUND = {
     "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
     "final_layer.linear": "proj_out",
 }
-_BLOCKS = {
-    "double": ("transformer_blocks", _DOUBLE),
-    "single": ("single_transformer_blocks", _ONE),
-}
+_BLOCKS = {"double": ("transformer_blocks", _DOUBLE), "single": ("single_transformer_blocks", _ONE)}
 _FLUX = re.compile(r"(double|single)_blocks\.(\d{1,3})\.(.+)")
 
 

@@ -207,6 +207,7 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     return Adapter(checkpoint, modules, whole, _configs(checkpoint, is_peft=is_peft), keys)
 
 
+# What peft puts into the names of what it wraps
 _WITHIN = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
 
 

@@ -426,6 +426,7 @@ def named_in(asked: Asked, spelling: Spelling, component: str) -> tuple[str, str
     return _IN_DIFFUSERS[component], spelling.name
 
 
+# What diffusers' save_lora_weights puts before names
 _IN_DIFFUSERS = {"unet": "unet.", "te1": "text_encoder.", "te2": "text_encoder_2."}
 
 

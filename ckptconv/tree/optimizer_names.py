@@ -158,10 +158,7 @@ def _known(names: Sequence[str], fate: Fate) -> dict[str, str | None]:
 
 
 def _rename(
-    state: OptimizerState,
-    overlay: dict[int, Node],
-    names: Mapping[str, str],
-    gone: Container[Node],
+    state: OptimizerState, overlay: dict[int, Node], names: Mapping[str, str], gone: Container[Node]
 ) -> None:
     """Put what holds names of a state into the overlay, with new names, and without the `gone`."""
     if state.is_flat:

@@ -94,9 +94,7 @@ def left_behind(
 
 
 def refuse_reshaped(
-    root: Node,
-    overlay: Mapping[int, Node],
-    after: Sequence[tuple[StateDict, RenamedKeys]],
+    root: Node, overlay: Mapping[int, Node], after: Sequence[tuple[StateDict, RenamedKeys]]
 ) -> None:
     """Raise `RefusedObject` where a parameter of an optimizer state would be another tensor, which
     tensor rules made: torch would take the old moments for it where the shapes are the same.
@@ -250,6 +248,7 @@ class FlatKey(NamedTuple):
         return f"{self.part}.{name}.{self.field}"
 
 
+# optimizer.state.exp_avg.NAME; of several optimizers chained_0.optimizer.state.…
 _OF_MEGATRON = re.compile(r"((?:chained_\d+\.)?optimizer\.state)\.([^.]+)\.(.+)").fullmatch
 
 

@@ -480,11 +480,7 @@ class _Application:
             raise error.at(where=group.keys[0]) from None
 
     def _note(
-        self,
-        rule: Rule,
-        taken: Sequence[_Entry],
-        moves: Sequence[Move],
-        made: Sequence[_Entry],
+        self, rule: Rule, taken: Sequence[_Entry], moves: Sequence[Move], made: Sequence[_Entry]
     ) -> None:
         origins = tuple(entry.origin for entry in taken)
         numbers = tuple(entry.origin for entry in made if type(entry.origin) is int)

@@ -42,7 +42,10 @@ _OF_SPEECHBRAIN = Container(
     why_not="only SpeechBrain's Checkpointer opens it, with the same objects",
     is_folder=True,
 )
+# model.safetensors, pytorch_model.bin; model_1.safetensors of a second model
 _MODEL = re.compile(r"(?:model|pytorch_model)(?:_(?P<index>\d+))?\.(?:safetensors|bin)$").match
+# pytorch_model_fsdp.bin of a whole state dict, …_rank0.bin of a local one; a folder, …_0, of a
+# sharded one
 _FSDP = re.compile(
     r"pytorch_model_fsdp(?:_(?:0+|0*(?P<index>[1-9]\d*)))?(?:(?:_rank(?P<rank>\d+))?\.bin)?"
 ).fullmatch

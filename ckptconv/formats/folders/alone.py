@@ -196,13 +196,16 @@ def are_parts(names: Sequence[str]) -> bool:
 # --------------------------------------------------------------------------------- what ranks saved
 
 
+# mp_rank_00_model_states.pt of ZeRO 1 and 2, zero_pp_rank_0_mp_rank_00_model_states.pt of ZeRO 3
 MODEL_STATES = re.compile(
     r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
 ).fullmatch
 OPTIMIZER_STATES = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt"
 ).fullmatch
+# layer_03-model_00-model_states.pt
 PIPELINE = re.compile(r"layer_([0-9]+)((?:-[a-z]+_[0-9]+)*)-model_states\.pt").fullmatch
+# layer_0_expert_3_mp_rank_00_model_states.pt, expp_rank_0_mp_rank_00_optim_states.pt
 EXPERTS = re.compile(
     r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt"
 ).fullmatch

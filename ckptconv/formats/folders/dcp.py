@@ -335,6 +335,7 @@ OF_SHARDS = Container(
 _INFO = "DCP_SHARDING_INFO"
 _OF_DCP = frozenset({_INFO, "DCP_VERSION"})
 _HF_INDEX = "model.safetensors.index.json"
+# SHARDED_FILE_NAME in torch/distributed/checkpoint/_hf_utils.py
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors").fullmatch
 
 Parts = dict[str, list[tuple[Shape, TensorRef]]]

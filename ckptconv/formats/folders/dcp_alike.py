@@ -30,7 +30,7 @@ from ckptconv.tensors.refs import Piece, Shape, Storage, TensorRef
 _RECORDS = ("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", "data/0")
 # The records of a tensor; of the last, nothing is read
 _ID = ".data/serialization_id"
-_DESCRIPTOR = b"PK\7\x08"
+_DESCRIPTOR = b"PK\7\x08"  # a data descriptor may begin with it, or with its CRC
 _CRC = 4  # bytes
 _CRC_IN_LOCAL, _CRC_IN_CENTRAL, _CRC_IN_DESCRIPTOR = 14, 16, 4
 SHORT = SMALL + MOST_BEHIND

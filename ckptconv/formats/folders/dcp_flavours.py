@@ -64,6 +64,7 @@ def flavour_of(folder: Location, metadata: Metadata) -> Flavour:
 # ----------------------------------------------------------------------------------------- Megatron
 
 _BACKENDS = "metadata.json"  # the names of its storage backends, in every Megatron checkpoint
+# ShardedObject.unique_key: KEY/shard_0.1_2.4, an offset and a shape
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+").fullmatch
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.").match
 

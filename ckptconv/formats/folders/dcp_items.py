@@ -262,7 +262,7 @@ def inside(folder: Location, name: str) -> Location:
 
 # An item has at least so many bytes more than its values: the end record of its archive
 _LEAST_AROUND = 22
-_USUAL_NAME = "archive/data/0"
+_USUAL_NAME = "archive/data/0"  # torch calls the folder so where it saves into a buffer
 
 
 class _Foretold(NamedTuple):

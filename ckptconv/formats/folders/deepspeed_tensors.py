@@ -27,6 +27,7 @@ from ckptconv.tensors.views import cut
 from ckptconv.tree.optimizer_states import read_number
 from ckptconv.tree.walk import tensor_of
 
+# The names are those of deepspeed/checkpoint/constants.py
 INFO = "universal_checkpoint_info"
 _SAME = "tp_replicated_parameter_patterns"
 _AVERAGED = "parameter_to_average_patterns"

@@ -168,7 +168,7 @@ def _require_shapes(folder: Location, weight: Node, states: Mapping[str, Node]) 
 
 _AGAIN = "fetch both again"
 _FEW = 16  # elements: so many that vary are not equal by chance
-_NO_SIGN = bytes(range(128)) * 2
+_NO_SIGN = bytes(range(128)) * 2  # for bytes.translate: without the highest bit
 
 
 def _refuse_copies(zero: Location, found: Universal, module: Mapping[str, Node]) -> None:

@@ -45,10 +45,12 @@ Tensors = Mapping[str, TensorRef]
 Arguments = Mapping[str, Node]
 """The arguments of the training, by name."""
 
+# mp_rank_TT, mp_rank_TT_PPP, mp_rank_TT_PPP_EEE: tensor, pipeline and expert rank
 _RANK = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?").fullmatch
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 DISTRIBUTED = "distrib_optim.pt"
 _OPTIMIZER = (DISTRIBUTED, "optim.pt")
+# model0, model1, … where a stage holds several chunks of layers
 _MODEL = re.compile("model[0-9]*").fullmatch
 _SIZE = re.compile("(?:tensor_|pipeline_|expert_)?model_parallel_size").fullmatch
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -222,11 +224,13 @@ def _left_out(first: Checkpoint) -> Iterator[str]:
 # --------------------------------------------------------------------------- the model of all ranks
 
 _AT = r"(?:.*\.)?"
+# ColumnParallelLinear and VocabParallelEmbedding: torch has outputs, and words, in rows
 _CUT_IN_ROWS = re.compile(
     rf"{_AT}(?:(?:linear_qkv|query_key_value)\.(?:weight|bias)"
     r"|(?:word_embeddings|word_embeddings_for_head|output_layer)\.weight)"
 ).fullmatch
 _FIRST_OF_MLP = re.compile(rf"{_AT}(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\d*").fullmatch
+# RowParallelLinear, whose bias is whole: it is added to the sum of all ranks
 _CUT_IN_COLUMNS = re.compile(
     rf"{_AT}(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.weight\d*"
 ).fullmatch
@@ -236,6 +240,7 @@ _WHOLE = re.compile(
     r"|(?:position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq"
     r"|router\.(?:weight|bias|expert_bias)|shared_experts\.gate_weight)"
 ).fullmatch
+# In Megatron-Core, and in what was before it
 _SECOND_OF_MLP = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(\..+)").fullmatch
 _EXTRA_STATE = "_extra_state"  # of Transformer Engine: how a rank scales fp8

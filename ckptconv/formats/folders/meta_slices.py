@@ -20,6 +20,7 @@ from ckptconv.support.errors import IncompleteCheckpoint, UnsupportedCheckpoint,
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.walk import tensor_of
 
+# Rows of ColumnParallelLinear, columns of RowParallelLinear: torch has the outputs in rows
 _ROWS = re.compile(
     r"layers\.\d+\.(?:attention\.w[qkv]|feed_forward\.w[13])\.weight|output\.weight"
 ).fullmatch

@@ -58,10 +58,7 @@ _CODES: tuple[tuple[str, _Meaning], ...] = (
     ),
     ("InvalidObjectState", ("final", "keeps it in an archive", "restore it first")),
     ("BlobArchived", ("final", "keeps it in an archive", "rehydrate it first")),
-    (
-        "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException",
-        _REGION,
-    ),
+    ("PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException", _REGION),
     ("EntityTooLarge", ("final", "does not accept an object of this size", None)),
     ("QuotaExceeded", ("final", "has no room left", None)),
     (
@@ -87,12 +84,7 @@ class Forbidden(StoreError):
 
 
 def meant(
-    service: str,
-    code: str,
-    status: int,
-    *,
-    region: str | None = None,
-    wait: float | None = None,
+    service: str, code: str, status: int, *, region: str | None = None, wait: float | None = None
 ) -> StoreError:
     """The error that the code and the status of an answer stand for."""
     who = NAMES[service]

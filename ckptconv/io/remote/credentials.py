@@ -234,9 +234,7 @@ def _endpoint_of_profile() -> str | None:
 
     session = profile_session()
     provider = ConfiguredEndpointProvider(
-        full_config=session.full_config,
-        scoped_config=session.get_scoped_config(),
-        client_name="s3",
+        full_config=session.full_config, scoped_config=session.get_scoped_config(), client_name="s3"
     )
     return str(provider.provide() or "") or None
 

@@ -228,6 +228,7 @@ def _rename(system: Any, source: str, target: str) -> None:
         system.mv(source, target)
 
 
+# What tells versions of a file apart, as the file systems of fsspec call it
 _TAGS = ("ETag", "etag", "e_tag", "checksum", "md5", "mtime", "LastModified", "last_modified",
          "modified", "updated", "created", "ino", "modify", "modificationTime", "sha",
          "hex")  # fmt: skip

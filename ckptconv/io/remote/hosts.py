@@ -17,7 +17,7 @@ from ckptconv.support.settings import set_within
 VARIABLE = "CKPTCONV_ALLOW_HOSTS"
 
 _given: ContextVar[str] = ContextVar("allowed_hosts", default="")
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are the address of IPv4
 
 
 class Reach(IntEnum):

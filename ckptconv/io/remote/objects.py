@@ -184,11 +184,7 @@ class ObjectStoreOf(HidingStore):
             count(requests=1)
             self.put(key, bytearray(), mark=mark, create=False)
         return self._obstore.open_writer(
-            self.writing,
-            key,
-            attributes={MARK: mark},
-            buffer_size=part,
-            max_concurrency=IN_FLIGHT,
+            self.writing, key, attributes={MARK: mark}, buffer_size=part, max_concurrency=IN_FLIGHT
         )
 
     def put(self, key: str, data: bytearray, *, mark: str, create: bool) -> None:

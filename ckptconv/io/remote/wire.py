@@ -43,6 +43,7 @@ LEAST = 30.0
 SLOWEST = 50_000
 """Bytes of a body that have to come in each further second."""
 
+# Only GET is sent, so it is the same whether a status keeps the method
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _MOST_HOPS = 6
 _DRAINED = 64 << 10  # bytes of a body that are read only so that its connection can be used again

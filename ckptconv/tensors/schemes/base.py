@@ -323,10 +323,7 @@ def block_of(
         return 1, max(columns, 1)
     if not is_grid or (scale.shape[-2:] == (1, rows) and rows not in (1, columns)):
         group.fail(f"is {list(shape)}, which scales of {list(scale.shape)} do not fit")
-    return (
-        power_of(group, rows, scale.shape[-2]),
-        power_of(group, columns, scale.shape[-1]),
-    )
+    return (power_of(group, rows, scale.shape[-2]), power_of(group, columns, scale.shape[-1]))
 
 
 def _large(shape: Sequence[int]) -> list[int]:

@@ -33,11 +33,7 @@ from ckptconv.tensors.views import cut, unswizzled, whole_tiles
 
 _METADATA, _INLINE = "_quantization_metadata", "comfy_quant"
 _BASE = "model.diffusion_model."  # third parties leave it out in the metadata
-PLAIN = {
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-    "int8_tensorwise": "int8",
-}
+PLAIN = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "int8_tensorwise": "int8"}
 """The formats of a plain scale, and the type of their codes."""
 
 

@@ -202,7 +202,4 @@ def _awq(group: Group, facts: Facts) -> Weight:
     return Weight("weight", values, f"AWQ 4 bit, groups of {size}")
 
 
-SCHEMES = (
-    Scheme("gptq", ("gptq",), _is_gptq, _gptq),
-    Scheme("awq", ("awq",), _is_awq, _awq),
-)
+SCHEMES = (Scheme("gptq", ("gptq",), _is_gptq, _gptq), Scheme("awq", ("awq",), _is_awq, _awq))

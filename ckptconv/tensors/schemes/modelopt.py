@@ -25,7 +25,7 @@ from ckptconv.tensors.schemes.base import (
 )
 from ckptconv.tensors.schemes.scaled import block_text
 
-_SIZE = 16
+_SIZE = 16  # values of NVFP4 that share a scale
 
 
 def is_nvfp4(group: Group) -> bool:
