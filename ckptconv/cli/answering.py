@@ -247,7 +247,8 @@ def diff(
     """Compare the state dicts of checkpoints A and B, which may have different formats.
 
     Keys, dtypes, shapes and device tags are compared, and the values bit for bit, unless you give a
-    tolerance. Key rules apply to the keys of A.
+    tolerance. Key rules apply to the keys of A; globs, and --keys strip without other
+    rules, to both.
 
     Each key that differs is a line, the worst first. rel L2 is ||a - b|| / ||b||.
     """

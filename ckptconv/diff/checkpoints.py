@@ -84,7 +84,8 @@ def diff_checkpoints(
     within `tolerance`. `only` is the path of the part to compare in both, `only_b` that in `b`
     where it is another (empty: all of it). `whole` compares everything in the files, by path. With
     `ignore_dtype`, tensors of different dtypes are compared as numbers. The globs of `keys` choose
-    keys of both; a rule that meets no key is an error. `tag` and `tag_b` pick the step of a folder
+    keys of both, and without other rules wrappers are stripped from both; a rule that meets no key
+    is an error. `tag` and `tag_b` pick the step of a folder
     of several. `edits` are made to both first, or to `a` alone where there are `edits_b` for `b`.
     `on_progress` is called with a `Progress`, about once for every 16 MB that were
     read. Warns with a `CheckpointWarning` where a framework's own rule chose a state dict. Raises
@@ -198,8 +199,9 @@ def _parts(
     if only == (None, None) and keys == KEEP and _is_open(first) and _is_open(second):
         return first.root, second.root, [], [], [_ALL]
     ours, theirs = first.state_dict(only[0]), _second_part(lambda: second.state_dict(only[1]), only)
-    # globs choose keys of both, names change in the first alone
-    renamed, others = _mapped(ours, keys, first), _mapped(theirs, keys.globs, second)
+    # globs choose keys of both, names change in the first alone; wrappers are no part of a name
+    theirs_too = keys if keys.globs.rules == keys.rules else keys.globs
+    renamed, others = _mapped(ours, keys, first), _mapped(theirs, theirs_too, second)
     _refuse_idle(renamed.keys, others.keys, keys, first)
     chosen = [f"A: {note}" for note in ours.notes] + [f"B: {note}" for note in theirs.notes]
     left_out = [*_left_out(renamed.keys, "A"), *_left_out(others.keys, "B")]
@@ -338,10 +340,11 @@ def _notes(differences: Differences) -> Iterator[str]:
     """Say what would make keys meet that do not."""
     if differences.tensors or not (differences.only_a and differences.only_b):
         return
-    if _without_wrappers(differences.only_a) & set(differences.only_b):
-        yield "the keys of the first carry wrapper prefixes; compare without them: --keys strip"
-    if _without_wrappers(differences.only_b) & set(differences.only_a):
-        yield "the keys of the second carry wrapper prefixes; name it first, and add --keys strip"
+    both = differences.only_a, differences.only_b
+    for which, keys, others in zip(("first", "second"), both, both[::-1], strict=True):
+        if _without_wrappers(keys) & set(others):
+            what = f"the keys of the {which} carry wrapper prefixes"
+            yield f"{what}; compare without them: --keys strip"
 
 
 def _without_wrappers(keys: Sequence[str]) -> set[str]:

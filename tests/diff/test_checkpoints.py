@@ -368,6 +368,8 @@ def test_a_ddp_file_is_compared_with_its_bare_one(tmp_path):
         "fc.bias",
     )
     assert any("--keys strip" in note for note in plain.notes)
+    assert diff_checkpoints(bare, wrapped, keys="strip").same
+    assert diff_checkpoints(bare, wrapped, keys=KeyRules("strip", add_prefix="module.")).same
     for rules in (
         KeyRules("strip"),
         KeyRules("keep", ("module.",)),
