@@ -222,7 +222,11 @@ def _usage_text(error: click.UsageError) -> str:
     """What is wrong with a command line; click's words of an option change with its versions."""
     if not isinstance(error, click.NoSuchOption):
         return error.format_message()
-    return f"{error.option_name} is not an option{_meant(error.possibilities)}"
+    what = f"{error.option_name} is not an option"
+    params = [] if error.ctx is None else error.ctx.command.params
+    if error.option_name in ("-o", "--output", "--out") and "output" in {p.name for p in params}:
+        return f"{what}: name OUT last, without one"
+    return f"{what}{_meant(error.possibilities)}"
 
 
 _INTERRUPTED = "interrupted; no unfinished file was left behind"

@@ -158,7 +158,7 @@ def stats(
 Exit code: 0 done, 1 it cannot be opened, or has no such tensor, 2 wrong usage.""",
 )
 @click.argument("source", metavar="IN", type=FILE)
-@click.argument("names", metavar="TENSOR [INDICES] ...", nargs=-1, required=True)
+@click.argument("names", metavar="TENSOR [INDICES] ...", nargs=-1)
 @option("--npy FILE", "Write the values to a .npy file instead.", NEW_FILE, section="Output")
 @option(
     "--npz FILE",
@@ -192,6 +192,8 @@ def show(
     from ckptconv.values import picking
     from ckptconv.values.named import named_values
 
+    if not names:
+        raise click.UsageError("TENSOR is missing: name one of those that ckptconv ls lists")
     edits = to_look_through(dequantize)
     wanted = _with_indices(names, several=npz is not None)
     if npy is not None and npz is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from ckptconv.convert.notes import (
     count_casts,
     count_locations,
+    idle_tag_notes,
     key_notes,
     parted_notes,
     prefix_notes,
@@ -93,6 +94,7 @@ def plan_flat(
     shared = renamed
     if to.shares_storages and options.casts:
         renamed = still_shared(applied, renamed, cast)
+    locations = count_locations(refs, options.tags)
     metadata = {**strings, **tied} if to.holds_metadata else {}
     group = _same_storage if to.shares_storages else view_identity
     plan_file = partial(_planned, to, metadata, tied, options)
@@ -110,7 +112,7 @@ def plan_flat(
         index=index,
         in_folder=in_folder,
         state_dicts=(renamed,),
-        locations=count_locations(refs, options.tags) if to.holds_tags else {},
+        locations=locations if to.holds_tags else {},
         casts=count_casts(refs, cast),
         tied=tied,
         skipped=(*skipped, *left_out, *_other_parts(found, options, to)),
@@ -122,6 +124,7 @@ def plan_flat(
             *text_notes(found),
             *key_notes([renamed], options.keys),
             *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
+            *idle_tag_notes(locations, options.tags),
             *sharing_notes(refs),
             *parted_notes([shared], [renamed]),
             *to.tensor_notes(kept, options.tags),

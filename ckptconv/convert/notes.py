@@ -22,7 +22,7 @@ from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
-from ckptconv.tree.labels import offered_prefix
+from ckptconv.tree.labels import LORA_OF_PEFT, offered_prefix, producer_of
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.settling import Settled
@@ -30,6 +30,7 @@ from ckptconv.tree.state_dicts import StateDict, is_all
 from ckptconv.tree.walk import label_text, place_text, tensor_of
 
 if TYPE_CHECKING:
+    from ckptconv.devices.mapping import TagMap
     from ckptconv.tree.optimizer_names import Followed
     from ckptconv.tree.optimizer_states import LeftBehind
 
@@ -158,8 +159,10 @@ def text_notes(found: StateDict) -> Iterator[str]:
 def prefix_notes(
     checkpoint: Checkpoint, found: Sequence[StateDict], rules: KeyRules, fit_to: KeyTarget | None
 ) -> Iterator[str]:
-    """Offer what the framework put around the model, where no rule of the user's is on prefixes."""
-    if rules not in (STRIP, KEEP) or fit_to:
+    """Offer what the framework put around the model, where no rule of the user's is on prefixes; an
+    adapter is loaded with them.
+    """
+    if rules not in (STRIP, KEEP) or fit_to or producer_of(checkpoint.root) == LORA_OF_PEFT:
         return
     for item in found:
         prefix = offered_prefix(checkpoint.root, item.keys)
@@ -235,6 +238,14 @@ def count_locations(
     storages = {id(piece.storage): piece.storage.location for ref in refs for piece in ref.pieces}
     counted = Counter(storages.values())
     return {(before, retag(before)): count for before, count in counted.items()}
+
+
+def idle_tag_notes(locations: Iterable[tuple[str, str]], tags: TagMap) -> Iterator[str]:
+    """Tell of the tags to be changed that no storage has: one may be mistyped."""
+    there = dict.fromkeys(before for before, _ in locations)
+    for old, _ in tags.pairs if there else ():
+        if old not in there:
+            yield f"no storage has the tag {old} of --map-location; they have {some_text([*there])}"
 
 
 def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:

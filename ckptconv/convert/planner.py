@@ -17,6 +17,7 @@ from ckptconv.convert.casts import cast_rule
 from ckptconv.convert.notes import (
     count_casts,
     count_locations,
+    idle_tag_notes,
     key_notes,
     optimizer_notes,
     parted_notes,
@@ -330,6 +331,7 @@ def _plan_tree(
         if to.is_folder and not to.is_made_by_torch
         else (PlannedFile(output, to.lay_out_tree(tree, cast, options.tags), tensors),)
     )
+    locations = count_locations(refs, options.tags)
     if options.casts:
         both = zip(applied, renamed, strict=True)
         renamed = tuple(still_shared(each, done, cast) for each, done in both)
@@ -343,7 +345,7 @@ def _plan_tree(
         index=None,
         in_folder=False,
         state_dicts=renamed,
-        locations=count_locations(refs, options.tags),
+        locations=locations,
         casts=count_casts(refs, cast),
         tied={},
         skipped=(*skipped, *settled.dropped, *left_out),
@@ -354,6 +356,7 @@ def _plan_tree(
             *key_notes(renamed, options.keys),
             *told,
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
+            *idle_tag_notes(locations, options.tags),
             *sharing_notes(refs),
             *parted_notes([done for _, done in after], renamed),
             *to.part_notes(tree),

@@ -32,6 +32,7 @@ from ckptconv.support.text import (
     size_text,
     some_text,
 )
+from ckptconv.tree.labels import LORA_OF_PEFT
 
 if TYPE_CHECKING:
     from ckptconv.convert.fixes import Prescription
@@ -89,7 +90,7 @@ def _key_lines(found: Inspection) -> Iterator[Row]:
             text = f"those of {part_text(path)} {text}"
         yield Row("keys", text)
         prefix = found.offered.get(path)
-        if prefix:
+        if prefix and found.producer != LORA_OF_PEFT:
             removed = f"--strip-prefix {quoted(prefix)} removes it"
             yield Row("prefix", f"all of them start with {printable(prefix)}; {removed}")
     if len(found.state_dicts) > LISTED:

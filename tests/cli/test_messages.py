@@ -79,6 +79,30 @@ def test_of_a_command_that_takes_several_no_example_of_one_is_offered(command, t
         assert told in said(room, command, *words, code=2)
 
 
+def test_what_is_given_by_an_option_elsewhere_is_told(room):
+    for word in ("-o", "--output"):
+        told = f"{word} is not an option: name OUT last, without one"
+        assert told in said(room, "convert", "a.pt", word, "b.pt", code=2)
+    assert "name OUT" not in said(room, "ls", "a.pt", "-o", "b.txt", code=2)
+    assert "TENSOR is missing" in said(room, "show", "a.pt", code=2)
+
+
+def test_a_tag_that_no_storage_has_is_told(room):
+    for output in ("b.pt", "b.safetensors"):
+        done = run("convert", "a.pt", output, "--map-location", "cuda:3=cuda:0", cwd=room)
+        told = "note    no storage has the tag cuda:3 of --map-location; they have cpu"
+        assert done.exit == 0 and told in done.err
+    done = run("convert", "a.pt", "c.pt", "--map-location", "cpu=cuda:0", cwd=room)
+    assert done.exit == 0 and "no storage" not in done.err
+
+
+def test_the_parts_of_a_state_dict_are_its_keys(tmp_path):
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
+    assert said(tmp_path, "convert", "a.pt", "b.pt", "--only", "model", code=1).endswith(
+        "there is nothing at 'model'; it holds: weight, bias"
+    )
+
+
 def test_an_example_is_offered_only_for_what_looks_like_a_file(room):
     assert "e.g." not in said(room, "convert", "folder", code=2)
     assert "e.g. ckptconv convert 'a b.safetensors' 'a b.pt'" in said(

@@ -96,7 +96,8 @@ def test_real_files_of_frameworks_tell_who_wrote_them(name, producer, offered, t
         assert found.producer == producer and found.offered == offered
         ((path, prefix),) = offered.items()
         plan = plan_conversion(checkpoint, tmp_path / "out.safetensors", Options())
-    assert any(f"--strip-prefix {prefix} removes it" in note for note in plan.notes)
+    offers = [note for note in plan.notes if f"--strip-prefix {prefix} removes it" in note]
+    assert len(offers) == (name != "peft"), "peft does not find the keys of an adapter without it"
     assert all(key.startswith(prefix) for key in load_portable(produced(name), only=path or None))
 
 

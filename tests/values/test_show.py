@@ -265,7 +265,7 @@ def test_quantized_and_complex_tensors_are_numbers_in_an_archive(tmp_path):
         (("a", "--npy", "o.npz", "--npz", "o.npz"), 2, "both given"),
         (("a", "--npz", "-"), 2, "does not name a file"),
         (("a", "--npy", "-"), 2, "does not name a file"),
-        ((), 2, "Missing argument"),
+        ((), 2, "TENSOR is missing"),
     ],
 )
 def test_what_an_archive_cannot_hold_is_refused_and_nothing_is_left(tmp_path, words, code, says):
