@@ -116,9 +116,10 @@ def recovery_headline(found: Recovery) -> str:
 
 
 def recovery_rows(found: Recovery) -> tuple[Row, ...]:
-    """Each tensor that was saved, and each that was lost."""
+    """Each tensor that was lost; of those that were saved, which may be thousands, the document
+    tells.
+    """
     rows = [] if found.damage is None else [Row("damage", printable(found.damage, 500), "warning")]
-    rows += (Row("whole", _shown(name), "good") for name in found.whole)
     rows += (Row("lost", _shown(name), "error") for name in found.lost)
     plan = found.result.plan
     skipped = [f"{printable(item.path)}: {printable(item.reason)}" for item in plan.skipped]

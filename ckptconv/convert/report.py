@@ -262,7 +262,7 @@ def _by_rule(made: Iterable[MadeKeys]) -> Iterable[list[MadeKeys]]:
 
 
 _RATED_FROM = 10_000_000  # bytes; what is smaller is done before its rate means something
-_WORTH_TELLING = 0.1  # seconds
+_WORTH_TELLING = 1.0  # seconds; a process takes tenths to import what it needs
 
 
 def result_headline(result: ConversionResult) -> str:
