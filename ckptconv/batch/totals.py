@@ -96,6 +96,8 @@ def totals_headline(totals: Totals) -> str:
         told.append(f"{totals.earlier:,} in an earlier run")
     if totals.failed:
         told.append(f"{totals.failed:,} failed")
+        if any(receipt.error and receipt.earlier for receipt in totals.receipts):
+            told[-1] += ", not tried again without --retry-failed"
     if totals.left:
         told.append(f"{totals.left:,} left")
     return ", ".join(told)

@@ -303,7 +303,7 @@ def _run(jobs: Sequence[Job], ledger: Path, given: dict[str, Any]) -> None:
         for receipt in receipts_of(jobs, engine, wanted, ledger):
             totals.add(receipt)
             display.ended(receipt)
-            if not receipt.earlier:
+            if receipt.error is not None or not receipt.earlier:
                 ended.append(receipt)
     if silent or len(ended) > _SEEN:
         ended.clear()
