@@ -337,7 +337,7 @@ def _told_of(parts: Sequence[Part]) -> Iterator[str]:
     for part in parts:
         notes = [*part.found.notes]
         if part.renamed.wrappers:
-            notes.insert(0, f"{', '.join(part.renamed.wrappers)} is stripped from its keys")
+            notes.insert(0, f"{'.'.join(part.renamed.wrappers)}. is stripped from its keys")
         if part.left_out:
             left = some_text([*part.left_out])
             notes.append(f"only the state dict is taken; left out: {left}")

@@ -81,7 +81,7 @@ def list_tensors(
         if is_long or not checkpoint.is_far:
             check_places(checkpoint.sources)
         every = named_values(checkpoint)
-        found = every.matching(globs, told_as="")
+        found = every.matching(globs)
         firsts: dict[Hashable, str] = {}
         for item in every.values:
             firsts.setdefault(view_identity(item.ref), item.name)

@@ -76,7 +76,8 @@ class LazyTensor:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"{self.name} has no dimensions, so it has no length")
+            what = f"{self.name} has no dimensions, so it has no length"
+            raise TypeError(f"{what}; its value is what torch() or numpy() give")
         return self.shape[0]
 
     def __bool__(self) -> bool:

@@ -168,6 +168,8 @@ class _Symbolic:
     def _refuse(self, value: Any, place: Any, what: str = "cannot be saved portably") -> Any:
         kind = printable(f"{type(value).__module__}.{type(value).__qualname__}")
         where, hint = place_text(place) or None, "save tensors and plain Python values only"
+        if isinstance(value, self._torch.nn.Module):
+            hint = "save what its state_dict() gives"
         raise RefusedObject(f"{kind} {what}", where=where, hint=hint)
 
     def _constant(self, value: Any) -> Node:

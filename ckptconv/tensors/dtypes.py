@@ -46,6 +46,9 @@ class DType:
         word = self.itemsize // 2 if self.kind == "complex" else self.itemsize
         object.__setattr__(self, "word", 1 if self.is_block else word)
 
+    def __repr__(self) -> str:
+        return f"DType({self.name!r})"
+
     def __eq__(self, other: object) -> bool:
         """Whether it is the type of this name, or that which numpy, ml_dtypes or torch calls so.
 

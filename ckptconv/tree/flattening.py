@@ -148,13 +148,16 @@ _OR_OUT = f"{_TORCH}, or leave it out (--exclude)"
 
 def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
     """What to say of a tensor, or of a value with some, that an output would lose."""
+    hint = _OR_OUT
     if is_tensor_call(value):
         what = f"is a tensor that {output} cannot hold ({_tensor_class(value)})"
+        if _tensor_class(value).startswith("torchao."):
+            hint = "make values of it (--dequantize), or leave it out (--exclude)"
     elif type(value) is TensorObject:
         what = f"is a tensor with attributes that hold tensors, which {output} cannot hold"
     else:
         what = f"is {_kind(value)} with tensors in it (packed weights), which {output} would lose"
-    return RefusedObject(what, where=key, hint=_OR_OUT)
+    return RefusedObject(what, where=key, hint=hint)
 
 
 def _kind(value: Node) -> str:

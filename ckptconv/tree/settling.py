@@ -310,6 +310,8 @@ def _refusal(unknown: Sequence[tuple[Place, str]]) -> RefusedObject:
             what = f"{printable(dangerous)}{more} {what}"
             return _dangerous(what, where_text(place_of_it), DROP_DANGEROUS)
     hint = "--unknown drop replaces it by None, --unknown keep keeps it, --only PATH takes one part"
+    if name.startswith("torchao."):
+        hint = f"--dequantize makes values of it, {hint}"
     return RefusedObject(f"{printable(name)}{more} {what}", where=where_text(place), hint=hint)
 
 

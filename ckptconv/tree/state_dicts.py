@@ -334,7 +334,9 @@ def part_at(root: Node, only: str | None, file: PurePath) -> FoundPart:
         raise AmbiguousStateDict(what, path=file, hint="rename one of them in Python")
     if reached:
         return FoundPart(path, reached[0], only.endswith("."))
-    known = [printable(label_text(label)) for label, _ in children(root)][:12]
+    pairs = mapping_pairs(root)
+    parts = [label for label, _ in (children(root) if pairs is None else pairs)]
+    known = [printable(label_text(label)) for label in parts[:12]]
     what = f"there is nothing at '{printable(only)}'"
     raise AmbiguousStateDict(what, path=file, hint=f"it holds: {', '.join(known) or 'no parts'}")
 

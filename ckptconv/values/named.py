@@ -73,7 +73,7 @@ class NamedValues:
     values: tuple[NamedValue, ...]
     unread: tuple[str, ...]
 
-    def matching(self, globs: Sequence[str], *, told_as: str = "--include ") -> NamedValues:
+    def matching(self, globs: Sequence[str]) -> NamedValues:
         """Those whose names match one of `globs`; `OptionRefused` where a glob meets none."""
         if not globs:
             return self
@@ -83,7 +83,7 @@ class NamedValues:
                 hint = f"the first are: {', '.join(map(printable, names[:3])) or 'none'}"
                 if any(name.startswith(f"{glob}.") for name in names):
                     hint = f"what is in it matches {quoted(f'{glob}.*')}"
-                what = f"{told_as}{printable(glob)} matches no tensor"
+                what = f"{printable(glob)} matches no tensor"
                 if Path(glob).exists():
                     what = f"{what}, and is a file or folder here"
                     hint = "one checkpoint is named at a time"

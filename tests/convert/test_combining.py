@@ -276,11 +276,11 @@ def test_what_is_not_taken_is_said(tmp_path):
     wrapped = {f"module.{key}": value for key, value in Net().state_dict().items()}
     torch.save(wrapped, tmp_path / "w.pt")
     done = run("average", "w.pt", "b.pt", "m2.pt", "--json", cwd=tmp_path)
-    assert "w.pt: module is stripped from its keys" in " ".join(done.json()["notes"])
+    assert "w.pt: module. is stripped from its keys" in " ".join(done.json()["notes"])
     assert done.json()["state_dicts"][0]["example"] == ["module.fc.weight", "fc.weight"]
     torch.save(wrapped, tmp_path / "w2.pt")
     done = run("average", "w.pt", "w2.pt", "b.pt", "m4.pt", cwd=tmp_path)
-    assert "w.pt, w2.pt: module is stripped from its keys" in done.err
+    assert "w.pt, w2.pt: module. is stripped from its keys" in done.err
     assert "2 of 2 keys renamed, e.g. module.fc.weight → fc.weight" in done.err
     done = run("merge", "w.pt", "c.safetensors", "m3.pt", "--save-mapping", "m.json", cwd=tmp_path)
     assert done.exit == 1 and "a mapping cannot undo" in done.err

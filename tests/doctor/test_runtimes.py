@@ -15,7 +15,7 @@ from ckptconv import Finding, diagnose, load_portable
 from ckptconv.doctor.runtimes import RUNTIMES
 from ckptconv.support.text import size_text
 from helpers.paths import NUMBERS
-from helpers.program import ROOT, run
+from helpers.program import ROOT, assert_one_error, run
 
 EXPECTED = {
     "gptq4_act_v1": "transformers, vLLM, SGLang",
@@ -104,6 +104,9 @@ def test_what_can_be_written_as_values_alone_has_a_command_that_writes_them(samp
     source = copied(sample, tmp_path / "model")
     (first, *_) = diagnose(source).findings
     assert first.code in ("container", "refused-objects") and first.command is not None
+    for output in ("a.safetensors", "a.pt"):
+        refused = assert_one_error(run("convert", source, output, cwd=tmp_path))
+        assert "--dequantize" in refused
     words = shlex.split(first.command)
     assert run(*words[1:], cwd=tmp_path).exit == 0
     assert load_portable(words[3])

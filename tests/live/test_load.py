@@ -777,6 +777,13 @@ def test_what_cannot_be_saved_portably_is_refused_with_its_place(make, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_gives_a_model_is_told_of_its_state_dict(tmp_path):
+    with pytest.raises(
+        RefusedObject, match=r"Linear cannot .*; save what its state_dict\(\) gives"
+    ):
+        save_portable(nn.Linear(1, 1), tmp_path / "ours.pt")
+
+
 def test_named_tuples_become_tuples(tmp_path):
     save_portable({"w": torch.ones(1), "point": Point(1, torch.ones(2))}, tmp_path / "ours.pt")
     same(oracle.load(tmp_path / "ours.pt")["point"], (1, torch.ones(2)))

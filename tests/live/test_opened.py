@@ -110,6 +110,7 @@ def test_every_container_is_a_mapping_to_what_was_saved(kind, tmp_path):
             value = value.float() if kind == "npz" else value
             item = checkpoint[key]
             assert key in checkpoint and item.shape == tuple(value.shape)
+            assert repr(item.dtype) == f"DType('{str(value.dtype).removeprefix('torch.')}')"
             assert item.dtype == value.dtype and item.nbytes == value.nbytes
             made = item.torch()
             assert made.dtype is value.dtype and torch.equal(made, value)
