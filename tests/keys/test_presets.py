@@ -81,7 +81,8 @@ def test_the_model_type_may_stand_behind_the_preset(tmp_path):
 )
 def test_the_other_way_round_is_told_and_not_to_leave_weights_out(preset, key, hint, tmp_path):
     save_file({key: torch.ones(4, 4)}, tmp_path / "there.safetensors")
-    with pytest.raises(KeyConflict, match="makes such names, and this key has one already") as told:
+    what = f"--preset {preset.partition(':')[0]} makes such names, and this key has one already"
+    with pytest.raises(KeyConflict, match=what) as told:
         load_portable(tmp_path / "there.safetensors", keys=KeyRules.of([("preset", preset)]))
     assert re.search(hint, str(told.value)) and "--exclude" not in str(told.value)
 

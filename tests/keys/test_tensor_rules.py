@@ -23,6 +23,8 @@ from ckptconv.support.errors import KeyConflict
         ("a.{n}_{m}.w", "a.x_2.w", None),
         ("a.{n}_{m}.w", "a.1_x.w", None),
         ("**.{n}.w", "b.c.x.w", {"**": "b.c.", "n": "x"}),
+        ("a.{n}.b{n}", "a.1.b1", {"n": "1"}),
+        ("a.{n}.b{n}", "a.1.b2", None),
     ],
 )
 def test_a_variable_is_a_segment_or_digits_beside_other_characters(pattern, key, values):

@@ -22,15 +22,16 @@ from ckptconv.tensors import stream
 from ckptconv.tensors.ahead import runs_of
 from ckptconv.tensors.casting import Cast
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.computed import Computed, Widener, computed, elementwise
+from ckptconv.tensors.computed import Computed, Widener, computed, elementwise, iter_cast_chunks
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import BLOCKS, BY_NAME
 from ckptconv.tensors.fold import RunningCrc, fold
+from ckptconv.tensors.layouts import apart
 from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
 from ckptconv.tensors.operations import OPERATIONS
 from ckptconv.tensors.packed import packed
 from ckptconv.tensors.plain_check import other_element
-from ckptconv.tensors.refs import Storage, TensorRef, origins, permuted, view_of, whole_view
+from ckptconv.tensors.refs import Storage, TensorRef, box_of, origins, permuted, view_of, whole_view
 from ckptconv.tensors.stream import iter_chunks
 from ckptconv.tensors.views import in_order
 from helpers import oracle
@@ -313,6 +314,16 @@ def test_a_number_is_added_in_other_types(dtype):
     ref = whole_view(storage, storage.dtype, (40, 30))
     made = elementwise("add", [ref], (-1.0,), ref.dtype, "a norm")
     assert bytes_of(made) == oracle.stored_bytes(values.to(dtype) - 1)
+
+
+def test_a_turned_part_of_what_is_rounded_once_is_not_rounded_twice():
+    values = torch.randn(60, 40).bfloat16()
+    storage = stored(values)
+    ref = whole_view(storage, storage.dtype, (60, 40))
+    made = elementwise("add", [ref], (-1.0,), ref.dtype, "a norm")
+    part = permuted(apart(box_of(made, (20, 0), (30, 40))), (1, 0))
+    cast = b"".join(map(bytes, iter_cast_chunks(part, BY_NAME["float16"], [0])))
+    assert cast == oracle.stored_bytes((values[20:50].float() - 1).half().T.contiguous())
 
 
 class TestDecodeByBlocks(ComputedConformance):
