@@ -104,6 +104,10 @@ FORMS: dict[str, tuple[Tree, str, str]] = {
             "q.weight.quant_map": scale(16),
          "q.weight.quant_state.bitsandbytes__nf4": codes(BYTES,
              90)}, "q.weight", "q.weight.absmax"),
+    "bitsandbytes, stored as bfloat16": (
+        {"q.weight": codes(torch.bfloat16, 8, 1), "q.weight.absmax": scale(1),
+         "q.weight.quant_state.bitsandbytes__nf4": codes(BYTES,
+             90)}, "q.weight", "q.weight.absmax"),
     "bitsandbytes, 8 bits": ({"q.SCB": scale(4), "q.weight": codes(torch.int8, 4, 8)}, "q.weight",
         "q.SCB"),
     "HQQ": ({"q.W_q": codes(BYTES, 4, 8), "q.scale": scale(4, 1), "q.zero": scale(4, 1)}, "q.W_q",
