@@ -39,6 +39,12 @@ WAYS = {
         Decoding(("codes", "scale"), "e2m1", (1, 32), bits=4, word=4, scale_as=E8M0),
         *("uint32", "uint8"),
     ),
+    "in an order of the fields of a word": (
+        Decoding(
+            ("codes", "scale"), "e2m1", (1, 32), bits=4, word=4, order=(0, 2, 4, 6, 1, 3, 5, 7)
+        ),
+        *("uint32", "float32"),
+    ),
     "mxfp4 transposed": (
         Decoding(("codes", "scale"), "e2m1", (32, 1), bits=4, axis=-2, scale_as=E8M0),
         *("uint8", "uint8"),
