@@ -139,13 +139,8 @@ def _refuse_duplicates(ranks: Sequence[_Rank]) -> None:
 
 def _refuse_missing(ranks: Sequence[_Rank]) -> None:
     given = {rank.number for rank in ranks}
-    needed = {
-        number
-        for rank in ranks
-        for _, shard in rank.shards.values()
-        if shard.is_split
-        for number in shard.mesh.ranks
-    }
+    shards = (shard for rank in ranks for _, shard in rank.shards.values())
+    needed = set[int]().union(*{shard.mesh.ranks for shard in shards if shard.is_split})
     missing = sorted(needed - given)
     if not missing:
         return
@@ -184,6 +179,7 @@ def _strange(what: str, rank: _Rank, labels: Labels) -> MalformedCheckpoint:
 def _joined(shards: Sequence[Shard]) -> TensorRef:
     first = shards[0]
     by_rank = {shard.mesh.rank: shard for shard in shards}
+    grids: set[tuple[Shape, Shape]] = set()
     parts: dict[tuple[Shape, Shape], TensorRef] = {}
     for shard in shards:
         rank = shard.mesh.rank
@@ -191,10 +187,13 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
         if ours != its:
             what = "have it in different types, shapes or placements"
             raise MalformedCheckpoint(f"the ranks {first.mesh.rank} and {rank} {what}")
-        for number in shard.mesh.ranks:
-            if shard.is_split and by_rank[number].mesh[:2] != shard.mesh[:2]:
+        grid = shard.mesh[:2]
+        if shard.is_split and grid not in grids:  # once for all of its ranks: there may be hundreds
+            grids.add(grid)
+            odd = next((other for other in grid[1] if by_rank[other].mesh[:2] != grid), None)
+            if odd is not None:
                 what = "split it over different meshes"
-                raise MalformedCheckpoint(f"the ranks {number} and {rank} {what}")
+                raise MalformedCheckpoint(f"the ranks {odd} and {rank} {what}")
         for start, ref in shard.parts():
             parts.setdefault((start, ref.shape), ref)
     whole = assembled(first.dtype, first.shape, [(start, ref) for (start, _), ref in parts.items()])
