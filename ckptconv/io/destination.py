@@ -207,7 +207,7 @@ def new_file(
             yield stream
         finally:
             if not stream.is_closed:
-                with held_back(), contextlib.suppress(OSError):
+                with held_back(), contextlib.suppress(OSError):  # an error is on its way already
                     stream.abandon()
                     stream.close()
 

@@ -165,7 +165,7 @@ class FileSource(Source):
         try:
             now = stamp(self.path.stat())
         except OSError:
-            now = ()
+            now = ()  # it is gone
         if now != self._stamp:
             raise self.wrong("was replaced while it was read", hint="load it again")
 
@@ -233,7 +233,7 @@ def refuse_inputs(outputs: Iterable[PurePath], replaced: Iterable[Source] = ()) 
         try:
             found = output.stat() if isinstance(output, Path) else None
         except OSError:
-            continue
+            continue  # nothing is there, so no input is
         named = str(output) if found is None else (found.st_dev, found.st_ino)
         # a lookup: a batch of 10,000 files asks 10,000 times, of as many inputs
         if named in inputs and named not in own:

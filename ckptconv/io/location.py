@@ -235,7 +235,7 @@ def require(location: Location) -> None:
     try:
         is_there = location.exists()
     except OSError:
-        is_there = False
+        is_there = False  # opening it says why
     if not is_there:
         location.open().close()
 

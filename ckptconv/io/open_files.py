@@ -237,7 +237,7 @@ class SeekSource(Source):
                     yield file
                 finally:
                     file.seek(before)
-            except CheckpointError:
+            except CheckpointError:  # some of them are OSErrors too
                 raise
             except (OSError, ValueError, EOFError) as error:
                 raise self.wrong(f"cannot be read: {error}") from error

@@ -206,7 +206,7 @@ def _rename_file(made: Path, target: Path) -> None:
 
 
 def _replace(made: Path, target: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # there is no earlier file
         _take_over(made, target.stat())
     platforms.replace(made, target)
     with contextlib.suppress(OSError):  # of an edit that was interrupted
@@ -239,7 +239,7 @@ def _has_links(path: Path) -> bool:
     try:
         platforms.link(path, again)
     except OSError:
-        return False
+        return False  # FAT has none
     again.unlink()
     return True
 

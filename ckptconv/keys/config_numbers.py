@@ -36,7 +36,7 @@ def number_in(text: Number, config: Mapping[str, Any]) -> int:
         if len(text) > _LONGEST:
             raise SyntaxError
         tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # as the docs of ast warn
         raise _no_number(text) from None
     try:
         return _value(tree, text, config)

@@ -158,6 +158,7 @@ class Regex(Rule):
         try:
             self._compiled().sub(self.replacement, "")
         except (re.error, IndexError, OverflowError, RecursionError) as error:
+            # IndexError: an unknown group in the replacement; OverflowError: far too many repeats
             hint = "write it as PATTERN=>REPLACEMENT, in Python's re syntax"
             raise KeyConflict(f"{self.words} is not a valid pattern: {error}", hint=hint) from None
 

@@ -53,7 +53,7 @@ def read_pickle(
     reader = PickleReader(stream, known, persistent, runs)
     try:
         root = reader.read()
-    except FetchedUnmade:
+    except FetchedUnmade:  # seldom: then each opcode is done by itself
         reader = PickleReader(stream, known, persistent)
         root = reader.read()
     if reader.position != len(stream):
@@ -90,7 +90,7 @@ class PickleReader(NodeMaker):
         try:
             with collector_paused():
                 return self._read()
-        except CheckpointError:
+        except CheckpointError:  # some of them are ValueErrors too
             raise
         except (IndexError, struct.error):
             what = "ends in the middle, or takes more from its stack than there is"

@@ -136,7 +136,7 @@ def single(number: float) -> float:
     """The nearest number of float32."""
     try:
         narrow: float = struct.unpack("<f", struct.pack("<f", number))[0]
-    except OverflowError:
+    except OverflowError:  # struct refuses what rounds to infinity
         return math.copysign(math.inf, number)
     return narrow
 

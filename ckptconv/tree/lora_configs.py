@@ -298,7 +298,7 @@ def _exact(number: float, dtype: DType) -> bytes | None:
         return None
     try:
         raw = struct.pack(form, number)
-    except OverflowError:
+    except OverflowError:  # it is beyond the largest
         return None
     if struct.unpack(form, raw)[0] != number:
         return None

@@ -222,7 +222,7 @@ def _region_told(bucket: str) -> str | None:
     try:
         with urlopen(request, timeout=5, context=context) as answer:
             headers = answer.headers
-    except HTTPError as error:
+    except HTTPError as error:  # S3 names the region in refusals too
         headers = error.headers
     except OSError:
         return None
@@ -296,7 +296,7 @@ def _on_gce() -> bool:
     pool = needed("urllib3", "gs://").PoolManager(timeout=1.0, retries=False)
     try:
         answer = pool.request("GET", f"http://{host}/", headers={"Metadata-Flavor": "Google"})
-    except Exception:
+    except Exception:  # nobody is at that address
         return False
     return bool(answer.headers.get("Metadata-Flavor") == "Google")
 

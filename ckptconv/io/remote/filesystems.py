@@ -76,7 +76,7 @@ class FileSystemStore(HidingStore):
             # what fsspec says of a library that it misses has no secret in it
             hint = f"pip install {error.name}" if error.name else str(error)[:200]
             raise UnsupportedCheckpoint(what, path=root, hint=hint) from None
-        except ValueError:
+        except ValueError:  # so fsspec says that it knows no such protocol
             what = f"is an address of a kind that is not known ({scheme}://)"
             raise UnsupportedCheckpoint(what, path=root, hint="see: ckptconv help remote") from None
         except Exception as error:  # its text may have the password
@@ -147,7 +147,7 @@ class FileSystemStore(HidingStore):
 
     def drop(self, key: str, writer: Any) -> None:
         if writer is not None:
-            with contextlib.suppress(StoreError), self.asking():
+            with contextlib.suppress(StoreError), self.asking():  # it is removed anyway
                 writer.close()
         self.remove(key)
 
@@ -173,7 +173,7 @@ class FileSystemStore(HidingStore):
             _rename(system, source, target)
 
     def remove(self, key: str) -> None:
-        with self.asking() as system, contextlib.suppress(FileNotFoundError):
+        with self.asking() as system, contextlib.suppress(FileNotFoundError):  # gone already
             system.rm_file(self.path(key))
 
     def unfinished(self, prefix: str) -> Sequence[Unfinished]:

@@ -377,7 +377,7 @@ def _token_in(file: Path) -> str | None:
         source = FileSource(file.expanduser())
         return _clean(read_whole(source, "small_record_bytes").decode("utf-8"))
     except (CheckpointError, OSError, RuntimeError, UnicodeDecodeError):
-        return None
+        return None  # RuntimeError: nobody knows a home
 
 
 def _clean(text: str) -> str | None:

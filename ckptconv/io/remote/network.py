@@ -160,10 +160,10 @@ def _is_excepted(host: str, listed: str) -> bool:
     entries = [entry.strip().lower() for entry in listed.split(",")]
     if "*" in entries or any(host.endswith(one[1:]) for one in entries if one.startswith("*.")):
         return True
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # a name is in no network
         ip = ipaddress.ip_address(host)
         for entry in entries:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # an entry may be a name
                 if "/" in entry and ip in ipaddress.ip_network(entry, strict=False):
                     return True
     return False

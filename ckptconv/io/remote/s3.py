@@ -151,7 +151,7 @@ class S3Store(ObjectStoreOf):
                 parts.append({"PartNumber": number, "ETag": done["CopyPartResult"]["ETag"]})
             complete = "complete_multipart_upload"
             self.made(complete, new, mark, create=create, **of, MultipartUpload={"Parts": parts})
-        except BaseException:
+        except BaseException:  # S3 would keep the parts, and charge for them
             self.asked("abort_multipart_upload", Key=new, **of)
             raise
 

@@ -173,7 +173,7 @@ class PartsUpload(Upload):
         while not future.done():
             if self._is_cancelled.is_set():
                 raise Cancelled
-            with contextlib.suppress(FutureTimeout):
+            with contextlib.suppress(FutureTimeout):  # so that a cancel is seen soon
                 future.exception(timeout=0.2)
         return future.result()
 

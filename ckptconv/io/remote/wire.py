@@ -390,7 +390,7 @@ class _Watch:
 
     def _shut(self) -> None:
         if self._held is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it is closed already
                 self._held.shutdown(socket.SHUT_RDWR)
 
 
