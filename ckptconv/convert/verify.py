@@ -93,13 +93,13 @@ def _beside(
     plan: ConversionPlan, file: PlannedFile, output: Checkpoint
 ) -> Iterator[tuple[str, TensorRef, TensorRef | None]]:
     """Each planned tensor by its path, and what was written under that path in its place."""
-    if plan.target.keeps_order and plan.index is None:
+    if plan.target.keeps_order and not plan.is_sharded:
         there = output.tensors()
         for path, ref in file.tensors():
             name, other = next(there, (path, None))
             yield path, ref, other if name == path else None
         return
-    by_key = plan.index is not None or not plan.target.holds_trees
+    by_key = plan.is_sharded or not plan.target.holds_trees
     actual = _flat_tensors(output.state_dict(), plan) if by_key else dict(output.tensors())
     if output.stored is not None:
         actual |= tensors_of(output.stored)

@@ -253,6 +253,13 @@ def test_a_folder_is_not_left_with_weights_that_are_read_before_the_new_ones(
     assert left < {path.name for path in out.iterdir()}
 
 
+def test_one_tensor_of_two_names_is_verified_in_a_set_of_one_shard(tmp_path):
+    shared = torch.ones(3)
+    torch.save({"a": shared, "b": shared}, tmp_path / "in.pt")
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "o.bin", max_shard_size="5GB", verify=True)
+    assert torch.load(tmp_path / "o.bin")["b"].equal(shared)
+
+
 def test_verify_opens_the_folder_as_its_readers_do(tmp_path, monkeypatch):
     """It finds by itself that others read older weights, here where nobody looks for these."""
     torch.save({"w": torch.ones(3)}, tmp_path / "in.pt")
