@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.tensors.assembly import flat_boxes
 from ckptconv.tensors.casting import Cast, cast
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.dtypes import FLOAT32, DType
 from ckptconv.tensors.refs import (
     Box,
     DerivedSource,
@@ -211,6 +212,14 @@ class ComputedSource(DerivedSource):
         """Whether it can be made in another type without being rounded twice."""
         return self._operation.is_once_rounded
 
+    @cached_property
+    def unrounded(self) -> ComputedSource:
+        """The same of inputs that are not rounded to their types where they are computed."""
+        inputs = tuple(map(_unrounded, self.inputs))
+        if inputs == self.inputs:
+            return self
+        return ComputedSource(replace(self.value, inputs=inputs), self.checked)
+
     @property
     def is_a_copy(self) -> bool:
         """Whether its values are those of its input, in order."""
@@ -236,6 +245,8 @@ class ComputedSource(DerivedSource):
         """So many elements from the one with this number on, in the type `target`: another one than
         its own only of an operation that rounds once.
         """
+        if target is not self.value.dtype and self.unrounded is not self:
+            return self.unrounded.computed_as(target, first, count, note)
         value, parts, overflowed = self.value, [], 0
         make = self._operation.values
         for box in _steps(value.shape, first, first + count):
@@ -549,7 +560,8 @@ def _made_as(ref: TensorRef, target: DType) -> TensorRef:
             pieces.append(cast_piece)
             continue
         value = made_by.value
-        whole = computed(replace(value, dtype=target), piece.storage.name, made_by.checked)
+        made = value if target is value.dtype else made_by.unrounded.value
+        whole = computed(replace(made, dtype=target), piece.storage.name, made_by.checked)
         first = piece.storage.offset // value.dtype.itemsize
         storage = whole.storage._replace(
             offset=first * target.itemsize,
@@ -557,6 +569,12 @@ def _made_as(ref: TensorRef, target: DType) -> TensorRef:
         )
         pieces.append(piece._replace(storage=storage))
     return ref._replace(dtype=target, pieces=tuple(pieces))
+
+
+def _unrounded(ref: TensorRef) -> TensorRef:
+    """A tensor in float32 where it is computed and would be rounded to a smaller type."""
+    is_rounded = any(is_once_rounded(piece.storage) for piece in ref.pieces)
+    return _made_as(ref, FLOAT32) if is_rounded and ref.dtype.itemsize < 4 else ref
 
 
 def _counted(made: Cast, overflowed: list[int]) -> memoryview:

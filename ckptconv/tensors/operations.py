@@ -43,8 +43,8 @@ class Operation(NamedTuple):
     type `target`, from those of the inputs; `plain(parameters, box, numbers)` one element from the
     numbers that are in the boxes that it needs, those of each input in C order.
 
-    `is_once_rounded`: the values are those of float32, rounded once to whatever type; who casts
-    what it made has it make the other type instead.
+    `is_once_rounded`: the values are those of float32 (or float64), rounded once to whatever type;
+    who casts what it made has it make the other type instead, of inputs that are not rounded.
     """
 
     needs: Callable[[Any, Box, int], Sequence[Box]]
@@ -81,20 +81,23 @@ def can_average(dtype: DType) -> bool:
 
 def _mean(weights: Parameters, box: Box, inputs: Sequence[Raw], target: DType) -> Cast:
     """The weighted mean, in float64 in order, cast at the end as torch's `to` casts."""
-    real = BY_NAME[_PARTS.get(target.name, target.name)]
-    raw, whole = [part for part, _ in inputs], sum(_numbers(weights))
+    whole = sum(_numbers(weights))
     with np.errstate(all="ignore"):
-        mean = _sum(raw, real, _numbers(weights)) / whole
+        mean = _sum(inputs, _numbers(weights)) / whole
         if not np.isfinite(mean).all():  # the sum may be beyond all numbers, but not the mean
             shares = [weight / whole for weight in _numbers(weights)]
-            mean = np.where(np.isfinite(mean), mean, _sum(raw, real, shares))
-    return cast(octets(mean), FLOAT64, real)
+            mean = np.where(np.isfinite(mean), mean, _sum(inputs, shares))
+    return cast(octets(mean), FLOAT64, _real(target))
 
 
-def _sum(raw: Sequence[memoryview], real: DType, weights: Sequence[float]) -> Array:
+def _real(dtype: DType) -> DType:
+    return BY_NAME[_PARTS.get(dtype.name, dtype.name)]
+
+
+def _sum(inputs: Sequence[Raw], weights: Sequence[float]) -> Array:
     total: Array | None = None
-    for one, weight in zip(raw, weights, strict=True):
-        numbers = as_floats(one, real, FLOAT64) * weight
+    for (one, dtype), weight in zip(inputs, weights, strict=True):
+        numbers = as_floats(one, _real(dtype), FLOAT64) * weight
         total = numbers if total is None else np.add(total, numbers, out=total)
     assert total is not None
     return total
@@ -154,7 +157,7 @@ def _plain_add(parameters: Parameters, box: Box, numbers: Sequence[Sequence[Numb
 
 OPERATIONS = {
     "cast": Operation(_the_same, _cast, _itself),
-    "mean": Operation(_the_same, _mean, _plain_mean),
+    "mean": Operation(_the_same, _mean, _plain_mean, is_once_rounded=True),
     "add": Operation(_the_same, _add, _plain_add, is_once_rounded=True),
     "unblock": Operation(block_needs, block_values, block_plain, is_once_rounded=True),
     "decode": Operation(decode_needs, decode_values, decode_plain, is_once_rounded=True),

@@ -14,7 +14,7 @@ from random import Random
 
 from ckptconv.io.source import CHUNK
 from ckptconv.tensors.computed import ComputedSource
-from ckptconv.tensors.dtypes import DType
+from ckptconv.tensors.dtypes import FLOAT32, DType
 from ckptconv.tensors.operations import OPERATIONS
 from ckptconv.tensors.plain_numbers import Number, number_of, rounded, stands_for
 from ckptconv.tensors.refs import Box, DerivedSource, Shape, TensorRef, box_of, origins, place_of
@@ -118,18 +118,25 @@ def _computed_at(source: ComputedSource, number: int, target: DType) -> Number:
     box = place_of(number, value.shape), (1,) * len(value.shape)
     operation = OPERATIONS[value.operation]
     needed = operation.needs(value.parameters, box, len(value.inputs))
-    numbers = [_numbers_in(ref, one) for ref, one in zip(value.inputs, needed, strict=True)]
+    is_other = operation.is_once_rounded and target is not value.dtype
+    numbers = [
+        _numbers_in(ref, one, is_unrounded=is_other)
+        for ref, one in zip(value.inputs, needed, strict=True)
+    ]
     made = operation.plain(value.parameters, box, numbers)
     return rounded(made, target if operation.is_once_rounded else value.dtype)
 
 
-def _numbers_in(ref: TensorRef, box: Box) -> list[Number]:
-    """The numbers of a box of an input, in C order; many that lie in a file are read at once."""
+def _numbers_in(ref: TensorRef, box: Box, *, is_unrounded: bool) -> list[Number]:
+    """The numbers of a box of an input, in C order; many that lie in a file are read at once.
+    `is_unrounded`: what is computed is not rounded to the type that it has.
+    """
     start, shape = box
+    target = FLOAT32 if is_unrounded and ref.dtype.itemsize < 4 else ref.dtype
     if prod(shape) <= _AT_ONCE or any(
         isinstance(piece.storage.source, DerivedSource) for piece in ref.pieces
     ):
-        return [_number_at(ref, place, ref.dtype) for place in _places(start, shape)]
+        return [_number_at(ref, place, target) for place in _places(start, shape)]
     raw, size = read_box(ref, start, shape).tobytes(), ref.dtype.itemsize
     return [number_of(raw[at : at + size], ref.dtype) for at in range(0, len(raw), size)]
 

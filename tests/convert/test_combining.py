@@ -116,6 +116,17 @@ def test_the_mean_is_that_of_torch_to_the_bit(tmp_path, dtype, weights):
     assert made["embed"].data_ptr() == made["head"].data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mean_in_another_type_is_rounded_once(dtype, tmp_path):
+    one, other = drawn(1, torch.bfloat16), drawn(2, torch.bfloat16)
+    for name, values in (("a.pt", one), ("b.pt", other)):
+        torch.save(values, tmp_path / name)
+    sources = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    average(sources, tmp_path / "o.pt", dtype=dtype, weights=[1, 2], verify=True)
+    for key, made in torch.load(tmp_path / "o.pt").items():
+        assert torch.equal(made, ((one[key].double() + 2 * other[key].double()) / 3).to(dtype))
+
+
 def test_a_mean_goes_to_any_format(tmp_path):
     paths, found = saved(tmp_path, 2)
     average(paths, tmp_path / "mean.safetensors", dtype="bf16", exclude="strided", verify=True)

@@ -13,8 +13,11 @@ from safetensors.torch import save_file
 from ckptconv import (
     ConversionResult,
     Dequantize,
+    KeyRules,
+    average_checkpoints,
     convert_checkpoint,
     inspect_checkpoint,
+    merge_lora_checkpoint,
     open_checkpoint,
 )
 from ckptconv.support.errors import RefusedObject
@@ -82,6 +85,34 @@ def test_what_may_be_a_parameter_stays_and_is_told_of(tmp_path, key, value):
     assert torch.equal(made[key], value)
     [note] = [note for note in done.plan.notes if note.startswith("stay as they are")]
     assert key in note
+
+
+def test_a_parameter_without_elements_stays(tmp_path):
+    made, done = converted(tmp_path, {**layer("fc"), "empty": torch.zeros(0, 3)})
+    assert made["empty"].shape == (0, 3)
+    assert "empty" not in " ".join(done.plan.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_made_of_values_is_rounded_once(dtype, tmp_path):
+    """To the type that was asked for, and not to bfloat16 before, which is that of the values."""
+    codes, scale = fp8(4, 4), torch.rand(4, 1)
+    torch.save({"fc.weight": codes, "fc.weight_scale": scale}, tmp_path / "in.pt")
+    low = {"lora_A": torch.randn(2, 4), "lora_B": torch.randn(4, 2)}
+    adapter = {f"base_model.model.fc.{name}.weight": value for name, value in low.items()}
+    save_file(adapter, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["fc"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    options = {"dequantize": True, "dtype": dtype, "verify": True, "force": True, "fsync": False}
+    out, values = tmp_path / "out.pt", codes.float() * scale
+    average_checkpoints([tmp_path / "in.pt"] * 2, out, **options)
+    assert torch.equal(torch.load(out)["fc.weight"], values.to(dtype))
+    rules = KeyRules.of([{"from": "fc.weight", "to": "fc.weight", "operations": [{"add": 1}]}])
+    convert_checkpoint(tmp_path / "in.pt", out, keys=rules, **options)
+    assert torch.equal(torch.load(out)["fc.weight"], (values + 1).to(dtype))
+    merge_lora_checkpoint(tmp_path / "in.pt", tmp_path, out, **options)
+    merged = values + low["lora_B"] @ low["lora_A"]
+    assert torch.equal(torch.load(out)["fc.weight"], merged.to(dtype))
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def left_out_with(found: Sequence[Decoded], tensors: Mapping[str, TensorRef]) ->
         if name in _OF_ATTENTION:
             is_there = module in most or not around.isdisjoint((module, module.rpartition(".")[0]))
             count = int(is_there)
-        if ref.numel <= count or _is_mark(key):
+        if (count and ref.numel <= count) or _is_mark(key):  # an empty parameter is not one
             left.add(key)
     return left
 
