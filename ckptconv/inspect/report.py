@@ -5,6 +5,7 @@ any width; all that came out of a file is escaped here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -126,8 +127,8 @@ def _counts(counted: Any, noun: str) -> str:
 
 
 def tree_lines(part: Part, width: int, limit: int = 40) -> Iterator[Row]:
-    """The parts as a tree in lines of at most `width` columns, as rows without labels; of more than
-    `limit` siblings the middle is left out.
+    """The parts as a tree in lines of at most `width` columns, as rows without labels; numbered
+    siblings that are alike are one line, and of more than `limit` lines the middle is left out.
     """
     branches = Table(
         ("name", "size", "what"), [*_branches(part.parts, "", limit)], ("name", "what")
@@ -148,19 +149,38 @@ _TREE_CELLS = ' style="text-align: left; white-space: pre"'
 
 
 def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[tuple[str, ...]]:
-    shown: list[Part | None] = [*parts]
-    if len(parts) > limit:
-        shown[limit - 2 : -1] = [None]
-    for at, part in enumerate(shown, 1):
+    shown = _alike(parts)
+    hidden = shown[limit - 2 : -1] if len(shown) > limit else []
+    if hidden:
+        shown[limit - 2 : -1] = [[]]
+    for at, run in enumerate(shown, 1):
         branch, below = "├─ ", "│  "
         if at == len(shown):
             branch, below = "└─ ", "   "
-        if part is None:
-            yield (f"{indent}{branch}… {len(parts) - limit + 1:,} more",)
+        if not run:
+            yield (f"{indent}{branch}… {sum(map(len, hidden)):,} more",)
             continue
-        size = size_text(part.nbytes) if part.tensors else ""
-        yield indent + branch + printable(part.name), size, _part_text(part)
+        part, name, what = run[0], printable(run[0].name), _part_text(run[0])
+        if len(run) > 1:
+            name, what = f"{name} … {printable(run[-1].name)}", f"{len(run):,} alike, each {what}"
+        size = size_text(len(run) * part.nbytes) if part.tensors else ""
+        yield indent + branch + name, size, what
         yield from _branches(part.parts, indent + below, limit)
+
+
+def _alike(parts: tuple[Part, ...]) -> list[list[Part]]:
+    """Runs of numbered parts that are alike but for their names, such as the layers of a model; any
+    other part is one alone.
+    """
+    runs: list[list[Part]] = []
+    for part in parts:
+        first = runs[-1][0] if runs else part
+        are_numbered = part.name.isdecimal() and first.name.isdecimal()
+        if runs and are_numbered and replace(part, name=first.name) == first:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
 
 
 def _part_text(part: Part) -> str:

@@ -96,6 +96,20 @@ def test_a_tag_that_no_storage_has_is_told(room):
     assert done.exit == 0 and "no storage" not in done.err
 
 
+def test_layers_that_are_alike_are_one_line(tmp_path):
+    layers = [torch.nn.Linear(4, 4) for _ in range(50)]
+    layers[20] = torch.nn.Linear(4, 5)
+    torch.save(torch.nn.Sequential(*layers).state_dict(), tmp_path / "a.pt")
+    shown = run("inspect", "a.pt", "--depth", "1", cwd=tmp_path).out
+    tree = [" ".join(line.split()[1:]) for line in shown.splitlines() if "─" in line]
+    assert tree == [
+        "0 … 19 1.6 kB 20 alike, each 2 tensors", "20 100 B 2 tensors",
+        "21 … 49 2.3 kB 29 alike, each 2 tensors",
+    ]  # fmt: skip
+    below = run("inspect", "a.pt", cwd=tmp_path).out
+    assert below.count("weight") == below.count("bias") == 3
+
+
 def test_the_parts_of_a_state_dict_are_its_keys(tmp_path):
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
     assert said(tmp_path, "convert", "a.pt", "b.pt", "--only", "model", code=1).endswith(
