@@ -65,8 +65,8 @@ def convert(keys: str, **given: Any) -> None:
     there, or a new one named with a slash at its end, gets safetensors in it.
 
     By default, the prefixes of wrappers are stripped from the keys, and the tensors are tagged for
-    the CPU. Several INs are the files of all ranks of one checkpoint. Key rules apply in the order
-    in which you give them, and before --like or --model.
+    the CPU. Several INs are the files of all ranks of one checkpoint. Key rules may be repeated,
+    and apply in order, before --like or --model.
     """
     if given["like"] and given["model"]:
         raise click.UsageError("--like and --model are both given, but the keys can fit only one")

@@ -213,7 +213,7 @@ def _allowing_hosts(given: Sequence[str]) -> AbstractContextManager[Any]:
 
 _LIMIT = _while_it_runs(
     "--limit NAME=VALUE",
-    "Raise a limit that an error named, such as pickle_bytes=4GiB.",
+    "Raise a limit that an error named, as it says.",
     lambda given: limits(**dict(map(_limit, given))),
     multiple=True,
 )
@@ -300,8 +300,6 @@ engine_options = together(
         "Who works (default: processes, or serial with --jobs 1).",
         ("serial", "processes", "ray"),
     ),
-    option(
-        "--address ADDRESS", "With --engine ray: the cluster; auto finds it.", section="General"
-    ),
+    _many("--address ADDRESS", "With --engine ray: the cluster; auto finds it."),
 )
 """The options of who does the work."""

@@ -91,9 +91,8 @@ class OptionWords:
     to: Target | None = _word(
         "Output",
         None,
-        "Output format, if OUT's name does not say (OUT may be - for standard output); dcp: a "
-        "folder that FSDP training resumes from; universal: one that DeepSpeed resumes from; npz: "
-        "a numpy archive.",
+        "Output format, if OUT's name does not say (- is standard output). Training resumes from "
+        "dcp (FSDP) and universal (DeepSpeed).",
         choices=get_args(Target),
     )
     keys: Keys = _word(
@@ -158,7 +157,7 @@ class OptionWords:
         "DEVICE",
     )
     map_location: Mapping[str, DeviceName] | None = _word(
-        "Values", None, "Change one device tag, such as cuda:3=cuda:0.", "OLD=NEW"
+        "Values", None, "Change one device tag, such as cuda:3=cuda:0. Repeatable.", "OLD=NEW"
     )
     dtype: DTypeName | None = _word(
         "Values",
@@ -201,9 +200,8 @@ class OptionWords:
     optimizer: OptimizerForm | None = _word(
         "Parts",
         None,
-        "The form of optimizer states: by the names of parameters, as FSDP2 has them; by numbers, "
-        "as torch.optim; flat, as torch flattens them for dcp.load; torchtitan: flat, and the "
-        "weights at the root; megatron: a torch_dist folder again.",
+        "The form of optimizer states: by the names of parameters, as FSDP2; by numbers, as "
+        "torch.optim; flat, as for dcp.load; that of torchtitan or of megatron.",
         choices=OPTIMIZER_FORMS,
     )
     order_from: str | os.PathLike[str] | None = _word(

@@ -152,9 +152,9 @@ def of_part(path: str) -> str:
     return f" of {part_text(path)}" if path else ""
 
 
-def look_hint(path: PurePath) -> str:
+def look_hint(path: PurePath, command: str = "inspect") -> str:
     """The command that shows what a checkpoint holds; only a file has one of its own."""
-    command = "ckptconv inspect"
+    command = f"ckptconv {command}"
     if isinstance(path, UrlPath) or Path(path).exists():
         command = f"{command} {quoted(as_argument(path))}"
     return f"see what it holds with: {command}"

@@ -52,7 +52,7 @@ def picked(found: NamedValues, name: str, path: PurePath, *, is_whole: bool = Fa
     elif name in found.unread:
         what, hint = "its numbers cannot be read", None
     else:
-        what, hint = "no tensor has this name", _meant(found, name) or look_hint(path)
+        what, hint = "no tensor has this name", _meant(found, name) or look_hint(path, "ls")
     raise MissingTensor(what, path=path, where=name, hint=hint)
 
 
