@@ -248,7 +248,7 @@ def kind_of_head(head: bytes) -> bool | None:
     rows = [row for row in FORMATS if row.matches(head)]
     if not rows or any(row.is_certain for row in rows):
         return bool(rows)
-    name_end = 30 + int.from_bytes(head[26:28], "little")
+    name_end = 30 + int.from_bytes(head[26:28], "little")  # in the first local header
     if is_zip(head) and head[30:name_end].endswith(_FIRST_RECORDS):
         return True
     return None

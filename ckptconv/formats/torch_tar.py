@@ -177,7 +177,7 @@ def _extended(source: Source, start: int, size: int) -> dict[str, str]:
 def _size(source: Source, extended: str | None, size: int) -> int:
     if extended is None:
         return size
-    if not (extended.isascii() and extended.isdigit() and len(extended) < 20):
+    if not (extended.isascii() and extended.isdigit() and len(extended) < 20):  # of at most 64 bits
         raise malformed("declares a size that is not a number", source.path, "pax header")
     return int(extended)
 

@@ -21,23 +21,23 @@ from ckptconv.support.errors import (
 )
 
 MAX32 = 0xFFFFFFFF  # a number of 32 bits that is in the zip64 fields (APPNOTE 4.4.1.4)
-# The records are those of APPNOTE 4.3.7 to 4.3.16; all numbers are little-endian
-END = struct.Struct("<4s4H2IH")
+# The numbers are those of sections of APPNOTE.TXT, which describes the records
+END = struct.Struct("<4s4H2IH")  # 4.3.16
 _END_SIGNATURE = b"PK\5\6"
 MOST_BEHIND = END.size + 0xFFFF
 """The most bytes that there are from the end record on: a comment may follow it."""
-END64 = struct.Struct("<4sQ2H2I4Q")
-LOCATOR = struct.Struct("<4sIQI")
-CENTRAL = struct.Struct("<4s6H3I5H2I")
+END64 = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
+LOCATOR = struct.Struct("<4sIQI")  # 4.3.15: where the record of 4.3.14 is
+CENTRAL = struct.Struct("<4s6H3I5H2I")  # 4.3.12
 # the fields of it that are not always 0: signature, flags, method, CRC, two sizes, the lengths of
 # name, extra field and comment, external attributes, place of the local header
 CENTRAL_USED = struct.Struct("<4s4x2H4x3I3H4x2I")
-DESCRIPTOR = struct.Struct("<4s3I")
-DESCRIPTOR64 = struct.Struct("<4sI2Q")
+DESCRIPTOR = struct.Struct("<4s3I")  # 4.3.9, with its signature
+DESCRIPTOR64 = struct.Struct("<4sI2Q")  # 4.3.9.2: of zip64
 ENCRYPTED = 0x2041  # bits 0 (encrypted), 6 (strongly so) and 13 (headers too) of the flags
 # of the external attributes, as in MS-DOS; miniz, which torch reads with, goes by it
 _FOLDER = 0x10
-LOCAL = struct.Struct("<4s5H3I2H")
+LOCAL = struct.Struct("<4s5H3I2H")  # 4.3.7
 STORED, DEFLATED = 0, 8
 _DESCRIBED = 8  # the flag of a record with a data descriptor
 # nearly every name: of bytes, \w is ASCII, so there is nothing in it to be refused

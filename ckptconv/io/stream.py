@@ -18,7 +18,7 @@ from ckptconv.io.crc import CrcOf, no_crc
 from ckptconv.io.source import CHUNK, Source
 from ckptconv.support import platforms
 
-_BUFFERS = 4
+_BUFFERS = 4  # of CHUNK bytes, beside those that the sink holds
 
 # The bytes of one write(2). Where it gets more, Linux caches the file in pages of up to 2 MiB, and
 # memory in runs of that size is what a virtual machine has given back to its host: 2 GB took 0.9 s

@@ -144,7 +144,7 @@ def _written(value: Any) -> Any:
     return value
 
 
-_NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch
+_NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch  # so many digits fit 64 bits
 
 # The rules that may be written as a table, old → new
 _PAIRS: dict[Any, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
@@ -393,7 +393,7 @@ def _move(move: Any, path: PurePath) -> tuple[str, tuple[tuple[int, ...], ...]]:
     return name, tuple(tuple(int(n) for n in each.split(",") if n != "-") for each in lists)
 
 
-_NUMBERS = re.compile(r"-|[0-9]{1,18}(,[0-9]{1,18})*").fullmatch
+_NUMBERS = re.compile(r"-|[0-9]{1,18}(,[0-9]{1,18})*").fullmatch  # digits that fit 64 bits
 
 
 def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:

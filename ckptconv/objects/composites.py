@@ -102,7 +102,7 @@ _BLOCKED = ("torch.sparse_bsr", "torch.sparse_bsc")
 # of how many tensors each layout is made
 _PARTS = {_COO: 2, **dict.fromkeys((*_BY_ROW, "torch.sparse_csc", "torch.sparse_bsc"), 3)}
 _INT64 = BY_NAME["int64"]
-_INDEX_TYPES = (BY_NAME["int32"], _INT64)
+_INDEX_TYPES = (BY_NAME["int32"], _INT64)  # of compressed ones; those of COO are int64
 
 
 def _sparse(args: tuple[Node, ...]) -> Check:

@@ -24,7 +24,7 @@ from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 
 _NO_DICT = re.compile(r"builtins\.|torch\.\w+\Z").match
-_DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")
+_DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")  # of any package
 
 
 def plain_form(call: Call) -> Node:

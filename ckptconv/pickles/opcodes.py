@@ -74,7 +74,7 @@ _MARK, _BININT1, _BININT2, _LONG1 = b"(KM\x8a"
 
 # Some containers put pickles in front of gigabytes of tensors without saying how long they are.
 
-_WINDOW = 1 << 20
+_WINDOW = 1 << 20  # bytes that are read at once
 _FIRST_WINDOW = 1 << 16  # the pickles of most checkpoints are no longer
 _HINT = "the file is damaged or cut off"
 # Opcodes in a run that have an argument: where one stands that does not match, it is cut off

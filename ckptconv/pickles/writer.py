@@ -190,7 +190,7 @@ def integer(value: int) -> bytes:
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + value.to_bytes(4, "little", signed=True)
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    if len(raw) > 255:
+    if len(raw) > 255:  # LONG1 has one byte for it
         longer = "is longer than torch.load(weights_only=True) reads"
         what = f"an integer of {value.bit_length()} bits {longer}"
         raise RefusedObject(what, hint="--only PATH takes one part")

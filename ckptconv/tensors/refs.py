@@ -447,7 +447,7 @@ class _Origins(dict[int, Shape]):
         return (0,) * count
 
 
-_USUAL_DIMENSIONS = 64
+_USUAL_DIMENSIONS = 64  # dim_bitset_size in ATen: most operations take no more
 _ORIGINS = _Origins({count: (0,) * count for count in range(_USUAL_DIMENSIONS + 1)})
 
 

@@ -117,8 +117,8 @@ def _by_status(code: str, status: int) -> _Meaning:
 _STATUSES = {301: _REGION, 401: _FORBIDDEN, 403: _FORBIDDEN, 404: _MISSING}
 
 
-_CODE = re.compile(r"<Code>([A-Za-z][A-Za-z0-9]{2,60})</Code>").search
-_STATUS = re.compile(r"(?:status code: |status: )(\d{3})").search
+_CODE = re.compile(r"<Code>([A-Za-z][A-Za-z0-9]{2,60})</Code>").search  # of S3's XML
+_STATUS = re.compile(r"(?:status code: |status: )(\d{3})").search  # of obstore's own words
 _WHERE = re.compile(r"<Region>([a-z0-9-]{2,40})</Region>").search
 _ADDRESS = re.compile(r"https?://\S+").sub
 _ASKING_WHO = re.compile(r"Generic \w+ error: Error performing token request").match
@@ -376,7 +376,7 @@ def range_of(headers: Headers) -> tuple[int, int, int] | None:
 def length_of(headers: Headers) -> int | None:
     """The length of the body as it is told."""
     text = headers.get("Content-Length", "").strip()
-    if not text.isascii() or not text.isdigit() or len(text) >= 20:
+    if not text.isascii() or not text.isdigit() or len(text) >= 20:  # of at most 64 bits
         return None
     return int(text)
 

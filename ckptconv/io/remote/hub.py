@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ENDPOINT = "https://huggingface.co"
 _KINDS = ("models", "datasets", "spaces")
-_REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)").match
+_REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)").match  # these have a slash
 _NAME = re.compile(r"[\w][\w.-]*", re.ASCII).fullmatch
 IS_COMMIT = re.compile(r"[0-9a-f]{40}").fullmatch
 _PAGE_OF = re.compile(
@@ -41,7 +41,7 @@ _PAGE_OF = re.compile(
     r"/(?:blob|resolve|raw|tree)/(?P<revision>[^/?#]+)(?:/(?P<path>[^?#]*))?(?:[?#].*)?",
     re.ASCII | re.DOTALL,
 ).fullmatch
-_NEXT = re.compile(r'<([^<>]*)>\s*;[^,]*\brel\s*=\s*"?next\b').search
+_NEXT = re.compile(r'<([^<>]*)>\s*;[^,]*\brel\s*=\s*"?next\b').search  # of Link
 
 _PAGE = 8 << 20  # bytes of one page of a list; the Hub's have 1000 entries of 300 bytes
 _PAGES = 1000  # of one list: a million files, and no more, for a server may name pages without end

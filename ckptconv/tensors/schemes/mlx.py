@@ -13,7 +13,7 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.schemes.base import Facts, Group, Scheme, Weight, decoded, grid_of
 
-_BITS, _SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+_BITS, _SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of mlx.core.quantize
 _DEFAULTS = {"mode": "affine", "bits": 4, "group_size": 64}  # of mlx.core.quantize
 
 
