@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptconv.objects.encodings import Recipe, flat, holds_tensors, packed_codes
+from ckptconv.objects.plain import tensor_form
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Node, children
 from ckptconv.support.arrays import Array, np
@@ -25,7 +26,7 @@ from ckptconv.tensors.schemes.base import Facts, unblocked
 from ckptconv.tensors.stream import read_box
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.state_dicts import find
-from ckptconv.tree.walk import CONTAINERS, chain_of, place_text, tensors_of, walk
+from ckptconv.tree.walk import CONTAINERS, chain_of, place_text, tensor_of, tensors_of, walk
 
 Decode = Callable[[memoryview, int], "Array"]
 """From codes, and the number of elements before them, to the float64 numbers that they are."""
@@ -159,8 +160,9 @@ def _under_names(
     """
 
     def made_of(name: str, value: Node) -> list[T] | None:
-        ref = value.tensor if type(value) is TensorObject else value
-        if type(ref) is TensorRef:
+        # an array of complex128 is one tensor, though safetensors takes it apart
+        ref = value if type(value) is TensorRef else tensor_of(value) or tensor_form(value)
+        if ref is not None:
             return [plain(name, ref)]
         apart = _taken_apart(name, value)
         return None if apart is None else composed(*apart)

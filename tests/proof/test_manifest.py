@@ -110,6 +110,20 @@ def test_a_big_endian_file_has_the_digests_of_the_values(tmp_path):
     assert [*told(tmp_path / "big.pt").values()] == digests[::-1]
 
 
+def test_arrays_have_the_names_and_digests_of_the_tensors_that_they_become(tmp_path):
+    arrays = {"c128": np.array([1j, 2]), "big": np.arange(3, dtype=">i4"), "f4": np.ones((2, 0))}
+    torch.save(arrays, tmp_path / "in.pt")
+    kept = manifest_checkpoint(tmp_path / "in.pt", tmp_path / "in.sha256")
+    digests = {name: hashlib.sha256(values.astype(values.dtype.newbyteorder("<")).tobytes())
+               for name, values in arrays.items()}  # fmt: skip
+    assert {one.name: one.sha256 for one in kept.tensors} == {
+        name: digest.hexdigest() for name, digest in digests.items()
+    }
+    for name in ("out.pt", "out.safetensors"):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / name)
+        assert verify_checkpoint(tmp_path / name, tmp_path / "in.sha256").same
+
+
 def test_tied_and_nested_names_are_all_told(tmp_path):
     weight = torch.randn(2, 2)
     torch.save({"a": weight, "b": {"c": weight, "list": [torch.ones(1)]}}, tmp_path / "m.pt")
