@@ -24,7 +24,7 @@ from ckptconv.io.files import FilePool, FileSource
 from ckptconv.io.location import Alone, Kind
 from ckptconv.io.source import CHUNK, Fingerprint, Source
 from ckptconv.support import platforms
-from ckptconv.support.errors import CheckpointError, OutputRefused, UnsupportedCheckpoint
+from ckptconv.support.errors import OutputRefused, UnsupportedCheckpoint
 from ckptconv.support.text import STANDARD_INPUT
 
 
@@ -151,8 +151,6 @@ class OpenFile(_Opened):
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except CheckpointError:
-            raise
         except (OSError, ValueError) as error:  # ValueError: it is closed
             raise UnsupportedCheckpoint(f"cannot be read: {error}", path=self.path) from error
 
@@ -237,8 +235,6 @@ class SeekSource(Source):
                     yield file
                 finally:
                     file.seek(before)
-            except CheckpointError:  # some of them are OSErrors too
-                raise
             except (OSError, ValueError, EOFError) as error:
                 raise self.wrong(f"cannot be read: {error}") from error
 

@@ -17,7 +17,7 @@ from ckptconv.pickles.making import BYTES_REDUCERS, MappingCalls, NodeMaker, Red
 from ckptconv.pickles.memo import MEMO_KEYS, TENSOR_RUN, FetchedUnmade, Memo, RunReader
 from ckptconv.pickles.nodes import BYTEARRAY, SET, Call, Dict, Global, Node, PersistentId
 from ckptconv.pickles.opcodes import LINES, SIZED
-from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import Limits, in_force
 from ckptconv.support.settings import collector_paused
 
@@ -90,8 +90,6 @@ class PickleReader(NodeMaker):
         try:
             with collector_paused():
                 return self._read()
-        except CheckpointError:  # some of them are ValueErrors too
-            raise
         except (IndexError, struct.error):
             what = "ends in the middle, or takes more from its stack than there is"
             raise self._malformed(what) from None
