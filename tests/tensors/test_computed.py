@@ -316,14 +316,16 @@ def test_a_number_is_added_in_other_types(dtype):
     assert bytes_of(made) == oracle.stored_bytes(values.to(dtype) - 1)
 
 
-def test_a_turned_part_of_what_is_rounded_once_is_not_rounded_twice():
-    values = torch.randn(60, 40).bfloat16()
+def test_what_is_rounded_once_is_not_rounded_twice_nor_are_turned_parts_of_it():
+    values = torch.randn(997, 601).bfloat16()  # more than one chunk, and not one run
     storage = stored(values)
-    ref = whole_view(storage, storage.dtype, (60, 40))
+    ref = permuted(whole_view(storage, storage.dtype, (997, 601)), (1, 0))
     made = elementwise("add", [ref], (-1.0,), ref.dtype, "a norm")
-    part = permuted(apart(box_of(made, (20, 0), (30, 40))), (1, 0))
-    cast = b"".join(map(bytes, iter_cast_chunks(part, BY_NAME["float16"], [0])))
-    assert cast == oracle.stored_bytes((values[20:50].float() - 1).half().T.contiguous())
+    part = permuted(apart(box_of(made, (20, 0), (30, 997))), (1, 0))
+    expected = (values.T.float() - 1).half()
+    for one, wanted in ((made, expected), (part, expected[20:50].T)):
+        cast = b"".join(map(bytes, iter_cast_chunks(one, BY_NAME["float16"], [0])))
+        assert cast == oracle.stored_bytes(wanted.contiguous())
 
 
 class TestDecodeByBlocks(ComputedConformance):
