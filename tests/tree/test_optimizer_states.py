@@ -165,6 +165,8 @@ def test_of_two_models_the_optimizer_is_that_of_the_one_that_fits(tmp_path):
     assert told(tmp_path, tree, drop=["ema_model"])[0] == []
     assert len(told(tmp_path, tree, drop=["*model.head.*"])[0]) == 1
     assert len(told(tmp_path, tree, drop=["*model"])[0]) == 1
+    tree["ema_model"] = {"head.bias": model.head.bias.detach().clone()}
+    assert len(told(tmp_path, tree, drop=["model.head.bias"])[0]) == 1  # not that of the other
 
 
 def test_one_optimizer_of_two_models(tmp_path):
