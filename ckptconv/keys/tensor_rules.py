@@ -539,10 +539,11 @@ class TensorRule(Rule):
     ) -> tuple[str, ...]:
         """The values of a variable that is joined, in the order of the numbers that they are."""
         example = next(iter(members.values()))
-        # isdigit alone takes digits of any script, which are other keys
-        if not all(text.isascii() and text.isdigit() for text in numbers):
-            odd = next(text for text in sorted(numbers) if not text.isdigit())
-            what = f"{self.words} joins over {{{name}}}, which is '{printable(odd)}', not a number"
+        # digits of another script are other keys, and int() takes no more than 4300 digits
+        odd = [text for text in sorted(numbers) if not re.fullmatch("[0-9]{1,19}", text)]
+        if odd:
+            told = printable(odd[0])
+            what = f"{self.words} joins over {{{name}}}, which is '{told}', not a number"
             raise KeyConflict(what, where=example)
         ordered = sorted(numbers, key=lambda text: (int(text), text))
         for place, text in enumerate(ordered):

@@ -47,7 +47,8 @@ def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     for name, ours in (("head_count", _HEADS), ("head_count_kv", _KV_HEADS)):
         text = metadata.get(f"{architecture}.attention.{name}")
         if text is not None:
-            told[ours] = int(text) if text.isdecimal() else text
+            # int() takes no more than 4300 digits
+            told[ours] = int(text) if text.isdecimal() and len(text) < 20 else text
     return told
 
 

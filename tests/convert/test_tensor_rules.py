@@ -185,6 +185,17 @@ MISFITS = {
         [STACK],
         "e.a.w: the tensor rule e.{n}.w → all joins over {n}, which is 'a', not a number",
     ),
+    "what is joined is a digit of another script": (
+        {"e.\u0663.w": _w(2)},
+        [STACK],
+        "e.\u0663.w: the tensor rule e.{n}.w → all joins over {n}, which is '\u0663', not a number",
+    ),
+    "what is joined has more digits than int() takes": (
+        {f"e.{'7' * 5000}.w": _w(2)},
+        [STACK],
+        f"e.{'7' * 198}…: the tensor rule e.{{n}}.w → all joins over {{n}}, which is '{'7' * 200}…', "
+        "not a number",
+    ),
     "one of two sources is missing": (
         {"q": _w(2), "x": _w(2)},
         [QKV],

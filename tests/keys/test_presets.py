@@ -335,6 +335,13 @@ def test_a_llama_of_meta_and_a_key_that_is_none_of_its_own(tmp_path):
         )
 
 
+def test_a_number_of_heads_beyond_any_number_is_refused(tmp_path):
+    told = {"general.architecture": "llama", "llama.attention.head_count": "7" * 5000}
+    save_file({"blk.0.attn_q.weight": torch.ones(4, 4)}, tmp_path / "in.safetensors", told)
+    with pytest.raises(KeyConflict, match="num_attention_heads"):
+        load_portable(tmp_path / "in.safetensors", keys=KeyRules.of([("preset", "gguf-llama")]))
+
+
 def test_heads_of_a_gguf_file_are_those_that_it_says(tmp_path):
     rows = numpy.arange(HEADS * DIM * 2, dtype=numpy.float32).reshape(HEADS * DIM, 2)
     told = [
