@@ -131,7 +131,7 @@ def _left_texts(
         yield f"{where} still names {count:,} of the renamed parameters by {names}, e.g. {first}"
     bare = {bare_name(key) for key in consumed}
     made = [name for name in item.gone if bare_name(name) in bare]
-    gone = [name for name in item.gone if name not in made]
+    gone = [name for name in item.gone if bare_name(name) not in bare]
     if made:
         held, first = count_text(len(made), "parameter"), printable(made[0])
         yield f"{where} still holds {held} of which rules made other tensors, e.g. {first}"
