@@ -193,8 +193,8 @@ MISFITS = {
     "what is joined has more digits than int() takes": (
         {f"e.{'7' * 5000}.w": _w(2)},
         [STACK],
-        f"e.{'7' * 198}…: the tensor rule e.{{n}}.w → all joins over {{n}}, which is '{'7' * 200}…', "
-        "not a number",
+        f"e.{'7' * 198}…: the tensor rule e.{{n}}.w → all joins over {{n}}, which is "
+        f"'{'7' * 200}…', not a number",
     ),
     "one of two sources is missing": (
         {"q": _w(2), "x": _w(2)},
