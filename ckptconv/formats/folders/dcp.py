@@ -51,6 +51,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.limits import refuse_beyond
+from ckptconv.support.records import made
 from ckptconv.tensors.assembly import assembled, check_cover
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, Container, whole_of
@@ -240,7 +241,7 @@ def _in_order(metadata: Metadata, entries: Entries, *, chunks: bool) -> Iterator
         elif chunks:
             for start, shape in entry.chunks:
                 if (item := _item(metadata, key, start)) is not None:
-                    yield item, Chunk(key, entry.dtype, start, shape)
+                    yield item, made(Chunk, (key, entry.dtype, start, shape))
 
 
 def _value(metadata: Metadata, key: str, entry: TensorEntry | None, items: Items) -> Node:
@@ -250,7 +251,7 @@ def _value(metadata: Metadata, key: str, entry: TensorEntry | None, items: Items
         check_cover(entry.shape, entry.chunks)
     parts = []
     for start, shape in entry.chunks:
-        chunk = Chunk(key, entry.dtype, start, shape)
+        chunk = made(Chunk, (key, entry.dtype, start, shape))
         parts.append((start, items.chunk(_found(metadata, key, start), chunk)))
     if key in metadata.reshaped:
         what = "was stored in flat fragments by an older Megatron, which is not read yet"

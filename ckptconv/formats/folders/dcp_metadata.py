@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, TypeAlias
 
 from ckptconv.io.source import Source
 from ckptconv.objects.torch_read import plain_sizes
@@ -255,6 +256,9 @@ _TENSOR = Global(f"{_TORCH}.metadata", "TensorStorageMetadata")
 _INDEX = Global(f"{_TORCH}.metadata", "MetadataIndex")
 
 
+_Match: TypeAlias = Callable[[bytes, int, int], "re.Match[bytes] | None"]
+
+
 class _Value(bytes):
     """The pattern of opcodes whose value is read."""
 
@@ -265,18 +269,26 @@ class _Opcodes:
     """
 
     def __init__(self, *parts: bytes | str | Global | None) -> None:
+        self._parts = parts
         groups = [part for part in parts if type(part) is not bytes]
-        pattern = b"".join(map(_pattern, parts))
-        self.match = re.compile(pattern, re.DOTALL).match
+        self.match = self._compiled(repeat(_GET))
         self.names: list[Any] = [part for part in groups if type(part) is not _Value]
         self.fetching = [at for at, part in enumerate(groups, 1) if type(part) is not _Value]
         self.values = [at for at, part in enumerate(groups, 1) if type(part) is _Value]
 
+    def fetching_by(self, gets: Sequence[bytes]) -> _Match:
+        """What matches those that fetch by just these opcodes."""
+        return self._compiled(map(re.escape, gets))
 
-def _pattern(part: bytes | str | Global | None) -> bytes:
+    def _compiled(self, gets: Iterator[bytes]) -> _Match:
+        pattern = b"".join([_pattern(part, gets) for part in self._parts])
+        return re.compile(pattern, re.DOTALL).match
+
+
+def _pattern(part: bytes | str | Global | None, gets: Iterator[bytes]) -> bytes:
     if type(part) is bytes:
         return part
-    return b"(%b)" % (part if type(part) is _Value else _GET)
+    return b"(%b)" % (part if type(part) is _Value else next(gets))
 
 
 _GET = rb"h.|j...."
@@ -320,6 +332,7 @@ class _Runs:
     """Reads the runs of one stream; which opcodes were seen to fetch the names is kept."""
 
     def __init__(self) -> None:
+        self._first: dict[_Opcodes, _Match] = {}
         self._seen: defaultdict[_Opcodes, set[tuple[bytes, ...]]] = defaultdict(set)
         self._dtypes: dict[bytes, DType] = {}
         self._sizes: dict[bytes, Shape | None] = {}
@@ -383,6 +396,10 @@ class _Runs:
         self, opcodes: _Opcodes, stream: bytes, pos: int, end: int, memo: Memo
     ) -> re.Match[bytes] | None:
         """These opcodes at `pos`, where they stand there and fetch the names that they must."""
+        first = self._first.get(opcodes)
+        run = first and first(stream, pos, end)  # nearly all fetch as the first of them did
+        if run:
+            return run
         run = opcodes.match(stream, pos, end)
         if run is None:
             return None
@@ -393,6 +410,7 @@ class _Runs:
             if not all(map(_is_named, fetched, opcodes.names)):
                 return None
             seen.add(fetching)
+            self._first.setdefault(opcodes, opcodes.fetching_by(fetching))
         return run
 
     def _dtype(self, get: bytes, memo: Memo) -> DType | None:
