@@ -36,7 +36,7 @@ from ckptconv.support.errors import OptionRefused, printable, warn
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.refs import TensorRef, expanded, homes, view_identity
+from ckptconv.tensors.refs import TensorRef, expanded, homes, storages_of, view_identity
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.flattening import Flattened, encoding_notes, flatten, refuse_split
@@ -90,11 +90,12 @@ def plan_flat(
     if not to.shares_storages:
         _refuse_blow_up(sum(sizes), checkpoint)
     refs = [ref for _, ref in named]
+    storages = storages_of(refs)
     renamed = renamed_keys(applied, {item.path for item in skipped[held_from:]})
     shared = renamed
     if to.shares_storages and options.casts:
         renamed = still_shared(applied, renamed, cast)
-    locations = count_locations(refs, options.tags)
+    locations = count_locations(storages, options.tags)
     metadata = {**strings, **tied} if to.holds_metadata else {}
     group = _same_storage if to.shares_storages else view_identity
     plan_file = partial(_planned, to, metadata, tied, options)
@@ -125,7 +126,7 @@ def plan_flat(
             *key_notes([renamed], options.keys),
             *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
             *idle_tag_notes(locations, options.tags),
-            *sharing_notes(refs),
+            *sharing_notes(refs, storages),
             *parted_notes([shared], [renamed]),
             *to.tensor_notes(kept, options.tags),
             *shard_notes([key for key, _, _ in kept], sizes, options.max_shard_size),

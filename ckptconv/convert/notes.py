@@ -19,7 +19,7 @@ from ckptconv.support.limits import in_force
 from ckptconv.support.text import agreeing, count_text, size_text, some_text
 from ckptconv.tensors.compaction import CastRule, count_parted
 from ckptconv.tensors.computed import computed_value
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.labels import LORA_OF_PEFT, offered_prefix, producer_of
@@ -193,15 +193,13 @@ def still_shared(applied: Applied, done: RenamedKeys, cast: CastRule) -> Renamed
     return replace(done, shared=max(0, done.shared - count_parted(refs, cast)))
 
 
-def sharing_notes(refs: Sequence[TensorRef]) -> Iterator[str]:
+def sharing_notes(refs: Sequence[TensorRef], storages: Sequence[Storage]) -> Iterator[str]:
     """Tell of tensors that would take far more bytes than the storages that they share."""
     claimed = sum([ref.nbytes for ref in refs])
     most = in_force()
     if claimed <= most.view_free:
         return
-    stored = sum(
-        {id(piece.storage): piece.storage.nbytes for ref in refs for piece in ref.pieces}.values()
-    )
+    stored = sum([storage.nbytes for storage in storages])
     if claimed > most.view_ratio * stored:
         yield f"{len(refs)} tensors of {claimed} bytes share {stored} bytes of storage"
 
@@ -232,11 +230,10 @@ def beside_notes(plan: ConversionPlan) -> Iterator[str]:
 
 
 def count_locations(
-    refs: Iterable[TensorRef], retag: Callable[[str], str]
+    storages: Sequence[Storage], retag: Callable[[str], str]
 ) -> dict[tuple[str, str], int]:
     """Storages by device tag before and after."""
-    storages = {id(piece.storage): piece.storage.location for ref in refs for piece in ref.pieces}
-    counted = Counter(storages.values())
+    counted = Counter([storage.location for storage in storages])
     return {(before, retag(before)): count for before, count in counted.items()}
 
 
@@ -252,7 +249,10 @@ def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, st
     """Tensors by dtype before and after, of those that are cast, or are made of codes."""
     changed = Counter[tuple[str, str]]()
     for ref in refs:
-        before, after = codes_text(ref) or ref.dtype.name, cast(ref).name
+        target = cast(ref)
+        if target is ref.dtype and not ref.pieces[0].storage.source.is_derived:
+            continue  # as nearly always
+        before, after = codes_text(ref) or ref.dtype.name, target.name
         if before != after:
             changed[before, after] += 1
     return dict(changed)

@@ -49,7 +49,7 @@ from ckptconv.support.limits import held, in_force
 from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.refs import TensorRef
+from ckptconv.tensors.refs import TensorRef, storages_of
 from ckptconv.tree.checkpoint import Checkpoint, Edit, edited
 from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
@@ -331,7 +331,8 @@ def _plan_tree(
         if to.is_folder and not to.is_made_by_torch
         else (PlannedFile(output, to.lay_out_tree(tree, cast, options.tags), tensors),)
     )
-    locations = count_locations(refs, options.tags)
+    storages = storages_of(refs)
+    locations = count_locations(storages, options.tags)
     if options.casts:
         both = zip(applied, renamed, strict=True)
         renamed = tuple(still_shared(each, done, cast) for each, done in both)
@@ -357,7 +358,7 @@ def _plan_tree(
             *told,
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *idle_tag_notes(locations, options.tags),
-            *sharing_notes(refs),
+            *sharing_notes(refs, storages),
             *parted_notes([done for _, done in after], renamed),
             *to.part_notes(tree),
         ),

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from operator import attrgetter
 from pathlib import Path, PurePath
@@ -410,24 +410,24 @@ class SafetensorsFile(TargetFormat):
         text = bytearray(b"{")
         if metadata:
             text += b'"%s":%s,' % (RESERVED.encode(), header_text(metadata))
-        at = 0
+        at, starts = 0, []
         for key, ref, dtype in ordered:
             if key == RESERVED:
                 what = "a tensor cannot be named __metadata__ in safetensors"
                 raise CheckpointError(what, where=key, hint="use --rename")
             fields, nbytes = _entry_fields(dtype, ref.dtype, ref.shape)
             text += f"{_quoted(key)}:{{{fields}[{at},{at + nbytes}]}},".encode()
+            starts.append(at)
             at += nbytes
         del text[max(1, len(text) - 1) :]  # the last comma
         text += b"}"
         lead = whole = header_bytes(text)
         del text
-        items, at = [], len(whole)
-        for key, ref, dtype in ordered:
-            _, nbytes = _entry_fields(dtype, ref.dtype, ref.shape)
-            items.append(made(WriteItem, (key, lead, at, nbytes, ref, dtype)))
-            lead, at = b"", at + nbytes
-        return Layout(tuple(items), at, ending=lambda _crcs: lead, has_crcs=False)
+        items, first = [], len(whole)
+        for (key, ref, dtype), (start, end) in zip(ordered, pairwise([*starts, at]), strict=True):
+            items.append(made(WriteItem, (key, lead, first + start, end - start, ref, dtype)))
+            lead = b""
+        return Layout(tuple(items), first + at, ending=lambda _crcs: lead, has_crcs=False)
 
     def load_checker(self, nbytes: int) -> None:
         import safetensors  # noqa: F401

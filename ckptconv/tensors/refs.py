@@ -241,6 +241,11 @@ class TensorObject:
     state: Any = None
 
 
+def storages_of(refs: Iterable[TensorRef]) -> list[Storage]:
+    """The storages of some tensors, each once."""
+    return [*{id(piece[0]): piece[0] for ref in refs for piece in ref.pieces}.values()]
+
+
 def homes(refs: Iterable[TensorRef]) -> list[int]:
     """For each tensor, the `id` of what it can share with others: of its storage, or of itself
     where it is put together from pieces. Where all differ, no two tensors share bytes.
