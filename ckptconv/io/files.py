@@ -123,10 +123,10 @@ class FileSource(Source):
             if len(members) == 1:
                 found[members[0]] = self._known(*ranges[members[0]])
                 continue
-            whole = memoryview(self._known(first, last - first))
+            whole = self._known(first, last - first)
             for member in members:
                 offset, nbytes = ranges[member]
-                found[member] = bytes(whole[offset - first : offset - first + nbytes])
+                found[member] = whole[offset - first : offset - first + nbytes]
         return found
 
     def _descriptor(self) -> int:

@@ -40,7 +40,7 @@ def merged_runs(
     """
     first = last = 0
     members: list[int] = []
-    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
+    for number in sorted(range(len(ranges)), key=ranges.__getitem__):
         offset, nbytes = ranges[number]
         end = max(last, offset + nbytes)
         if members and offset - last <= gap(nbytes) and end - first <= longest and nbytes >= 0:
