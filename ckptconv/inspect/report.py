@@ -5,7 +5,9 @@ any width; all that came out of a file is escaped here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -168,19 +170,15 @@ def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[tupl
         yield from _branches(part.parts, indent + below, limit)
 
 
+_WHAT = attrgetter(*[item.name for item in fields(Part) if item.name != "name"])
+
+
 def _alike(parts: tuple[Part, ...]) -> list[list[Part]]:
     """Runs of numbered parts that are alike but for their names, such as the layers of a model; any
     other part is one alone.
     """
-    runs: list[list[Part]] = []
-    for part in parts:
-        first = runs[-1][0] if runs else part
-        are_numbered = part.name.isdecimal() and first.name.isdecimal()
-        if runs and are_numbered and replace(part, name=first.name) == first:
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return runs
+    alike = groupby(parts, lambda part: _WHAT(part) if part.name.isdecimal() else id(part))
+    return [list(run) for _, run in alike]
 
 
 def _part_text(part: Part) -> str:
