@@ -134,7 +134,10 @@ def load_into(
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
     casts: tuple[LoadCast, ...] = ()
-    if not assign:
+    # torch raises for a tensor that it does not take when it has copied the others
+    if assign:
+        _refuse_unassigned(model, usable, path)
+    else:
         casts = tuple(_casts(model, usable, path))
     result = _result(fit, casts, *_unmet(model, usable, target, fit))
     if strict and not result.fits:
@@ -189,18 +192,38 @@ def _is_same(value: Any, other: torch.Tensor | None) -> bool:
 
 def _casts(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) -> Iterator[LoadCast]:
     """The keys whose values `load_state_dict` would copy into another dtype; `RefusedObject` where
-    that takes their imaginary part.
+    that takes their imaginary part, and for sparse and quantized values of a dense tensor.
     """
     own = model.state_dict()
     for key, value in usable.items():
-        before, after = (getattr(item, "dtype", None) for item in (value, own.get(key)))
-        if before is None or after is None or before == after:
+        there = own.get(key)
+        before, after = (getattr(item, "dtype", None) for item in (value, there))
+        if there is None or before is None or after is None:
+            continue
+        if value.layout != there.layout or value.is_quantized > there.is_quantized:
+            what = f"is {_kind(value)}, the model's is {_kind(there)}"
+            raise RefusedObject(what, path=path, where=key, hint="assign=True puts it there")
+        if before == after:
             continue
         if before.is_complex and not after.is_complex:
             what = f"is of {before}, the model's of {after}: its imaginary part would be lost"
             hint = "build the model with the dtype of the checkpoint, or load with assign=True"
             raise RefusedObject(what, path=path, where=key, hint=hint)
         yield LoadCast(key, before, after, _beyond(value, after))
+
+
+def _refuse_unassigned(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) -> None:
+    """Raise `RefusedObject` for what cannot be a parameter that requires grad."""
+    for key, there in model.named_parameters(remove_duplicate=False):
+        value = usable.get(key)
+        dtype = getattr(value, "dtype", None)
+        if dtype and there.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            what = f"is of {dtype}, and the model's parameter requires grad"
+            raise RefusedObject(what, path=path, where=key, hint="freeze it: requires_grad_(False)")
+
+
+def _kind(value: torch.Tensor) -> str:
+    return "quantized" if value.is_quantized else str(value.layout)
 
 
 def _beyond(values: torch.Tensor, dtype: torch.dtype) -> int:

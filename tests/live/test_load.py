@@ -627,6 +627,24 @@ def test_a_model_with_a_part_called_module_loads(tmp_path, head, source, target)
     assert torch.equal(model.module.weight, values.module.weight)
 
 
+@pytest.mark.parametrize(
+    "value, assign, what",
+    [
+        (torch.eye(2).to_sparse(), False, r"weight: is torch\.sparse_coo, the model's is torch\."),
+        (torch.quantize_per_tensor(torch.eye(2), 1, 0, torch.qint8), False, "weight: is quantized"),
+        (torch.arange(4).reshape(2, 2), True, r"weight: is of torch\.int64, .* requires grad"),
+    ],
+)
+def test_what_torch_does_not_take_is_refused_and_the_model_stays(value, assign, what, tmp_path):
+    """torch raises only after it has loaded the others."""
+    torch.save({"bias": torch.full((2,), 7.0), "weight": value}, tmp_path / "in.pt")
+    model = nn.Linear(2, 2)
+    before = {key: kept.clone() for key, kept in model.state_dict().items()}
+    with pytest.raises(RefusedObject, match=what):
+        load_into(model, tmp_path / "in.pt", assign=assign)
+    assert all(torch.equal(kept, before[key]) for key, kept in model.state_dict().items())
+
+
 @pytest.mark.parametrize("prefix", ["model.", "net.encoder.", "module.model.", "model._orig_mod."])
 def test_one_other_prefix_is_fitted_both_ways(tmp_path, prefix):
     source = Net().state_dict()
