@@ -26,6 +26,7 @@ from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import refuse_unheld
 from ckptconv.convert.words import Tied
+from ckptconv.devices.mapping import TagMap
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.safetensors import aliases_in
 from ckptconv.formats.target_format import NamedTensor, TargetFormat, one_item
@@ -98,7 +99,7 @@ def plan_flat(
     locations = count_locations(storages, options.tags)
     metadata = {**strings, **tied} if to.holds_metadata else {}
     group = _same_storage if to.shares_storages else view_identity
-    plan_file = partial(_planned, to, metadata, tied, options)
+    plan_file = partial(planned_file, to, metadata, tied, options.tags)
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
     files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, group, of_index)
     if len(files) > 1:
@@ -195,11 +196,11 @@ def _strings(
     }
 
 
-def _planned(
+def planned_file(
     to: TargetFormat,
     metadata: Mapping[str, str],
     tied: Mapping[str, str],
-    options: Request,
+    tags: TagMap,
     path: PurePath,
     tensors: Sequence[NamedTensor],
 ) -> PlannedFile:
@@ -209,8 +210,8 @@ def _planned(
         metadata = {
             name: value for name, value in metadata.items() if name not in tied or value in keys
         }
-    part = FilePart(tensors, metadata, options.tags)
-    layout = to.lay_out(tensors, metadata, options.tags)
+    part = FilePart(tensors, metadata, tags)
+    layout = to.lay_out(tensors, metadata, tags)
     return PlannedFile(path, layout, lambda: iter([(key, ref) for key, ref, _ in tensors]), part)
 
 
