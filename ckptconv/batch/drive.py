@@ -36,7 +36,7 @@ What = Literal["started", "again"]
 FIRST, LONGEST = 0.5, 30.0
 """Seconds before the second try of a job, and at most before any other; drawn between half and
 all."""
-_AHEAD = 64
+_AHEAD = 256
 """Jobs of which the ledger says at once that they begin: each such line waits for the disk."""
 
 

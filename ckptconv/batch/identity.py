@@ -137,6 +137,14 @@ def fingerprint(job: Job) -> str:
 
 
 def _options_told(options: Options | Request) -> dict[str, Any]:
+    try:
+        return _told_of(options)
+    except TypeError:  # a list, or a dict, which can be changed
+        return _told_of.__wrapped__(options)
+
+
+@functools.lru_cache(maxsize=1)  # of many files, each has the options of the one before
+def _told_of(options: Options | Request) -> dict[str, Any]:
     return {name: _plain(value) for name, value in given_fields(options).items()}
 
 

@@ -28,7 +28,7 @@ from ckptconv.support.records import dataclass
 VERSION = 1
 _BEGINNING = f'{{"batch": {VERSION},'.encode()
 """How each ledger begins, of which a full disk may have a part."""
-_SYNC_EVERY = 0.25
+_SYNC_EVERY = 1.0
 """Seconds after which what became of jobs is on the disk; what is lost is found out again."""
 
 

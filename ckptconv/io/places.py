@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import field
+from functools import lru_cache
 from pathlib import Path, PurePath
 
 from ckptconv.io.files import FilePool, FileSource, PooledSource, stamp
@@ -137,6 +138,11 @@ def place_of(named: Place | Readable | Writable | Location) -> Location:
     """
     if isinstance(named, LocalPlace):  # by far the most
         return named
+    text = str(named) if type(named) in _PLAIN else ":/"
+    if ":/" not in text:  # as in no address
+        if isinstance(named, Path):
+            return LocalPlace(named, text.endswith(_SLASHES))
+        return _on_this_host(text)
     if not isinstance(named, (str, Path)) and isinstance(named, Location):
         return named
     if isinstance(named, OpenPath) and named.place is not None:
@@ -162,6 +168,14 @@ def place_of(named: Place | Readable | Writable | Location) -> Location:
     from ckptconv.io.remote.place import remote_place
 
     return remote_place(address)
+
+
+_PLAIN = (str, type(Path()))
+
+
+@lru_cache(maxsize=64)  # a batch asks for each of its names several times, one job after the other
+def _on_this_host(text: str) -> LocalPlace:
+    return LocalPlace(Path(text), text.endswith(_SLASHES))
 
 
 Output = Place | Writable
