@@ -91,12 +91,10 @@ def plan_flat(
     if not to.shares_storages:
         _refuse_blow_up(sum(sizes), checkpoint)
     refs = [ref for _, ref in named]
-    storages = storages_of(refs)
     renamed = renamed_keys(applied, {item.path for item in skipped[held_from:]})
     shared = renamed
     if to.shares_storages and options.casts:
         renamed = still_shared(applied, renamed, cast)
-    locations = count_locations(storages, options.tags)
     metadata = {**strings, **tied} if to.holds_metadata else {}
     group = _same_storage if to.shares_storages else view_identity
     plan_file = partial(planned_file, to, metadata, tied, options.tags)
@@ -104,6 +102,8 @@ def plan_flat(
     files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, group, of_index)
     if len(files) > 1:
         refuse_split(flattened)
+    storages = storages_of(refs)
+    locations = count_locations(storages, options.tags)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,
