@@ -109,7 +109,7 @@ class Ledger:
         read_ledger(path)  # something else is refused before it is locked
         self._file = AppendedLines(path)
         self.known = read_ledger(path)
-        self._pending = 0
+        self._pending = False
         self._synced = time.monotonic()
 
     def begin(self, keys: Iterable[str], told: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class Ledger:
 
     def _append(self, lines: Iterable[Mapping[str, Any]], *, sync: bool) -> None:
         self._file.append((json.dumps(line) for line in lines), sync=sync)
-        self._pending = 0 if sync else self._pending + 1
+        self._pending = not sync
         if sync:
             self._synced = time.monotonic()
 

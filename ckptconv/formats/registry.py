@@ -61,7 +61,7 @@ class Gathering(NamedTuple):
     opens it, given the place, the folder that was named (links may lead within it) and the tag that
     was chosen. Functions are named as ``module.function`` of the package `folders`, whose module is
     imported where `inside` matches a name in the folder, or `file` that of a file that stands for
-    the whole: every such folder has such a name.
+    the whole: every such folder has such a name. Without `file`, the place is always a folder.
 
     `tags` gives the names by which its user may choose among several that one folder holds.
     `foretold_by` opens it by its index alone, or raises `NotForetold`; its second argument opens

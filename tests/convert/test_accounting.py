@@ -343,6 +343,13 @@ def test_the_count_finds_the_streams_in_bare_pickles(protocol):
     assert sizes == [3, 700, 0]
 
 
+@pytest.mark.parametrize("text", [b"stream", b"\x80\x02\xff"])
+def test_a_stream_that_python_2_wrote_as_a_string_is_found(text):
+    stream = b"ctorch.storage\n_load_from_bytes\nU" + bytes([len(text)]) + text + b"\x85R."
+    (held,) = take_census(stream).streams
+    assert held_stream(stream, held) == text
+
+
 def test_the_count_follows_the_memo_of_every_protocol(tmp_path):
     tree = [{"w": torch.ones(2), "same": "cpu"} for _ in range(300)]
     for protocol in (1, 2, 3, 4, 5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import threading
@@ -11,6 +12,7 @@ from contextlib import closing
 import pytest
 
 from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.io.digests import RunDigests
 from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK
 from ckptconv.io.stream import FileSink, OutputStream, Sink
@@ -112,6 +114,29 @@ def test_a_stream_that_is_left_out_to_a_closed_file_is_an_error(made):
 def test_the_checksum_of_two_runs_follows_from_theirs(first, nbytes):
     second = os.urandom(nbytes)
     assert combined_crc(crc32(first), crc32(second), nbytes) == crc32(first + second)
+
+
+def test_digests_of_short_views_wait_for_those_of_long_ones_before(monkeypatch):
+    class Slow:
+        def __init__(self) -> None:
+            self._inner = hashlib.sha256()
+            self.hexdigest = self._inner.hexdigest
+
+        def update(self, view: memoryview) -> None:
+            if len(view) == CHUNK:
+                time.sleep(0.01)
+            self._inner.update(view)
+
+    monkeypatch.setattr("ckptconv.io.digests.sha256", Slow)
+    views = [memoryview(os.urandom(nbytes)) for nbytes in (CHUNK, 3, 0, 5)]
+    run = CHUNK + 1, 6
+    digests = RunDigests([run])
+    for view in views:
+        digests.begin(view)
+    digests.close()
+    whole = b"".join(views)
+    inner = hashlib.sha256(whole[CHUNK + 1 : CHUNK + 7]).hexdigest()
+    assert digests.result() == (hashlib.sha256(whole).hexdigest(), {run: inner})
 
 
 def test_what_is_copied_to_a_buffer_that_is_nearly_full_follows_it(made, tmp_path):

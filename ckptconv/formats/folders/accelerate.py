@@ -66,9 +66,7 @@ class _Part(NamedTuple):
 
 
 def is_accelerate(path: Location) -> bool:
-    """Whether `path` is a folder with weights and random states, or a step of SpeechBrain."""
-    if not path.is_folder():
-        return False
+    """Whether a folder is one with weights and random states, or a step of SpeechBrain."""
     names = path.names()
     has_states = any(re.match(r"random_states_\d+\.pkl$", name) for name in names)
     return (has_states and any(map(_MODEL, names))) or _SPEECHBRAIN in names
@@ -78,8 +76,8 @@ _SPEECHBRAIN = "CKPT.yaml"
 
 
 def is_fsdp(path: Location) -> bool:
-    """Whether `path` is a folder with weights under the names that they have under FSDP."""
-    return path.is_folder() and any(map(_FSDP, path.names()))
+    """Whether a folder is one with weights under the names that they have under FSDP."""
+    return any(map(_FSDP, path.names()))
 
 
 def open_accelerate(path: Location, *_: object) -> Checkpoint:

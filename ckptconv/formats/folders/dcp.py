@@ -343,8 +343,8 @@ Parts = dict[str, list[tuple[Shape, TensorRef]]]
 
 
 def is_dcp_shards(path: Location) -> bool:
-    """Whether `path` is a folder of such rank files."""
-    return path.is_folder() and any(map(_SHARD, path.names()))
+    """Whether a folder is one of such rank files."""
+    return any(map(_SHARD, path.names()))
 
 
 def refuse_one_rank(checkpoint: Checkpoint, *_: object) -> None:

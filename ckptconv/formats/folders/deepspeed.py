@@ -100,9 +100,7 @@ OpenFile = Callable[[Location], Checkpoint]
 
 
 def is_deepspeed(path: Location) -> bool:
-    """Whether `path` is the folder of a step."""
-    if not path.is_folder():
-        return False
+    """Whether a folder is that of a step."""
     has_files = any(matches(name) for name in names_in(path) for matches in _LAYOUTS)
     return has_files or zero_folder(path) is not None
 

@@ -67,8 +67,8 @@ _TORCH_DIST = "save it with --ckpt-format torch_dist, which is read"
 
 
 def is_megatron(path: Location) -> bool:
-    """Whether `path` is the folder of an iteration in this format."""
-    return path.is_folder() and bool(_rank_files(path))
+    """Whether a folder is that of an iteration in this format."""
+    return bool(_rank_files(path))
 
 
 def _rank_files(folder: Location) -> list[Location]:

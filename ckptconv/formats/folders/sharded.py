@@ -393,7 +393,7 @@ def state_dict_pairs(shard: Checkpoint) -> Sequence[tuple[str, Node]]:
 
 def is_parts(folder: Location) -> bool:
     """Whether the weights in a folder are the parts of one checkpoint and nothing else."""
-    return folder.is_folder() and are_parts(weight_files(folder))
+    return are_parts(weight_files(folder))
 
 
 def open_parts(folder: Location, *_: object) -> Checkpoint:
