@@ -35,6 +35,7 @@ from ckptconv.convert.execute import execute_plan
 from ckptconv.convert.options import Options
 from ckptconv.convert.planner import plan_conversion
 from ckptconv.io.hidden_folders import staging_folder
+from ckptconv.io.staging import put_folder
 from ckptconv.live import load as loading
 from ckptconv.support import platforms
 from ckptconv.support.signals import held_back
@@ -319,6 +320,17 @@ def test_a_disk_that_is_too_small_is_told_of_before_anything_is_written(where, r
     done = mounted(script, room)
     assert b"the disk has" in done.stderr and done.stderr.count(b"\n") == 1
     assert done.stdout == b""
+
+
+def test_a_folder_of_something_else_that_came_meanwhile_is_not_replaced(tmp_path):
+    made, there = tmp_path / "made", tmp_path / "there"
+    for folder in (made, there):
+        folder.mkdir()
+        (folder / "notes.txt").write_text(folder.name)
+    with pytest.raises(OutputRefused, match="holds something other than a DCP checkpoint"):
+        put_folder(made, there, force=True, fsync=False)
+    for folder in (made, there):
+        assert (folder / "notes.txt").read_text() == folder.name
 
 
 def test_a_disk_that_fills_up_meanwhile_leaves_the_old_output(room):

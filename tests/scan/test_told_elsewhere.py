@@ -125,6 +125,8 @@ def test_an_error_of_loading_does_not_advise_to_keep_it(dangerous):
     [
         (FOUND, "names jinja2.utils.import_string"),
         (b"cmine\nmake\n)R)R", "what another call gives"),
+        (b"cmine\nmake\n)R)\x81", "what another call gives"),
+        (b"cbuiltins\ngetattr\nctorch\nSize\nX\5\0\0\0Inner\x86R)\x81", "torch.Size.Inner"),
     ],
 )
 def test_a_file_that_does_not_open_is_dangerous_too(tmp_path, pickled, said):
