@@ -151,8 +151,14 @@ def test_integers_have_no_mean(tmp_path):
     [
         (lambda sd: sd.pop("module.rows"), "lacks 1 key of .*rows"),
         (lambda sd: sd.update({"module.more": torch.ones(1)}), "has 1 key that it does not have"),
-        (lambda sd: sd.update({"module.rows": torch.ones(2)}), r"has the shape \[2\], but \[.*\] in .*e0\.pt"),
-        (lambda sd: sd.update({"module.rows": sd["module.rows"].half()}), r"has the dtype float16, but float32 in .*e0\.pt"),
+        (
+            lambda sd: sd.update({"module.rows": torch.ones(2)}),
+            r"the shape \[2\], but .* in .*e0\.pt",
+        ),
+        (
+            lambda sd: sd.update({"module.rows": sd["module.rows"].half()}),
+            r"has the dtype float16, but float32 in .*e0\.pt",
+        ),
     ],
 )
 def test_checkpoints_of_other_models_are_refused(tmp_path, change, message):

@@ -21,7 +21,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptconv import convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.formats.folders.dtensors import Mesh, Placement, _runs
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
+from ckptconv.support.errors import (
+    CheckpointError,
+    LimitExceeded,
+    MalformedCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ckptconv.support.limits import Limits
 from helpers import oracle
 from helpers.examples import crossed
 from helpers.program import assert_one_error, run
@@ -317,6 +323,14 @@ def test_a_dimension_split_twice_by_older_torch_is_refused(older):
         (TorchShard(0), TorchShard(0)), lambda i, j: W[:4].chunk(2)[i].chunk(2)[j], (4, 5)
     )
     with pytest.raises(UnsupportedCheckpoint, match="split twice"):
+        load_portable(paths)
+
+
+def test_shards_that_are_cut_into_too_many_parts_are_refused(older):
+    factor = Limits().mesh_ranks + 1
+    strided = _StridedShard(0, split_factor=factor)
+    paths = older((strided, TorchShard(1)), lambda i, j: W, (6, 5))
+    with pytest.raises(LimitExceeded, match=f"are cut into {factor} parts"):
         load_portable(paths)
 
 
