@@ -472,6 +472,17 @@ def test_torchao_with_a_scale_of_inputs_is_refused_in_safetensors_too(tmp_path):
         convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
 
 
+@pytest.mark.parametrize("name", ["dtype", "orig_dtype"])
+def test_values_of_torchao_have_the_type_that_it_says(name, tmp_path):
+    told = {"block_size": [1, 8], name: {"_type": "torch.dtype", "_data": "float16"}}
+    said = {"w": json.dumps({"_type": "Int8Tensor", "_data": told})}
+    path, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file({f"_w_{part}": INT8[part] for part in ("qdata", "scale")}, path, said)
+    convert_checkpoint(path, out, dequantize=True)
+    assert torch.equal(load_file(out)["w"], torch.full((4, 8), 3.0).half())
+    assert load_file(out)["w"].dtype is torch.half
+
+
 # --------------------------------------------------------------------------------- time and memory
 
 
