@@ -13,17 +13,19 @@ from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.records import NamedTuple, dataclass
 
 MOVES = {
-    "stack": 2,
-    "unstack": 2,
-    "concat": 2,
-    "split": 2,
-    "permute": 2,
-    "reshape": 3,
-    "order": 1,
-    "tie": 1,
-    "untie": 1,
+    "stack": "11",
+    "unstack": "11",
+    "concat": "1*",
+    "split": "1*",
+    "permute": "**",
+    "reshape": "***",
+    "order": "*",
+    "tie": "1",
+    "untie": "1",
 }
-"""The steps of a mapping (`tensors.layouts.MOVES`), and how many lists of numbers each takes."""
+"""The steps of a mapping (`tensors.layouts.MOVES`), and the lists of numbers that each takes: of
+one number, or of any.
+"""
 
 
 class MappedTensors(NamedTuple):

@@ -388,12 +388,18 @@ def _move_text(name: str, numbers: Sequence[Sequence[int]]) -> str:
 
 def _move(move: Any, path: PurePath) -> tuple[str, tuple[tuple[int, ...], ...]]:
     name, *lists = str(move).split(" ")
-    if MOVES.get(name) != len(lists) or not all(map(_NUMBERS, lists)):
+    taken = MOVES.get(name)
+    if taken is None or len(taken) != len(lists):
+        raise _no_mapping(path)
+    if not all(_NUMBERS[of](text) for of, text in zip(taken, lists, strict=True)):
         raise _no_mapping(path)
     return name, tuple(tuple(int(n) for n in each.split(",") if n != "-") for each in lists)
 
 
-_NUMBERS = re.compile(r"-|[0-9]{1,18}(,[0-9]{1,18})*").fullmatch  # digits that fit 64 bits
+_NUMBERS = {  # digits that fit 64 bits
+    "1": re.compile(r"[0-9]{1,18}").fullmatch,
+    "*": re.compile(r"-|[0-9]{1,18}(,[0-9]{1,18})*").fullmatch,
+}
 
 
 def _mapping(text: str, path: PurePath) -> tuple[MappedKeys, ...] | None:

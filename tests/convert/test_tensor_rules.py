@@ -196,6 +196,23 @@ MISFITS = {
         f"e.{'7' * 198}…: the tensor rule e.{{n}}.w → all joins over {{n}}, which is "
         f"'{'7' * 200}…', not a number",
     ),
+    "a mapping that stacks other numbers": (
+        {"a": _w(2), "b": _w(2), "c": _w(2)},
+        {
+            "mapping": 1,
+            "state_dicts": [
+                {
+                    "path": "",
+                    "keys": {},
+                    "left_out": [],
+                    "modules": {},
+                    "order": ["a", "b", "c"],
+                    "tensors": [{"from": ["a", "b", "c"], "moves": ["stack 0 2"], "to": ["d"]}],
+                }
+            ],
+        },
+        "a: the mapping does not fit: 3 tensors are not in sets of 2 to stack",
+    ),
     "one of two sources is missing": (
         {"q": _w(2), "x": _w(2)},
         [QKV],

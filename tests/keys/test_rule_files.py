@@ -127,6 +127,13 @@ WRONG = {
         "is a mapping without a state dict"),
     "odd_mapping.json": ('{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": 1}}]}',
         "is not a mapping that ckptconv"),
+    **{
+        f"odd_move_{at}.json": (
+            '{"mapping": 1, "state_dicts": [{"path": "", "keys": {}, "left_out": [], '
+            '"modules": {}, "order": ["a"], "tensors": [{"from": ["a"], "moves": ["' + move + '"], '
+            '"to": ["b"]}]}]}', "is not a mapping that ckptconv")
+        for at, move in enumerate(["stack - 1", "sort", "stack 0"])
+    },
     "double_mapping.json": (
         '{"mapping": 1, "state_dicts": [{"path": "", "keys": {"a": "c", "b": "c"}, "left_out": '
         '[], "modules": {}}]}',
