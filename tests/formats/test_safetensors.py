@@ -339,6 +339,13 @@ def test_tied_names_are_recorded_as_the_library_does(tmp_path):
         )
 
 
+def test_tied_names_that_end_otherwise_are_read_beside_texts(tmp_path):
+    tied = nn.Parameter(torch.ones(2))
+    model = nn.ModuleDict({"a": nn.ParameterDict({"x": tied}), "b": nn.ParameterDict({"y": tied})})
+    safetensors.torch.save_model(model, tmp_path / "in.safetensors", metadata={"author": "us"})
+    assert load_portable(tmp_path / "in.safetensors").keys() == model.state_dict().keys()
+
+
 def test_tied_names_follow_the_key_rules(tmp_path):
     wrapped = nn.DataParallel(Tied())
     output = convert(wrapped.state_dict(), tmp_path)
