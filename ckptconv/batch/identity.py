@@ -13,7 +13,8 @@ from typing import Any
 from ckptconv.convert.companions import companion_places
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options, Request
-from ckptconv.formats.folders.trained import NUMBERS, training_files
+from ckptconv.formats.folders.steps import training_files
+from ckptconv.formats.folders.trained import NUMBERS
 from ckptconv.io import places
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import groupby, islice, takewhile
+from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -111,8 +111,9 @@ def tell_traffic() -> None:
 
 def is_asked(*words: str) -> bool:
     """Whether the command line has one of some options, also one that cannot be understood."""
-    options = takewhile(lambda word: word != "--", sys.argv[1:])
-    return any(word in words for word in options)
+    given = sys.argv[1:]
+    options = given[: given.index("--")] if "--" in given else given
+    return not set(words).isdisjoint(options)
 
 
 SILENT = ("--json", "-q", "--quiet")

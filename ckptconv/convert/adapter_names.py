@@ -39,7 +39,7 @@ def with_adapter_edits(options: Request, to: TargetFormat) -> Request:
     the scales.
     """
     rules = options.keys.rules
-    named = [rule for rule in rules if isinstance(rule, Preset) and rule.is_of_adapters]
+    named = [rule for rule in rules if isinstance(rule, Preset) and rule.of_adapters]
     if len(named) > 1:
         what = f"{named[0].words} and {named[1].words} name the same parts"
         raise OptionRefused(what, hint="give one of them")

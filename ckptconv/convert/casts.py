@@ -14,7 +14,7 @@ from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import refuse_cast
-from ckptconv.tree.state_dicts import StateDict
+from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.walk import tensor_of, tensors_of, walk
 
 
@@ -131,12 +131,9 @@ def read_casts(words: Iterable[str]) -> tuple[tuple[str, DType], ...]:
     return tuple(found)
 
 
-def cast_rule(
-    found: Sequence[StateDict], kept: Sequence[Mapping[str, str]], tree: Tree, casts: Casts
-) -> CastRule:
+def cast_rule(applied: Sequence[Applied], tree: Tree, casts: Casts) -> CastRule:
     """The types of the tensors of a tree: those of its state dicts are cast. An optimizer's, or the
-    scales inside a quantized tensor, are not weights. `kept` are the keys of each state dict that
-    are not left out, each with its new one.
+    scales inside a quantized tensor, are not weights.
 
     Where there is no state dict, all tensors that are not part of a call, nor of an optimizer's
     state, are cast. Raises `RefusedObject` where codes or their scales would be cast, and
@@ -145,6 +142,7 @@ def cast_rule(
     """
     if not casts and not casts.has_globs:
         return attrgetter("dtype")
+    found, kept = [each.item for each in applied], [each.kept() for each in applied]
     for item, names in zip(found, kept, strict=True):
         casts.refuse_scaled(dict(item.tensors()), names, item.path)
     if not found and casts:

@@ -11,12 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptconv.convert.accounting import refuse_unaccounted
-from ckptconv.convert.companions import copy_companion
-from ckptconv.convert.lanes import SaidCount, Say, said, side_by_side
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
-from ckptconv.convert.shares import MadeShare, Share, ShareOut, share_of
-from ckptconv.convert.verify import refuse_unread, verify_file, verify_folder
 from ckptconv.convert.write import Tally, by_tensor, count_odd_bools, count_overflow, write_layout
 from ckptconv.formats.hf_names import index_path, moved_index
 from ckptconv.io.commit import ShardNames
@@ -32,13 +27,14 @@ from ckptconv.support.progress import Counting, Meter, OnProgress, Phase, Phases
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import html_table, short_repr
 from ckptconv.support.text import count_text, size_text, some_text
-from ckptconv.tensors.casting import overflow_text
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.compute_ahead import THREADS
 from ckptconv.tensors.refs import TensorRef, origins
 
 if TYPE_CHECKING:
+    from ckptconv.convert.lanes import Say
     from ckptconv.convert.proving import Proof
+    from ckptconv.convert.shares import MadeShare, Share, ShareOut
 
 _WORTH_LANES = 32 << 20
 """Bytes of an output of several files from which they are written side by side."""
@@ -92,6 +88,10 @@ class ConversionResult:
         """The tensors with values that a cast could not hold, or bools that are none, and what
         became of these.
         """
+        if not self.overflowed and not self.odd_bools:
+            return
+        from ckptconv.tensors.casting import overflow_text
+
         to = sorted({after for _, after in self.plan.casts})
         # dequantised weights may have a type that nothing was cast to
         of = ", ".join(to) or "its type"
@@ -124,7 +124,11 @@ def execute_plan(
     begin = time.perf_counter()
     plan.target.load_checker(plan.nbytes)
     _run_checks(plan)
-    named = refuse_unaccounted(plan) if verify else None
+    named = None
+    if verify:
+        from ckptconv.convert.accounting import refuse_unaccounted  # with a reader of its own
+
+        named = refuse_unaccounted(plan)
     phases = Phases(on_progress)
     if plan.target.is_made_by_torch:
         result = _write_folder(plan, force, fsync, verify, phases)
@@ -203,6 +207,8 @@ def _write_files(
         if proof is not None:
             proof.put()
     if verify and plan.in_folder:
+        from ckptconv.convert.verify import refuse_unread
+
         refuse_unread(plan)
     return result
 
@@ -283,7 +289,8 @@ def _make_files(
     """Draft all files of an output, each whole and checked; how many tensors were verified."""
     nbytes = plan.nbytes
     written, compared = Meter("write", nbytes, phases.tell), Meter("verify", nbytes, phases.tell)
-    _copy_companions(plan, output, written, phases, proof, verify=verify)
+    if plan.beside.copied:
+        _copy_companions(plan, output, written, phases, proof, verify=verify)
     lane = _Lane(_telling(written), compared, phases, threads=THREADS, proof=proof)
     make = partial(_make_shard, plan, output, fsync=fsync, verify=verify)
     files, verified = plan.files, 0
@@ -327,6 +334,8 @@ class _Elsewhere:
 
     def make(self, share_out: ShareOut) -> tuple[PlannedFile, ...]:
         """Have the files made; returns those that only this process can make."""
+        from ckptconv.convert.shares import share_of
+
         shares: list[Share] = []
         left: list[PlannedFile] = []
         for file in self._plan.files:
@@ -366,6 +375,8 @@ class _Elsewhere:
 
     def verify(self, compared: Meter) -> int:
         """Read all of them back and compare them; returns how many tensors there are."""
+        from ckptconv.convert.verify import verify_file
+
         return sum(
             verify_file(self._plan, file, draft.place, compared) for file, draft in self._made
         )
@@ -391,6 +402,8 @@ def _make_shard(
         plan.target.check_written(path, file.path, len(file.layout.items))
     if not verify:
         return 0
+    from ckptconv.convert.verify import verify_file
+
     with lane.phases.timed("verify"):
         return verify_file(plan, file, made, lane.compared)
 
@@ -421,6 +434,8 @@ def _make_side_by_side(
     files: Sequence[PlannedFile], make: Callable[[PlannedFile, _Lane], int], lane: _Lane
 ) -> int:
     """Draft files at the same time; `lane` notes and tells as if they were drafted in turn."""
+    from ckptconv.convert.lanes import SaidCount, said, side_by_side
+
     lanes = min(lane.threads, len(files))
     places = [0] * len(files)
 
@@ -459,6 +474,8 @@ def _copy_companions(
     verify: bool,
 ) -> None:
     """Draft the files that go with the model; with `verify` each is read back and compared."""
+    from ckptconv.convert.companions import copy_companion
+
     for item in plan.beside.copied:
         before = written.done
         with phases.timed("write"):
@@ -547,10 +564,15 @@ def _write_folder(
         made = output.folder()
         with phases.timed("write"):
             plan.target.make_folder(local_path(plain.place, ""), made, plan.output)
-        _copy_companions(plan, output, written, phases, verify=verify)
+        if plan.beside.copied:
+            _copy_companions(plan, output, written, phases, verify=verify)
         written.finish()
         plain.discard()
-        verified = verify_folder(plan, LocalPlace(made), phases) if verify else None
+        verified = None
+        if verify:
+            from ckptconv.convert.verify import verify_folder
+
+            verified = verify_folder(plan, LocalPlace(made), phases)
         result = _result(plan, lane.tally, verified, folder_nbytes(made))
         if proof is not None:
             proof.add_folder(LocalPlace(made))

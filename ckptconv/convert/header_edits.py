@@ -16,7 +16,7 @@ from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, p
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import Fields, Row, listed, short_repr
 from ckptconv.support.text import count_text, seconds_text, size_text, some_text
-from ckptconv.tree.reshaping import flat_parts, makes_tensors
+from ckptconv.tree.made_by_rules import flat_parts, makes_tensors
 
 
 @dataclass(frozen=True, slots=True)

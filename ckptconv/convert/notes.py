@@ -18,10 +18,8 @@ from ckptconv.support.errors import printable
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import agreeing, count_text, size_text, some_text
 from ckptconv.tensors.compaction import CastRule, count_parted
-from ckptconv.tensors.computed import computed_value
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.labels import LORA_OF_PEFT, offered_prefix, producer_of
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.reshaping import Applied
@@ -31,6 +29,7 @@ from ckptconv.tree.walk import label_text, place_text, tensor_of
 
 if TYPE_CHECKING:
     from ckptconv.devices.mapping import TagMap
+    from ckptconv.tree.fitted_keys import KeyTarget
     from ckptconv.tree.optimizer_names import Followed
     from ckptconv.tree.optimizer_states import LeftBehind
 
@@ -260,6 +259,10 @@ def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, st
 
 def codes_text(ref: TensorRef) -> str:
     """The codes that values are made of, in words; empty for what is stored as values."""
+    if not ref.storage.source.is_derived:  # as nearly always
+        return ""
+    from ckptconv.tensors.computed import computed_value
+
     value = computed_value(ref)
     if value is None or value.operation not in _OF_CODES:
         return ""

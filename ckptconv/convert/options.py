@@ -6,22 +6,18 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.convert.casts import Casts, read_casts
-from ckptconv.convert.given_metadata import read_metadata
 from ckptconv.convert.words import RULES, OptionWords, Tied
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
 from ckptconv.formats.target_format import Target, target_named
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
-from ckptconv.keys.presets import Preset
-from ckptconv.keys.rule_files import read_rules
 from ckptconv.keys.rules import Regex, Rename, Rule
 from ckptconv.support.choices import (
-    OPTIMIZER_FORMS,
-    UNKNOWN,
     Words,
     listed,
     paired,
@@ -39,10 +35,10 @@ from ckptconv.support.records import dataclass, given_fields
 from ckptconv.support.report import WIDTH
 from ckptconv.tensors.dtypes import DType, floating_dtype
 from ckptconv.tree.checkpoint import Edit
-from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.settling import Unknown
 
 if TYPE_CHECKING:
+    from ckptconv.tree.fitted_keys import KeyTarget
     from ckptconv.tree.optimizer_forms import FormOptimizer
 
 
@@ -74,7 +70,6 @@ class Request:
     with_training: bool = False
 
     def __post_init__(self) -> None:
-        _refuse_no_choice(self)
         if self.keep_dtype and self.dtype is None and not self.cast:
             raise OptionRefused(
                 "--keep-dtype changes nothing without --dtype",
@@ -100,8 +95,8 @@ class Request:
     def of_adapters(self) -> str:
         """The preset by which the parts of a LoRA adapter get their names; empty for none."""
         for rule in self.keys.rules:
-            if isinstance(rule, Preset) and rule.is_of_adapters:
-                return rule.name
+            if rule.of_adapters:
+                return rule.of_adapters
         return ""
 
     @property
@@ -111,7 +106,6 @@ class Request:
 
 
 _PAIRED: dict[str, Callable[[str, str], Rule]] = {"rename": Rename, "regex": Regex}
-_PATH = "str | os.PathLike[str] | None"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -169,41 +163,20 @@ class Options(OptionWords):
     'cuda:1'
     """
 
+    _init_by = staticmethod(spelling_checked)
+
     def __post_init__(self) -> None:
-        for name in ("dtype", "device"):
-            self._become(name, plain_name(getattr(self, name)))
-        for name in ("rename", "regex"):
-            self._become(name, paired(name, getattr(self, name)))
-        if isinstance(self.cast, Mapping):
-            casts = self.cast.items()
-            self._become("cast", tuple(f"{glob}={plain_name(dtype)}" for glob, dtype in casts))
-        refuse_no_words(cast=self.cast)
-        refuse_no_tags(self.map_location)
-        if self.map_location is not None:
-            self._become("map_location", dict(self._tags()))
-        _refuse_no_choice(self)
-        refuse_no_words(**{name: getattr(self, name) for name in self._of_type("Words")})
-        self._casts()
-        self._become("metadata", listed_strings(self.metadata))
-        read_metadata(self.metadata, None)
-        texts = [*self._of_type("str | None"), "dtype", "device"]
-        refuse_no_text(**{name: getattr(self, name) for name in texts})
-        paths = ((name, getattr(self, name)) for name in self._of_type(_PATH))
-        refuse_no_path(**{name: path for name, path in paths if path is not None})
-        refuse_no_flag(**{name: getattr(self, name) for name in self._of_type("bool")})
+        for item in fields(OptionWords):
+            name, value = item.name, getattr(self, item.name)
+            if value is item.default:  # which needs no look
+                continue
+            if name in _PLAIN:
+                object.__setattr__(self, name, _PLAIN[name](value))
+            elif item.type in _REFUSING:
+                _REFUSING[item.type](**{name: value})
+            elif name != "keys" and item.metadata["choices"]:
+                refuse_other(name, value, item.metadata["choices"])
         self._key_rules(read=False)
-        self._dtype()
-        named = () if self.device in (None, "keep") else (plain_name(self.device),)
-        for tag in (*named, *(new for _, new in self._tags())):
-            if tag != "auto":
-                check_tag(tag)
-
-    def _become(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _of_type(self, written: str) -> list[str]:
-        """The names of the options whose type is written so."""
-        return [item.name for item in fields(self) if item.type == written]
 
     def __repr__(self) -> str:
         listed = ", ".join(f"{name}={value!r}" for name, value in given_fields(self).items())
@@ -215,11 +188,12 @@ class Options(OptionWords):
 
         `fit_to` is what `like` or `model` name. Files of rules are read.
         """
+        words: Any = self  # which are plain ones by now
         return Request(
             to=self.to,
             keys=self._key_rules(read=True),
-            tags=tag_map(plain_name(self.device), self._tags()),
-            dtype=self._dtype(),
+            tags=tag_map(words.device, (words.map_location or {}).items()),
+            dtype=None if words.dtype is None else floating_dtype(words.dtype, "--dtype"),
             only=self.only,
             tied=self.tied,
             unknown=self.unknown,
@@ -231,9 +205,16 @@ class Options(OptionWords):
             fit_to=fit_to,
             edits=self._edits(),
             keep_dtype=listed(self.keep_dtype),
-            cast=self._casts(),
-            metadata=read_metadata(listed_strings(self.metadata), self.metadata_from),
+            cast=read_casts(listed(words.cast)),
+            metadata=self._metadata(),
         )
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        if not self.metadata and self.metadata_from is None:
+            return ()
+        from ckptconv.convert.given_metadata import read_metadata  # seldom needed
+
+        return read_metadata(listed_strings(self.metadata), self.metadata_from)
 
     def _edits(self) -> tuple[Edit, ...]:
         own = edits_of(listed(self.drop), dequantize=self.dequantize, scheme=self.scheme)
@@ -264,55 +245,106 @@ class Options(OptionWords):
         order = parameter_order(self.order_from, self.model)
         return (FormOptimizer(self.optimizer or "names", order, if_there=self.optimizer is None),)
 
-    def _dtype(self) -> DType | None:
-        return None if self.dtype is None else floating_dtype(plain_name(self.dtype), "--dtype")
-
-    def _casts(self) -> tuple[tuple[str, DType], ...]:
-        return read_casts(listed(self.cast if not isinstance(self.cast, Mapping) else ()))
-
-    def _tags(self) -> list[tuple[str, str]]:
-        """The pairs of `map_location`."""
-        pairs = {} if self.map_location is None else self.map_location
-        return [(plain_name(old), plain_name(new)) for old, new in pairs.items()]
-
     def _key_rules(self, *, read: bool) -> KeyRules:
         """All rules as one list; without `read` those in files are left out."""
         given = rules_of(self.keys)
-        one = isinstance(self.rules, (str, os.PathLike)) or (
-            isinstance(self.rules, tuple) and self.rules[:1] in _ONE_WORD
-        )
-        listed: Any = (self.rules,) if one else self.rules
-        if not isinstance(listed, (list, tuple)):
-            raise OptionRefused(
-                f"rules={listed!r:.100} is not a list of rules",
-                hint="name a file, or give (rule, value) pairs",
-            )
-        files = [item for item in listed if not _is_rule(item)]
-        for item in files:
+        made: list[Rule | Mapping[str, Any] | tuple[str, str]] = [*given.rules]
+        has_files = False
+        for item in self._listed_rules():
+            if _is_rule(item):
+                made.append(item)
+                continue
             refuse_no_path(rules=item)
-        if self.reverse and not files:
+            has_files = True
+            if read:
+                from ckptconv.keys.rule_files import read_rules  # seldom needed
+
+                made += read_rules(item, reverse=self.reverse)
+        if self.reverse and not has_files:
             raise OptionRefused(
                 "--reverse undoes a mapping, but there is none", hint="name it with --rules FILE"
             )
-        made: list[Rule | Mapping[str, Any] | tuple[str, str]] = [*given.rules]
-        for item in listed:
-            if _is_rule(item):
-                made.append(item)
-            elif read:
-                made += read_rules(item, reverse=self.reverse)
         for name in RULES:
-            words = getattr(self, name)
-            made += [
-                (name.replace("_", "-"), word) if isinstance(word, str) else _PAIRED[name](*word)
-                for word in ((words,) if isinstance(words, str) else words)
-            ]
+            for word in listed(getattr(self, name)):
+                is_text = isinstance(word, str)
+                made.append((name.replace("_", "-"), word) if is_text else _PAIRED[name](*word))
         return KeyRules.of(made, given.wrappers) if made else given
 
+    def _listed_rules(self) -> Sequence[Any]:
+        """The items of `rules`, which may be one."""
+        rules: Any = self.rules
+        if isinstance(rules, (str, os.PathLike)) or (
+            isinstance(rules, tuple) and rules and rules[0] in RULE_WORDS
+        ):
+            return (rules,)
+        if not isinstance(rules, (list, tuple)):
+            raise OptionRefused(
+                f"rules={rules!r:.100} is not a list of rules",
+                hint="name a file, or give (rule, value) pairs",
+            )
+        return rules
 
-Options.__init__ = spelling_checked(Options.__init__)  # type: ignore[method-assign]
+
+def _plain_dtype(given: Any) -> str:
+    name = plain_name(given)
+    refuse_no_text(dtype=name)
+    floating_dtype(name, "--dtype")
+    return str(name)
 
 
-_ONE_WORD = {(word,) for word in RULE_WORDS}
+def _plain_device(given: Any) -> str:
+    name = plain_name(given)
+    refuse_no_text(device=name)
+    if name not in ("keep", "auto"):
+        check_tag(name)
+    return str(name)
+
+
+def _plain_tags(given: Any) -> dict[str, str]:
+    refuse_no_tags(given)
+    tags = {plain_name(old): plain_name(new) for old, new in given.items()}
+    for tag in tags.values():
+        if tag != "auto":
+            check_tag(tag)
+    return tags
+
+
+def _plain_casts(given: Any) -> Words:
+    casts: Words = given
+    if isinstance(given, Mapping):
+        casts = tuple(f"{glob}={plain_name(dtype)}" for glob, dtype in given.items())
+    refuse_no_words(cast=casts)
+    read_casts(listed(casts))
+    return casts
+
+
+def _plain_metadata(given: Any) -> tuple[str, ...]:
+    from ckptconv.convert.given_metadata import read_metadata  # seldom needed
+
+    strings = listed_strings(given)
+    read_metadata(strings, None)
+    return strings
+
+
+# an option in plain words, out of what may be given; for what is not one, `OptionRefused`
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "dtype": _plain_dtype,
+    "device": _plain_device,
+    "map_location": _plain_tags,
+    "cast": _plain_casts,
+    "metadata": _plain_metadata,
+    "rename": partial(paired, "rename"),
+    "regex": partial(paired, "regex"),
+}
+# what raises `OptionRefused` for an option of a type
+_REFUSING: dict[Any, Callable[..., object]] = {
+    "bool": refuse_no_flag,
+    "str | None": refuse_no_text,
+    "str | os.PathLike[str] | None": refuse_no_path,
+    "Words": refuse_no_words,
+    "Tied": lambda tied: refuse_no_text(tied=tied or ""),
+    "int | str | None": lambda max_shard_size: shard_limit(max_shard_size),
+}
 
 
 def listed_strings(given: Words | Mapping[str, str]) -> tuple[str, ...]:
@@ -352,16 +384,3 @@ def _is_rule(item: object) -> bool:
         and len(item) == 2
         and all(type(word) is str for word in item)
     )
-
-
-def _refuse_no_choice(asked: Options | Request) -> None:
-    """Raise `OptionRefused` for a value that is none of the choices."""
-    if asked.to is not None:
-        refuse_other("to", asked.to, get_args(Target))
-    refuse_no_text(tied=asked.tied or "")
-    refuse_other("unknown", asked.unknown, UNKNOWN)
-    if isinstance(asked, Options) and asked.optimizer is not None:
-        refuse_other("optimizer", asked.optimizer, OPTIMIZER_FORMS)
-    refuse_no_text(only=asked.only)
-    rules_of(asked.keys)
-    shard_limit(asked.max_shard_size)

@@ -6,7 +6,7 @@ Nothing is written when a plan fails. A plan's layout is executed by `execute`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import PurePath
@@ -34,8 +34,6 @@ from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import Output, place_of, resolved
 from ckptconv.io.source import Source
-from ckptconv.keys.naming_metadata import followed, refuse_without
-from ckptconv.keys.rule_files import mapping_text
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.choices import refuse_no_output
 from ckptconv.support.errors import (
@@ -51,14 +49,14 @@ from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef, storages_of
 from ckptconv.tree.checkpoint import Checkpoint, Edit, edited
-from ckptconv.tree.fitted_keys import KeyTarget
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
-from ckptconv.tree.reshaping import with_config
+from ckptconv.tree.reshaping import Applied, with_config
 from ckptconv.tree.settling import Skipped, settle_objects
 from ckptconv.tree.state_dicts import StateDict, find, find_state_dicts, is_all
 from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
+    from ckptconv.tree.fitted_keys import KeyTarget
     from ckptconv.tree.optimizer_names import Followed
 
 
@@ -124,6 +122,8 @@ def _request_alone(options: Options) -> Request:
 
 def target_of(options: Options) -> KeyTarget | None:
     """What the keys are to be fitted to."""
+    if options.like is None and options.model is None and not options.drop_unexpected:
+        return None
     from ckptconv.convert.key_targets import key_target  # seldom needed
 
     return key_target(options.like, options.model, drop_unexpected=options.drop_unexpected)
@@ -248,6 +248,8 @@ def _refuse_taken(plan: ConversionPlan, path: PurePath, what: str) -> None:
 
 def _with_mapping(plan: ConversionPlan, path: PurePath) -> ConversionPlan:
     """The plan with the file beside its output that tells which key became which."""
+    from ckptconv.keys.rule_files import mapping_text  # seldom needed
+
     _refuse_taken(plan, path, "mapping")
     mapped = [item.mapped() for item in plan.state_dicts if item.mapped is not None]
     raw = mapping_text(mapped)
@@ -309,10 +311,8 @@ def _plan_tree(
     if is_optimizer:
         found, applied, renamed, skipped, after = [], [], (), [], []
     for each in applied:
-        metadata = checkpoint.metadata
-        if metadata and not each.keeps_names:
-            metadata = followed(metadata, each.names())
-        refuse_without(metadata, f"a {to.name} output")
+        if checkpoint.metadata:
+            _refuse_without_names(checkpoint.metadata, each, to)
         refuse_codes_apart(each)
     settled = settle_objects(root, overlay, options.unknown)
     refs = settled.tensors
@@ -324,8 +324,7 @@ def _plan_tree(
     tensors = partial(tensors_of, root, overlay, depth=in_force().depth)
     if any(ref.dtype.is_packed for ref in refs):
         to.refuse((path, ref, ref.dtype) for path, ref in tensors())
-    items, kept = [each.item for each in applied], [each.kept() for each in applied]
-    cast = cast_rule(items, kept, tree, options.casts)
+    cast = cast_rule(applied, tree, options.casts)
     files = (
         _files_of_folder(tree, output, to, cast, options)
         if to.is_folder and not to.is_made_by_torch
@@ -359,11 +358,19 @@ def _plan_tree(
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
             *idle_tag_notes(locations, options.tags),
             *sharing_notes(refs, storages),
-            *parted_notes([done for _, done in after], renamed),
+            *(parted_notes([done for _, done in after], renamed) if options.casts else ()),
             *to.part_notes(tree),
         ),
         reads=PlannedFrom(checkpoint, root, tensors, cast, settled.checks),
     )
+
+
+def _refuse_without_names(metadata: Mapping[str, str], applied: Applied, to: TargetFormat) -> None:
+    from ckptconv.keys.naming_metadata import followed, refuse_without  # safetensors alone have any
+
+    if not applied.keeps_names:
+        metadata = followed(metadata, applied.names())
+    refuse_without(metadata, f"a {to.name} output")
 
 
 def _is_optimizer(root: Node, part: Node) -> bool:

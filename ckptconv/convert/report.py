@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.convert.notes import is_codes
-from ckptconv.keys.tensor_rules import TensorRule
 from ckptconv.support.errors import printable
 from ckptconv.support.progress import Phase
 from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows
@@ -24,21 +23,31 @@ from ckptconv.support.text import (
 
 if TYPE_CHECKING:
     from ckptconv.convert.execute import ConversionResult
-    from ckptconv.convert.plan import ConversionPlan
+    from ckptconv.convert.plan import ConversionPlan, PlannedFile
     from ckptconv.keys.rules import Rule
+    from ckptconv.tree.renaming import RenamedKeys
     from ckptconv.tree.reshaping import MadeKeys
-    from ckptconv.tree.settling import Skipped
+    from ckptconv.tree.settling import Rewritten, Skipped
 
 
 def plan_lines(plan: ConversionPlan) -> Iterator[Row]:
     """What a plan changes, as rows."""
     yield from _key_lines(plan)
-    yield from _made_lines(plan)
+    for renamed in plan.state_dicts:
+        if renamed.made:
+            yield _made_row(renamed)
     yield from _tensor_lines(plan)
-    yield from _file_lines(plan)
-    yield from _left_out_lines(plan)
-    yield from _object_lines(plan)
-    yield from _companion_lines(plan)
+    if plan.index is not None:
+        yield _shards_row(plan, plan.index)
+    if plan.tied:
+        yield _tied_row(plan.tied)
+    if plan.skipped:
+        yield from _left_out_lines(plan)
+        yield from _skipped_lines(plan)
+    if plan.rewritten:
+        yield _rewritten_row(plan.rewritten)
+    if plan.beside.copied or plan.beside.left:
+        yield from _companion_lines(plan)
     if plan.mapping is not None:
         name = printable(plan.mapping.path)
         yield Row("mapping", f"{name}; --rules {name} --reverse undoes it")
@@ -56,19 +65,15 @@ def _key_lines(plan: ConversionPlan) -> Iterator[Row]:
             yield Row("shared", f"{keys} the storage of another{then}")
 
 
-def _made_lines(plan: ConversionPlan) -> Iterator[Row]:
-    """What tensor rules make, of each state dict in a line."""
-    for renamed in plan.state_dicts:
-        if not renamed.made:
-            continue
-        sources = len(renamed.consumed)
-        targets = sum(len(item.targets) for item in renamed.made)
-        example = _made_text(renamed.made[:1])
-        told = f"made: {example}"
-        if sources:
-            keys = f"{count_text(sources, 'key')} {agreeing(sources, 'become')}"
-            told = f"{keys} {targets:,}, e.g. {example}"
-        yield Row("tensors", told)
+def _made_row(renamed: RenamedKeys) -> Row:
+    """What tensor rules make of a state dict."""
+    sources = len(renamed.consumed)
+    targets = sum(len(item.targets) for item in renamed.made)
+    example = _made_text(renamed.made[:1])
+    if not sources:
+        return Row("tensors", f"made: {example}")
+    keys = f"{count_text(sources, 'key')} {agreeing(sources, 'become')}"
+    return Row("tensors", f"{keys} {targets:,}, e.g. {example}")
 
 
 def _made_text(uses: Sequence[MadeKeys]) -> str:
@@ -95,6 +100,8 @@ def _patterns(rule: Rule) -> tuple[list[str], list[str]]:
     """The sources and targets of a rule as somebody wrote them; none of a regular expression and
     of a mapping, of which the keys themselves are easier to read.
     """
+    from ckptconv.keys.tensor_rules import TensorRule
+
     if not isinstance(rule, TensorRule):
         return [], []
     return [source for source in rule.sources if isinstance(source, str)], list(rule.targets)
@@ -112,23 +119,24 @@ def _tensor_lines(plan: ConversionPlan) -> Iterator[Row]:
         yield Row("dtype", f"{before} → {after} ({count_text(count, 'tensor')})")
 
 
-def _file_lines(plan: ConversionPlan) -> Iterator[Row]:
-    if plan.index is not None:
-        largest = size_text(max(file.layout.nbytes for file in plan.files))
-        first = printable(plan.files[0].path.name)
-        yield Row(
-            "shards",
-            f"{first} and so on, {len(plan.files):,} in all, the largest {largest}; "
-            f"{printable(plan.index.path.name)}",
-        )
-    if plan.tied:
-        pairs = [f"{name} = {kept}" for name, kept in plan.tied.items()]
-        yield Row(
-            "tied",
-            f"{count_text(len(plan.tied), 'name')} kept in the metadata alone: {some_text(pairs)}; "
-            "load_file does not return such names, safetensors.torch.load_model, transformers and "
-            "load_portable do (--tied duplicate writes them)",
-        )
+def _shards_row(plan: ConversionPlan, index: PlannedFile) -> Row:
+    largest = size_text(max(file.layout.nbytes for file in plan.files))
+    first = printable(plan.files[0].path.name)
+    return Row(
+        "shards",
+        f"{first} and so on, {len(plan.files):,} in all, the largest {largest}; "
+        f"{printable(index.path.name)}",
+    )
+
+
+def _tied_row(tied: Mapping[str, str]) -> Row:
+    pairs = [f"{name} = {kept}" for name, kept in tied.items()]
+    return Row(
+        "tied",
+        f"{count_text(len(tied), 'name')} kept in the metadata alone: {some_text(pairs)}; "
+        "load_file does not return such names, safetensors.torch.load_model, transformers and "
+        "load_portable do (--tied duplicate writes them)",
+    )
 
 
 def _companion_lines(plan: ConversionPlan) -> Iterator[Row]:
@@ -146,19 +154,21 @@ def _companion_lines(plan: ConversionPlan) -> Iterator[Row]:
         yield Row("not copied", f"{some_text(names)}: {reason}")
 
 
-def _object_lines(plan: ConversionPlan) -> Iterator[Row]:
-    """What is skipped because an output cannot hold it, and what gets its plain form."""
+def _skipped_lines(plan: ConversionPlan) -> Iterator[Row]:
+    """What is skipped because an output cannot hold it."""
     reasons = _by_reason(item for item in plan.skipped if not item.by_rule)
     for reason, paths in list(reasons.items())[:LISTED]:
         yield Row("skipped", f"{some_text(paths)}: {printable(reason)}")
     if len(reasons) > LISTED:
         yield Row("skipped", f"and {len(reasons) - LISTED:,} more kinds")
-    if plan.rewritten:
-        named = [
-            f"{item.path} ({', '.join(filter(None, (item.name, item.how)))})"
-            for item in plan.rewritten
-        ]
-        yield Row("rewritten", some_text(named) + " in plain form")
+
+
+def _rewritten_row(rewritten: Iterable[Rewritten]) -> Row:
+    """What gets its plain form."""
+    named = [
+        f"{item.path} ({', '.join(filter(None, (item.name, item.how)))})" for item in rewritten
+    ]
+    return Row("rewritten", some_text(named) + " in plain form")
 
 
 def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
@@ -287,18 +297,17 @@ def _output_text(plan: ConversionPlan, size: str) -> str:
 
 def _time_text(result: ConversionResult) -> str:
     """How long it took, and what went to other things than writing; a rate where it was much."""
-    times = {
-        phase: seconds for phase, seconds in result.phases.items() if seconds >= _WORTH_TELLING
-    }
-    wrote, rate = times.pop("write", 0.0), ""
-    if wrote and result.plan.nbytes >= _RATED_FROM:
+    wrote, rate = result.phases.get("write", 0.0), ""
+    if wrote >= _WORTH_TELLING and result.plan.nbytes >= _RATED_FROM:
         rate = f" at {size_text(result.plan.nbytes / wrote)}/s"
-    others = [
-        f"{seconds_text(times[phase])} {words}" for phase, words in _SPENT.items() if phase in times
-    ]
+    others = []
+    for phase, words in _SPENT.items():
+        seconds = result.phases.get(phase, 0.0)
+        if seconds >= _WORTH_TELLING:
+            others.append(f"{seconds_text(seconds)} {words}")
     if not others:
         return f"written in {seconds_text(result.seconds)}{rate}"
-    if wrote:
+    if wrote >= _WORTH_TELLING:
         others.insert(0, f"{seconds_text(wrote)} writing{rate}")
     return f"done in {seconds_text(result.seconds)}: {', '.join(others)}"
 

@@ -19,7 +19,6 @@ from ckptconv.formats.target_format import (
 )
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
-from ckptconv.io.outputs import check_place_free
 from ckptconv.io.places import Output, place_of
 from ckptconv.support.errors import CheckpointError, OptionRefused, OutputRefused, printable
 
@@ -204,6 +203,8 @@ def check_place(output: Output, request: Request, *, force: bool) -> None:
     """Raise `OutputRefused` where the one file or folder of an output may not be made. Shards are
     looked at when it is known which there will be.
     """
+    from ckptconv.io.outputs import check_place_free  # not for what is planned on trial
+
     place = place_of(output)
     if isinstance(place, OpenFile):
         place.refuse_unwritable(is_folder=_is_of_several(request))

@@ -12,6 +12,7 @@ from ckptconv.convert.beside import Beside
 from ckptconv.convert.notes import beside_notes
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan
+from ckptconv.formats.folders.steps import points, training_files
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of, resolved
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointError
@@ -130,9 +131,6 @@ def _training_beside(source: Location, read: PurePath) -> tuple[Location, list[s
     """The folder of a checkpoint, the training states in it, and whether they are in a step of
     DeepSpeed's there; `read` is a file of the checkpoint.
     """
-    from ckptconv.formats.folders.steps import points  # seldom needed, as the next one is
-    from ckptconv.formats.folders.trained import training_files
-
     if source.is_far():
         return source, [], False
     home = source if source.is_folder() else source.absolute.parent

@@ -16,7 +16,6 @@ from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.checksums import Checksums, refuse_crc
 from ckptconv.tensors.compute_ahead import THREADS, Cut, ToCompute, compute_ahead, may_be_threaded
 from ckptconv.tensors.computed import ReadRun, iter_cast_chunks, read_cast, step_in
-from ckptconv.tensors.fold import OddBools, fold
 from ckptconv.tensors.refs import Storage, TensorRef
 from ckptconv.tensors.stream import verbatim_range, verbatim_runs
 
@@ -148,6 +147,8 @@ def _whole(item: WriteItem, values: TensorRef) -> Storage | None:
 def _write_bools(
     values: TensorRef, stream: OutputStream, crc_of: CrcOf, checksums: Checksums, tally: Tally
 ) -> int:
+    from ckptconv.tensors.fold import OddBools, fold  # few models have bools
+
     written, odd = _Written(stream, crc_of), OddBools()
     fold(values, written, odd, checksums=checksums)
     if odd.count:
@@ -280,6 +281,8 @@ def count_overflow(plan: ConversionPlan, ref: TensorRef) -> int:
 
 def count_odd_bools(ref: TensorRef) -> int:
     """Bytes of a bool tensor that are neither 0 nor 1: what they mean depends on who reads them."""
+    from ckptconv.tensors.fold import OddBools, fold
+
     odd = OddBools()
     if ref.dtype.kind == "bool":
         fold(ref, odd)

@@ -48,8 +48,8 @@ from ckptconv.tensors.element_pairs import Tolerance
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import codes_note
 from ckptconv.tree.checkpoint import Checkpoint, Edit, refuse_no_edits
-from ckptconv.tree.renaming import with_filled
-from ckptconv.tree.reshaping import Applied, apply_rules, with_config
+from ckptconv.tree.renaming import apply_rules, with_filled
+from ckptconv.tree.reshaping import Applied, with_config
 from ckptconv.tree.state_dicts import StateDict, find
 from ckptconv.tree.walk import tensors_of
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import field
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +67,13 @@ def is_tar(head: bytes) -> bool:
 
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # torch.serialization.MAGIC_NUMBER
-_PICKLED_MAGIC = re.compile(
+_PICKLED_MAGIC = partial(
+    re.match,
     rb"\x80[\2-\5](?:\x95.{8})?\x8a\x0a%s\.|L%dL\n\."
     % (re.escape(_MAGIC_NUMBER.to_bytes(10, "little")), _MAGIC_NUMBER),
-    re.DOTALL,
+    flags=re.DOTALL,
     # protocols 4 and 5, which a user may choose, put the number into a frame, 0 and 1 write digits
-).match
+)
 
 
 def is_torch_legacy(head: bytes) -> bool:
@@ -92,9 +94,10 @@ def is_safetensors(head: bytes) -> bool:
 
 # Protocols 0 and 1 have no mark of their own: a dict, a list or an object as python's picklers
 # begin them.
-_PICKLE = re.compile(
-    rb"\x80[\0-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[A-Za-z_][\w.]*\n[A-Za-z_]\w*\n(?:p\d+\n|[()q])"
-).match
+_PICKLE = partial(
+    re.match,
+    rb"\x80[\0-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[A-Za-z_][\w.]*\n[A-Za-z_]\w*\n(?:p\d+\n|[()q])",
+)
 
 
 def is_raw_pickle(head: bytes) -> bool:
@@ -365,7 +368,7 @@ STRANGERS: tuple[Stranger, ...] = (
 """What people meet under a checkpoint's name; the first that matches is named in the error."""
 
 # The names of the files of a TensorFlow checkpoint's values, one behind another, unmarked
-_TENSORFLOW_SHARD = re.compile(r".+\.data-\d{5}-of-\d{5}").fullmatch
+_TENSORFLOW_SHARD = partial(re.fullmatch, r".+\.data-\d{5}-of-\d{5}")
 
 # tensorflow/core/lib/io/format.h: kTableMagicNumber
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")

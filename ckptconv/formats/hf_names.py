@@ -9,22 +9,21 @@ Names and index are those of the Hugging Face libraries: ``model-00001-of-00005.
 from __future__ import annotations
 
 import contextlib
-import json
 import posixpath
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
 from ckptconv.support.errors import CheckpointError, OptionRefused, is_on_command_line
-from ckptconv.support.json_text import read_object
 
 _UNITS = {"": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {_letter: 1000**_power, f"{_letter}I": 1024**_power}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?").fullmatch
+_SIZE = partial(re.fullmatch, r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?")
 
 
 def parse_size(text: str) -> int:
@@ -112,10 +111,11 @@ def index_path(output: PurePath) -> PurePath:
 
 
 # The names of weights for which transformers, peft and diffusers look. Source: `_add_variant`.
-_LIBRARY = re.compile(
+_LIBRARY = partial(
+    re.fullmatch,
     r"(?P<stem>(?:pytorch_|adapter_|diffusion_pytorch_)?model)(?:\.(?P<variant>[^./]+?))?"
-    r"(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
-).fullmatch
+    r"(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)",
+)
 
 
 def named_like(read: str, usual: str) -> str:
@@ -171,18 +171,21 @@ def _looked_for(name: str) -> tuple[str, str] | None:
     """What a library looks for when it takes a file of this name, weights or an index: those of a
     model or of an adapter, and of which variant. None for a name that it does not know.
     """
-    plain = _INDEX_WORDS.sub(r"\g<variant>\g<suffix>", name)
+    plain = re.sub(_INDEX_WORDS, r"\g<variant>\g<suffix>", name)
     found = _LIBRARY(plain)
     return found and (found["stem"].removeprefix("pytorch_"), found["variant"] or "")
 
 
-_INDEX_WORDS = re.compile(r"(?P<suffix>\.[^.]+)\.index(?P<variant>\.[^.]+)?\.json$")
+_INDEX_WORDS = r"(?P<suffix>\.[^.]+)\.index(?P<variant>\.[^.]+)?\.json$"
 
 
 def index_text(
     weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None
 ) -> bytes:
     """The index for `nbytes` of tensors, with other `metadata`; `CheckpointError` for no JSON."""
+    import json
+
+    quoted = json.encoder.encode_basestring
     document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": {}}
     try:
         around = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
@@ -190,9 +193,9 @@ def index_text(
             return f"{around}\n".encode()
         # json indents in Python, entry by entry
         text = bytearray(around.removesuffix(_NO_ENTRIES).encode() + b"{\n")
-        ends = {name: f": {_quoted(name)},\n" for name in {*weight_map.values()}}
+        ends = {name: f": {quoted(name)},\n" for name in {*weight_map.values()}}
         for key, name in weight_map.items():
-            text += f"    {_quoted(key)}{ends[name]}".encode()
+            text += f"    {quoted(key)}{ends[name]}".encode()
         text[-2:] = b"\n  }\n}\n"  # for the last comma
         return bytes(text)
     except ValueError as error:  # a number beyond any float, half a character
@@ -201,11 +204,12 @@ def index_text(
 
 
 _NO_ENTRIES = "{}\n}"
-_quoted = json.encoder.encode_basestring
 
 
 def moved_index(raw: bytes, folder: str) -> bytes:
     """The index `raw` of the same shards in `folder`, which lies beside it."""
+    import json
+
     document = json.loads(raw)
     named = {key: f"{folder}/{name}" for key, name in document["weight_map"].items()}
     return index_text(named, document["metadata"]["total_size"], document["metadata"])
@@ -217,6 +221,8 @@ def indexes_naming(place: Location) -> list[Location]:
 
     Raises `MalformedCheckpoint` for one that cannot be read.
     """
+    from ckptconv.support.json_text import read_object
+
     found = []
     folder = place.absolute.parent
     for home, path in ((folder, place.name), (folder.parent, f"{folder.name}/{place.name}")):
@@ -236,4 +242,4 @@ def indexes_naming(place: Location) -> list[Location]:
     return found
 
 
-IS_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json", re.DOTALL).fullmatch
+IS_INDEX = partial(re.fullmatch, r".*\.index(\.[^.]+)?\.json", flags=re.DOTALL)

@@ -36,7 +36,7 @@ from ckptconv.io.places import place_of, places_of
 from ckptconv.io.source import Source
 from ckptconv.objects.threats import danger_note
 from ckptconv.pickles.making import names_noted
-from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, calls_of, mapping_pairs
+from ckptconv.pickles.nodes import ABSENT, ORDERED_DICT, Call, Dict, calls_of, mapping_pairs
 from ckptconv.support.choices import (
     refuse_no_flag,
     refuse_no_paths,
@@ -364,8 +364,9 @@ def _finished(
     danger = danger_note(named, calls)
     if danger:
         checkpoint = replace(checkpoint, notes=(danger, *checkpoint.notes))
-    # what a file without pickles has: nothing in it is a module, or a tensor of before torch 0.4
-    if all(call.func is ORDERED_DICT and call.state is ABSENT for call in calls):
+    # a state dict, or what a file without pickles has: nothing in it is a module, or a tensor of
+    # before torch 0.4
+    if all(call.func is ORDERED_DICT and _has_versions_only(call) for call in calls):
         return checkpoint
     from ckptconv.tree.modules import complete_tensors, flatten_modules, holds_modules
 
@@ -375,6 +376,13 @@ def _finished(
     if whole_modules:
         return replace(completed, has_whole_modules=holds_modules(calls))
     return flatten_modules(completed, calls)
+
+
+def _has_versions_only(call: Call) -> bool:
+    """Whether nothing was set on a dict but the `_metadata` of a state dict, if that."""
+    if type(call.state) is Dict:
+        return all(key == "_metadata" for key, _ in call.state.pairs)
+    return call.state is ABSENT
 
 
 def checkpoints_of(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[Location, ...]]:

@@ -18,7 +18,6 @@ from ckptconv.keys.mappings import (
     path_step_by_name,
     reordered,
 )
-from ckptconv.keys.presets import Preset
 from ckptconv.keys.rules import (
     AddPrefix,
     Called,
@@ -31,7 +30,6 @@ from ckptconv.keys.rules import (
     StripPrefix,
     wrapper_steps,
 )
-from ckptconv.keys.tensor_rules import tensor_rule
 from ckptconv.support.choices import (
     WRAPPERS,
     refuse_no_keys,
@@ -73,6 +71,7 @@ class KeyRules:
     include: InitVar[Sequence[str]] = ()
     exclude: InitVar[Sequence[str]] = ()
     rules: tuple[Rule, ...] = ()
+    _init_by = staticmethod(spelling_checked)
 
     def __post_init__(
         self,
@@ -83,26 +82,15 @@ class KeyRules:
         exclude: Sequence[str],
     ) -> None:
         refuse_other("wrappers", self.wrappers, WRAPPERS)
-        refuse_no_texts(strip_prefixes=strip_prefixes, include=include, exclude=exclude)
-        refuse_no_text(add_prefix=add_prefix or None)
-        if (
-            isinstance(renames, str)
-            or not isinstance(renames, Sequence)
-            or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
-        ):
-            what = f"renames={renames!r:.100} is not a list of pairs"
-            raise OptionRefused(what, hint="write it as renames=[('old', 'new')]")
         given: object = self.rules
-        if not (isinstance(given, tuple) and all(isinstance(rule, Rule) for rule in given)):
+        if not isinstance(given, tuple) or (
+            given and not all(isinstance(rule, Rule) for rule in given)
+        ):
             what = f"rules={self.rules!r:.100} is not a tuple of rules"
             raise OptionRefused(what, hint="KeyRules.of makes them from words")
-        short: list[Rule] = [StripPrefix(prefix) for prefix in strip_prefixes if prefix]
-        short += [Rename(old, new) for old, new in renames]
-        if add_prefix:
-            short.append(AddPrefix(add_prefix))
-        if include or exclude:
-            short.append(Select(tuple(include), tuple(exclude)))
-        object.__setattr__(self, "rules", (*short, *self.rules))
+        short = (strip_prefixes, renames, add_prefix, include, exclude)
+        if short != ((), (), "", (), ()):
+            object.__setattr__(self, "rules", (*_short_rules(*short), *self.rules))
 
     @classmethod
     def of(
@@ -152,13 +140,38 @@ class KeyRules:
         return " or ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
 
 
-KeyRules.__init__ = spelling_checked(KeyRules.__init__)  # type: ignore[method-assign]
+def _short_rules(
+    strip_prefixes: Sequence[str],
+    renames: Sequence[tuple[str, str]],
+    add_prefix: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> list[Rule]:
+    """The rules that the short forms stand for."""
+    refuse_no_texts(strip_prefixes=strip_prefixes, include=include, exclude=exclude)
+    refuse_no_text(add_prefix=add_prefix or None)
+    if (
+        isinstance(renames, str)
+        or not isinstance(renames, Sequence)
+        or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
+    ):
+        what = f"renames={renames!r:.100} is not a list of pairs"
+        raise OptionRefused(what, hint="write it as renames=[('old', 'new')]")
+    short: list[Rule] = [StripPrefix(prefix) for prefix in strip_prefixes if prefix]
+    short += [Rename(old, new) for old, new in renames]
+    if add_prefix:
+        short.append(AddPrefix(add_prefix))
+    if include or exclude:
+        short.append(Select(tuple(include), tuple(exclude)))
+    return short
 
 
 def _rule(given: tuple[str, str] | Mapping[str, Any] | Rule) -> Rule:
     if isinstance(given, Rule):
         return given
     if isinstance(given, Mapping):
+        from ckptconv.keys.tensor_rules import tensor_rule  # seldom needed
+
         return tensor_rule(given)
     return parse_rule(*given)
 
@@ -180,6 +193,12 @@ def _halves(word: str, text: str, between: str, form: str) -> tuple[str, str]:
     return first, second
 
 
+def _preset(name: str) -> Rule:
+    from ckptconv.keys.presets import Preset  # seldom needed
+
+    return Preset(name)
+
+
 _MAKERS: dict[str, Callable[[str], Rule]] = {
     "strip-prefix": StripPrefix,
     "add-prefix": AddPrefix,
@@ -187,7 +206,7 @@ _MAKERS: dict[str, Callable[[str], Rule]] = {
     "regex": lambda text: Regex(*_halves("regex", text, "=>", "PATTERN=>REPLACEMENT")),
     "include": lambda text: Select(include=(text,)),
     "exclude": lambda text: Select(exclude=(text,)),
-    "preset": Preset,
+    "preset": _preset,
 }
 RULE_WORDS = tuple(_MAKERS)
 """The rules by their names on the command line and in files."""

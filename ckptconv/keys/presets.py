@@ -100,9 +100,8 @@ class Preset(Rule):
         return self.settled
 
     @property
-    def is_of_adapters(self) -> bool:
-        """Whether it is for LoRA adapters, which it gives the names of a convention."""
-        return self.name in ADAPTERS
+    def of_adapters(self) -> str:
+        return self.name if self.name in ADAPTERS else ""
 
     @property
     def needs_config(self) -> bool:
@@ -110,7 +109,7 @@ class Preset(Rule):
 
     def with_config(self, config: Mapping[str, Any]) -> Preset:
         head, argument = self._layout()
-        if self.is_of_adapters:
+        if self.of_adapters:
             what = f"{self.words} names the parts of a LoRA adapter, and here a model is read"
             raise KeyConflict(what, hint=f"{_CONVERT} {self.words} --like BASE")
         if head in _TO_TRANSFORMERS:
@@ -131,7 +130,7 @@ class Preset(Rule):
         from ckptconv.keys.framework_layouts import LAYOUTS
 
         head, _, argument = self.name.partition(":")
-        if head in _TO_TRANSFORMERS or self.is_of_adapters:
+        if head in _TO_TRANSFORMERS or self.of_adapters:
             return head, argument
         if head.removeprefix(_BACK) not in LAYOUTS:
             what = f"there is no preset '{printable(self.name)}'"

@@ -74,6 +74,11 @@ class Rule:
         return (self,)
 
     @property
+    def of_adapters(self) -> str:
+        """The preset that it is, where that gives LoRA adapters the names of a convention."""
+        return ""
+
+    @property
     def needs_config(self) -> bool:
         """Whether it has to be settled by the model's config before it is applied."""
         return False

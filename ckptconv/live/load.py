@@ -53,12 +53,13 @@ from ckptconv.tensors.refs import (
 from ckptconv.tree.checkpoint import Checkpoint, Edit, refuse_no_edits
 from ckptconv.tree.modules import settle_strays
 from ckptconv.tree.renaming import (
+    apply_rules,
     refuse_codes_apart,
     refuse_nothing_left,
     rename_state_dicts,
     with_filled,
 )
-from ckptconv.tree.reshaping import apply_rules, with_config
+from ckptconv.tree.reshaping import with_config
 from ckptconv.tree.settling import Settled, Unknown, has_more, settle_objects
 from ckptconv.tree.state_dicts import find, find_state_dicts, is_all, renamed_state_dict
 from ckptconv.tree.walk import tensors_of
@@ -212,7 +213,6 @@ def _selected(
             several, renamed = [], ()
         else:
             _tell_metadata(checkpoint, {old: new for item in renamed for old, new in item.changed})
-        found, kept = [each.item for each in several], [each.kept() for each in several]
     else:
         chosen = checkpoint.state_dict(only)
         warn(chosen.notes)
@@ -222,7 +222,7 @@ def _selected(
         refuse_nothing_left(sum(new is not None for new in keys.new), [keys], rules)
         refuse_idle([keys], rules)
         names = applied.names()
-        found, kept = [item], [applied.kept()]
+        several = [applied]
         refuse_codes_apart(applied)
         _tell_metadata(checkpoint, names)
         names_after, values = with_filled(item, keys)
@@ -239,7 +239,7 @@ def _selected(
     for check in settled.checks:
         check()
     tree = Tree(root, overlay, settled.tensors, settled.storages)
-    return root, overlay, settled, cast_rule(found, kept, tree, request.casts)
+    return root, overlay, settled, cast_rule(several, tree, request.casts)
 
 
 def _is_optimizer(root: Node, part: Node) -> bool:

@@ -21,7 +21,6 @@ its own. Source of the forms: the rebuild functions in torch/_utils.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
@@ -88,6 +87,8 @@ def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     """The metadata entry that holds these recipes; none where there are no recipes."""
     if not recipes:
         return {}
+    import json
+
     return {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)}
 
 
@@ -259,6 +260,8 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
 
 
 def _recipes(text: str) -> dict[str, Recipe]:
+    import json
+
     try:
         recipes = json.loads(text)
     except (ValueError, RecursionError) as error:

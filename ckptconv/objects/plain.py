@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from ckptconv.support.limits import in_force
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, TensorRef, contiguous_stride, view_of
 
-_NO_DICT = re.compile(r"builtins\.|torch\.\w+\Z").match
+_NO_DICT = partial(re.match, r"builtins\.|torch\.\w+\Z")
 _DICT_CLASSES = ("AttributeDict", "EasyDict", "Munch", "AttrDict", "ConfigDict")  # of any package
 
 

@@ -9,7 +9,8 @@ Source: CPython's `pickletools`, protocols 0 to 5.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 
 from ckptconv.io.source import Source
@@ -90,8 +91,10 @@ def _patterns() -> Iterator[bytes]:
         yield b"[%b]%b" % (opcodes, rb"[^\n]*\n" * count)
 
 
-# Opcodes whose end does not depend on a length that they declare
-_RUN = re.compile(b"(?:%b){0,1000}" % b"|".join(_patterns()), re.DOTALL).match
+@cache
+def _run() -> Callable[[bytes, int], re.Match[bytes] | None]:
+    """What matches opcodes whose end does not depend on a length that they declare."""
+    return re.compile(b"(?:%b){0,1000}" % b"|".join(_patterns()), re.DOTALL).match
 
 
 def read_pickles(
@@ -142,8 +145,9 @@ def _step(seen: bytes, at: int) -> tuple[int, bool]:
     """From the opcode at `at` to the byte behind its pickle's end, and True. False where `seen`
     ends before: then to the opcode that is cut off in it, or to the one behind what is in it.
     """
+    run_from = _run()
     while at < len(seen):
-        run = _RUN(seen, at)
+        run = run_from(seen, at)
         assert run is not None  # it may be empty
         begin, at = run.span()
         if at == len(seen):

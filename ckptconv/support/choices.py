@@ -264,12 +264,13 @@ def spelling_checked(function: F, words: Sequence[str] = ()) -> F:
             if once[name] in given:
                 raise UnknownOption(f"{name} is now called {once[name]}, and both are given")
             given[once[name]] = given.pop(name)
-        unknown = [name for name in given if name not in options]
-        if unknown:
-            raise unknown_option(unknown[0], options)
-        if any(type(item).__name__ == "Options" for item in args[code.co_argcount :]):
-            hint = "plan_conversion takes them; here each option has its name: dtype='bf16'"
-            raise UnknownOption(f"{function.__name__} does not take Options", hint=hint)
+        for name in given:
+            if name not in options:
+                raise unknown_option(name, options)
+        for item in args[code.co_argcount :]:
+            if type(item).__name__ == "Options":
+                hint = "plan_conversion takes them; here each option has its name: dtype='bf16'"
+                raise UnknownOption(f"{function.__name__} does not take Options", hint=hint)
         refuse_no_callback(given.get("on_progress"))
         return function(*args, **given)
 

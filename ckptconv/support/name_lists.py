@@ -6,13 +6,14 @@ They are long, sorted out by somebody else (Python, torch, numpy), and read as t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 
 def data_beside(module_file: str, name: str) -> dict[str, Any]:
     """The JSON object in the file of this name in the folder of a module."""
+    import json
+
     text = Path(module_file).with_name(name).read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found

@@ -15,7 +15,7 @@ import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, FrozenInstanceError, fields
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,9 @@ else:
         repr: bool = True,
         kw_only: bool = False,
     ) -> Callable[[type], type]:
-        """As `dataclasses.dataclass`, of which these are the settings in use."""
+        """As `dataclasses.dataclass`, of which these are the settings in use. What a class has as
+        `_init_by` is given its constructor, and gives the one that is called.
+        """
 
         def made_of(cls: type) -> type:
             bases = [base for base in cls.__mro__[:0:-1] if "__dataclass_fields__" in vars(base)]
@@ -118,11 +120,6 @@ class _Declared:
         given = ((name, self.defaults.get(name)) for name in names)
         return [name for name, it in given if not isinstance(it, Field) or getattr(it, setting)]
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether the fields are the parameters."""
-        return self.names == [*self.types] == self.that_are("init", self.names)
-
     def with_slots(self, cls: type) -> type:
         """The class once more, with a slot for each field that it adds."""
         space = dict(vars(cls))
@@ -166,25 +163,24 @@ class _Declared:
         )(type(cls.__name__, (), space))
 
     def bound(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The values of the fields, as a constructor is called with them; None where it may not
-        be, or where not each parameter is a field.
+        """The values of the fields, and of what is only a parameter, in their order, as a
+        constructor is called with them; None where it may not be.
         """
-        values = {**dict(zip(self.names, args, strict=False)), **given}
-        if len(values) < len(args) + len(given) or (args and self.kw_only):
+        told = {**dict(zip(self.types, args, strict=False)), **given}
+        if len(told) < len(args) + len(given) or (args and self.kw_only):
             return None
-        for name in self.names:
-            if name not in values:
-                default = self.defaults.get(name, MISSING)
-                if isinstance(default, Field) and default.default_factory is not MISSING:
-                    default = default.default_factory()
-                elif isinstance(default, Field):
-                    default = default.default
-                if default is MISSING:
+        values = {}
+        for name in self.types:
+            value = self.defaults.get(name, MISSING)
+            if isinstance(value, Field):
+                if name in told and not value.init:
                     return None
-                values[name] = default
-        if len(values) != len(self.names) or not self.is_plain:
-            return None
-        return values
+                made = value.default_factory
+                value = value.default if made is MISSING or name in told else made()
+            values[name] = value = told.pop(name, value)
+            if value is MISSING:
+                return None
+        return None if told else values
 
 
 class _OfLibrary:
@@ -218,6 +214,8 @@ class _Constructor:
 
     def _compiled(self) -> Any:
         compiled = self._declared.in_library(self._cls, init=True).__init__
+        if hasattr(self._cls, "_init_by"):
+            compiled = self._cls._init_by(compiled)
         self._cls.__init__ = compiled  # type: ignore[misc]
         return compiled
 
@@ -226,10 +224,10 @@ class _Constructor:
         if values is None:
             self._compiled()(record, *args, **given)  # which says what is wrong with a call
             return
-        for name, value in values.items():
-            object.__setattr__(record, name, value)
+        for name in self._declared.names:
+            object.__setattr__(record, name, values.pop(name))
         if hasattr(record, "__post_init__"):
-            record.__post_init__()
+            record.__post_init__(*values.values())
 
 
 def _refuse_to_set(record: object, name: str, value: object) -> None:

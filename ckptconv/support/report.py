@@ -38,7 +38,8 @@ def listed(
     label: str, texts: Sequence[str], level: Level = "plain", *, most: int = LISTED
 ) -> Iterator[Row]:
     """A row for each of the first texts, and one that counts the others."""
-    yield from (Row(label, text, level) for text in texts[:most])
+    for text in texts[:most]:
+        yield Row(label, text, level)
     if len(texts) > most:
         yield Row(label, f"and {len(texts) - most:,} more", level)
 

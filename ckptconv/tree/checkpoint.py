@@ -26,7 +26,6 @@ from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import danger_in, html_table, short_repr
 from ckptconv.support.text import count_text, size_text
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.settling import DROP_DANGEROUS
 from ckptconv.tree.state_dicts import StateDict, find_state_dicts
 from ckptconv.tree.walk import tensors_of
@@ -276,6 +275,8 @@ class Checkpoint:
 
     def state_dict(self, only: str | None = None) -> StateDict:
         """The one state dict, or that at `only`; `AmbiguousStateDict` for none or a choice."""
+        from ckptconv.tree.choosing import choose_state_dict  # a tree that stays one has no choice
+
         with held(self.limits):
             return choose_state_dict(self.root, only, self.path)
 

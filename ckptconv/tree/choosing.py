@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs, spoken
@@ -50,9 +51,11 @@ from ckptconv.tree.walk import (
 )
 
 # an archive; a pickle, also in front of torch's older files; the length of a header of safetensors
-_BEGINS = re.compile(
-    rb'PK\x03\x04(?=.{60})|\x80[\x02-\x05](?=.*(?:torch|numpy))|.{5}\0{3}\{"', re.DOTALL
-).match
+_BEGINS = partial(
+    re.match,
+    rb'PK\x03\x04(?=.{60})|\x80[\x02-\x05](?=.*(?:torch|numpy))|.{5}\0{3}\{"',
+    flags=re.DOTALL,
+)
 
 
 def refuse_bytes(root: Node, path: PurePath) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptconv.keys.key_map import (
     KEEP,
@@ -11,6 +12,7 @@ from ckptconv.keys.key_map import (
     KeyMap,
     KeyRules,
     hint_of_starts,
+    map_keys,
     refuse_idle,
     unchanged,
 )
@@ -23,10 +25,12 @@ from ckptconv.tensors.refs import homes
 from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.fitted_keys import KeyTarget, fitted
-from ckptconv.tree.reshaping import Applied, MadeKeys, Tied, apply_rules
+from ckptconv.tree.reshaping import Applied, MadeKeys, Shapes, Tied
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict, renamed_in_place
+
+if TYPE_CHECKING:
+    from ckptconv.tree.fitted_keys import KeyTarget
 
 
 def refuse_codes_apart(applied: Applied) -> None:
@@ -113,9 +117,30 @@ def map_state_dict(
         if rules == STRIP:
             rules = KEEP
         applied = apply_rules(item, rules, checkpoint, fit_to.shapes)
+        from ckptconv.tree.fitted_keys import fitted
+
         return replace(applied, keys=fitted(applied.item, applied.keys, fit_to))
     except (KeyConflict, KeyMismatch) as error:
         raise error.at(where=item.path or None) from None
+
+
+def apply_rules(
+    item: StateDict, rules: KeyRules, checkpoint: Checkpoint, like: Shapes | None = None
+) -> Applied:
+    """What rules make of a state dict of a checkpoint; `like` are the keys and shapes that it is
+    fitted to later.
+
+    Raises `KeyConflict` and `KeyMismatch` where a rule does not fit what is there, and
+    `RefusedObject` where codes would become others, and no scales would be right for these.
+    """
+    if rules.rules:
+        from ckptconv.tree.made_by_rules import made_by_rules  # with tensor rules, and all layouts
+
+        made = made_by_rules(item, rules, checkpoint, like)
+        if made is not None:
+            return made
+    keys = map_keys(item.keys, rules, item.path, item.telling_keys, item.keys_beside)
+    return Applied(item, keys)
 
 
 def refuse_nothing_left(left: int, maps: Sequence[KeyMap], rules: KeyRules) -> None:

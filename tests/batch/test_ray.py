@@ -21,8 +21,7 @@ from ckptconv import (
 from ckptconv.batch.engines import Engine
 from ckptconv.batch.on_ray import OnRay
 from ckptconv.batch.sharing import share_out_on
-from ckptconv.convert import shares
-from ckptconv.convert.shares import Share
+from ckptconv.convert.shares import Share, share_of
 from helpers.engine_conformance import WorkerConformance, checkpoint
 from helpers.lost_workers import KillingJob
 
@@ -186,7 +185,7 @@ class LeisurelyShare(Share):
 
 
 def leisurely(*given, **more):
-    share = shares.share_of(*given, **more)
+    share = share_of(*given, **more)
     return LeisurelyShare(*[getattr(share, name) for name in Share.__slots__])
 
 
@@ -197,7 +196,7 @@ def test_a_node_that_is_killed_while_it_makes_files_of_one_checkpoint(
     torch.save(made, tmp_path / "a.pt")
     options = Options(max_shard_size=21_000, to="safetensors")
     Job(tmp_path / "a.pt", tmp_path / "alone", options).run()
-    monkeypatch.setattr("ckptconv.convert.execute.share_of", leisurely)
+    monkeypatch.setattr("ckptconv.convert.shares.share_of", leisurely)
     killed = killing(cluster, second, tmp_path)
     with open_checkpoint(tmp_path / "a.pt") as checkpoint:
         plan = plan_conversion(checkpoint, tmp_path / "shared", options)

@@ -171,7 +171,7 @@ def test_a_worker_that_is_lost_has_its_share_made_again(tmp_path, monkeypatch):
     options = Options(max_shard_size=SIZE, to="safetensors")
     Job(source, tmp_path / "alone", options).run()
     monkeypatch.setattr("ckptconv.batch.sharing.FIRST", 0.01)
-    monkeypatch.setattr("ckptconv.convert.execute.share_of", killing_share_of)
+    monkeypatch.setattr("ckptconv.convert.shares.share_of", killing_share_of)
     shared(source, tmp_path / "shared", options, Processes(2))
     assert (tmp_path / "shared.tried").exists()
     assert files(tmp_path / "alone") == files(tmp_path / "shared")
@@ -181,7 +181,7 @@ def test_a_worker_that_is_lost_has_its_share_made_again(tmp_path, monkeypatch):
 def test_a_share_that_nobody_can_make_is_told(tmp_path, monkeypatch):
     source = make_zip(tmp_path)
     monkeypatch.setattr("ckptconv.batch.sharing.FIRST", 0.001)
-    monkeypatch.setattr("ckptconv.convert.execute.share_of", always_killing_share_of)
+    monkeypatch.setattr("ckptconv.convert.shares.share_of", always_killing_share_of)
     options = Options(max_shard_size=SIZE, to="safetensors")
     with pytest.raises(CheckpointError, match=r"its worker was lost .*SIGKILL.* 3 times"):
         shared(source, tmp_path / "out", options, Processes(2))

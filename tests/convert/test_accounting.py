@@ -21,7 +21,7 @@ from torch import nn
 
 from ckptconv import convert_checkpoint
 from ckptconv.cli.main import cli
-from ckptconv.convert import execute as convert
+from ckptconv.convert import accounting
 from ckptconv.convert import flat_planner as flat_plans
 from ckptconv.formats import safetensors, torch_output
 from ckptconv.io.source import MemorySource
@@ -101,7 +101,7 @@ def assert_only_the_count_sees_it(source: Path, said: str, monkeypatch, **option
             convert_checkpoint(source, source.with_name(name), verify=True, **FAST, **options)
         assert {item.name for item in source.parent.iterdir()} == before
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "refuse_unaccounted", lambda _: None)
+        patch.setattr(accounting, "refuse_unaccounted", lambda _: None)
         for name in ("out.pt", "out.safetensors"):
             assert convert_checkpoint(
                 source, source.with_name(name), verify=True, **FAST, **options
@@ -369,7 +369,7 @@ def test_an_output_whose_pickle_names_less_than_was_planned_fails_verify(tmp_pat
         return sound(root, leaf, overlay) if made else made
 
     monkeypatch.setattr(torch_output, "write_pickle", holed)
-    monkeypatch.setattr(convert, "refuse_unaccounted", lambda _: None)
+    monkeypatch.setattr(accounting, "refuse_unaccounted", lambda _: None)
     with pytest.raises(
         VerificationFailed, match="archive/data/1: was written, but the pickle does not name it"
     ):

@@ -390,7 +390,7 @@ def test_verify_reads_the_copies_back(room, monkeypatch):
 
         copy(item, Broken if item.name == "tokenizer.json" else output, on_progress, verify=verify)
 
-    monkeypatch.setattr("ckptconv.convert.execute.copy_companion", damaged)
+    monkeypatch.setattr("ckptconv.convert.companions.copy_companion", damaged)
     with pytest.raises(VerificationFailed, match=r"tokenizer\.json: its copy differs"):
         convert_checkpoint(room / "hf", room / "out", verify=True, **QUICKLY)
     assert sorted(path.name for path in room.iterdir()) == ["hf"]

@@ -31,7 +31,7 @@ from ckptconv.support.errors import KeyConflict, KeyMismatch
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.refs import Storage, whole_view
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.reshaping import apply_rules
+from ckptconv.tree.renaming import apply_rules
 from ckptconv.tree.state_dicts import StateDict
 from helpers.paths import ROOT
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptconv.convert import shares
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
-from ckptconv.convert.shares import MadeShare, Share
+from ckptconv.convert.shares import MadeShare, Share, share_of
 from ckptconv.support.progress import OnProgress
 
 
@@ -94,13 +93,13 @@ class AlwaysKillingShare(Share):
 
 def killing_share_of(*given: Any, **more: Any) -> Share:
     """As `shares.share_of`, whose first share loses its worker once."""
-    share = shares.share_of(*given, **more)
+    share = share_of(*given, **more)
     return KillingShare(*_fields(share)) if share.number == 1 else share
 
 
 def always_killing_share_of(*given: Any, **more: Any) -> Share:
     """As `shares.share_of`, whose every share loses its worker."""
-    return AlwaysKillingShare(*_fields(shares.share_of(*given, **more)))
+    return AlwaysKillingShare(*_fields(share_of(*given, **more)))
 
 
 def _fields(share: Share) -> list[Any]:

@@ -13,9 +13,9 @@ What joins the parts is imported only where there are some (`sharded`, `ranks`, 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import PurePath
 from shlex import quote
@@ -38,11 +38,12 @@ META = "consolidated."
 """What the names of Meta's files begin with: of a model that was split each holds slices."""
 
 _NAMES = (
-    re.compile(r"(.*[^0-9])([0-9]{5})(-of-(?!00001)[0-9]{5})((?:_[0-9]+)?\.\w+)").fullmatch,
-    re.compile(r"(hf_model_)([0-9]{4})()(_[0-9]+\.pt)").fullmatch,
-    re.compile(rf"({re.escape(META)})([0-9]{{2}})()(\.pth)").fullmatch,
-    re.compile(r"(model-rank-)([0-9]+)()(-part-[0-9]+\.safetensors)").fullmatch,
+    ("-of-", r"(.*[^0-9])([0-9]{5})(-of-(?!00001)[0-9]{5})((?:_[0-9]+)?\.\w+)"),
+    ("hf_model_", r"(hf_model_)([0-9]{4})()(_[0-9]+\.pt)"),
+    (META, rf"({re.escape(META)})([0-9]{{2}})()(\.pth)"),
+    ("model-rank-", r"(model-rank-)([0-9]+)()(-part-[0-9]+\.safetensors)"),
 )
+"""What the names of parts have in them, and how they are made."""
 
 
 class Numbered(NamedTuple):
@@ -68,13 +69,16 @@ class Numbered(NamedTuple):
 
 def numbered(name: str) -> Numbered | None:
     """What a name says of a part; None where it is the name of none, or of the only one."""
-    found = next((match for matches in _NAMES if (match := matches(name))), None)
-    return found and Numbered(*found.groups())
+    for word, pattern in _NAMES:
+        found = re.fullmatch(pattern, name) if word in name else None
+        if found is not None:
+            return Numbered(*found.groups())
+    return None
 
 
 def part_of(place: Location, checkpoint: Checkpoint) -> Part | None:
     """What a file is a part of, if it is one: by its name, else by what it holds."""
-    name = _PACKED.sub("", place.name)
+    name = re.sub(r"\.(?:gz|bz2|xz|zst)$", "", place.name)
     root = checkpoint.root
     if _holds_changes(checkpoint):
         return delta_part(place.parent.path, {})
@@ -99,7 +103,7 @@ def delta_part(folder: PurePath, told: Mapping[str, Any]) -> Part:
     return Part(what, hint, is_delta=True)
 
 
-_HAS_CHECKSUM = re.compile(r"[0-9a-f]{8}|[0-9a-f]{32}|[0-9a-f]{64}").fullmatch
+_HAS_CHECKSUM = partial(re.fullmatch, r"[0-9a-f]{8}|[0-9a-f]{32}|[0-9a-f]{64}")
 
 
 def _holds_changes(checkpoint: Checkpoint) -> bool:
@@ -129,9 +133,6 @@ def _slice_of(root: Node) -> Part | None:
     if wide is None or whole is None or wide.shape[1:] == whole.shape:
         return None
     return Part("is one of the parallel parts of a model, which are not joined", SPLIT)
-
-
-_PACKED = re.compile(r"\.(?:gz|bz2|xz|zst)$")
 
 
 def _by_name(name: str, place: Location) -> Part | None:
@@ -166,6 +167,8 @@ def module_folders(folder: Location) -> list[Location]:
     place = folder.child(MODULES)
     if not place.is_file():
         return []
+    import json
+
     try:
         listed = json.loads(read_small(place, "index_bytes"))
     except (CheckpointError, ValueError, RecursionError):
@@ -197,18 +200,20 @@ def are_parts(names: Sequence[str]) -> bool:
 
 
 # mp_rank_00_model_states.pt of ZeRO 1 and 2, zero_pp_rank_0_mp_rank_00_model_states.pt of ZeRO 3
-MODEL_STATES = re.compile(
-    r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
-).fullmatch
-OPTIMIZER_STATES = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt"
-).fullmatch
+MODEL_STATES = partial(
+    re.fullmatch, r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt"
+)
+OPTIMIZER_STATES = partial(
+    re.fullmatch,
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_?optim_states\.pt",
+)
 # layer_03-model_00-model_states.pt
-PIPELINE = re.compile(r"layer_([0-9]+)((?:-[a-z]+_[0-9]+)*)-model_states\.pt").fullmatch
+PIPELINE = partial(re.fullmatch, r"layer_([0-9]+)((?:-[a-z]+_[0-9]+)*)-model_states\.pt")
 # layer_0_expert_3_mp_rank_00_model_states.pt, expp_rank_0_mp_rank_00_optim_states.pt
-EXPERTS = re.compile(
-    r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt"
-).fullmatch
+EXPERTS = partial(
+    re.fullmatch,
+    r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*optim_states\.pt",
+)
 NOT_READ = "save the weights with the framework that wrote them"
 """What can be done about layouts of DeepSpeed that are not read."""
 
@@ -216,6 +221,8 @@ NOT_READ = "save the weights with the framework that wrote them"
 def part_of_step(name: str, root: Node) -> Part | None:
     """What a file of a step is a part of, by its name and content, if it is not the whole model."""
     states = {key: value for key, value in mapping_pairs(root) or () if key in _SAID_BY_RANKS}
+    if not states and not name.endswith("states.pt"):
+        return None
     width = states.get("mp_world_size")
     rank = MODEL_STATES(name)
     if PIPELINE(name):

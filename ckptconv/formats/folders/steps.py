@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import PurePath
 
 from ckptconv.formats.containers import SUFFIXES
@@ -53,16 +54,28 @@ POINTERS: dict[str, Callable[[str], str]] = {
 """Text files that say which folder beside them is meant, and how the text becomes its name."""
 
 # Names under which training leaves beside the weights what it needs to go on
-_BESIDE = re.compile(
+_BESIDE = partial(
+    re.fullmatch,
     r"(?:(?:lr_)?scheduler|optim(?:izer)?|sampler|scaler|rng_states?|random_states?"
     r"|training_args|dl_state_dict|custom_checkpoint|recipe_state)"
-    r"(?:_[0-9]+)*\.[a-z]+"
-).fullmatch
+    r"(?:_[0-9]+)*\.[a-z]+",
+)
 
 
 def is_training_state(name: str) -> bool:
     """Whether a file is called as what training leaves beside the weights: ``optimizer.pt``."""
     return _BESIDE(name) is not None
+
+
+def training_files(folder: Location) -> list[str]:
+    """The files in a folder that training needs to go on; none where no optimizer is there."""
+    names = [name for name in folder.names() if is_training_state(name) and name != ARGUMENTS]
+    names = [name for name in names if PurePath(name).suffix in _ENDS]
+    return names if any(name.startswith("optim") for name in names) else []
+
+
+ARGUMENTS = "training_args.bin"
+_ENDS = (".pt", ".pth", ".bin", ".pkl")
 
 
 def weight_files(folder: Location) -> list[str]:

@@ -15,14 +15,13 @@ from pathlib import PurePath
 from typing import Any
 
 from ckptconv.formats.containers import open_file
-from ckptconv.formats.folders.steps import is_training_state
+from ckptconv.formats.folders.steps import ARGUMENTS, training_files
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, read_small, within
 from ckptconv.pickles.nodes import Dict, Node
 from ckptconv.support.errors import UnsupportedCheckpoint, printable
 from ckptconv.support.json_text import read_object
 from ckptconv.tree.checkpoint import Checkpoint, Container, whole_of
-from ckptconv.tree.optimizer_states import optimizer_states
 
 _CONTAINER = Container(
     "weights and training states",
@@ -31,15 +30,6 @@ _CONTAINER = Container(
     is_folder=True,
 )
 NUMBERS = "trainer_state.json"
-_ARGUMENTS = "training_args.bin"
-_ENDS = (".pt", ".pth", ".bin", ".pkl")
-
-
-def training_files(folder: Location) -> list[str]:
-    """The files in a folder that training needs to go on; none where no optimizer is there."""
-    names = [name for name in folder.names() if is_training_state(name) and name != _ARGUMENTS]
-    names = [name for name in names if PurePath(name).suffix in _ENDS]
-    return names if any(name.startswith("optim") for name in names) else []
 
 
 def with_training(weights: Checkpoint, folder: Location) -> Checkpoint:
@@ -48,6 +38,8 @@ def with_training(weights: Checkpoint, folder: Location) -> Checkpoint:
 
     Raises `UnsupportedCheckpoint` where no optimizer is there.
     """
+    from ckptconv.tree.optimizer_states import optimizer_states
+
     if next(optimizer_states(weights.root, {}), None) is not None:
         return weights
     names = training_files(folder)
@@ -68,8 +60,8 @@ def with_training(weights: Checkpoint, folder: Location) -> Checkpoint:
             told = read_object(raw, folder.child(NUMBERS).path, NUMBERS, of_python=True)
             pairs.append((PurePath(NUMBERS).stem, _node(told)))
         leaving.pop_all()
-    left = [f"{_ARGUMENTS} is left out: it holds an object of transformers' own"]
-    notes = left if folder.child(_ARGUMENTS).is_file() else []
+    left = [f"{ARGUMENTS} is left out: it holds an object of transformers' own"]
+    notes = left if folder.child(ARGUMENTS).is_file() else []
     whole = whole_of([weights, *opened], _CONTAINER, Dict(pairs), folder.path, notes)
     return replace(whole, metadata=weights.metadata, index_metadata=weights.index_metadata)
 
