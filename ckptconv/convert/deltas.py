@@ -224,7 +224,8 @@ class _Changes:
             pieces = _overwritten(bytes_of_both(), lambda: _side_by_side(pair, None))
         source, start = self._spool.append(pieces)
         self.before[pair.key] = before.hexdigest()
-        if nbytes := source.size - start:
+        nbytes = source.size - start
+        if nbytes:
             frame = Storage(source, start, nbytes, "cpu", pair.key, UINT8)
             self.frames[pair.key] = whole_storage(frame, 0, nbytes)
             self.after[pair.key] = after.hexdigest()

@@ -79,7 +79,8 @@ class Job:
         refuse_no_flag(force=self.force, fsync=self.fsync, verify=self.verify)
         kinds = (("options", (Options, Request)), ("limits", (Limits,)))
         for name, wanted in kinds:
-            if not isinstance(given := getattr(self, name), wanted):
+            given = getattr(self, name)
+            if not isinstance(given, wanted):
                 raise OptionRefused(
                     f"{name}={given!r:.100} is not {wanted[0].__name__}",
                     hint=f"leave it out, or give ckptconv.{wanted[0].__name__}(...)",

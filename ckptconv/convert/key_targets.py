@@ -175,7 +175,7 @@ def _listed_keys(file: Location) -> list[str] | None:
         return None
     if text.count("\n") > _MOST_KEYS:
         return None
-    keys = [key for line in text.splitlines() if (key := line.strip())]
+    keys = [*filter(None, map(str.strip, text.splitlines()))]
     # a key may hold anything, but prose, HTML and JSON are not what anybody means by a list of keys
     plain = all(
         len(key) <= _LONGEST_KEY and key.isprintable() and " " not in key and key[0] not in "<{["

@@ -253,7 +253,8 @@ def _with_mapping(plan: ConversionPlan, path: PurePath) -> ConversionPlan:
     _refuse_taken(plan, path, "mapping")
     mapped = [item.mapped() for item in plan.state_dicts if item.mapped is not None]
     raw = mapping_text(mapped)
-    if lost := [key for item in mapped for key in item.lost()]:
+    lost = [key for item in mapped for key in item.lost()]
+    if lost:
         verb = "does" if len(lost) == 1 else "do"
         note = f"{some_text(lost)} {verb} not come back with --reverse: a part of it is left out"
         plan = replace(plan, notes=(*plan.notes, note))

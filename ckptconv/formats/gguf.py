@@ -182,7 +182,8 @@ class _Header:
         end, size, path = self.at + nbytes, self.source.size, self.source.path
         if end > size:
             raise malformed(f"reaches byte {end} of a file of {size}", path, "header")
-        if end > (most := in_force().gguf_header_bytes):
+        most = in_force().gguf_header_bytes
+        if end > most:
             what, limit = f"has {end} bytes or more", "gguf_header_bytes"
             raise LimitExceeded(what, limit=limit, allowed=most, path=path, where="header")
 

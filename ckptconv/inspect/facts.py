@@ -332,9 +332,8 @@ def _untyped(checkpoint: Checkpoint) -> list[str]:
     """What a legacy file holds in untyped storages, which torch does not take in such files."""
     if not checkpoint.container.is_legacy:
         return []
-    dtypes = dict.fromkeys(
-        ref.dtype.name for _, node in walk(checkpoint.root) if (ref := tensor_of(node)) is not None
-    )
+    refs = (tensor_of(node) for _, node in walk(checkpoint.root))
+    dtypes = dict.fromkeys(ref.dtype.name for ref in refs if ref is not None)
     types = [dtype for dtype in dtypes if BY_NAME[dtype].storage_class is None]
     if any(type(node) is Storage and node.dtype is None for _, node in walk(checkpoint.root)):
         types.append("untyped storages")

@@ -67,8 +67,8 @@ def _refusals(file: Checkpoint) -> Iterator[Refusal]:
         if suffix in TORCH_SUFFIXES:
             what = name.format("safetensors", "torch")
             yield Refusal("name", what, "Weights only load failed")
-        refs = (ref for _, node in walk(file.root) if (ref := tensor_of(node)) is not None)
-        packed = sorted({ref.dtype.name for ref in refs if ref.dtype.is_packed})
+        refs = (tensor_of(node) for _, node in walk(file.root))
+        packed = sorted({ref.dtype.name for ref in refs if ref is not None and ref.dtype.is_packed})
         if packed:
             what = f"torch does not have its dtypes {', '.join(packed)}"
             yield Refusal("dtype", what, "Dtype not understood", "safetensors.torch")

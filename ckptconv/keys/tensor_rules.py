@@ -678,7 +678,8 @@ def axis_of(item: Operation, axes: Axes, left: set[str], still: set[str], rule: 
     names, side, is_listed = still, "targets", len(rule.targets) > axes.size(LIST)
     if item.name in JOINS:
         names, side, is_listed = left, "sources", axes.size(LIST) > 1
-    if (over := item.over) is not None:
+    over = item.over
+    if over is not None:
         if over not in names:
             what = f"{rule.words}: {item.words}, but {{{over}}} is not in the {side} alone"
             raise KeyConflict(what)

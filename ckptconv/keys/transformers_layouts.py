@@ -408,7 +408,8 @@ def _over(names: Sequence[str]) -> str | None:
 
 def _split(asked: Asked, given: Mapping[str, Any]) -> Operation:
     parts = sizes = None
-    if (count := given.get("num_shards_attribute")) is not None:
+    count = given.get("num_shards_attribute")
+    if count is not None:
         parts = number_in(count, asked.whole.get("text_config", asked.whole))
     texts = _SIZES.get((asked.transform.scope.entry, asked.cut))
     if texts:

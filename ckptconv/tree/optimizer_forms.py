@@ -75,7 +75,8 @@ def order_of(found: StateDict, source: str) -> ParameterOrder:
     seen = set()
     parameters = []
     for key, ref in found.tensors():
-        is_new = (identity := view_identity(ref)) not in seen
+        identity = view_identity(ref)
+        is_new = identity not in seen
         seen.add(identity)
         is_of_numbers = ref.dtype.is_floating or ref.dtype.kind == "complex"
         if is_new and is_of_numbers and not key.endswith(BUFFERS):
@@ -331,7 +332,8 @@ class FormOptimizer:
         models: Sequence[StateDict],
     ) -> tuple[dict[Node, Node], str]:
         """The names of numbers, and what says them."""
-        if (beside := names_beside(parts, state.path)) is not None:
+        beside = names_beside(parts, state.path)
+        if beside is not None:
             return beside, "those that its groups say"
         if self.order is not None:
             order = self.order

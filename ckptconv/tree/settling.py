@@ -129,7 +129,8 @@ def refuse_keys(node: Node, place: Place) -> None:
     if any(type(key) is not int for key in odd):
         what = "a dict or set has keys that are not plain values"
         raise RefusedObject(what, where=where_text(place), hint=_HANG)
-    if len(odd) > (most := in_force().large_int_keys):
+    most = in_force().large_int_keys
+    if len(odd) > most:
         what = f"a dict or set has {len(odd)} keys that are ints beyond 61 bits"
         where, needed = where_text(place), len(odd)
         raise LimitExceeded(
