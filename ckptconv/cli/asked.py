@@ -168,7 +168,7 @@ def options_of(given: dict[str, Any], keys: Any, *, are_sent: bool = False) -> O
         for word, text in click.get_current_context().meta.get(GIVEN, [])
     ]
     return Options(
-        keys=keys if keys in KEYS else KeyRules.of((), keys),
+        keys=keys if keys in KEYS else KeyRules(keys),
         rules=tuple(rules),
         map_location=read_tag_pairs(given.get("map_location", ())) or None,
         **words,

@@ -26,7 +26,6 @@ from ckptconv.cli.options import (
     output_options_of,
 )
 from ckptconv.cli.progress_display import COPYING, progress_shown
-from ckptconv.support.choices import refuse_no_path
 from ckptconv.support.errors import OutputRefused, printable
 from ckptconv.support.report import error_document
 
@@ -118,12 +117,10 @@ def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -
         from ckptconv.convert.job import Job
         from ckptconv.convert.planner import target_of
 
-        named = {name: given[name] for name in ("output", "save_mapping", "manifest")}
-        refuse_no_path(**{name: path for name, path in named.items() if path is not None})
         with redirect_stdout(sys.stderr):  # a model that is built may print
             request = replace(request, fit_to=target_of(options))
         job = Job(given["sources"], output, request, tag=given["tag"], force=given["force"])
-        refused = refused_by(lambda: job.check_output(request))
+        refused = refused_by(partial(job.check_output, request))
         if refused is not None and not given["dry_run"]:
             raise refused  # before the source is opened, which may take long
         return job.planned(request), lambda: refused

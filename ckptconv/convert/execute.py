@@ -303,12 +303,13 @@ def _make_files(
     if _may_be_side_by_side(files, output):
         verified += _make_side_by_side(files, make, replace(lane, told=_telling(written)))
     else:
-        verified += sum(make(file, replace(lane, told=_telling(written))) for file in files)
-    file = plan.index
-    if file is not None:
+        for file in files:
+            verified += make(file, replace(lane, told=_telling(written)))
+    index = plan.index
+    if index is not None:
         lane = replace(lane, told=_telling(written))
-        draft = output.draft(file.path.name, file.layout.nbytes, lane.told)
-        _make_file(file, draft, lane, fsync=fsync)
+        draft = output.draft(index.path.name, index.layout.nbytes, lane.told)
+        _make_file(index, draft, lane, fsync=fsync)
     if verify:
         compared.finish()
     lane.checksums.finish()

@@ -24,7 +24,7 @@ from ckptconv.tree.labels import LORA_OF_PEFT, offered_prefix, producer_of
 from ckptconv.tree.renaming import RenamedKeys
 from ckptconv.tree.reshaping import Applied
 from ckptconv.tree.settling import Settled
-from ckptconv.tree.state_dicts import StateDict, is_all
+from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import label_text, place_text, tensor_of
 
 if TYPE_CHECKING:
@@ -73,9 +73,8 @@ def optimizer_notes(
     """Tell of optimizer states that stay in the output, and whose parameters have other keys now or
     are left out; in those of `followed`, names have become those keys.
     """
-    if any(is_all(item) for item, _ in after) or (
-        before == [item for item, _ in after]
-        and not any(done.changed or done.left_out or done.made for _, done in after)
+    if before == [item for item, _ in after] and not any(
+        done.changed or done.left_out or done.made for _, done in after
     ):
         return
     from ckptconv.tree.optimizer_states import left_behind  # seldom needed

@@ -6,7 +6,7 @@ Nothing is written when a plan fails. A plan's layout is executed by `execute`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import PurePath
@@ -48,7 +48,7 @@ from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tensors.refs import TensorRef, storages_of
-from ckptconv.tree.checkpoint import Checkpoint, Edit, edited
+from ckptconv.tree.checkpoint import Checkpoint, edited
 from ckptconv.tree.renaming import RenamedKeys, refuse_codes_apart, rename_state_dicts
 from ckptconv.tree.reshaping import Applied, with_config
 from ckptconv.tree.settling import Skipped, settle_objects
@@ -138,7 +138,8 @@ def _planned(
 ) -> ConversionPlan:
     named = place_of(output)
     options = for_folder(options, named)
-    path, to = target(named, options, next((source.path.name for source in checkpoint.sources), ""))
+    read = checkpoint.sources[0].path.name if checkpoint.sources else ""
+    path, to = target(named, options, read)
     if not (options.with_files and checkpoint.part and checkpoint.part.is_copied):
         checkpoint.refuse_part(path.name)
     of_adapters = options.of_adapters
@@ -149,14 +150,15 @@ def _planned(
             if not (is_trial and checkpoint.is_far):
                 checkpoint = checkpoint.certain()
                 check_places(checkpoint.sources)
-            whole = checkpoint
             if checkpoint.has_whole_modules and not keeps_modules(to, options):
                 from ckptconv.tree.modules import flatten_modules  # few checkpoints have modules
 
-                whole = flatten_modules(checkpoint)
+                checkpoint = flatten_modules(checkpoint)
+            whole = checkpoint
             if options.with_training:
                 _refuse_untrained(whole)
-            checkpoint = edited(whole, _edits_of(options))
+            if options.edits:
+                checkpoint = _edited(whole, options)
             keys = with_config(options.keys, checkpoint)
             if keys is not options.keys:
                 options = replace(options, keys=keys)
@@ -166,12 +168,14 @@ def _planned(
                 from ckptconv.convert.flat_planner import plan_flat  # with its formats
 
                 plan = plan_flat(checkpoint, path, to, options, in_folder=path != named.path)
-            _refuse_codes_alone(checkpoint, plan)
+            if checkpoint.part is not None:
+                _refuse_codes_alone(plan)
             plan = with_files(plan, options)
             if of_adapters:
                 plan = _with_adapter_told(plan, of_adapters)
             _refuse_lost_inputs(plan)
-            _refuse_dcp_folder(plan)
+            if plan.in_folder:
+                _refuse_dcp_folder(plan)
             return _with_told(plan, options)
     except CheckpointError as error:
         with_training_named(error, checkpoint, options)
@@ -199,27 +203,25 @@ def _refuse_untrained(checkpoint: Checkpoint) -> None:
         raise OptionRefused(what, hint=hint)
 
 
-def _refuse_codes_alone(checkpoint: Checkpoint, plan: ConversionPlan) -> None:
+def _refuse_codes_alone(plan: ConversionPlan) -> None:
     """Refuse casts of what may be codes in one part of a set: their scales may be in another."""
-    for before, after in plan.casts if checkpoint.part is not None else ():
+    for before, after in plan.casts:
         if before.startswith("float8"):
             what = f"{before} of one part is not cast to {after}: a scale may be in another part"
             raise RefusedObject(what, hint="name all parts, or their index; or leave --dtype out")
 
 
 def _refuse_dcp_folder(plan: ConversionPlan) -> None:
-    if plan.in_folder and place_of(plan.folder).child(".metadata").is_file():
+    if place_of(plan.folder).child(".metadata").is_file():
         what = "is a DCP folder, whose readers would not take what is put into it"
         raise OutputRefused(what, path=plan.folder, hint="name another folder")
 
 
-def _edits_of(options: Request) -> Iterable[Edit]:
-    """The edits, which know the rules that come after them."""
-    if not options.edits:
-        return ()
+def _edited(checkpoint: Checkpoint, options: Request) -> Checkpoint:
+    """The checkpoint after the edits, which know the rules that come after them."""
     from ckptconv.tree.dequantizing import with_rules  # seldom needed
 
-    return with_rules(options.edits, options.keys)
+    return edited(checkpoint, with_rules(options.edits, options.keys))
 
 
 def _with_told(plan: ConversionPlan, options: Request) -> ConversionPlan:
@@ -305,10 +307,12 @@ def _plan_tree(
     applied, renamed, skipped = rename_state_dicts(
         found, overlay, options.keys, checkpoint, options.fit_to
     )
-    before = _before(checkpoint, found, only, whole)
     after = list(zip(found, renamed, strict=True))
-    new_names = _followed(part, overlay, before, after)
-    told = list(optimizer_notes(part, overlay, before, after, new_names))
+    told: list[str] = []
+    if not any(map(is_all, found)):  # an optimizer's state may be beside them
+        before = _before(checkpoint, found, only, whole)
+        new_names = _followed(part, overlay, before, after)
+        told += optimizer_notes(part, overlay, before, after, new_names)
     if is_optimizer:
         found, applied, renamed, skipped, after = [], [], (), [], []
     for each in applied:
@@ -387,7 +391,7 @@ def _followed(
     after: list[tuple[StateDict, RenamedKeys]],
 ) -> Sequence[Followed]:
     """What became of the names in optimizer states, which are put into the overlay."""
-    if not any((done.changed or done.made) and not is_all(item) for item, done in after):
+    if not any(done.changed or done.made for _, done in after):
         return ()
     from ckptconv.tree.optimizer_names import follow_names  # 4 ms, seldom needed
 

@@ -24,7 +24,10 @@ def with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
     """The plan with what is to be said of the files beside its output, and beside its source those
     that go with a model, where they were asked for.
     """
-    notes = [*beside_notes(plan), *_config_notes(plan, options), *_training_left(plan, options)]
+    notes = [*beside_notes(plan)]
+    if _dequantizes(options):
+        notes += _config_notes(plan, options)
+    notes += _training_left(plan, options)
     if not options.with_files:
         notes += _files_left(plan) if plan.in_folder else ()
         return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
@@ -44,8 +47,6 @@ def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
     """Tell of a config beside the output that calls its values codes: transformers would read them
     so. One that is copied does not.
     """
-    if not _dequantizes(options):
-        return
     folder = place_of(plan.folder)
     if folder.is_far() or not folder.child("config.json").is_file():
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field
 
 from ckptconv.convert.plan import ConversionPlan
@@ -50,37 +50,28 @@ def write_layout(
     crc_of = crc32 if layout.has_crcs else no_crc
     between = b""
     write, trail = stream.write, layout.trail
-    values = [item.values for item in layout.items]
-    with (
-        read_soon([item for item in values if isinstance(item, TensorRef)]),
-        _computed_ahead(layout.items, stream, crc_of, threads) as cuts_of,
-    ):
+    refs = [item.values for item in layout.items if isinstance(item.values, TensorRef)]
+    wanted = {}
+    if threads > 1 and stream.is_for_threads():
+        wanted = dict(_for_threads(layout.items))
+    if sum(layout.items[index].nbytes for index in wanted) < _WORTH_THREADS:
+        wanted = {}
+    ahead: AbstractContextManager[Iterator[Iterator[Cut]]] = nullcontext(iter(()))
+    if wanted:
+        ahead = compute_ahead(list(wanted.values()), stream.write_at, crc_of, threads)
+    with read_soon(refs), ahead as computed:
         for index, item in enumerate(layout.items):
             lead = between + item.lead
             if lead:
                 write(lead)
-            cuts = cuts_of(index)
-            if cuts is not None:
-                crc = _write_cuts(item, cuts, checksums, tally)
+            if index in wanted:
+                crc = _write_cuts(item, _left_out(next(computed), stream), checksums, tally)
             else:
                 crc = _write_values(item, stream, crc_of, checksums, tally)
             crcs.append(crc)
             between = trail(index, crc)
     write(between)
     write(layout.ending(crcs))
-
-
-@contextmanager
-def _computed_ahead(
-    items: Sequence[WriteItem], stream: OutputStream, crc_of: CrcOf, threads: int
-) -> Iterator[Callable[[int], Iterator[Cut] | None]]:
-    """What gives the cuts of an item that threads compute, each in turn; None for the others."""
-    wanted = dict(_for_threads(items)) if threads > 1 and stream.is_for_threads() else {}
-    if sum(items[index].nbytes for index in wanted) < _WORTH_THREADS:
-        yield lambda _: None
-        return
-    with compute_ahead(list(wanted.values()), stream.write_at, crc_of, threads) as cuts:
-        yield lambda index: _left_out(next(cuts), stream) if index in wanted else None
 
 
 def _for_threads(items: Sequence[WriteItem]) -> Iterator[tuple[int, ToCompute]]:

@@ -45,7 +45,7 @@ def tag_map(device: str | None, pairs: Iterable[tuple[str, str]] = ()) -> TagMap
     """
     targets = tuple((old, _asked_tag(new)) for old, new in pairs)
     if device is None and not targets:
-        device = "cpu"
+        return TagMap("cpu")
     if device in (None, "keep"):
         return TagMap(None, targets)
     return TagMap(_asked_tag(device), targets)

@@ -85,9 +85,8 @@ def root_of(source: Source, records: Records) -> str:
 
 def _alive(records: Records, others: Sequence[str]) -> int:
     """An upper bound of the bytes that all records but `others` need, in what torch writes."""
-    stored = sum([record.stored for record in records.values()])
-    stored -= sum([records[name].stored for name in others])
-    return stored + _AROUND * (len(records) - len(others))
+    dead = {*others}
+    return sum([one.stored + _AROUND for name, one in records.items() if name not in dead])
 
 
 _AROUND = 400  # bytes at most of the headers, the padding and the directory's entry of a record

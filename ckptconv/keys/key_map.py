@@ -296,7 +296,8 @@ def map_keys(
     why: dict[int, str] = {}
     seen: dict[int, str] = {}
     filled: list[tuple[str, str]] = []
-    for rule in (rule.at(path) for rule in rules.rules):
+    for given in rules.rules:
+        rule = given.at(path)
         live = [key for key in new if key is not None]
         with (patience := Patience(rule)):
             step = rule.step(live)
@@ -316,7 +317,11 @@ def map_keys(
                 orders[len(path_steps)] = order
         path_steps.append(path_step(rule, step, patience, Followed(new, after)))
         new = after
-    _refuse_collisions([*keys, *(twin for _, twin in filled)], [*new, *(key for key, _ in filled)])
+    before, after = [*keys], [*new]
+    for key, twin in filled:
+        before.append(twin)
+        after.append(key)
+    _refuse_collisions(before, after)
     changed = KeyMap(tuple(keys), tuple(new), found, tuple(path_steps), tuple(idle), tuple(filled))
     return replace(changed, why=why, seen=seen, orders=orders)
 
@@ -337,10 +342,9 @@ def unchanged(keys: Sequence[str]) -> KeyMap:
 
 def refuse_idle(maps: Sequence[KeyMap], rules: KeyRules) -> None:
     """Raise `KeyConflict` when a rule met no key of any state dict, which no careful user wants."""
-    first = (words for item in maps[:1] for words in item.idle)
-    idle = [words for words in first if all(words in item.idle for item in maps)]
-    if idle:
-        raise KeyConflict(f"{idle[0]} matches no key", hint=hint_of_starts(maps, rules))
+    for words in maps[0].idle if maps else ():
+        if all(words in item.idle for item in maps):
+            raise KeyConflict(f"{words} matches no key", hint=hint_of_starts(maps, rules))
 
 
 def hint_of_starts(maps: Sequence[KeyMap], rules: KeyRules) -> str:

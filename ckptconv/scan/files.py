@@ -20,7 +20,7 @@ from ckptconv.io.source import CHUNK, RangeSource, Source, WrappedSource
 from ckptconv.objects.threats import LEVELS, Level
 from ckptconv.scan.pickles import Room, Sighting, Stream
 from ckptconv.scan.scanner import Scanner, is_inert
-from ckptconv.support.choices import refuse_no_source, spelling_checked
+from ckptconv.support.choices import refuse_no_path, spelling_checked
 from ckptconv.support.errors import (
     CheckpointError,
     MalformedCheckpoint,
@@ -96,7 +96,8 @@ def scan_checkpoint(source: Place | Readable, *, on_progress: OnProgress | None 
     in a folder; raises `CheckpointError` where `source` itself cannot be. `on_progress` is called
     with a `Progress`, about once a MiB, for the files all together.
     """
-    refuse_no_source(source=source)
+    if not hasattr(source, "read"):
+        refuse_no_path(source=source)
     root = place_of(source)
     if not root.is_folder():
         return Scan(str(root), (_scan_file(root, Meter("read", _size(root), on_progress)),))

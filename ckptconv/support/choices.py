@@ -145,22 +145,16 @@ def refuse_no_path(**given: object) -> None:
     the current folder. Addresses of other machines name files too.
     """
     for option, path in given.items():
-        _refuse_odd(option, path)
-
-
-def _refuse_odd(option: str, path: object) -> None:
-    if hasattr(path, "read"):
-        raise OptionRefused(
-            f"{option}: an open file is not a path", hint="give the name of the file"
-        )
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    if not text:
-        raise OptionRefused(f"{option}={path!r:.100} is not a path", hint="name a file or a folder")
-    if "\0" in os.fsdecode(text):
-        raise OptionRefused(
-            f"{option}={path!r:.100} holds a zero byte, so it is not a path",
-            hint="name a file or a folder",
-        )
+        if hasattr(path, "read"):
+            what, hint = f"{option}: an open file is not a path", "give the name of the file"
+            raise OptionRefused(what, hint=hint)
+        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+        if text and "\0" not in os.fsdecode(text):
+            continue
+        what = f"{option}={path!r:.100} is not a path"
+        if text:
+            what = f"{option}={path!r:.100} holds a zero byte, so it is not a path"
+        raise OptionRefused(what, hint="name a file or a folder")
 
 
 def refuse_no_paths(option: str, given: object) -> None:
@@ -169,14 +163,8 @@ def refuse_no_paths(option: str, given: object) -> None:
     if is_one or not isinstance(given, Iterable):
         given = (given,)
     for path in given:
-        refuse_no_source(**{option: path})
-
-
-def refuse_no_source(**given: object) -> None:
-    """Raise `OptionRefused` unless each option is a file, a folder, or an open file."""
-    for option, source in given.items():
-        if not hasattr(source, "read"):
-            refuse_no_path(**{option: source})
+        if not hasattr(path, "read"):
+            refuse_no_path(**{option: path})
 
 
 def refuse_no_output(output: object) -> None:

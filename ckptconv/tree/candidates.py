@@ -237,7 +237,9 @@ class _Look:
                     else:
                         beside.add(id(value))
         is_module = any(type(key) is str and looks_like_a_module(key) for key in own)
-        has_tensors = not tensors or any(not is_array(value) for _, value in tensors)
+        has_tensors = not tensors or any(
+            type(value) is not Call or not is_array(value) for _, value in tensors
+        )
         rank = _MODULE if is_module else _OTHER
         if place is None or place[1] in USUAL or metadata_of(node) is not None:
             rank = _ROOT

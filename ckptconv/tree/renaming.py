@@ -176,10 +176,10 @@ def renamed_keys(applied: Applied, unheld: Collection[str] = ()) -> RenamedKeys:
     """What became of a state dict's keys; `unheld`: new keys whose values are not in the output."""
     item, keys = applied.item, applied.keys
     # lists in all of this, which cost less than generators: there may be a million keys
-    held = keys.new
+    held, filled = keys.new, keys.filled
     if unheld:
         held = tuple([None if new in unheld else new for new in held])
-    filled = tuple([pair for pair in keys.filled if pair[0] not in unheld])
+        filled = tuple([pair for pair in filled if pair[0] not in unheld])
     odd: tuple[str, ...] = ()
     if not "".join(keys.old).isprintable():  # one look, for hardly a checkpoint has such a key
         odd = tuple(key for key in keys.old if not key.isprintable())

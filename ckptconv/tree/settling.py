@@ -126,6 +126,8 @@ def refuse_keys(node: Node, place: Place) -> None:
         odd = [key for key in _hashed(node) if type(key) is not str and not _is_harmless_key(key)]
     except LimitExceeded as error:
         raise error.at(where=where_text(place)) from None
+    if not odd:
+        return
     if any(type(key) is not int for key in odd):
         what = "a dict or set has keys that are not plain values"
         raise RefusedObject(what, where=where_text(place), hint=_HANG)

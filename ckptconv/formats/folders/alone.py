@@ -129,7 +129,7 @@ def _slice_of(root: Node) -> Part | None:
     """A slice of Llama 1 or 2, whatever its name: the embedding is narrower than the norms."""
     names = ("tok_embeddings.weight", "norm.weight")
     found = {key: tensor_of(value) for key, value in mapping_pairs(root) or () if key in names}
-    wide, whole = (found.get(name) for name in names)
+    wide, whole = map(found.get, names)
     if wide is None or whole is None or wide.shape[1:] == whole.shape:
         return None
     return Part("is one of the parallel parts of a model, which are not joined", SPLIT)

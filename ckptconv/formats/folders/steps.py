@@ -69,8 +69,11 @@ def is_training_state(name: str) -> bool:
 
 def training_files(folder: Location) -> list[str]:
     """The files in a folder that training needs to go on; none where no optimizer is there."""
-    names = [name for name in folder.names() if is_training_state(name) and name != ARGUMENTS]
-    names = [name for name in names if PurePath(name).suffix in _ENDS]
+    names = [
+        name
+        for name in folder.names()
+        if name.endswith(_ENDS) and name != ARGUMENTS and is_training_state(name)
+    ]
     return names if any(name.startswith("optim") for name in names) else []
 
 
