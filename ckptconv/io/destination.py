@@ -254,27 +254,23 @@ def check_space(folder: Path, size: int, path: PurePath) -> None:
         raise OutputRefused(what, path=path, hint="free some space or write to another disk")
 
 
-class output_errors:
+@contextlib.contextmanager
+def output_errors(path: PurePath) -> Iterator[None]:
     """Raise the block's `OSError`s as `OutputRefused` of `path`, of which nothing is there then."""
-
-    def __init__(self, path: PurePath) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, OSError) or isinstance(error, CheckpointError):
-            return
-        if isinstance(error, platforms.FileInUse):
-            what = "is in use or read-only, and so cannot be replaced on this system"
-            hint = (
-                "close it: tensors of load_portable keep their file open unless mmap=False; "
-                "nothing was left behind"
-            )
-            raise OutputRefused(what, path=self._path, hint=hint) from error
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except platforms.FileInUse as error:
+        what = "is in use or read-only, and so cannot be replaced on this system"
+        hint = (
+            "close it: tensors of load_portable keep their file open unless mmap=False; "
+            "nothing was left behind"
+        )
+        raise OutputRefused(what, path=path, hint=hint) from error
+    except OSError as error:
         what = f"{FAILED}{_reason(error)}"
-        raise OutputRefused(what, path=self._path, hint="nothing was left behind") from error
+        raise OutputRefused(what, path=path, hint="nothing was left behind") from error
 
 
 def _reason(error: OSError) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from ckptconv.support.records import dataclass
@@ -89,9 +89,15 @@ class Phases:
         self.tell = tell
         self.seconds: dict[Phase, float] = {}
 
-    def timed(self, phase: Phase) -> AbstractContextManager[None]:
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
         """The block is part of `phase`."""
-        return _Timed(self.seconds, phase)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - begin
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
     def share(self, seconds: float, others: Iterable[Phases]) -> None:
         """Add `seconds` in which `others` ran side by side: to each phase its share of them."""
@@ -100,28 +106,14 @@ class Phases:
         for phase, each in spent:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds * each / total
 
-    def waiting(self, nbytes: int, *, wanted: bool = True) -> AbstractContextManager[None]:
-        """The block waits until the disk has so many bytes, if that is `wanted`."""
-        return self._waiting(nbytes) if wanted else nullcontext()
-
     @contextmanager
-    def _waiting(self, nbytes: int) -> Iterator[None]:
+    def waiting(self, nbytes: int, *, wanted: bool = True) -> Iterator[None]:
+        """The block waits until the disk has so many bytes, if that is `wanted`."""
+        if not wanted:
+            yield
+            return
         meter = Meter("sync", nbytes, self.tell)
         meter.at(0)
         with self.timed("sync"):
             yield
         meter.finish()
-
-
-class _Timed:
-    """A block whose seconds are added to those of a phase."""
-
-    def __init__(self, seconds: dict[Phase, float], phase: Phase) -> None:
-        self._seconds, self._phase = seconds, phase
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.perf_counter() - self._begin
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
