@@ -64,8 +64,7 @@ else:
                 told = {"frozen": frozen, "slots": slots, "kw_only": kw_only}
                 return dataclasses.dataclass(eq=eq, repr=repr, **told)(cls)
             declared = _Declared(cls, inherited, frozen=frozen, kw_only=kw_only)
-            cls = declared.with_slots(cls)
-            methods = declared.methods(cls)
+            methods = declared.methods()
             if frozen:
                 methods |= _FROZEN
             if repr:
@@ -73,9 +72,7 @@ else:
             if eq:
                 compared = declared.that_are("compare", declared.names)
                 methods |= _compared(compared, is_hashed=frozen)
-            for name in methods.keys() - vars(cls).keys():
-                setattr(cls, name, methods[name])
-            return cls
+            return declared.with_slots(cls, methods)
 
         return made_of
 
@@ -120,9 +117,11 @@ class _Declared:
         given = ((name, self.defaults.get(name)) for name in names)
         return [name for name, it in given if not isinstance(it, Field) or getattr(it, setting)]
 
-    def with_slots(self, cls: type) -> type:
-        """The class once more, with a slot for each field that it adds."""
-        space = dict(vars(cls))
+    def with_slots(self, cls: type, methods: dict[str, Any]) -> type:
+        """The class once more, with a slot for each field that it adds, and the methods that it
+        does not have itself.
+        """
+        space = {**methods, **vars(cls)}
         for name in (*self.names, "__dict__", "__weakref__"):
             space.pop(name, None)
         there = {name for base in cls.__mro__[1:] for name in getattr(base, "__slots__", ())}
@@ -131,15 +130,15 @@ class _Declared:
         made.__qualname__ = cls.__qualname__
         return made
 
-    def methods(self, cls: type) -> dict[str, Any]:
+    def methods(self) -> dict[str, Any]:
         """What a class has by its fields."""
         named = [] if self.kw_only else self.that_are("init", self.types)
         return {
             "_declared": self,
             "__match_args__": tuple(named),
-            "__init__": _Constructor(self, cls),
-            "__dataclass_fields__": _OfLibrary("__dataclass_fields__", self, cls),
-            "__dataclass_params__": _OfLibrary("__dataclass_params__", self, cls),
+            "__init__": _Constructor(self),
+            "__dataclass_fields__": _OfLibrary(self),
+            "__dataclass_params__": _OfLibrary(self),
         }
 
     def in_library(self, cls: Any, *, init: bool) -> Any:
@@ -186,8 +185,11 @@ class _Declared:
 class _OfLibrary:
     """An attribute that the standard library makes for a class when it is first asked for."""
 
-    def __init__(self, name: str, declared: _Declared, cls: type) -> None:
-        self._name, self._declared, self._cls = name, declared, cls
+    def __init__(self, declared: _Declared) -> None:
+        self._declared = declared
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._cls, self._name = owner, name
 
     def __get__(self, record: object, owner: type) -> Any:
         alike = self._declared.in_library(self._cls, init=False)
@@ -203,8 +205,11 @@ _FEW = 100  # records that are made before it pays to compile a constructor, whi
 class _Constructor:
     """The `__init__` of a class until many records are made, or it is asked what it takes."""
 
-    def __init__(self, declared: _Declared, cls: type) -> None:
-        self._declared, self._cls, self._count = declared, cls, 0
+    def __init__(self, declared: _Declared) -> None:
+        self._declared, self._count = declared, 0
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._cls: Any = owner
 
     def __get__(self, record: object, owner: type) -> Any:
         if record is not None and self._count < _FEW:
@@ -216,7 +221,7 @@ class _Constructor:
         compiled = self._declared.in_library(self._cls, init=True).__init__
         if hasattr(self._cls, "_init_by"):
             compiled = self._cls._init_by(compiled)
-        self._cls.__init__ = compiled  # type: ignore[misc]
+        self._cls.__init__ = compiled
         return compiled
 
     def _fill(self, record: Any, *args: Any, **given: Any) -> None:
