@@ -43,7 +43,6 @@ from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import count_text, some_text
 from ckptconv.tensors.ahead import read_soon
 from ckptconv.tensors.comparison import Pair, compare_bytes, damaged_storages
-from ckptconv.tensors.deviation import deviation
 from ckptconv.tensors.element_pairs import Tolerance
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import codes_note
@@ -383,11 +382,12 @@ def _compare_values(
     # those that differ are read once more, as numbers: of all others their bytes were enough
     nbytes = sum(pairs[at][1].nbytes for at in others) + sum(ours.nbytes for ours, _ in read)
     meter = Meter("measure", nbytes, tell)
-    unlike = {
-        at: change
-        for at in others
-        if (change := deviation(*pairs[at][1:], tolerance, meter)) is not None
-    }
+    unlike = {}
+    if others:
+        from ckptconv.tensors.deviation import deviation
+
+        measured = ((at, deviation(*pairs[at][1:], tolerance, meter)) for at in others)
+        unlike = {at: change for at, change in measured if change is not None}
     firsts_of = zip(pairs, stands_for, strict=True)
     changes = [ValueChange(path, unlike[at]) for (path, _, _), at in firsts_of if at in unlike]
     damaged = damaged_storages(compared, read, meter)

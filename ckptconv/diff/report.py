@@ -9,14 +9,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ckptconv.support.errors import printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import LISTED, Fields, Row, listed, note_rows, short_repr
 from ckptconv.support.table import Table
 from ckptconv.support.text import count_text, number_text, size_text
-from ckptconv.tensors.deviation import Deviation
 from ckptconv.tensors.scaled_weights import LOOK_THROUGH
+
+if TYPE_CHECKING:
+    from ckptconv.tensors.deviation import Deviation
 
 
 @dataclass(frozen=True, slots=True)

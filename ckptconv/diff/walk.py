@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field
@@ -26,7 +25,6 @@ from ckptconv.support.limits import in_force
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, whole_storage
-from ckptconv.tensors.schemes.base import Facts, unblocked
 from ckptconv.tree.walk import label_text
 
 Label = tuple[str, str, int]
@@ -75,7 +73,11 @@ class Differences:
 
 def _unblocked(path: str, ref: TensorRef) -> TensorRef:
     """The values of a tensor of blocks of GGUF, of any other itself."""
-    return unblocked(path, ref, Facts()) if ref.dtype.is_block else ref
+    if not ref.dtype.is_block:
+        return ref
+    from ckptconv.tensors.schemes.base import Facts, unblocked  # of GGUF alone
+
+    return unblocked(path, ref, Facts())
 
 
 def walk_together(
@@ -178,6 +180,8 @@ def _form(node: Node) -> Node:
         return plain
     made = flat("", node)
     if made is not None:
+        import json
+
         recipes = json.dumps(made.recipes, sort_keys=True)
         return Dict(
             [*((name.lstrip("."), ref) for name, ref in made.tensors), ("encoding", recipes)]
