@@ -88,9 +88,24 @@ class KeyRules:
         ):
             what = f"rules={self.rules!r:.100} is not a tuple of rules"
             raise OptionRefused(what, hint="KeyRules.of makes them from words")
-        short = (strip_prefixes, renames, add_prefix, include, exclude)
-        if short != ((), (), "", (), ()):
-            object.__setattr__(self, "rules", (*_short_rules(*short), *self.rules))
+        if (strip_prefixes, renames, add_prefix, include, exclude) == ((), (), "", (), ()):
+            return
+        refuse_no_texts(strip_prefixes=strip_prefixes, include=include, exclude=exclude)
+        refuse_no_text(add_prefix=add_prefix or None)
+        if (
+            isinstance(renames, str)
+            or not isinstance(renames, Sequence)
+            or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
+        ):
+            what = f"renames={renames!r:.100} is not a list of pairs"
+            raise OptionRefused(what, hint="write it as renames=[('old', 'new')]")
+        short: list[Rule] = [StripPrefix(prefix) for prefix in strip_prefixes if prefix]
+        short += [Rename(old, new) for old, new in renames]
+        if add_prefix:
+            short.append(AddPrefix(add_prefix))
+        if include or exclude:
+            short.append(Select(tuple(include), tuple(exclude)))
+        object.__setattr__(self, "rules", (*short, *self.rules))
 
     @classmethod
     def of(
@@ -138,32 +153,6 @@ class KeyRules:
     def leaving(self) -> str:
         """The words of the rules that leave keys out."""
         return " or ".join(rule.words for rule in self.rules if rule.leaves_out) or "the rules"
-
-
-def _short_rules(
-    strip_prefixes: Sequence[str],
-    renames: Sequence[tuple[str, str]],
-    add_prefix: str,
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> list[Rule]:
-    """The rules that the short forms stand for."""
-    refuse_no_texts(strip_prefixes=strip_prefixes, include=include, exclude=exclude)
-    refuse_no_text(add_prefix=add_prefix or None)
-    if (
-        isinstance(renames, str)
-        or not isinstance(renames, Sequence)
-        or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in renames)
-    ):
-        what = f"renames={renames!r:.100} is not a list of pairs"
-        raise OptionRefused(what, hint="write it as renames=[('old', 'new')]")
-    short: list[Rule] = [StripPrefix(prefix) for prefix in strip_prefixes if prefix]
-    short += [Rename(old, new) for old, new in renames]
-    if add_prefix:
-        short.append(AddPrefix(add_prefix))
-    if include or exclude:
-        short.append(Select(tuple(include), tuple(exclude)))
-    return short
 
 
 def _rule(given: tuple[str, str] | Mapping[str, Any] | Rule) -> Rule:
