@@ -89,22 +89,19 @@ class Serial(Engine):
 
     def __init__(self) -> None:
         self._tasks: list[Work] = []
-        from ckptconv.convert.alike import Alike  # with the formats
-
-        self._folder, self._alike = KeptFolder(), Alike()
+        self._folder = KeptFolder()
 
     def start(self, work: Work) -> None:
         self._tasks.append(work)
 
     def ended(self, seconds: float | None) -> Sequence[Ended]:
         work = self._tasks.pop(0)
-        with self._folder.used(), self._alike.used():
+        with self._folder.used():
             return [Ended(work.number, run_work(work))]
 
     def close(self) -> None:
         self._tasks.clear()
         self._folder.close()
-        self._alike.forget()
 
 
 class OnExecutor(Engine):

@@ -173,16 +173,13 @@ def _work(pipe: Any, held: int | None, threads: int) -> None:
     threading.Thread(target=_end_with_driver, name="ckptconv-watch", daemon=True).start()
     # what a job makes goes with it; to look for cycles while it runs costs a sixth of a small one
     gc.disable()
-    from ckptconv.convert.alike import Alike  # with the formats, which the driver does without
-
-    alike = Alike()
     with closing(KeptFolder()) as folder:
         while True:
             try:
                 work = pipe.recv()
             except (EOFError, OSError):
                 break
-            with folder.used(), alike.used():
+            with folder.used():
                 given = run_work(work)
             try:
                 pipe.send(given)

@@ -26,7 +26,6 @@ from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import refuse_unheld
 from ckptconv.convert.words import Tied
-from ckptconv.devices.mapping import TagMap
 from ckptconv.formats.hf_names import index_path, index_text, shard_paths, split
 from ckptconv.formats.safetensors import aliases_in
 from ckptconv.formats.target_format import NamedTensor, TargetFormat, one_item
@@ -97,7 +96,7 @@ def plan_flat(
         renamed = still_shared(applied, renamed, cast)
     metadata = {**strings, **tied} if to.holds_metadata else {}
     group = _same_storage if to.shares_storages else view_identity
-    plan_file = partial(planned_file, to, metadata, tied, options.tags)
+    plan_file = partial(_planned, to, metadata, tied, options)
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
     files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, group, of_index)
     if len(files) > 1:
@@ -196,11 +195,11 @@ def _strings(
     }
 
 
-def planned_file(
+def _planned(
     to: TargetFormat,
     metadata: Mapping[str, str],
     tied: Mapping[str, str],
-    tags: TagMap,
+    options: Request,
     path: PurePath,
     tensors: Sequence[NamedTensor],
 ) -> PlannedFile:
@@ -210,8 +209,8 @@ def planned_file(
         metadata = {
             name: value for name, value in metadata.items() if name not in tied or value in keys
         }
-    part = FilePart(tensors, metadata, tags)
-    layout = to.lay_out(tensors, metadata, tags)
+    part = FilePart(tensors, metadata, options.tags)
+    layout = to.lay_out(tensors, metadata, options.tags)
     return PlannedFile(path, layout, lambda: iter([(key, ref) for key, ref, _ in tensors]), part)
 
 

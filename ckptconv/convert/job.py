@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import field
-from typing import Protocol
 
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
@@ -30,22 +27,6 @@ from ckptconv.support.errors import OptionRefused
 from ckptconv.support.limits import Limits, held, in_force
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
-
-
-class Plans(Protocol):
-    """What keeps the plan of one conversion for those that follow: `convert.alike`."""
-
-    def planned(
-        self, source: Named, output: Output, request: Request
-    ) -> AbstractContextManager[ConversionPlan | None]:
-        """The plan, its source open within the block, if it is known already."""
-
-    def keep(self, plan: ConversionPlan, request: Request) -> None:
-        """One was made."""
-
-
-PLANS: ContextVar[Plans | None] = ContextVar("ckptconv.plans", default=None)
-"""What keeps plans in this thread, in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +81,16 @@ class Job:
     @contextlib.contextmanager
     def planned(self, request: Request) -> Iterator[ConversionPlan]:
         """The plan of the conversion; the source is open within the block."""
-        # with verify the tree is looked into, which is made anew then; a tag is of a folder
-        plans = None if self.verify or self.tag is not None else PLANS.get()
-        alike: AbstractContextManager[ConversionPlan | None] = contextlib.nullcontext()
-        if plans is not None:
-            alike = plans.planned(self.source, self.output, request)
-        with held(self.limits), alike as found:
-            if found is not None:
-                yield found
-                return
-            with open_certain(
+        with (
+            held(self.limits),
+            open_certain(
                 self.source,
                 tag=self.tag,
                 whole_modules=True,
                 with_training=request.with_training,
-            ) as checkpoint:
-                plan = plan_conversion(checkpoint, self.output, request)
-                if plans is not None:
-                    plans.keep(plan, request)
-                yield plan
+            ) as checkpoint,
+        ):
+            yield plan_conversion(checkpoint, self.output, request)
 
     def run(self, on_progress: OnProgress | None = None) -> ConversionResult:
         """Convert; raises `CheckpointError`, and leaves nothing behind then."""

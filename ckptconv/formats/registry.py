@@ -441,25 +441,11 @@ def _open_alone(path: Location) -> Checkpoint:
     checkpoint = open_file(path)
     with closed_on_error(checkpoint):
         # by names and metadata, so that neither module is imported for any other file
-        if path.name in _OF_MEGATRON:
+        if path.name in ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt"):
             _in_folders("megatron.refuse_one_rank")(checkpoint, path)
         if "DCP_SHARDING_INFO" in checkpoint.metadata:
             _in_folders("dcp.refuse_one_rank")(checkpoint, path)
         return checkpoint.as_part(part_of(path, checkpoint))
-
-
-_OF_MEGATRON = ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt")
-"""The files of one rank of Megatron."""
-
-
-def is_alone(file: Location, like: Checkpoint) -> bool:
-    """Whether a file is a checkpoint by itself, going by its name alone, where it holds what `like`
-    does, which is one.
-    """
-    name = file.name
-    if _kind_of(file) != (False, None) or is_of_dcp(name) or name in _OF_MEGATRON:
-        return False
-    return part_of(file, like) is None
 
 
 def is_empty_loss(file: Location) -> bool:

@@ -50,10 +50,11 @@ def open_torch_zip(source: Source, records: Records) -> Checkpoint:
     Raises `MalformedCheckpoint` when directory, pickle and storages contradict each other,
     `UnsupportedCheckpoint` when the archive is something else than what `torch.save` writes.
     """
-    root = root_of(source, records)
+    root = _root_folder(source, records)
     storages = ArchiveStorages(source, records, root)
     tree, pickle = read_tree(source, records[f"{root}data.pkl"], storages)
-    others = storages.left_over()
+    known = {f"{root}{name}" for name in _OWN.split()}
+    others = [name for name in records if name not in known and name not in storages.used]
     notes = [*checksum_notes(records)]
     if others:
         told = "records do not belong to a tensor and are left out, e.g."
@@ -71,7 +72,7 @@ def open_torch_zip(source: Source, records: Records) -> Checkpoint:
     )
 
 
-def root_of(source: Source, records: Records) -> str:
+def _root_folder(source: Source, records: Records) -> str:
     """The folder that holds data.pkl, with its slash."""
     roots = root_folders(records, "data.pkl")
     if len(roots) > 1:
@@ -122,7 +123,7 @@ class ArchiveStorages:
     def __init__(self, source: Source, records: Mapping[str, Record], root: str) -> None:
         self._source = source
         self._records = records
-        self._root, self._prefix = root, f"{root}data/"
+        self._prefix = f"{root}data/"
         self._big_endian = self._is_big_endian(root)
         self.version = self._version(root)
         self.used: set[str] = set()
@@ -152,11 +153,6 @@ class ArchiveStorages:
             crc32 = None
         fields = (source, offset, nbytes, location, name, dtype, crc32, self._big_endian, None)
         return made(Storage, fields)
-
-    def left_over(self) -> list[str]:
-        """The records that are neither torch's own nor those of a storage found so far."""
-        known = {f"{self._root}{name}" for name in _OWN.split()} | self.used
-        return [name for name in self._records if name not in known]
 
     def _small(self, name: str) -> bytes | None:
         record = self._records.get(name)
