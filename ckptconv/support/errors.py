@@ -66,7 +66,7 @@ _OPTION = (
     )
 )
 _FLAG = """
-    force verify dequantize drop-unexpected with-files with-training reverse ignore-dtype
+    force verify dequantize drop-unexpected with-files with-training reverse ignore-dtype retry-failed
 """
 _VALUED = """
     only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
