@@ -133,12 +133,9 @@ def load_into(
     fit = fit_keys(own, target, live_ties(model))
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
-    casts: tuple[LoadCast, ...] = ()
-    # torch raises for a tensor that it does not take when it has copied the others
-    if assign:
-        _refuse_unassigned(model, usable, path)
-    else:
-        casts = tuple(_casts(model, usable, path))
+    # torch raises for what it does not take when it has copied the others
+    _refuse_untaken(model, usable, path, assign)
+    casts = () if assign else tuple(_casts(model, usable, path))
     result = _result(fit, casts, *_unmet(model, usable, target, fit))
     if strict and not result.fits:
         raise _mismatch(result, fit, path, model)
@@ -192,18 +189,12 @@ def _is_same(value: Any, other: torch.Tensor | None) -> bool:
 
 def _casts(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) -> Iterator[LoadCast]:
     """The keys whose values `load_state_dict` would copy into another dtype; `RefusedObject` where
-    that takes their imaginary part, and for sparse and quantized values of a dense tensor.
+    that takes their imaginary part.
     """
     own = model.state_dict()
     for key, value in usable.items():
-        there = own.get(key)
-        before, after = (getattr(item, "dtype", None) for item in (value, there))
-        if there is None or before is None or after is None:
-            continue
-        if value.layout != there.layout or value.is_quantized > there.is_quantized:
-            what = f"is {_kind(value)}, the model's is {_kind(there)}"
-            raise RefusedObject(what, path=path, where=key, hint="assign=True puts it there")
-        if before == after:
+        before, after = (getattr(item, "dtype", None) for item in (value, own.get(key)))
+        if before is None or after is None or before == after:
             continue
         if before.is_complex and not after.is_complex:
             what = f"is of {before}, the model's of {after}: its imaginary part would be lost"
@@ -212,14 +203,50 @@ def _casts(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) ->
         yield LoadCast(key, before, after, _beyond(value, after))
 
 
-def _refuse_unassigned(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) -> None:
-    """Raise `RefusedObject` for what cannot be a parameter that requires grad."""
-    for key, there in model.named_parameters(remove_duplicate=False):
-        value = usable.get(key)
-        dtype = getattr(value, "dtype", None)
-        if dtype and there.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-            what = f"is of {dtype}, and the model's parameter requires grad"
-            raise RefusedObject(what, path=path, where=key, hint="freeze it: requires_grad_(False)")
+def _refuse_untaken(
+    model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath, assign: bool
+) -> None:
+    """Raise `RefusedObject` for what `load_state_dict` does not take for a tensor of the model."""
+    named = model.named_parameters, model.named_buffers
+    for key, there in (item for items in named for item in items(remove_duplicate=False)):
+        if key in usable:
+            what, hint = _untaken(usable[key], there, assign)
+            if what:
+                raise RefusedObject(what, path=path, where=key, hint=hint)
+
+
+def _untaken(value: Any, there: torch.Tensor, assign: bool) -> tuple[str, str]:
+    """Why `load_state_dict` does not take a value for a tensor of the model, and what helps."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        what = f"is of Python's type {type(value).__name__}, and the model has a tensor there"
+        return what, "save a tensor under this key"
+    if torch.nn.parameter.is_lazy(there):  # it becomes what the value is
+        return "", ""
+    if assign:
+        is_trained = there.requires_grad and isinstance(there, torch.nn.Parameter)
+        if is_trained and not (value.is_floating_point() or value.is_complex()):
+            what = f"is of {value.dtype}, and the model's parameter requires grad"
+            return what, "freeze it: requires_grad_(False)"
+        return "", ""
+    what, hint = "", "assign=True puts it there"
+    if value.layout != there.layout or value.is_quantized > there.is_quantized:
+        what = f"is {_kind(value)}, the model's is {_kind(there)}"
+    elif there.is_inference() and not torch.is_inference_mode_enabled():
+        what = "cannot be copied into the model's tensor, which was made in inference mode"
+    elif _is_expanded(there):
+        what = "cannot be copied into the model's tensor, which has one value for several elements"
+    return what, hint
+
+
+def _is_expanded(there: torch.Tensor) -> bool:
+    """Whether several elements are one in memory, which torch does not write to."""
+    if str(there.layout) != "torch.strided" or not there.numel():
+        return False
+    return any(
+        size > 1 and not step for size, step in zip(there.shape, there.stride(), strict=True)
+    )
 
 
 def _kind(value: torch.Tensor) -> str:

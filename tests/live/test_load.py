@@ -632,6 +632,8 @@ def test_a_model_with_a_part_called_module_loads(tmp_path, head, source, target)
     [
         (torch.eye(2).to_sparse(), False, r"weight: is torch\.sparse_coo, the model's is torch\."),
         (torch.quantize_per_tensor(torch.eye(2), 1, 0, torch.qint8), False, "weight: is quantized"),
+        ([[1.0, 0.0], [0.0, 1.0]], False, "weight: is of Python's type list"),
+        (2.5, True, "weight: is of Python's type float"),
         (torch.arange(4).reshape(2, 2), True, r"weight: is of torch\.int64, .* requires grad"),
     ],
 )
@@ -643,6 +645,21 @@ def test_what_torch_does_not_take_is_refused_and_the_model_stays(value, assign, 
     with pytest.raises(RefusedObject, match=what):
         load_into(model, tmp_path / "in.pt", assign=assign)
     assert all(torch.equal(kept, before[key]) for key, kept in model.state_dict().items())
+
+
+@pytest.mark.parametrize("made, what", [("expanded", "one value"), ("inference", "inference mode")])
+def test_a_tensor_that_torch_does_not_write_to_is_refused_and_the_model_stays(made, what, tmp_path):
+    model = nn.Linear(2, 2)
+    before = model.bias.clone()
+    with torch.inference_mode(made == "inference"):
+        model.register_buffer("fixed", torch.zeros(1).expand(2))
+        if made == "inference":
+            model.fixed = torch.zeros(2)
+    torch.save({**model.state_dict(), "bias": torch.full((2,), 7.0)}, tmp_path / "in.pt")
+    with pytest.raises(RefusedObject, match=f"fixed: .*{what}.*assign=True"):
+        load_into(model, tmp_path / "in.pt")
+    assert torch.equal(model.bias, before)
+    assert load_into(model, tmp_path / "in.pt", assign=True).fits
 
 
 @pytest.mark.parametrize("prefix", ["model.", "net.encoder.", "module.model.", "model._orig_mod."])
