@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -44,8 +43,8 @@ class NotForetold(Exception):
 def named(path: str) -> Any:
     """What ``module.name`` is in this package; the module is imported now."""
     module, _, name = path.rpartition(".")
-    full = f"ckptconv.formats.{module}"
-    return getattr(sys.modules.get(full) or import_module(full), name)
+    # `sys.modules` would be quicker, and has modules that another thread has half imported
+    return getattr(import_module(f"ckptconv.formats.{module}"), name)
 
 
 # -------------------------------------------------------------------------------- what heads tell

@@ -6,12 +6,10 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
+from ckptconv.support.arrays import np
 from ckptconv.support.errors import OptionRefused, UnknownOption, printable
-
-if TYPE_CHECKING:
-    import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,10 +80,11 @@ def plain_name(value: Any) -> Any:
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
         return str(value).removeprefix("torch.")
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):
-        return numpy.dtype(value).name
-    if kind.__name__ == "DType" or (numpy is not None and isinstance(value, numpy.dtype)):
+    # `np` waits where another thread is just importing it
+    has_numpy = "numpy" in sys.modules
+    if has_numpy and isinstance(value, type) and issubclass(value, np.generic):
+        return np.dtype(value).name
+    if kind.__name__ == "DType" or (has_numpy and isinstance(value, np.dtype)):
         return value.name
     return value
 

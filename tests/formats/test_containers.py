@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 import pytest
 import torch
 
-from ckptconv import inspect_checkpoint, open_checkpoint
+from ckptconv import formats, inspect_checkpoint, open_checkpoint
+from ckptconv.formats.containers import named
 from ckptconv.tree.checkpoint import UNKNOWN, Container
 from helpers.house import MODULES, nodes, package_of, trees
 
@@ -67,3 +70,18 @@ def test_no_module_looks_into_the_name_of_a_container():
     } == {}
     parsed = parsed_formats(ast.parse('a.format == "x" or b.format.startswith("torch")'))
     assert len(parsed) == 2
+
+
+def test_a_format_that_another_thread_is_importing_is_waited_for(tmp_path, monkeypatch):
+    """`convert_checkpoint` was an AttributeError when several threads began with it."""
+    for name in ("entered", "go_on"):
+        monkeypatch.setattr(threading, name, threading.Event(), raising=False)
+    lines = ["import threading", "threading.entered.set()", "threading.go_on.wait(9)", "SLOW = 7"]
+    (tmp_path / "slow.py").write_text("\n".join(lines))
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(named, "slow.SLOW")]
+        threading.entered.wait(9)
+        found.append(pool.submit(named, "slow.SLOW"))
+        threading.Timer(0.02, threading.go_on.set).start()
+        assert [item.result() for item in found] == [7, 7]

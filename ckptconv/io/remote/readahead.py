@@ -14,6 +14,7 @@ from operator import attrgetter, itemgetter
 
 from ckptconv.io.remote.patience import fetched
 from ckptconv.io.source import Source
+from ckptconv.support.arrays import np
 from ckptconv.support.records import dataclass
 
 BLOCK = 8 << 20
@@ -60,11 +61,10 @@ def copied(data: memoryview, view: memoryview) -> None:
     """Copy bytes without holding up the threads that fetch, where numpy is here to do it: memory
     that is touched for the first time is slow to write to.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is None or len(view) < _LARGE:
+    if "numpy" not in sys.modules or len(view) < _LARGE:
         view[:] = data
         return
-    numpy.copyto(numpy.frombuffer(view, "u1"), numpy.frombuffer(data, "u1"))
+    np.copyto(np.frombuffer(view, "u1"), np.frombuffer(data, "u1"))
 
 
 _LARGE = 256 << 10
