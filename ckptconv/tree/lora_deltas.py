@@ -29,7 +29,7 @@ class Change:
     """What becomes of one weight: `term` of `inputs` is added, and rows get their `magnitude`.
 
     `outer` counts the dimensions before rows; `is_rounded`: the delta is rounded to the type of the
-    weight before it is added. `along` is the dimension whose entries have a magnitude each.
+    weight before it is added. `along` is the dimension of the outputs, which have a magnitude each.
     """
 
     term: Term
@@ -102,7 +102,7 @@ def linear_change(asked: Asked, *, across: bool | None) -> Change:
         pair = transposed(_flat(down)), transposed(up)
     else:
         pair = up, reshaped(in_order(down), (rank, *shape[1:]), asked.keys["down"])
-    return Change(Term(rank, scale), pair)
+    return Change(Term(rank, scale), pair, along=int(bool(across)))
 
 
 def orientations(asked: Asked) -> list[bool]:

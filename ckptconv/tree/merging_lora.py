@@ -407,15 +407,13 @@ class _Merging:
         ref, shape = asked.parts[role], asked.weight.shape
         if sum(size != 1 for size in ref.shape) > 1 or not ref.dtype.is_floating:
             raise misfit(asked)
-        along, epsilon = 0, 0.0
+        along, epsilon = change.along, 0.0
         if role == "magnitude_of_any":  # of LyCORIS: the place of its one long dimension says it
             along = next((at for at, each in enumerate(ref.shape) if each != 1), 0)
             epsilon = _EPSILON[asked.weight.dtype.name]
             if self._strength != 1:
                 what = "has a dora_scale, of which programs take a part in different ways"
                 raise RefusedObject(what, where=asked.keys[role], hint="leave --scale out")
-        elif asked.config.is_transposed or change.is_rounded or "embedding_down" in asked.parts:
-            along = 1  # of peft: one for each output
         if along >= len(shape) or ref.numel != shape[along]:
             raise misfit(asked)
         flat = reshaped(in_order(ref), (ref.numel,), asked.keys[role])

@@ -286,6 +286,23 @@ def test_a_magnitude_of_lycoris_is_for_outputs_or_inputs_as_its_shape_says(base)
     merged(folder, of_file(folder, given | {f"{JOINED}.dora_scale": scale}), dtype="f32")
 
 
+def test_the_magnitude_of_a_convolution_is_for_outputs_whatever_linear_layers_are(base):
+    folder, tensors = base
+    weight = torch.randn(6, 6, 1, 1)
+    save_file(tensors | {"model.conv.weight": weight}, folder / "base.safetensors")
+    start = f"{PEFT}model.conv"
+    given = factors(start, sizes=(6, 6))
+    magnitude = torch.rand(1, 6, 1, 1) + 0.5
+    four = {key: value[..., None, None] for key, value in given.items()}
+    adapter = of_peft(
+        folder, four | {f"{start}.lora_magnitude_vector.weight": magnitude}, fan_in_fan_out=True
+    )
+    whole = weight.reshape(6, 6) + product(given, 2.0)
+    expected = whole * magnitude.reshape(6, 1) / whole.norm(dim=1, keepdim=True)
+    found = merged(folder, adapter)["model.conv.weight"]
+    assert torch.allclose(found.reshape(6, 6), expected, atol=1e-5)
+
+
 def test_several_adapters_are_added_up(base):
     folder, tensors = base
     one, other = factors(PEFT + Q), factors(JOINED, KOHYA)
