@@ -151,7 +151,8 @@ def _apart(first: Array, second: Array) -> Array:
 
 
 def _close(first: Array, second: Array, apart: Array, tolerance: Tolerance) -> Array:
-    allowed = tolerance.atol + np.abs(tolerance.rtol * second)
+    # as a float: a whole number times small integers has their type, and overflows
+    allowed = tolerance.atol + np.abs(float(tolerance.rtol) * second)
     close = (first == second) | (np.isfinite(apart) & (apart <= allowed))
     if tolerance.equal_nan and first.dtype.kind in "fc":
         close |= np.isnan(first) & np.isnan(second)

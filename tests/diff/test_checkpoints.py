@@ -258,6 +258,14 @@ def test_within_a_tolerance_it_finds_what_isclose_finds(pair, bounds, equal_nan)
     assert {item.key: item.deviation.count for item in found.values} == far
 
 
+def test_a_bound_that_is_a_whole_number_is_not_of_the_type_of_the_values(tmp_path):
+    first, second = torch.tensor([0, 201], dtype=torch.uint8), torch.tensor([200, 0]).byte()
+    paths = saved(tmp_path, "a.pt", {"n": first}), saved(tmp_path, "b.pt", {"n": second})
+    [found] = diff_checkpoints(*paths, tolerance=Tolerance(rtol=2)).values
+    close = torch.isclose(first.double(), second.double(), rtol=2, atol=0)
+    assert found.deviation.count == int((~close).sum()) == 1
+
+
 # -------------------------------------------------------------------------------------- the formats
 
 
