@@ -146,24 +146,30 @@ class Listed(NamedTuple):
 
 def files_in(home: Location) -> Listed:
     """All files in a folder. Folders whose names begin with a dot are passed over: what git and
-    caches of downloads put beside a model is not part of it.
+    caches of downloads put beside a model is not part of it. So are links to a folder that they
+    lie in, whose files are there already.
     """
-    files = dict(_within(home, home, "", 0))
-    refuse_beyond("shards", len(files), f"has {len(files)} files", path=home.path)
+    files = {}
+    for path, place in _within(home, home, "", ()):
+        files[path] = place
+        # at once: folders that are linked into each other have files without end
+        refuse_beyond("shards", len(files), f"has {len(files)} files or more", path=home.path)
     return Listed(home, files, is_folder=True)
 
 
 def _within(
-    folder: Location, home: Location, prefix: str, depth: int
+    folder: Location, home: Location, prefix: str, above: tuple[PurePath, ...]
 ) -> Iterator[tuple[str, Location]]:
+    inside = (*above, resolved(folder.path))
     for name in folder.names():
         place = folder.child(name)
         kind = place.kind()
         if kind == "file":
             yield f"{prefix}{name}", place
         elif kind == "folder" and not name.startswith(".") and place.stays_within(home):
-            refuse_beyond("depth", depth, "nests folders in folders", path=home.path)
-            yield from _within(place, home, f"{prefix}{name}/", depth + 1)
+            refuse_beyond("depth", len(above), "nests folders in folders", path=home.path)
+            if resolved(place.path) not in inside:  # a link back to where this one is
+                yield from _within(place, home, f"{prefix}{name}/", inside)
 
 
 def files_of(named: Sequence[Location], checkpoint: Checkpoint, tag: str | None) -> Listed:

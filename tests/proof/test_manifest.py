@@ -199,6 +199,16 @@ def test_a_file_of_the_checkpoint_is_never_replaced_by_its_manifest(of, over, tm
     assert (tmp_path / over).read_bytes() == before
 
 
+def test_a_link_back_to_a_folder_is_not_followed_into_it_again(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "more").mkdir(parents=True)
+    torch.save({"a": torch.ones(2)}, folder / "model.pt")
+    (folder / "more" / "notes.txt").write_text("x")
+    (folder / "more" / "up").symlink_to("..")
+    files = {item.name for item in manifest_checkpoint(folder).files}
+    assert files == {"model.pt", "more/notes.txt"}
+
+
 def test_an_existing_manifest_is_not_replaced_and_nothing_is_left_where_it_fails(tmp_path):
     (tmp_path / "m").write_text("mine")
     done = run("manifest", SAMPLES / "tied.pt", "-o", "m", cwd=tmp_path)
