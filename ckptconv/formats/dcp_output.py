@@ -134,7 +134,9 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
             return noted and replace(noted, checkpoint_id=str(name))
 
     try:
-        tree = torch.load(plain, map_location="cpu", mmap=True, weights_only=True)
+        # else what is made here would be on the device of a `with torch.device("meta")`
+        with torch._C.DisableTorchFunction():
+            tree = torch.load(plain, map_location="cpu", mmap=True, weights_only=True)
         beside = tree.pop(OF_LOADER, None)
         planner = DefaultSavePlanner(flatten_state_dict=beside is None)
         if beside is not None:
@@ -144,7 +146,7 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
                 with new_file(folder / file, name, size=len(raw)) as stream:
                     stream.write(raw)
                     stream.settle(fsync=False)
-        with warnings.catch_warnings():
+        with torch._C.DisableTorchFunction(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a save without a process group
             # the only way there is before torch 2.6
             alone = {"no_dist": True} if "no_dist" in signature(save).parameters else {}

@@ -160,7 +160,7 @@ def load_portable(
         edits = tuple(with_rules(edits, request.keys))
     refuse_no_text(only=only)
     refuse_no_flag(whole=whole, mmap=mmap, verify=verify)
-    require_torch("making live tensors")
+    torch = require_torch("making live tensors")
     is_whole_module = whole and unknown == "keep"
     with open_certain(source, tag=tag, whole_modules=is_whole_module, edits=edits) as checkpoint:
         checkpoint.refuse_part()
@@ -169,7 +169,8 @@ def load_portable(
                 root, overlay, settled, cast = _selected(checkpoint, only, whole, request, unknown)
                 meter = Meter("read", _bytes_to_read(settled, mmap, verify), on_progress)
                 storages = Storages(Restorer(map_location), mmap, verify, meter)
-                with _read_before(storages, settled):
+                # else what is made here would be on the device of a `with torch.device("meta")`
+                with torch._C.DisableTorchFunction(), _read_before(storages, settled):
                     loaded = _Live(storages, cast).tree(root, overlay)
                 meter.finish()
                 refuse_changed(checkpoint.sources)
@@ -382,8 +383,9 @@ class _Live:
 
     def _fill(self, made: Any, pairs: Any) -> Any:
         for key, value in pairs:
+            name, item = self._value(key), self._value(value)
             try:
-                made[self._value(key)] = self._value(value)
+                made[name] = item
             except TypeError:
                 raise RefusedObject("a dict has a key that Python does not allow") from None
         return made

@@ -662,6 +662,21 @@ def test_a_tensor_that_torch_does_not_write_to_is_refused_and_the_model_stays(ma
     assert load_into(model, tmp_path / "in.pt", assign=True).fits
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_the_default_device_of_torch_is_not_asked(is_zip, tmp_path):
+    """Sparse tensors went there, and so what is not mapped could not be filled."""
+    values = {"w": torch.rand(3), "s": torch.eye(3).to_sparse(), "o": {"step": torch.tensor(3.0)}}
+    torch.save(values, tmp_path / "in.pt", _use_new_zipfile_serialization=is_zip)
+    torch.save({"w": values["w"]}, tmp_path / "dense.pt")
+    with torch.device("meta"):
+        loaded = load_portable(tmp_path / "in.pt", whole=True)
+        convert_checkpoint(tmp_path / "dense.pt", tmp_path / "dcp", to="dcp")
+    assert torch.equal(loaded["w"], values["w"])
+    assert torch.equal(loaded["s"].to_dense(), torch.eye(3))
+    assert loaded["o"]["step"] == 3
+    assert torch.equal(load_portable(tmp_path / "dcp")["w"], values["w"])
+
+
 @pytest.mark.parametrize("prefix", ["model.", "net.encoder.", "module.model.", "model._orig_mod."])
 def test_one_other_prefix_is_fitted_both_ways(tmp_path, prefix):
     source = Net().state_dict()
