@@ -149,7 +149,9 @@ def load_into(
         for item in casts
         if item.overflowed
     )
-    model.load_state_dict(usable, strict=False, assign=assign)
+    # a module's own load_state_dict may be older than `assign` (torch 2.1)
+    words = {"assign": True} if assign else {}
+    model.load_state_dict(usable, strict=False, **words)
     return result
 
 

@@ -167,3 +167,14 @@ def test_keys_that_a_library_renames_are_for_its_own_loader(tmp_path):
     path = saved(tmp_path / "a.pt", {"experts.0.w1": torch.ones(1), "experts.0.w2": torch.ones(1)})
     with pytest.raises(KeyMismatch, match=r"Pretrained.from_pretrained\(folder\)"):
         load_into(Pretrained(2, 2), path)
+
+
+def test_a_module_whose_load_state_dict_does_not_know_assign_is_loaded(tmp_path):
+    class Older(nn.Linear):
+        def load_state_dict(self, state_dict, strict=True):
+            return super().load_state_dict(state_dict, strict)
+
+    values = nn.Linear(2, 2).state_dict()
+    model = Older(2, 2)
+    assert load_into(model, saved(tmp_path / "a.pt", values)).fits
+    assert torch.equal(model.weight, values["weight"])
