@@ -66,7 +66,8 @@ _OPTION = (
     )
 )
 _FLAG = """
-    force verify dequantize drop-unexpected with-files with-training reverse ignore-dtype retry-failed
+    force verify dequantize drop-unexpected with-files with-training reverse ignore-dtype
+    retry-failed
 """
 _VALUED = """
     only only-b tag to keys dtype device unknown exclude include rename strip-prefix add-prefix
