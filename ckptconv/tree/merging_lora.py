@@ -27,6 +27,7 @@ from ckptconv.tensors.scaled_weights import may_hold_codes
 from ckptconv.tensors.views import in_order, reshaped
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.lora_adapters import PEFT_PREFIX, Adapter, Config, Parts, read_adapter
+from ckptconv.tree.lora_configs import with_those_around
 from ckptconv.tree.lora_deltas import (
     MERGED_TYPES,
     Asked,
@@ -200,7 +201,7 @@ class _Merging:
         self._told: Counter[str] = Counter()
         self._owners: dict[str, str] = {}
         self._across: dict[str, str] = {}
-        self._square: list[str] = []
+        self._square: dict[str, Asked] = {}
 
     def run(self) -> None:
         """Note all changes of the base, or raise `CheckpointError`."""
@@ -382,7 +383,7 @@ class _Merging:
         key = next(iter(asked.keys.values()))
         if len(ways) == 2:
             is_across = asked.config.is_transposed
-            self._square.append(key)
+            self._square[key] = asked
         elif is_across and not self._adapter.configs:
             raise misfit(asked)
         elif is_across != asked.config.is_transposed and len(asked.weight.shape) == 2:
@@ -440,15 +441,42 @@ class _Merging:
         self._told[f"{what}{dora}, scale {change.term.scale:.6g}: {starred(key)}"] += 1
 
     def _refuse_unclear(self) -> None:
-        """Refuse square weights that the config says are one way round where others, that cannot
-        be square, are the other way.
+        """Refuse square weights that the config says are one way round where others, that are not
+        square, are the other way.
         """
         if self._square and self._across:
             name = next(iter(self._across.values()))
             config = next(iter(self._adapter.configs.values()), Config())
             said = str(config.is_transposed).lower()
             what = f"is square, and fan_in_fan_out {said} is not so of {printable(name)}"
-            raise KeyMismatch(what, where=self._square[0], hint="correct adapter_config.json")
+            raise KeyMismatch(
+                what, where=next(iter(self._square)), hint="correct adapter_config.json"
+            )
+        # where layers are of both kinds (GPT-2 below a ViT), peft writes what the last one is
+        ways = self._ways_of_biases() if self._square else {}
+        for key, asked in self._square.items():
+            module = asked.name
+            while module and module not in ways:
+                module = module.rpartition(".")[0]
+            if ways.get(module) == {not asked.config.is_transposed}:
+                said = str(asked.config.is_transposed).lower()
+                what = f"is square, and fan_in_fan_out {said} is not so of layers beside it"
+                raise KeyMismatch(what, where=key, hint="merge it with peft")
+
+    def _ways_of_biases(self) -> dict[str, set[bool]]:
+        """Whether layers of the base are (in, out), by the sizes of their biases: of those within
+        each module, and under "" of all.
+        """
+        ways: dict[str, set[bool]] = {}
+        for key, ref in self._base.tensors.items():
+            module = key.removesuffix(".weight")
+            bias = self._base.tensors.get(f"{module}.bias")
+            if bias is None or len(ref.shape) != 2 or ref.shape[0] == ref.shape[1]:
+                continue
+            if bias.shape in (ref.shape[:1], ref.shape[1:]):
+                for name in ("", *with_those_around([module])):
+                    ways.setdefault(name, set()).add(bias.shape == ref.shape[1:])
+        return ways
 
     def _notes(self) -> Iterator[str]:
         name = self._adapter.checkpoint.path.name

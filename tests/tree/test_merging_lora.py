@@ -303,6 +303,29 @@ def test_the_magnitude_of_a_convolution_is_for_outputs_whatever_linear_layers_ar
     assert torch.allclose(found.reshape(6, 6), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(("columns", "told"), [((8, 20), False), ((20, 8), True)])
+def test_a_square_weight_is_refused_where_biases_of_the_base_say_that_it_is_the_other_way(
+    columns, told, tmp_path
+):
+    """As of Conv1D and Linear in one model: peft writes what the last layer is."""
+    tensors = {
+        "h.0.square.weight": torch.randn(8, 8),
+        "h.0.square.bias": torch.randn(8),
+        "h.0.wide.weight": torch.randn(columns),
+        "h.0.wide.bias": torch.randn(20),
+        "other.weight": torch.randn(columns[::-1]),
+        "other.bias": torch.randn(20),
+    }
+    save_file(tensors, tmp_path / "base.safetensors")
+    given = factors(f"{PEFT}h.0.square", sizes=(8, 8))
+    with pytest.raises(KeyMismatch, match="is not so of layers beside it"):
+        merged(tmp_path, of_peft(tmp_path, given, fan_in_fan_out=told))
+    found = merged(tmp_path, of_peft(tmp_path, given, fan_in_fan_out=not told))
+    delta = product(given, 2.0)
+    expected = tensors["h.0.square.weight"] + (delta if told else delta.T)
+    assert torch.allclose(found["h.0.square.weight"], expected, atol=1e-5)
+
+
 def test_several_adapters_are_added_up(base):
     folder, tensors = base
     one, other = factors(PEFT + Q), factors(JOINED, KOHYA)
