@@ -237,12 +237,12 @@ class _Merging:
                 what = f"takes the place of {printable(name)}, which the base does not have"
                 hint = "the base needs it before: convert it with the model's own head"
                 raise KeyMismatch(what, where=key, hint=hint if is_new else None)
+            # something may be added to it: peft saves a head that it adapts too (`base_layer`)
             self._replace(name, ref, key)
 
     def _replace(self, name: str, ref: TensorRef, key: str) -> None:
         """Put a tensor that the adapter holds as `key` in the place of one of the base."""
         base = self._base
-        self._refuse_twice(name, key)
         if name in base.changes or name in base.whole:
             what = f"takes the place of {printable(name)}, which another adapter changes"
             raise KeyConflict(what, where=key, hint="merge them one after another")
@@ -353,6 +353,7 @@ class _Merging:
             what = "replaces a weight (set_weight), of which --scale cannot take a part"
             raise RefusedObject(what, where=key, hint="leave --scale out")
         self._weight(place, key)
+        self._refuse_twice(place.key, key)
         self._replace(place.key, self._adapter.modules[module]["weight"], key)
 
     def _missing(self, key: str, target: str, first: str) -> CheckpointError:

@@ -326,6 +326,16 @@ def test_a_square_weight_is_refused_where_biases_of_the_base_say_that_it_is_the_
     assert torch.allclose(found["h.0.square.weight"], expected, atol=1e-5)
 
 
+def test_a_head_that_the_adapter_holds_too_is_replaced_and_then_changed(base):
+    """As peft saves it for target_modules=["lm_head"] (save_embedding_layers="auto")."""
+    folder, _ = base
+    given = factors(f"{PEFT}lm_head", sizes=(9, 8))
+    head = torch.randn(9, 8)
+    adapter = of_peft(folder, given | {f"{PEFT}lm_head.base_layer.weight": head})
+    found = merged(folder, adapter)["lm_head.weight"]
+    assert torch.allclose(found, head + product(given, 2.0), atol=1e-5)
+
+
 def test_several_adapters_are_added_up(base):
     folder, tensors = base
     one, other = factors(PEFT + Q), factors(JOINED, KOHYA)
