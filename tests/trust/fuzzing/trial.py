@@ -276,7 +276,8 @@ def forbid_execution(work: Path) -> None:
             and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         ):
             path = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes)) else ""
-            if path and not path.startswith((root, "/proc/", "/dev/null")):
+            inside = path.startswith((root, "/proc/", "/dev/null"))
+            if path and not inside and not _is_import():  # which keeps the bytecode
                 _STRANGE.append(f"writes {path}"[:300])
 
     sys.addaudithook(hook)
