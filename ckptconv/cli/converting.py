@@ -26,6 +26,7 @@ from ckptconv.cli.options import (
     output_options_of,
 )
 from ckptconv.cli.progress_display import COPYING, progress_shown
+from ckptconv.io.files import refuse_inputs
 from ckptconv.support.errors import OutputRefused, printable
 from ckptconv.support.report import error_document
 
@@ -343,6 +344,7 @@ def _execute(
     wanted = {"force": given["force"], "fsync": not given["no_fsync"], "verify": given["verify"]}
     with progress_shown(COPYING, silent=given["quiet"] or given["as_json"]) as on_progress:
         if is_for_stdout(given):
+            refuse_inputs([Path("/dev/stdout")])  # `>>` of the shell may append to the source
             result = hand_over_plan(
                 plan, terminal.copy_to_stdout, **wanted, on_progress=on_progress
             )

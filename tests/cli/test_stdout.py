@@ -55,6 +55,16 @@ def left(room: Path) -> list[str]:
     return sorted(str(path.relative_to(room)) for path in room.rglob("*") if path.is_file())
 
 
+def test_a_source_is_not_appended_to(room):
+    before = (room / "big.pt").read_bytes()
+    with (room / "big.pt").open("ab") as stdout:
+        code, _, err = printed(
+            room, "convert", "big.pt", "-", "--to", "torch", stdout=stdout.fileno()
+        )
+    assert code == 1 and err.count("\n") == 1 and "is read by this run" in err
+    assert (room / "big.pt").read_bytes() == before
+
+
 MORE = [(), ("--verify",), ("--dtype", "bf16", "--device", "cuda:1", "--only", "state_dict")]
 
 
