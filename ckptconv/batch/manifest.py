@@ -24,14 +24,14 @@ _FLAGS = {"force", "verify", "no_fsync", *(
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedJobs:
     """Jobs, and what each is called in messages: its line in a manifest."""
 
     jobs: tuple[Job, ...]
     names: tuple[str, ...]
 
 
-def read_manifest(path: Path, common: Job) -> Listed:
+def read_manifest(path: Path, common: Job) -> ListedJobs:
     """The jobs of a manifest. What a line does not say is as in `common`, the options of the
     command.
 
@@ -56,7 +56,7 @@ def read_manifest(path: Path, common: Job) -> Listed:
         problems.append(f"{path}: does not name a job: it is empty or was cut off")
     if problems:
         raise BatchRefused(problems)
-    return Listed(tuple(jobs), tuple(names))
+    return ListedJobs(tuple(jobs), tuple(names))
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from ckptconv.support.text import count_text
 if TYPE_CHECKING:
     from ckptconv.batch.checks import Checked
     from ckptconv.batch.finding import Passed
-    from ckptconv.batch.manifest import Listed
+    from ckptconv.batch.manifest import ListedJobs
     from ckptconv.batch.receipts import Receipt
     from ckptconv.convert.job import Job
     from ckptconv.io.location import Location
@@ -189,10 +189,10 @@ def _share(text: str | None) -> tuple[slice, str]:
 
 def _listed(
     paths: tuple[Any, ...], out_dir: Path | None, common: Job, passed: list[Passed]
-) -> Listed:
+) -> ListedJobs:
     """The jobs that the paths say: lines of manifests, or what lies below folders."""
     from ckptconv.batch.finding import jobs_below
-    from ckptconv.batch.manifest import Listed, read_manifest
+    from ckptconv.batch.manifest import ListedJobs, read_manifest
 
     manifests = [path for path in paths if str(path).endswith(".jsonl")]
     for path in paths:
@@ -207,7 +207,7 @@ def _listed(
             raise OptionRefused(what, hint="leave it out")
         here = "is a manifest, which is read on this machine"
         read = [read_manifest(local_path(place_of(path), here), common) for path in manifests]
-        return Listed(
+        return ListedJobs(
             tuple(job for one in read for job in one.jobs),
             tuple(name for one in read for name in one.names),
         )
@@ -217,7 +217,7 @@ def _listed(
         )
     roots = [place_of(path) for path in paths]
     jobs = jobs_below(roots, place_of(out_dir), common, passed)
-    return Listed(tuple(jobs), tuple(str(job.source) for job in jobs))
+    return ListedJobs(tuple(jobs), tuple(str(job.source) for job in jobs))
 
 
 def _is_text_of_jobs(place: Location) -> bool:

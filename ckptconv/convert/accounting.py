@@ -52,7 +52,7 @@ class NamedStorages:
 
 
 @dataclass(slots=True)
-class Found:
+class HeldCounts:
     """What nodes hold: storages that are not empty, how many tensors (bare storages counted)."""
 
     storages: set[Key] = field(default_factory=set)
@@ -75,7 +75,7 @@ def refuse_unaccounted(plan: ConversionPlan) -> int | None:
     return None if named is None else sum(named.storages.values())
 
 
-def _refuse_unread(plan: ConversionPlan, named: NamedStorages, tree: Found) -> None:
+def _refuse_unread(plan: ConversionPlan, named: NamedStorages, tree: HeldCounts) -> None:
     """Refuse what the files name and the tree does not hold."""
     read = Counter(key[:2] for key in tree.storages)
     missing = [name[1] for name, count in named.storages.items() if read[name] < count]
@@ -130,9 +130,9 @@ def _failure(plan: ConversionPlan, names: list[str], what: str) -> VerificationF
     return VerificationFailed(what + more, path=plan.source, where=names[0], hint=_HINT)
 
 
-def found_in(roots: Iterable[Node], *, but: frozenset[str] = frozenset()) -> Found:
+def found_in(roots: Iterable[Node], *, but: frozenset[str] = frozenset()) -> HeldCounts:
     """What these nodes and all that is in them hold; calls of `but` are not looked into."""
-    found = Found()
+    found = HeldCounts()
     seen: set[int] = set()
     work: list[Node] = list(roots)
     while work:
@@ -184,7 +184,7 @@ def _key(storage: Storage) -> Key:
     return str(whole.source.path), whole.name, whole.offset, stream
 
 
-def _with_modules(plan: ConversionPlan, tree: Found) -> Found:
+def _with_modules(plan: ConversionPlan, tree: HeldCounts) -> HeldCounts:
     """What the tree held before state dicts took the place of its modules, less what no state dict
     has to hold.
 

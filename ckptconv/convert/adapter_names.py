@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import get_args
 
-from ckptconv.convert.beside import Beside, made_file
+from ckptconv.convert.beside import FilesBeside, made_file
 from ckptconv.convert.key_targets import is_pipeline
 from ckptconv.convert.notes import prefix_notes
 from ckptconv.convert.options import Request
@@ -94,7 +94,7 @@ def with_adapter_told(plan: ConversionPlan, preset: str) -> ConversionPlan:
     copied = [item for item in plan.beside.copied if item.name not in (*made, CONFIG)]
     files = [made_file(name, raw) for name, raw in made.items()]
     state_dicts = tuple(_told(plan, item, preset) for item in plan.state_dicts)
-    beside = Beside((*copied, *files), plan.beside.left)
+    beside = FilesBeside((*copied, *files), plan.beside.left)
     checkpoint = plan.made_of.checkpoint
     needless = {*prefix_notes(checkpoint, checkpoint.state_dicts(), KEEP, None)}
     notes = tuple(note for note in plan.notes if note not in needless)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from ckptconv.convert.combining import (
-    Part,
+    SourcePart,
     combined_checkpoint,
     opened_parts,
     request_of_all,
@@ -146,7 +146,7 @@ def _checked_weights(weights: Iterable[float] | None, count: int) -> list[float]
     return given
 
 
-def _like(part: Part, values: Mapping[str, Node]) -> Node:
+def _like(part: SourcePart, values: Mapping[str, Node]) -> Node:
     """The state dict of a source under its new names, with other values."""
     kept = [
         values[key] if key is not None else value
@@ -156,7 +156,7 @@ def _like(part: Part, values: Mapping[str, Node]) -> Node:
     return renamed_state_dict(state_dict, part.renamed.new, part.renamed.renamed_modules)
 
 
-def _refuse_other_keys(parts: Sequence[Part]) -> None:
+def _refuse_other_keys(parts: Sequence[SourcePart]) -> None:
     first = parts[0]
     for other in parts[1:]:
         missing = [key for key in first.values if key not in other.values]
@@ -173,7 +173,7 @@ def _refuse_other_keys(parts: Sequence[Part]) -> None:
             raise KeyMismatch(" and ".join(told), path=other.path, hint=hint)
 
 
-def _tensor(part: Part, key: str) -> TensorRef:
+def _tensor(part: SourcePart, key: str) -> TensorRef:
     ref = tensor_of(part.values[key])
     if ref is None:
         what = "is not a plain tensor, so it has no mean"
@@ -182,7 +182,7 @@ def _tensor(part: Part, key: str) -> TensorRef:
     return ref
 
 
-def _refuse_others(key: str, refs: Sequence[TensorRef], parts: Sequence[Part]) -> None:
+def _refuse_others(key: str, refs: Sequence[TensorRef], parts: Sequence[SourcePart]) -> None:
     first = refs[0]
     for ref, part in zip(refs[1:], parts[1:], strict=True):
         for name, ours, theirs in (
@@ -199,7 +199,7 @@ def _mean(
     refs: Sequence[TensorRef],
     weights: Sequence[float],
     integers: Integers,
-    parts: Sequence[Part],
+    parts: Sequence[SourcePart],
     checksums: Checksums,
 ) -> TensorRef:
     first = refs[0]
@@ -212,7 +212,7 @@ def _mean(
 
 
 def _refuse_unequal(
-    key: str, refs: Sequence[TensorRef], parts: Sequence[Part], checksums: Checksums
+    key: str, refs: Sequence[TensorRef], parts: Sequence[SourcePart], checksums: Checksums
 ) -> None:
     """Refuse values without a mean that are not the same in all."""
     # first, for what is damaged is not another value

@@ -35,7 +35,7 @@ class LeftFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class FilesBeside:
     """What lies beside a model: what is copied, and what is not."""
 
     copied: tuple[Companion, ...] = ()

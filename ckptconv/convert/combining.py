@@ -154,7 +154,7 @@ def _prefixes(prefix: Mapping[Any, str], names: Sequence[str]) -> list[str]:
     return [known.get(name, "") for name in names]
 
 
-def _metadata(parts: Sequence[Part], prefixes: Sequence[str]) -> dict[str, str]:
+def _metadata(parts: Sequence[SourcePart], prefixes: Sequence[str]) -> dict[str, str]:
     """What the metadata of the sources say about codes, under the names of the merge."""
     found: dict[str, str] = {}
     for part, prefix in zip(parts, prefixes, strict=True):
@@ -174,7 +174,7 @@ def _metadata(parts: Sequence[Part], prefixes: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """One of the sources, open: the keys that it has in the output, and their values; the state
     dict that these are of, what became of its keys, and what else the source has.
     """
@@ -224,7 +224,7 @@ def opened_parts(
     *,
     force: bool,
     edits: Sequence[Edit],
-) -> Iterator[tuple[list[Part], Request]]:
+) -> Iterator[tuple[list[SourcePart], Request]]:
     """The state dict of each source, its keys without wrappers, and what is to be done to that
     which is made of all of them: keys stay as they are, but for the globs, which choose among them.
     """
@@ -266,7 +266,7 @@ def _edits_apart(edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], tuple[Edit,
     return tuple(each), tuple(edit for edit in edits if not isinstance(edit, Dequantize))
 
 
-def _part(checkpoint: Checkpoint, only: str | None) -> Part:
+def _part(checkpoint: Checkpoint, only: str | None) -> SourcePart:
     try:
         found = checkpoint.state_dict(only)
     except CheckpointError as error:
@@ -279,7 +279,7 @@ def _part(checkpoint: Checkpoint, only: str | None) -> Part:
     keys = map_keys(found.keys, STRIP, found.path, found.telling_keys, found.keys_beside)
     new = [key for key in keys.new if key is not None]
     values = dict(zip(new, found.values, strict=True))
-    return Part(checkpoint, values, found, keys, tuple(_left_out(checkpoint, found)))
+    return SourcePart(checkpoint, values, found, keys, tuple(_left_out(checkpoint, found)))
 
 
 def _left_out(checkpoint: Checkpoint, found: StateDict) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _left_out(checkpoint: Checkpoint, found: StateDict) -> Iterator[str]:
 
 
 def combined_checkpoint(
-    parts: Sequence[Part],
+    parts: Sequence[SourcePart],
     root: Node,
     notes: Sequence[str] = (),
     metadata: Mapping[str, str] | None = None,
@@ -331,7 +331,7 @@ def combined_checkpoint(
     )
 
 
-def _told_of(parts: Sequence[Part]) -> Iterator[str]:
+def _told_of(parts: Sequence[SourcePart]) -> Iterator[str]:
     """What is to be said of the sources, the same of several in one note."""
     told: dict[str, list[str]] = {}
     for part in parts:
@@ -347,7 +347,7 @@ def _told_of(parts: Sequence[Part]) -> Iterator[str]:
 
 
 def with_renamed(
-    plan: ConversionPlan, parts: Sequence[Part], prefixes: Sequence[str]
+    plan: ConversionPlan, parts: Sequence[SourcePart], prefixes: Sequence[str]
 ) -> ConversionPlan:
     """The plan, which says of keys what they were in the first of the sources that have them."""
     (written,) = plan.state_dicts

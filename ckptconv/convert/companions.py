@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import PurePath, PurePosixPath
 
-from ckptconv.convert.beside import Beside, Companion, LeftFile
+from ckptconv.convert.beside import Companion, FilesBeside, LeftFile
 from ckptconv.formats.folders.alone import MODULES, module_folders
 from ckptconv.io.destination import Destination
 from ckptconv.io.location import Location, read_small
@@ -81,7 +81,7 @@ def is_companion(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() not in _CODE | _WEIGHTS and bool(_PEOPLE(name))
 
 
-def companions(home: Location, read: Sequence[PurePath]) -> Beside:
+def companions(home: Location, read: Sequence[PurePath]) -> FilesBeside:
     """The files of the folder `home` that belong to a model, by name; `read` are those of the
     checkpoint itself. Raises `LimitExceeded` for a file that is larger than such a file is.
     """
@@ -101,7 +101,7 @@ def companions(home: Location, read: Sequence[PurePath]) -> Beside:
             copied.append(_companion(name, place))
         else:
             left.append(LeftFile(name, reason))
-    return Beside(tuple(copied), tuple(left))
+    return FilesBeside(tuple(copied), tuple(left))
 
 
 def companion_places(home: Location) -> Iterator[Location]:
@@ -239,7 +239,7 @@ def name_notes(read: PurePath, output: PurePath) -> Iterator[str]:
             yield f"{reader} looks for {name}{output.suffix}, but the output is {output.name}"
 
 
-def saying_dtype(found: Beside, dtype: DType) -> Beside:
+def saying_dtype(found: FilesBeside, dtype: DType) -> FilesBeside:
     """The same files, of which ``config.json`` says that the weights have this dtype, where it says
     a dtype of weights; a config that is not JSON stays as it is.
     """
@@ -258,7 +258,7 @@ def _saying(item: Companion, dtype: DType) -> Companion:
     return item if said == raw else replace(item, raw=said, nbytes=len(said))
 
 
-def unquantized(found: Beside) -> Beside:
+def unquantized(found: FilesBeside) -> FilesBeside:
     """The same files for weights that are not quantised any more: ``config.json`` does not say that
     they are, and what says nothing else is not copied.
     """
@@ -268,7 +268,7 @@ def unquantized(found: Beside) -> Beside:
         for item in found.copied
         if item.name in _OF_QUANTIZATION
     ]
-    return Beside(tuple(map(_unquantized, copied)), (*found.left, *left))
+    return FilesBeside(tuple(map(_unquantized, copied)), (*found.left, *left))
 
 
 _OF_QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json")

@@ -30,7 +30,7 @@ from ckptconv.tree.walk import label_text, place_text, tensor_of
 if TYPE_CHECKING:
     from ckptconv.devices.mapping import TagMap
     from ckptconv.tree.fitted_keys import KeyTarget
-    from ckptconv.tree.optimizer_names import Followed
+    from ckptconv.tree.optimizer_names import RenamedStates
     from ckptconv.tree.optimizer_states import LeftBehind
 
 
@@ -68,7 +68,7 @@ def optimizer_notes(
     overlay: Mapping[int, Node],
     before: Sequence[StateDict],
     after: Sequence[tuple[StateDict, RenamedKeys]],
-    followed: Sequence[Followed] = (),
+    followed: Sequence[RenamedStates] = (),
 ) -> Iterator[str]:
     """Tell of optimizer states that stay in the output, and whose parameters have other keys now or
     are left out; in those of `followed`, names have become those keys.
@@ -99,7 +99,7 @@ def _in_short(told: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"the same is true of {count_text(len(more), 'more optimizer state')}"
 
 
-def _followed_text(item: Followed) -> str:
+def _followed_text(item: RenamedStates) -> str:
     old, new = item.names[0]
     where = printable(item.path) or "the optimizer state"
     of = "name of 1 parameter"
@@ -108,7 +108,7 @@ def _followed_text(item: Followed) -> str:
     return f"{where} has the new {of} too, e.g. {printable(old)} → {printable(new)}"
 
 
-def _unclear_text(item: Followed) -> str:
+def _unclear_text(item: RenamedStates) -> str:
     where = printable(item.path) or "the optimizer state"
     count = count_text(len(item.unclear), "parameter")
     first = printable(item.unclear[0])

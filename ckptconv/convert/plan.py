@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
-from ckptconv.convert.beside import Beside
+from ckptconv.convert.beside import FilesBeside
 from ckptconv.devices.mapping import TagMap
 from ckptconv.formats.hf_names import earlier_files
 from ckptconv.formats.target_format import Layout, NamedTensor, Target, TargetFormat, target_named
@@ -125,7 +125,7 @@ class ConversionPlan:
     mapping: PlannedFile | None = None
     manifest: PurePath | None = None
     is_sharded: bool = False
-    beside: Beside = Beside()
+    beside: FilesBeside = FilesBeside()
     reads: PlannedFrom | None = None
 
     @property

@@ -57,7 +57,7 @@ from ckptconv.tree.walk import tensors_of
 
 if TYPE_CHECKING:
     from ckptconv.tree.fitted_keys import KeyTarget
-    from ckptconv.tree.optimizer_names import Followed
+    from ckptconv.tree.optimizer_names import RenamedStates
 
 
 def plan_conversion(
@@ -389,7 +389,7 @@ def _followed(
     overlay: dict[int, Node],
     before: list[StateDict],
     after: list[tuple[StateDict, RenamedKeys]],
-) -> Sequence[Followed]:
+) -> Sequence[RenamedStates]:
     """What became of the names in optimizer states, which are put into the overlay."""
     if not any(done.changed or done.made for _, done in after):
         return ()

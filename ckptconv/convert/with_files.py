@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
 
-from ckptconv.convert.beside import Beside
+from ckptconv.convert.beside import FilesBeside
 from ckptconv.convert.notes import beside_notes
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan
@@ -62,7 +62,7 @@ def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
         )
 
 
-def _companions(plan: ConversionPlan, options: Request) -> tuple[Beside, list[str]]:
+def _companions(plan: ConversionPlan, options: Request) -> tuple[FilesBeside, list[str]]:
     """The files that go with a model, whose weights become another type where that is asked for,
     and what is to be said of them.
     """
@@ -93,7 +93,7 @@ def _companions(plan: ConversionPlan, options: Request) -> tuple[Beside, list[st
         notes.append(
             "the output is in the folder of the source, whose other files stay as they are"
         )
-        found = Beside()
+        found = FilesBeside()
     elif not found.copied:
         notes.append(f"{home.path} has no config, tokenizer or the like to copy")
     return found, notes

@@ -49,7 +49,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SmiAnswer:
     """All GPUs, as yet without `logical` indices, and other lines as `remarks`; `problem` says why
     the GPUs are not all (None: they are). Without nvidia-smi the answer is empty.
     """
@@ -59,7 +59,7 @@ class Answer:
     problem: str | None = None
 
 
-def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answer:
+def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> SmiAnswer:
     """What nvidia-smi says; for `partitions` too, it runs twice at once. Raises nothing."""
     import subprocess
 
@@ -71,11 +71,11 @@ def ask_gpus(*, partitions: bool = False, seconds: float | None = None) -> Answe
             running.append(_start(_MODES))
         (code, out), *others = _ends(running, limit)
     except FileNotFoundError:
-        return Answer()
+        return SmiAnswer()
     except subprocess.TimeoutExpired:
-        return Answer(problem=f"nvidia-smi did not answer: it timed out after {limit:g} seconds")
+        return SmiAnswer(problem=f"nvidia-smi did not answer: it timed out after {limit:g} seconds")
     except (OSError, subprocess.SubprocessError) as error:
-        return Answer(problem=f"nvidia-smi did not answer: {error}")
+        return SmiAnswer(problem=f"nvidia-smi did not answer: {error}")
     finally:
         for process in running:  # without waiting: one that hangs in the driver does not even die
             if process.poll() is None:
@@ -106,7 +106,7 @@ def _ends(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[tupl
     return [(process.returncode, out) for process, out in zip(running, printed, strict=True)]
 
 
-def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:
+def _read(code: int, out: str, partitioned: frozenset[int]) -> SmiAnswer:
     lines = [line.strip() for line in out.splitlines() if line.strip()]
     listed = [line for line in lines if line.count(",") >= 4]
     gpus = [_gpu(line, partitioned) for line in listed]
@@ -121,7 +121,7 @@ def _read(code: int, out: str, partitioned: frozenset[int]) -> Answer:
         problem = f"nvidia-smi could not be understood: {listed[gpus.index(None)]}"
     elif lines and not gpus and not has_none:
         problem = f"nvidia-smi could not be understood: {lines[0]}"
-    return Answer(tuple(gpu for gpu in gpus if gpu), remarks, problem)
+    return SmiAnswer(tuple(gpu for gpu in gpus if gpu), remarks, problem)
 
 
 def _gpu(line: str, partitioned: frozenset[int]) -> Gpu | None:

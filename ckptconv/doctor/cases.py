@@ -43,7 +43,7 @@ class Symptom:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DoctorOptions:
     """The options of `diagnose`; `target` is what `like` or `model` name, which is built once.
     Raises `CheckpointError` for options that are none.
     """
@@ -74,7 +74,7 @@ class Case:
     whole: Checkpoint
     checkpoint: Checkpoint
     facts: Inspection
-    asked: Asked
+    asked: DoctorOptions
 
     @property
     def paths(self) -> tuple[PurePath, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 from ckptconv.convert.fixes import Fix, command, output_beside, workable
 from ckptconv.doctor import cases
 from ckptconv.doctor import torch_words as words
-from ckptconv.doctor.cases import Asked, Case, Symptom, some
+from ckptconv.doctor.cases import Case, DoctorOptions, Symptom, some
 from ckptconv.doctor.report import LEFT_OUT, SEVERITIES, Diagnosis, Finding
 from ckptconv.doctor.symptoms import CHECKS
 from ckptconv.formats.registry import Named, checkpoints_of, open_certain, open_to_look
@@ -68,7 +68,9 @@ def diagnose_checkpoint(
     paths = places_of(source)
     if not paths:
         raise UnsupportedCheckpoint("no file was given")
-    return _diagnose(paths, Asked(like, model, plain_name(device), values, size, tag, on_progress))
+    return _diagnose(
+        paths, DoctorOptions(like, model, plain_name(device), values, size, tag, on_progress)
+    )
 
 
 diagnose = diagnose_checkpoint  # the name that it had first
@@ -81,11 +83,11 @@ def diagnose_all(
     each, or why nothing can be. Raises `CheckpointError` when there is no such model or device tag.
     """
     refuse_no_paths("paths", paths)
-    asked = Asked(**options)
+    asked = DoctorOptions(**options)
     return [_diagnosed(group, asked) for group in checkpoints_of(paths)]
 
 
-def _diagnosed(paths: tuple[Location, ...], asked: Asked) -> Diagnosis | CheckpointError:
+def _diagnosed(paths: tuple[Location, ...], asked: DoctorOptions) -> Diagnosis | CheckpointError:
     try:
         return _diagnose(paths, asked)
     except DeviceUnavailable:  # it was asked for all of them, and is told once
@@ -94,7 +96,7 @@ def _diagnosed(paths: tuple[Location, ...], asked: Asked) -> Diagnosis | Checkpo
         return error
 
 
-def _diagnose(paths: tuple[Location, ...], asked: Asked) -> Diagnosis:
+def _diagnose(paths: tuple[Location, ...], asked: DoctorOptions) -> Diagnosis:
     named = tuple(map(str, paths))
     for one in paths:
         require(one)

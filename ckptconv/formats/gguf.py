@@ -32,7 +32,7 @@ from ckptconv.support.records import NamedTuple, made
 from ckptconv.support.text import some_text
 from ckptconv.tensors.dtypes import BFLOAT16, BLOCKS, BY_NAME, DType
 from ckptconv.tensors.refs import Storage, TensorRef, whole_view
-from ckptconv.tree.checkpoint import Checkpoint, Container, Part
+from ckptconv.tree.checkpoint import Checkpoint, Container, PartFile
 
 CONTAINER = Container("gguf", "gguf", suffix=".safetensors", shares=False)
 
@@ -371,14 +371,14 @@ def _place(metadata: Mapping[str, str], path: object) -> _Place | None:
     return place
 
 
-def _part(metadata: Mapping[str, str], path: object) -> Part | None:
+def _part(metadata: Mapping[str, str], path: object) -> PartFile | None:
     """What a file is, if it is one of a set, whatever its name."""
     place = _place(metadata, path)
     if place is None:
         return None
     what = f"is file {place.number + 1} of a set of {place.files}, by its metadata"
     mark = f"{place.number + 1:05}-of-{place.files:05}"
-    return Part(what, f"name all, or their folder; their names end in -{mark}.gguf", mark)
+    return PartFile(what, f"name all, or their folder; their names end in -{mark}.gguf", mark)
 
 
 def whole_of_set(whole: Checkpoint, parts: Mapping[int, Checkpoint]) -> Checkpoint:

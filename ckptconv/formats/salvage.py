@@ -241,7 +241,7 @@ def _crc_of(source: Source, offset: int, nbytes: int) -> int:
     return crc
 
 
-class _Header(NamedTuple):
+class _LocalHeader(NamedTuple):
     """A local header, and where the payload begins. Where it `has_descriptor`, size and CRC-32
     stand behind the payload, and may be 0 here.
     """
@@ -281,7 +281,7 @@ def _named_sizes(source: Source, name: str, payload: _Payload) -> dict[str, int]
     return {f"{folder}data/{key}": nbytes for key, (nbytes, _) in named.items()}
 
 
-def _header(source: Source, at: int) -> _Header | None:
+def _header(source: Source, at: int) -> _LocalHeader | None:
     """The local header at a place; None where there is none, or it is cut off."""
     if at + LOCAL.size > source.size:
         return None
@@ -303,11 +303,11 @@ def _header(source: Source, at: int) -> _Header | None:
     if wide and MAX32 in (stored, plain):
         stored = wide[0]
     is_described, is_deflated = bool(flags & 8), method == DEFLATED
-    return _Header(name, offset, stored, crc, is_described, wide is not None, is_deflated)
+    return _LocalHeader(name, offset, stored, crc, is_described, wide is not None, is_deflated)
 
 
 def _payload(
-    source: Source, header: _Header, sizes: Mapping[str, int]
+    source: Source, header: _LocalHeader, sizes: Mapping[str, int]
 ) -> tuple[int | None, _Payload | None]:
     """Where the record behind this one begins (None: nobody knows), and the payload, if whole."""
     nbytes: int | None = header.nbytes
@@ -328,7 +328,7 @@ def _payload(
     return end, _Payload(header.offset, nbytes, crc)
 
 
-def _descriptor(source: Source, header: _Header, nbytes: int) -> tuple[int, int] | None:
+def _descriptor(source: Source, header: _LocalHeader, nbytes: int) -> tuple[int, int] | None:
     """What is behind a payload of so many bytes: where its data descriptor ends, and the CRC-32 in
     there. None where there is none that says this size.
     """
@@ -345,7 +345,7 @@ def _descriptor(source: Source, header: _Header, nbytes: int) -> tuple[int, int]
     return None
 
 
-def _described_size(source: Source, header: _Header) -> int | None:
+def _described_size(source: Source, header: _LocalHeader) -> int | None:
     """The size of a payload that only its data descriptor says: one with just that distance and
     just that CRC-32 stands behind it. Storages are not looked for like this, so it is short.
     """

@@ -21,7 +21,7 @@ from ckptconv.pickles.reader import read_pickle
 from ckptconv.support.errors import MalformedCheckpoint, errors_at, or_recover, printable
 from ckptconv.tensors.dtypes import UINT8, DType
 from ckptconv.tensors.refs import Storage
-from ckptconv.tree.checkpoint import PICKLE_HEAD, TORCH_LOAD, Checkpoint, Container, FileFacts
+from ckptconv.tree.checkpoint import PICKLE_HEAD, TORCH_LOAD, Checkpoint, Container, TorchFileFacts
 
 CONTAINER = Container(
     "torch legacy",
@@ -51,7 +51,7 @@ def open_torch_legacy(source: Source) -> Checkpoint:
         read_pickle(system)
         storages = _Storages(source, named_storages(tree), listed(read_pickle(keys)), start)
         root = read_torch_pickle(tree, storages)
-    head = FileFacts(source.read(0, PICKLE_HEAD))
+    head = TorchFileFacts(source.read(0, PICKLE_HEAD))
     sources = (storages.guarded,)
     return Checkpoint(source.path, CONTAINER, root, source.size, sources=sources, facts=head)
 

@@ -29,7 +29,7 @@ from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, 
 from ckptconv.support.records import made
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import Storage
-from ckptconv.tree.checkpoint import PICKLE_HEAD, TORCH_LOAD, Checkpoint, Container, FileFacts
+from ckptconv.tree.checkpoint import PICKLE_HEAD, TORCH_LOAD, Checkpoint, Container, TorchFileFacts
 
 CONTAINER = Container(
     "torch zip",
@@ -68,7 +68,9 @@ def open_torch_zip(source: Source, records: Records) -> Checkpoint:
         source.size,
         notes=tuple(notes),
         sources=(source, *storages.inflated),
-        facts=FileFacts(pickle[:PICKLE_HEAD], dead, strays, storages.version, root.rstrip("/")),
+        facts=TorchFileFacts(
+            pickle[:PICKLE_HEAD], dead, strays, storages.version, root.rstrip("/")
+        ),
     )
 
 

@@ -1,8 +1,8 @@
 """Puts the files of a checkpoint in their places, together or not at all, wherever these are.
 
 A kind of place says how one of its names is given, replaced, removed, looked for, synced and locked
-(`Names`). In which order that is done, and what is undone where something fails, is said here, once
-for this host and for stores: an index never names a mixture of two sets.
+(`FolderNames`). In which order that is done, and what is undone where something fails, is said
+here, once for this host and for stores: an index never names a mixture of two sets.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ShardNames:
         yield from (name for name in self.earlier() if not name.endswith(".index.json"))
 
 
-class Names(ABC):
+class FolderNames(ABC):
     """The names in the folder of an output, for which files are made: what is done about one of
     them. `path` is how the user calls the output.
 
@@ -104,12 +104,12 @@ class Names(ABC):
         """Within the block, what fails is an `OutputRefused`, which begins with `FAILED`."""
 
 
-def put_set(at: Names, files: ShardNames, *, force: bool) -> None:
+def put_set(at: FolderNames, files: ShardNames, *, force: bool) -> None:
     """Give the files their names so that an index never names a mixture, and remove earlier ones.
 
     Names that are free are taken first, and the index last; companions that are replaced follow.
     Where shards of the index that is there have the same names, that index goes first, unless the
-    place can put one set over another (`Names.put_over`).
+    place can put one set over another (`FolderNames.put_over`).
     """
     with at.told(), at.lock():
         earlier = files.earlier()
@@ -132,7 +132,12 @@ def put_set(at: Names, files: ShardNames, *, force: bool) -> None:
 
 
 def _put_checkpoint(
-    at: Names, files: ShardNames, earlier: Sequence[str], replaced: Sequence[str], *, force: bool
+    at: FolderNames,
+    files: ShardNames,
+    earlier: Sequence[str],
+    replaced: Sequence[str],
+    *,
+    force: bool,
 ) -> None:
     """All but the companions that are replaced; what was done is undone where something fails."""
     *shards, last = files.files
@@ -165,7 +170,7 @@ def _put_checkpoint(
 
 
 @contextlib.contextmanager
-def _undone(at: Names, done: Sequence[str], gone: Sequence[str]) -> Iterator[None]:
+def _undone(at: FolderNames, done: Sequence[str], gone: Sequence[str]) -> Iterator[None]:
     """Where the block fails, the names that it has `done` are free again; they stay where an index
     is `gone` that named files of the same names.
     """
@@ -185,7 +190,7 @@ def _undone(at: Names, done: Sequence[str], gone: Sequence[str]) -> Iterator[Non
         raise
 
 
-def _is_removed(at: Names, name: str) -> bool:
+def _is_removed(at: FolderNames, name: str) -> bool:
     try:
         with at.told():
             at.remove(name)
@@ -195,7 +200,7 @@ def _is_removed(at: Names, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _after_it(at: Names, name: str, done: str, hint: str) -> Iterator[None]:
+def _after_it(at: FolderNames, name: str, done: str, hint: str) -> Iterator[None]:
     """The block does something about a file of the earlier checkpoint; the new one is in place."""
     try:
         with at.told():

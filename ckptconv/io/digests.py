@@ -117,7 +117,7 @@ def refuse_other(source: Source, sha256: str) -> None:
         raise source.wrong(what, code="checksum", hint=hint)
 
 
-class Passed:
+class PassingDigest:
     """The SHA-256 of a file that is read in pieces, as long as they follow one another from its
     first byte on. What was hashed may be read again; what is passed over leaves it unknown. Several
     threads may tell of what they read.

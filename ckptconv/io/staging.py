@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from ckptconv.io.commit import Names, ShardNames, exists_by_now
+from ckptconv.io.commit import FolderNames, ShardNames, exists_by_now
 from ckptconv.io.destination import check_folder, check_output, followed, output_errors
 from ckptconv.io.hidden_folders import OLD, SHARDS, hidden_name, remove_hidden, remove_leftovers
 from ckptconv.io.journals import journal_path
@@ -73,7 +73,7 @@ def put_new_folder(made: Path, path: Path, *, fsync: bool) -> bool:
     return True
 
 
-class NamesBeside(Names):
+class NamesBeside(FolderNames):
     """The names beside `path`; the files for them were made in the hidden folder `made`. A link
     that has the name of a shard is replaced; `path` itself, where there is no index, is followed.
     """

@@ -14,13 +14,13 @@ from dataclasses import field
 from typing import Any
 
 from ckptconv.keys.rules import Rule, Step
-from ckptconv.keys.tensor_rules import Operation, TensorRule, matched
+from ckptconv.keys.tensor_rules import RuleOperation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.name_lists import lines_beside
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import first_few, some_text
 
-Operations = tuple[Operation, ...]
+Operations = tuple[RuleOperation, ...]
 
 
 class Heads(NamedTuple):
@@ -30,7 +30,7 @@ class Heads(NamedTuple):
     keys: int
 
 
-class Row(NamedTuple):
+class LayoutRow(NamedTuple):
     """Which tensors are which: `theirs`, and those of the Hub; none of these: dropped there, and
     not made on the way back. `operation` is what is done on the way; `older` are further names
     that `theirs` had.
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class FrameworkLayout:
     """A table of rows, and the `source` of its facts.
 
     `is_whole`: all keys of a checkpoint are in it; another one is an error. `one_way` says why
@@ -52,13 +52,13 @@ class Layout:
     """
 
     source: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LayoutRow] = field(default_factory=list)
     needs_heads: bool = False
     is_whole: bool = True
     one_way: str = ""
     only: dict[str, tuple[object, ...]] = field(default_factory=dict)
 
-    def take(self, line: str, parts: Mapping[str, Layout]) -> None:
+    def take(self, line: str, parts: Mapping[str, FrameworkLayout]) -> None:
         """Take in a line of the table; `parts` are the layouts before it."""
         word, _, told = line.partition(": ")
         match word.split():
@@ -85,26 +85,26 @@ class Layout:
 _FLAGS = {"true": True, "false": False}
 
 
-def _row(line: str) -> Row:
+def _row(line: str) -> LayoutRow:
     text, _, older = line.partition(" was ")
     names, _, operation = text.partition(" @")
     theirs, *hub = names.split()
-    return Row(theirs, tuple(hub), operation.strip(), tuple(older.split()))
+    return LayoutRow(theirs, tuple(hub), operation.strip(), tuple(older.split()))
 
 
-def _layouts() -> Iterator[tuple[str, Layout]]:
+def _layouts() -> Iterator[tuple[str, FrameworkLayout]]:
     """The layouts of the table; those in parentheses are only parts of others."""
-    parts: dict[str, Layout] = {}
+    parts: dict[str, FrameworkLayout] = {}
     for line in lines_beside(__file__):
         if line[0] in "[(":
-            layout = parts[line[1:-1]] = Layout()
+            layout = parts[line[1:-1]] = FrameworkLayout()
             if line[0] == "[":
                 yield line[1:-1], layout
         else:
             layout.take(line, parts)
 
 
-LAYOUTS: Mapping[str, Layout] = dict(_layouts())
+LAYOUTS: Mapping[str, FrameworkLayout] = dict(_layouts())
 """The layouts by the names of their presets; ``to-NAME`` goes back, but for `one_way`."""
 
 
@@ -139,7 +139,7 @@ def layout_rules(name: str, heads: Heads | None, *, back: bool) -> tuple[Rule, .
     return (InLayout(name, tuple(rules), is_back=back), *rules)
 
 
-def _rules_there(row: Row, heads: Heads) -> Iterator[TensorRule]:
+def _rules_there(row: LayoutRow, heads: Heads) -> Iterator[TensorRule]:
     if not row.hub:
         yield TensorRule.of(row.theirs, (), ["drop"], optional=True)
     for theirs, hub, there, _ in _settled(row, heads):
@@ -148,7 +148,7 @@ def _rules_there(row: Row, heads: Heads) -> Iterator[TensorRule]:
             yield TensorRule((name,), hub, there, optional=True)
 
 
-def _rules_back(row: Row, heads: Heads) -> Iterator[TensorRule]:
+def _rules_back(row: LayoutRow, heads: Heads) -> Iterator[TensorRule]:
     for theirs, hub, _, back in _settled(row, heads):
         yield TensorRule(hub, (theirs,), back, optional=True)
 
@@ -203,7 +203,7 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def _settled(
-    row: Row, heads: Heads
+    row: LayoutRow, heads: Heads
 ) -> Iterator[tuple[str, tuple[str, ...], Operations, Operations]]:
     """The names of a row there and on the Hub, and the operations on the way there and back."""
     if not row.hub:
@@ -220,15 +220,18 @@ def _settled(
 def _operations(name: str, heads: Heads) -> tuple[Operations, Operations]:
     if name.startswith("rope"):
         count = heads.queries if name == "rope-queries" else heads.keys
-        return (Operation.of("rope", count),), (Operation.of("unrope", count),)
+        return (RuleOperation.of("rope", count),), (RuleOperation.of("unrope", count),)
     return _PLAIN[name]
 
 
 _PLAIN: Mapping[str, tuple[Operations, Operations]] = {
     "": ((), ()),
-    "experts": ((Operation.of("unstack", 0, over="e"),), (Operation.of("stack", 0, over="e"),)),
-    "halves": ((Operation.of("split", 0),), (Operation.of("concat", 0),)),
-    "less-1": ((Operation.of("add", -1),), ()),
+    "experts": (
+        (RuleOperation.of("unstack", 0, over="e"),),
+        (RuleOperation.of("stack", 0, over="e"),),
+    ),
+    "halves": ((RuleOperation.of("split", 0),), (RuleOperation.of("concat", 0),)),
+    "less-1": ((RuleOperation.of("add", -1),), ()),
 }
 
 
@@ -236,11 +239,11 @@ def _one_after_another(heads: Heads) -> tuple[Operations, Operations]:
     """Rows of all heads of q, of k, of v."""
     counts = [heads.queries, heads.keys, heads.keys]
     there = (
-        Operation.of("unflatten", 0, sizes=[sum(counts), -1]),
-        Operation.of("split", 0, sizes=counts),
-        Operation.of("flatten", dims=[0, 1]),
+        RuleOperation.of("unflatten", 0, sizes=[sum(counts), -1]),
+        RuleOperation.of("split", 0, sizes=counts),
+        RuleOperation.of("flatten", dims=[0, 1]),
     )
-    return there, (Operation.of("concat", 0),)
+    return there, (RuleOperation.of("concat", 0),)
 
 
 def _by_group(heads: Heads) -> tuple[Operations, Operations]:
@@ -250,15 +253,15 @@ def _by_group(heads: Heads) -> tuple[Operations, Operations]:
         what = f"{heads.queries} heads cannot be in {heads.keys} groups"
         raise KeyConflict(what, hint="write HEADS,GROUPS")
     there = (
-        Operation.of("unflatten", 0, sizes=[heads.keys, each + 2, -1]),
-        Operation.of("split", 1, sizes=[each, 1, 1]),
-        Operation.of("flatten", dims=[0, 2]),
+        RuleOperation.of("unflatten", 0, sizes=[heads.keys, each + 2, -1]),
+        RuleOperation.of("split", 1, sizes=[each, 1, 1]),
+        RuleOperation.of("flatten", dims=[0, 2]),
     )
     back = (
-        Operation.of("unflatten", 0, sizes=[heads.keys, each, -1], on=[0]),
-        Operation.of("unflatten", 0, sizes=[heads.keys, 1, -1], on=[1, 2]),
-        Operation.of("concat", 1),
-        Operation.of("flatten", dims=[0, 2]),
+        RuleOperation.of("unflatten", 0, sizes=[heads.keys, each, -1], on=[0]),
+        RuleOperation.of("unflatten", 0, sizes=[heads.keys, 1, -1], on=[1, 2]),
+        RuleOperation.of("concat", 1),
+        RuleOperation.of("flatten", dims=[0, 2]),
     )
     return there, back
 

@@ -20,7 +20,7 @@ from ckptconv.keys.mappings import (
 )
 from ckptconv.keys.rules import (
     AddPrefix,
-    Called,
+    KeyFunction,
     Patience,
     Regex,
     Rename,
@@ -210,7 +210,7 @@ def rules_of(keys: Keys) -> KeyRules:
     if isinstance(keys, KeyRules):
         return keys
     if callable(keys):
-        return KeyRules("keep", rules=(Called(keys),))
+        return KeyRules("keep", rules=(KeyFunction(keys),))
     refuse_no_keys(keys)
     return {"strip": STRIP, "keep": KEEP}[keys]
 

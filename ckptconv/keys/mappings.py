@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 
-from ckptconv.keys.rules import Called, Patience, Regex, Rule, Step
+from ckptconv.keys.rules import KeyFunction, Patience, Regex, Rule, Step
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.records import NamedTuple, dataclass
 
@@ -178,7 +178,7 @@ def path_step(rule: Rule, step: Step, patience: Patience, followed: Followed) ->
     if isinstance(rule, Mapped):
         return lambda path: rule.module_paths(path) or (followed.or_same(path),)
 
-    if isinstance(rule, Called):  # which knows keys alone
+    if isinstance(rule, KeyFunction):  # which knows keys alone
         return lambda path: (followed.or_same(path),)
 
     def by_name(path: str) -> str:

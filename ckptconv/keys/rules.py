@@ -238,7 +238,7 @@ def without_segments(key: str, names: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Called(Rule):
+class KeyFunction(Rule):
     """What a function of the caller makes of each key: its new name, or None to leave it out."""
 
     function: Callable[[str], str | None]

@@ -32,7 +32,7 @@ LIST = ""
 Kind = Literal["dim", "number", "dims", "numbers", "places", "variable", "value"]
 
 
-class Parameter(NamedTuple):
+class OperationArgument(NamedTuple):
     """An argument of an operation: its name, what it is, whether it may be left out."""
 
     name: str
@@ -40,30 +40,30 @@ class Parameter(NamedTuple):
     optional: bool = False
 
 
-_DIM = Parameter("dim", "dim")
-_OVER = Parameter("over", "variable", optional=True)
-_ON = Parameter("on", "places", optional=True)
+_DIM = OperationArgument("dim", "dim")
+_OVER = OperationArgument("over", "variable", optional=True)
+_ON = OperationArgument("on", "places", optional=True)
 
-OPERATIONS: Mapping[str, tuple[Parameter, ...]] = {
+OPERATIONS: Mapping[str, tuple[OperationArgument, ...]] = {
     "stack": (_DIM, _OVER),
     "unstack": (_DIM, _OVER),
     "concat": (_DIM, _OVER),
     "split": (
         _DIM,
-        Parameter("parts", "number", optional=True),
-        Parameter("sizes", "numbers", optional=True),
+        OperationArgument("parts", "number", optional=True),
+        OperationArgument("sizes", "numbers", optional=True),
         _OVER,
     ),
-    "transpose": (Parameter("dims", "dims"), _ON),
-    "permute": (Parameter("dims", "dims"), _ON),
-    "reshape": (Parameter("shape", "numbers"), _ON),
-    "unflatten": (_DIM, Parameter("sizes", "numbers"), _ON),
-    "flatten": (Parameter("dims", "dims"), _ON),
-    "interleave": (_DIM, Parameter("parts", "number", optional=True), _ON),
-    "deinterleave": (_DIM, Parameter("parts", "number", optional=True), _ON),
-    "rope": (Parameter("heads", "number"), _ON),
-    "unrope": (Parameter("heads", "number"), _ON),
-    "add": (Parameter("value", "value"), _ON),
+    "transpose": (OperationArgument("dims", "dims"), _ON),
+    "permute": (OperationArgument("dims", "dims"), _ON),
+    "reshape": (OperationArgument("shape", "numbers"), _ON),
+    "unflatten": (_DIM, OperationArgument("sizes", "numbers"), _ON),
+    "flatten": (OperationArgument("dims", "dims"), _ON),
+    "interleave": (_DIM, OperationArgument("parts", "number", optional=True), _ON),
+    "deinterleave": (_DIM, OperationArgument("parts", "number", optional=True), _ON),
+    "rope": (OperationArgument("heads", "number"), _ON),
+    "unrope": (OperationArgument("heads", "number"), _ON),
+    "add": (OperationArgument("value", "value"), _ON),
     "tie": (),
     "drop": (),
 }
@@ -99,7 +99,7 @@ Argument: TypeAlias = "Number | tuple[Number, ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RuleOperation:
     """One operation of a tensor rule: a name of `OPERATIONS` with its arguments.
 
     Numbers may be text: names of ``config.json`` (``num_attention_heads``,
@@ -139,7 +139,7 @@ class Operation:
             raise KeyConflict(f"{self.name} takes two dimensions, as [0, 1]")
 
     @classmethod
-    def of(cls, name: str, /, *value: Any, **arguments: Any) -> Operation:
+    def of(cls, name: str, /, *value: Any, **arguments: Any) -> RuleOperation:
         """An operation by its name, its first argument, and others by their names."""
         if value and name in OPERATIONS:
             first = [item.name for item in OPERATIONS[name][:1]]
@@ -183,7 +183,7 @@ class Operation:
             if name != "over":
                 yield from (it for it in _listed(value) if isinstance(it, str) and it != LIKE)
 
-    def with_config(self, config: Mapping[str, Any]) -> Operation:
+    def with_config(self, config: Mapping[str, Any]) -> RuleOperation:
         """The same with numbers in the place of names of a config; `KeyConflict` where one lacks
         or is not a whole number.
         """
@@ -359,7 +359,7 @@ class TensorRule(Rule):
 
     sources: tuple[Pattern, ...]
     targets: tuple[str, ...]
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[RuleOperation, ...] = ()
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -369,7 +369,7 @@ class TensorRule(Rule):
             raise KeyConflict("sources are all patterns, or all regular expressions")
         own = _same_variables(self.sources, "sources")
         implicit = frozenset((_BEFORE, _AFTER)) & own
-        is_drop = self.operations == (Operation("drop"),)
+        is_drop = self.operations == (RuleOperation("drop"),)
         if is_drop and self.targets:
             raise KeyConflict("drop stands alone, and has no target")
         if is_drop:
@@ -384,7 +384,7 @@ class TensorRule(Rule):
         cls,
         sources: Pattern | Sequence[Pattern],
         targets: str | Sequence[str],
-        operations: Sequence[Operation | str | Mapping[str, Any]] = (),
+        operations: Sequence[RuleOperation | str | Mapping[str, Any]] = (),
         *,
         optional: bool = False,
     ) -> TensorRule:
@@ -585,28 +585,28 @@ def _same_variables(patterns: Sequence[Pattern], what: str) -> frozenset[str]:
     return found[0]
 
 
-def operation(given: Operation | str | Mapping[str, Any]) -> Operation:
+def operation(given: RuleOperation | str | Mapping[str, Any]) -> RuleOperation:
     """An operation as it is written in a file: its name, ``name number``, or an object of its name
     and its arguments.
 
     >>> operation({"split": {"dim": 0, "sizes": [8, 4]}}).words
     'split 0 sizes [8, 4]'
     """
-    if isinstance(given, Operation):
+    if isinstance(given, RuleOperation):
         return given
     if isinstance(given, str):
         name, _, text = given.strip().partition(" ")
         value = text.strip()
         if not value:
-            return Operation(name)
+            return RuleOperation(name)
         if re.fullmatch(r"-?\d{1,9}", value):
-            return Operation.of(name, int(value))
-        return Operation.of(name, value)
+            return RuleOperation.of(name, int(value))
+        return RuleOperation.of(name, value)
     if isinstance(given, Mapping) and len(given) == 1:
         ((word, value),) = given.items()
         if isinstance(value, Mapping):
-            return Operation.of(str(word), **{str(key): item for key, item in value.items()})
-        return Operation.of(str(word), value)
+            return RuleOperation.of(str(word), **{str(key): item for key, item in value.items()})
+        return RuleOperation.of(str(word), value)
     what = f"{given!r:.100} is not an operation"
     raise KeyConflict(what, hint='write it as {"stack": 0}, or {"split": {"dim": 0, "parts": 3}}')
 
@@ -671,7 +671,9 @@ def _refuse_unfit(rule: TensorRule, joined: frozenset[str], made: frozenset[str]
         )
 
 
-def axis_of(item: Operation, axes: Axes, left: set[str], still: set[str], rule: TensorRule) -> str:
+def axis_of(
+    item: RuleOperation, axes: Axes, left: set[str], still: set[str], rule: TensorRule
+) -> str:
     """The axis that an operation joins or makes: a variable, or the list."""
     if not item.is_of_list:
         return LIST
@@ -693,7 +695,7 @@ def axis_of(item: Operation, axes: Axes, left: set[str], still: set[str], rule: 
     return free[0]
 
 
-def parts_of(item: Operation, axes: Axes, rule: TensorRule) -> int:
+def parts_of(item: RuleOperation, axes: Axes, rule: TensorRule) -> int:
     """Into how many tensors each one is taken apart, where it becomes several of the list."""
     if item.name in JOINS or not item.is_of_list:
         return 1
@@ -728,7 +730,7 @@ class Axes:
         places = {tuple(place.get(each, 0) for each, _ in self.sizes): at for at, place in before}
         return [places[tuple(place.values())] for place in self.places()]
 
-    def step(self, item: Operation, axis: str, count: int) -> None:
+    def step(self, item: RuleOperation, axis: str, count: int) -> None:
         """Count as after an operation, for which the axis is the innermost one."""
         if item.name in JOINS:
             self.sizes = [(name, size) for name, size in self.sizes if name != axis]

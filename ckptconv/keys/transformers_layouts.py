@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from ckptconv.keys.config_numbers import number_in, part_of
 from ckptconv.keys.rules import Rule, Step
-from ckptconv.keys.tensor_rules import Operation, TensorRule
+from ckptconv.keys.tensor_rules import RuleOperation, TensorRule
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.name_lists import data_beside
 from ckptconv.support.records import NamedTuple, dataclass
@@ -316,7 +316,7 @@ def _source(found: re.Match[str]) -> int:
 # ------------------------------------------------------------------------------------- conversions
 
 
-class Asked(NamedTuple):
+class AskedConversion(NamedTuple):
     """A conversion, its way, and the configs with its numbers: its own, and of the whole model."""
 
     transform: Transform
@@ -335,7 +335,7 @@ class Asked(NamedTuple):
         return names.get(1, ("",))[0]
 
 
-def _tensor_rule(asked: Asked, earlier: Sequence[Transform]) -> TensorRule:
+def _tensor_rule(asked: AskedConversion, earlier: Sequence[Transform]) -> TensorRule:
     """A conversion as a tensor rule, for keys that none of the `earlier` ones takes."""
     transform = asked.transform
     others = "|".join(_anywhere(item) for item in earlier)
@@ -365,7 +365,7 @@ def _shown(source: str) -> str:
     return re.sub("[()]", "", plain)
 
 
-def _operations(asked: Asked) -> Iterator[Operation]:
+def _operations(asked: AskedConversion) -> Iterator[RuleOperation]:
     """The operations of a rule; on the way back the inverse ones, the last of them first."""
     listed = asked.transform.operations or ()
     for name, given in listed[:: asked.way(1, -1)]:
@@ -379,34 +379,34 @@ def _inexpressible(transform: Transform, why: str) -> KeyConflict:
     return KeyConflict(what, hint="write rules for it: ckptconv help layouts")
 
 
-def _stack(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
-    yield Operation.of(asked.way("stack", "unstack"), given["dim"], over="e")
+def _stack(asked: AskedConversion, given: Mapping[str, Any]) -> Iterator[RuleOperation]:
+    yield RuleOperation.of(asked.way("stack", "unstack"), given["dim"], over="e")
 
 
-def _concat(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
+def _concat(asked: AskedConversion, given: Mapping[str, Any]) -> Iterator[RuleOperation]:
     yield asked.way(_join, _split)(asked, given)
 
 
-def _chunk(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
+def _chunk(asked: AskedConversion, given: Mapping[str, Any]) -> Iterator[RuleOperation]:
     yield asked.way(_split, _join)(asked, given)
 
 
-def _split_as_model(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
+def _split_as_model(asked: AskedConversion, given: Mapping[str, Any]) -> Iterator[RuleOperation]:
     """Parts as large as the parameters of the model, which its code says."""
     if not asked.is_back and (asked.transform.scope.entry, asked.cut) not in _SIZES:
         raise _inexpressible(asked.transform, "the sizes of parts are those in code of the model")
     yield from _chunk(asked, given)
 
 
-def _join(asked: Asked, given: Mapping[str, Any]) -> Operation:
-    return Operation.of("concat", given["dim"], over=_over(asked.transform.sources))
+def _join(asked: AskedConversion, given: Mapping[str, Any]) -> RuleOperation:
+    return RuleOperation.of("concat", given["dim"], over=_over(asked.transform.sources))
 
 
 def _over(names: Sequence[str]) -> str | None:
     return "e" if len(names) == 1 else None
 
 
-def _split(asked: Asked, given: Mapping[str, Any]) -> Operation:
+def _split(asked: AskedConversion, given: Mapping[str, Any]) -> RuleOperation:
     parts = sizes = None
     count = given.get("num_shards_attribute")
     if count is not None:
@@ -415,7 +415,7 @@ def _split(asked: Asked, given: Mapping[str, Any]) -> Operation:
     if texts:
         sizes = [number_in(text, asked.own) for text in texts]
     over = _over(asked.transform.targets)
-    return Operation.of("split", given["dim"], parts=parts, sizes=sizes, over=over)
+    return RuleOperation.of("split", given["dim"], parts=parts, sizes=sizes, over=over)
 
 
 # The sizes of parts that are not equal, by entry and by what is cut: those of the parameters in
@@ -443,7 +443,7 @@ _SIZES = {
 }
 
 
-def _rope(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
+def _rope(asked: AskedConversion, given: Mapping[str, Any]) -> Iterator[RuleOperation]:
     inner = asked.whole.get(given.get("subconfig_key") or "", asked.whole)
     heads = number_in("num_attention_heads", inner)
     permuted = given.get("permute_layer_names")
@@ -451,10 +451,10 @@ def _rope(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
     if permuted is not None:
         names = asked.way(asked.transform.targets, asked.transform.sources)
         on = [at for at, name in enumerate(names) if any(part in name for part in permuted)]
-    yield Operation.of(asked.way("rope", "unrope"), heads=heads, on=on)
+    yield RuleOperation.of(asked.way("rope", "unrope"), heads=heads, on=on)
 
 
-def _transpose(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
+def _transpose(asked: AskedConversion, given: Mapping[str, Any]) -> Iterator[RuleOperation]:
     dims = [given["dim0"], given["dim1"]]
     if given.get("check_dims"):
         # the same name before and after: only the size of a dimension tells which layout it is
@@ -465,8 +465,8 @@ def _transpose(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
         sizes = [number_in(text, config) for text in texts]
         if sizes[0] == sizes[1]:
             raise _inexpressible(asked.transform, f"both dimensions of {asked.cut} are {sizes[0]}")
-        yield Operation.of("split", dims[0], sizes=[sizes[asked.is_back]])
-    yield Operation.of("transpose", dims=dims)
+        yield RuleOperation.of("split", dims[0], sizes=[sizes[asked.is_back]])
+    yield RuleOperation.of("transpose", dims=dims)
 
 
 # The size of the first dimension that is transposed, on the Hub and in version 5: those of the
@@ -477,12 +477,12 @@ _BEFORE_TRANSPOSE = {
 }
 
 
-def _interleave(asked: Asked, given: Mapping[str, Any]) -> Iterator[Operation]:
-    yield Operation.of(asked.way("deinterleave", "interleave"), given["dim"])
+def _interleave(asked: AskedConversion, given: Mapping[str, Any]) -> Iterator[RuleOperation]:
+    yield RuleOperation.of(asked.way("deinterleave", "interleave"), given["dim"])
 
 
 # What makes of each operation of transformers those of a tensor rule
-_MAKERS: Mapping[str, Callable[[Asked, Mapping[str, Any]], Iterator[Operation]]] = {
+_MAKERS: Mapping[str, Callable[[AskedConversion, Mapping[str, Any]], Iterator[RuleOperation]]] = {
     "MergeModulelist": _stack,
     "Concatenate": _concat,
     "Chunk": _chunk,
@@ -543,7 +543,7 @@ def layout_rules(model: str | None, config: Mapping[str, Any], *, back: bool) ->
     conversions = [item for item in ways[direction] if item.operations is not None]
     made = []
     for at, item in enumerate(conversions):
-        asked = Asked(item, back, part_of(config, item.scope.config_path), config)
+        asked = AskedConversion(item, back, part_of(config, item.scope.config_path), config)
         made.append(_tensor_rule(asked, conversions[:at]))
     every = (*ways["v5"], *ways["original"])
     for item in every:

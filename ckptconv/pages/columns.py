@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ckptconv.pages.facts import STATES, FileFacts, PageFacts, PageTensor, Pair
+from ckptconv.pages.facts import STATES, FileFacts, KeyPair, PageFacts, PageTensor
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.errors import printable
 from ckptconv.tensors.statistics import Statistics
@@ -147,7 +147,7 @@ def packed(numbers: Array, letters: int) -> str:
     return np.stack(columns, axis=-1).tobytes().decode()
 
 
-def _pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
+def _pairs(pairs: Sequence[KeyPair]) -> dict[str, Any]:
     far = [pair.deviation for pair in pairs if pair.deviation is not None]
     measures = [_number(value) for one in far for value in (one.rel_l2, one.cosine, one.max_abs)]
     return {

@@ -54,7 +54,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScanVerdict:
     """What the scan says: how bad it is, in a line, and each thing that it found."""
 
     level: Level | None  # None: it could not be scanned
@@ -72,7 +72,7 @@ class FileFacts:
 
     name: str
     inspection: Inspection
-    scan: Verdict
+    scan: ScanVerdict
     command: str | None
     no_fix: str | None
     lost: tuple[str, ...]
@@ -84,7 +84,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class KeyPair:
     """A key of two checkpoints: the places of its tensors in both (None: one lacks it), how they
     compare, and how far apart their values are.
     """
@@ -101,7 +101,7 @@ class PageFacts:
 
     files: tuple[FileFacts, ...]
     difference: Difference | None = None
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[KeyPair, ...] = ()
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def shared_storages(refs: Sequence[TensorRef]) -> tuple[Shared, ...]:
 
 def pairs_of(
     difference: Difference, ours: Sequence[PageTensor], theirs: Sequence[PageTensor]
-) -> tuple[Pair, ...]:
+) -> tuple[KeyPair, ...]:
     """The tensors of both sides by their keys, in the order of the first, then of the second."""
     others: dict[str, list[int]] = {}
     for at, item in enumerate(theirs):
@@ -166,12 +166,12 @@ def pairs_of(
     for at, item in enumerate(ours):
         places = others.get(item.name)
         if not places:
-            pairs.append(Pair(at, None, states.get(item.name, "only in A")))
+            pairs.append(KeyPair(at, None, states.get(item.name, "only in A")))
             continue
         state = states.get(item.name, "same")
-        pairs.append(Pair(at, places.pop(0), state, deviations.get(item.name)))
+        pairs.append(KeyPair(at, places.pop(0), state, deviations.get(item.name)))
     left = sorted(at for places in others.values() for at in places)
-    pairs += [Pair(None, at, states.get(theirs[at].name, "only in B")) for at in left]
+    pairs += [KeyPair(None, at, states.get(theirs[at].name, "only in B")) for at in left]
     return tuple(pairs)
 
 
@@ -256,16 +256,16 @@ def _fix(
     return command(fix.fix, paths, output), None, fix.lost
 
 
-def _scanned(paths: Sequence[PurePath]) -> Verdict:
+def _scanned(paths: Sequence[PurePath]) -> ScanVerdict:
     """The worst verdict on the files."""
     verdicts = []
     for path in paths:
         try:
             scan = scan_checkpoint(path)
         except CheckpointError as error:
-            verdicts.append(Verdict(None, str(error)))
+            verdicts.append(ScanVerdict(None, str(error)))
             continue
-        verdicts.append(Verdict(scan.level, scan_headline(scan), tuple(scan_lines(scan))))
+        verdicts.append(ScanVerdict(scan.level, scan_headline(scan), tuple(scan_lines(scan))))
     # what could not be scanned may be worse than what is unknown
     order = ("plain", "unknown", None, "dangerous")
     return max(verdicts, key=lambda item: order.index(item.level))

@@ -110,7 +110,7 @@ def profile_section(facts: PageFacts) -> str:
 def _figure(name: str, sides: Sequence[Series | None]) -> str:
     """The picture of a series, of one checkpoint or of two."""
     there = [one for one in sides if one is not None]
-    frame = _Frame.around([point for one in there for point in one.points])
+    frame = _PictureBounds.around([point for one in there for point in one.points])
     lines = ""
     for side, one in reversed([*enumerate(sides)]):
         if one is not None:
@@ -154,7 +154,7 @@ def _ends(one: Series) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _PictureBounds:
     """The depths and the logarithms that a picture reaches from and to."""
 
     first: int
@@ -163,7 +163,7 @@ class _Frame:
     high: float
 
     @classmethod
-    def around(cls, points: Sequence[Point]) -> _Frame:
+    def around(cls, points: Sequence[Point]) -> _PictureBounds:
         logs = [math.log10(value) for _, *values in points for value in values if value]
         low, high = min(logs, default=0.0), max(logs, default=0.0)
         if high - low < 0.2:  # what is nearly flat is drawn so, and not as noise of full height
@@ -177,7 +177,7 @@ class _Frame:
         return 2 + across * (_WIDTH - 4), 56 - 50 * up
 
 
-def _line(kind: str, values: Sequence[tuple[int, float | None]], frame: _Frame) -> str:
+def _line(kind: str, values: Sequence[tuple[int, float | None]], frame: _PictureBounds) -> str:
     """A line through the values that have a logarithm."""
     points = [frame.point(depth, value) for depth, value in values if value]
     if not points:

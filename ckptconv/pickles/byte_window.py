@@ -35,7 +35,7 @@ def text_of(raw: bytes, form: Form) -> str:
     return raw.decode(form, "surrogatepass" if form == "utf-8" else "strict")
 
 
-class Cut(Exception):
+class CutStream(Exception):
     """The stream ends within an opcode, or before its STOP."""
 
 
@@ -85,7 +85,7 @@ class ByteWindow:
         if self._frame_end:
             self._refuse_crossing(start)
         if self._at > self._source.size:
-            raise Cut
+            raise CutStream
         if count > LONGEST_NAME:
             self._passed += count - LONGEST_NAME
         return Held(start, count, form)
@@ -144,7 +144,7 @@ class ByteWindow:
                 return at + index
             at += len(part)
         self._searched = at - begun
-        raise Cut
+        raise CutStream
 
     def short(self, held: Held) -> Any:
         """The text at a place just passed; the place itself, where it is longer than a name."""

@@ -16,7 +16,15 @@ from typing import Any
 
 from ckptconv.io.source import Source
 from ckptconv.pickles import byte_window
-from ckptconv.pickles.byte_window import LONGEST_NAME, Broken, ByteWindow, Cut, Form, Held, text_of
+from ckptconv.pickles.byte_window import (
+    LONGEST_NAME,
+    Broken,
+    ByteWindow,
+    CutStream,
+    Form,
+    Held,
+    text_of,
+)
 from ckptconv.pickles.opcodes import FIXED, LINES, SIZED, STOP
 from ckptconv.pickles.traces import (
     ATTRIBUTES,
@@ -27,7 +35,7 @@ from ckptconv.pickles.traces import (
     NESTED_LOADERS,
     WATCHED,
     Alarm,
-    Made,
+    CallResult,
     NamedGlobal,
     Trace,
     Use,
@@ -43,7 +51,7 @@ def trace_pickle(source: Source, start: int = 0) -> Trace:
     try:
         with collector_paused():
             tracer.run()
-    except Cut:
+    except CutStream:
         tracer.trace.broken, tracer.trace.cut = "is cut off", True
     except _TooMany as error:
         tracer.trace.broken, tracer.trace.stopped = str(error), True
@@ -87,7 +95,7 @@ _MOST_ALARMS = 100  # of one stream; the first one decides
 
 class _Tracer(ByteWindow):
     """The stack and the memo of one stream. They hold texts, tuples and globals as they are, `Held`
-    for bytes, `Made` for what calls give, and `_OTHER` or `_STRANGE` for the rest.
+    for bytes, `CallResult` for what calls give, and `_OTHER` or `_STRANGE` for the rest.
     """
 
     def __init__(self, source: Source, start: int) -> None:
@@ -100,7 +108,7 @@ class _Tracer(ByteWindow):
         self._lines: dict[bytes, NamedGlobal] = {}  # globals by their two lines
         self._most_found = in_force().scanned_pickles
         # one for each global, for a stream may call one very often
-        self._made: dict[NamedGlobal, Made] = {}
+        self._made: dict[NamedGlobal, CallResult] = {}
         # whether a function was named that may be called, and not handed on
         self._is_guarded = False
 
@@ -126,7 +134,7 @@ class _Tracer(ByteWindow):
             if len(self._stack) + self._under > most or len(self._memo) > most:
                 advice = f"(--limit scanned_values={2 * most} looks further)"
                 raise _TooMany(f"has more than {most} values side by side {advice}")
-        raise Cut
+        raise CutStream
 
     # Steps, in the words of pickletools.
 
@@ -215,7 +223,7 @@ class _Tracer(ByteWindow):
 
     def _note_change(self, target: Any, what: str) -> None:
         """What is changed must be the stream's own; of what a call gave, ``changed`` tells it."""
-        if type(target) is Made:
+        if type(target) is CallResult:
             self.use("changed", target.func)
         elif type(target) is NamedGlobal:
             self.alarm(f"{what} of {target.module}.{target.name} itself are set")
@@ -288,7 +296,9 @@ class _Tracer(ByteWindow):
         self.push(self.called(func, args))
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What a call gives: bytes if it gives them, a global if its name is known, or `Made`."""
+        """What a call gives: bytes if it gives them, a global if its name is known, or a
+        `CallResult`.
+        """
         if type(func) is not NamedGlobal:
             return self._called_result(func)
         made = self._made.get(func)
@@ -296,7 +306,7 @@ class _Tracer(ByteWindow):
             path = f"{func.module}.{func.name}"
             if path in WATCHED or func in ATTRIBUTES:
                 return self._watched(func, path, args)
-            made = self._made[func] = Made(func)
+            made = self._made[func] = CallResult(func)
         return made
 
     def _watched(self, func: NamedGlobal, path: str, args: tuple[Any, ...]) -> Any:
@@ -317,11 +327,11 @@ class _Tracer(ByteWindow):
             self.alarm(f"{path} is made to call something that does not rebuild a tensor")
         if path in CALLERS:
             return self._called_by(first, changes=path in CHANGERS)
-        return Made(func)
+        return CallResult(func)
 
     def _called_result(self, func: Any) -> Any:
         """What a call of something else than a global gives."""
-        if type(func) is Made:
+        if type(func) is CallResult:
             self.use("called", func.func)
         elif func is _STRANGE:
             self.alarm("an object is called that the pickle does not name", by_chance=True)
@@ -335,13 +345,13 @@ class _Tracer(ByteWindow):
             return self._called_result(func)
         if changes:
             self.use("changed", func)
-        return Made(func)
+        return CallResult(func)
 
     def _attribute(self, func: NamedGlobal, args: tuple[Any, ...]) -> Any:
         """The attribute that is looked up by its name: a global, whose name has one more dot."""
         if len(args) != 2 or type(args[0]) is not NamedGlobal or type(args[1]) is not str:
             self.use("handed on", func)
-            return Made(func)
+            return CallResult(func)
         self.use("looked up", func)
         return self.name(args[0].module, f"{args[0].name}.{args[1]}")
 

@@ -21,7 +21,7 @@ class NamedGlobal(NamedTuple):
     name: str
 
 
-class Made(NamedTuple):
+class CallResult(NamedTuple):
     """What a call of a global gives, and what a call of that gives in turn."""
 
     func: NamedGlobal

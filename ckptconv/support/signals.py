@@ -25,7 +25,7 @@ class _End(SystemExit):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _LastSignal:
     """The last signal that asked for a stop, and the exception on its way for it, if any.
 
     `is_heard`: by `_stop`, in this process. `held` are those that came while they were held back.
@@ -37,7 +37,7 @@ class _Asked:
     held: list[int] | None = None
 
 
-_ASKED = _Asked()
+_ASKED = _LastSignal()
 _AGAIN = 0.01  # seconds after which a stop that was swallowed is tried again
 
 

@@ -29,7 +29,7 @@ _BATCH = 16 << 20
 Pair = tuple[TensorRef, TensorRef]
 
 
-class Span(NamedTuple):
+class PairSpan(NamedTuple):
     """The same bytes of one pair of tensors, in both storages; `pair` is the number of the pair."""
 
     pair: int
@@ -49,27 +49,27 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
-class Compared:
+class ComparedBytes:
     """What comparing bytes gave: the pairs that differ, and the checksums of equal spans. `unread`
     are pairs that were compared otherwise, so that nothing is known of their checksums.
     """
 
     differing: set[int] = field(default_factory=set)
-    equal: list[tuple[Span, int]] = field(default_factory=list)
+    equal: list[tuple[PairSpan, int]] = field(default_factory=list)
     unread: set[int] = field(default_factory=set)
 
-    def add(self, other: Compared) -> None:
+    def add(self, other: ComparedBytes) -> None:
         """Take in what another part of the work gave."""
         self.differing |= other.differing
         self.equal += other.equal
 
 
-def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> Compared:
+def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> ComparedBytes:
     """Which pairs are not the same bit for bit; both of a pair have one dtype and shape. `meter`
     counts the bytes of one of each pair, until a difference is found in it.
     """
-    compared = Compared()
-    threaded: list[Span] = []
+    compared = ComparedBytes()
+    threaded: list[PairSpan] = []
     for number, (first, second) in enumerate(pairs):
         spans = _spans(number, first, second)
         if spans is None:
@@ -84,7 +84,7 @@ def compare_bytes(pairs: Sequence[Pair], meter: Meter) -> Compared:
     return compared
 
 
-def damaged_storages(compared: Compared, read: Iterable[Pair], meter: Meter) -> list[str]:
+def damaged_storages(compared: ComparedBytes, read: Iterable[Pair], meter: Meter) -> list[str]:
     """What is to be said of storages whose bytes have not the CRC-32 that their records declare.
 
     Those of the pairs in `read` are read for it, which `meter` counts pair by pair; of the others
@@ -114,13 +114,13 @@ def _noting(damage: list[str], check: Callable[[], None]) -> bool:
     return False
 
 
-def _spans(number: int, first: TensorRef, second: TensorRef) -> list[Span] | None:
+def _spans(number: int, first: TensorRef, second: TensorRef) -> list[PairSpan] | None:
     """Where the bytes of both lie in one order; None where they must be gathered."""
     # in one order that is not that of C, too: two transposed or channels-last tensors
     if _lie_alike(first, second):
         (begin, end), (other, _) = first.byte_span(), second.byte_span()
         one, two = first.storage, second.storage
-        return [Span(number, one, begin, two, other, end - begin)]
+        return [PairSpan(number, one, begin, two, other, end - begin)]
     ours, theirs = verbatim_runs(first), verbatim_runs(second)
     if ours is None or theirs is None:
         return None
@@ -138,21 +138,21 @@ def _lie_alike(first: TensorRef, second: TensorRef) -> bool:
     return same_order and first.stride == second.stride and first.is_dense()
 
 
-def _common_runs(number: int, ours: list[Any], theirs: list[Any]) -> Iterator[Span]:
+def _common_runs(number: int, ours: list[Any], theirs: list[Any]) -> Iterator[PairSpan]:
     """The runs of both, cut wherever either of them ends."""
     left, right = list(reversed(ours)), list(reversed(theirs))
     while left and right:
         (storage, at, nbytes), (other, other_at, other_nbytes) = left.pop(), right.pop()
         count = min(nbytes, other_nbytes)
         if count:
-            yield Span(number, storage, at, other, other_at, count)
+            yield PairSpan(number, storage, at, other, other_at, count)
         if nbytes > count:
             left.append((storage, at + count, nbytes - count))
         if other_nbytes > count:
             right.append((other, other_at + count, other_nbytes - count))
 
 
-def _may_be_threaded(span: Span) -> bool:
+def _may_be_threaded(span: PairSpan) -> bool:
     """Whether several threads may read both: files of a pool and inflated records are for one."""
     return (
         span.nbytes > SMALL
@@ -161,21 +161,21 @@ def _may_be_threaded(span: Span) -> bool:
     )
 
 
-def _compared_alone(spans: Sequence[Span], meter: Meter) -> Compared:
-    compared = Compared()
+def _compared_alone(spans: Sequence[PairSpan], meter: Meter) -> ComparedBytes:
+    compared = ComparedBytes()
     for batch in _batches(spans):
         compared.add(_compared(batch))
         meter.add(sum(span.nbytes for span in batch))
     return compared
 
 
-def _compared_by_threads(spans: Sequence[Span], meter: Meter) -> Compared:
+def _compared_by_threads(spans: Sequence[PairSpan], meter: Meter) -> ComparedBytes:
     batches = list(_batches(spans))
     if len(batches) < 2:
         return _compared_alone(spans, meter)
     from concurrent.futures import ThreadPoolExecutor
 
-    compared = Compared()
+    compared = ComparedBytes()
     with ThreadPoolExecutor(THREADS, "ckptconv-comparer") as pool:
         for batch, one in zip(batches, pool.map(_compared, batches), strict=True):
             compared.add(one)
@@ -183,9 +183,9 @@ def _compared_by_threads(spans: Sequence[Span], meter: Meter) -> Compared:
     return compared
 
 
-def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+def _batches(spans: Iterable[PairSpan]) -> Iterator[list[PairSpan]]:
     """The spans in lists of about `_BATCH` bytes; longer ones are cut."""
-    batch: list[Span] = []
+    batch: list[PairSpan] = []
     room = _BATCH
     for span in spans:
         for start in range(0, span.nbytes, _BATCH):
@@ -203,9 +203,9 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield batch
 
 
-def _compared(spans: Iterable[Span]) -> Compared:
+def _compared(spans: Iterable[PairSpan]) -> ComparedBytes:
     """The pairs of which one of these spans differs, and the checksums of the equal spans."""
-    compared = Compared()
+    compared = ComparedBytes()
     buffers = bytearray(CHUNK), bytearray(CHUNK)
     for span in spans:
         if span.pair in compared.differing:
@@ -218,7 +218,7 @@ def _compared(spans: Iterable[Span]) -> Compared:
     return compared
 
 
-def _equal_crc(span: Span, buffers: tuple[bytearray, bytearray]) -> int | None:
+def _equal_crc(span: PairSpan, buffers: tuple[bytearray, bytearray]) -> int | None:
     """None where the bytes differ; else their CRC-32, as far as one is declared."""
     first, second = span.first.offset + span.first_at, span.second.offset + span.second_at
     if span.nbytes <= SMALL:

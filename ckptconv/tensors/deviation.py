@@ -10,7 +10,7 @@ from typing import Any
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.progress import Meter
 from ckptconv.support.records import dataclass
-from ckptconv.tensors.element_pairs import Run, Tolerance, aligned, words_of
+from ckptconv.tensors.element_pairs import PairRun, Tolerance, aligned, words_of
 from ckptconv.tensors.refs import TensorRef, place_of
 
 
@@ -24,7 +24,7 @@ class Norms:
         self._has_numbers = False
         self._apart, self._ours, self._theirs, self._inner = _Sum(), _Sum(), _Sum(), _Sum()
 
-    def add(self, run: Run) -> None:
+    def add(self, run: PairRun) -> None:
         if run.apart is None and not run.is_same:
             return
         self._has_numbers = True
@@ -41,7 +41,7 @@ class Norms:
             total.add(square, 0)
         return True
 
-    def _add_plainly(self, run: Run) -> bool:
+    def _add_plainly(self, run: PairRun) -> bool:
         """Add sums that need no care; False if a value or a square may not be finite."""
         assert run.apart is not None
         ours, theirs, apart = _reals(run.ours), _reals(run.theirs), _reals(run.apart)
@@ -55,9 +55,9 @@ class Norms:
         self._inner.add(_inner(ours, theirs), 0)
         return True
 
-    def _add_carefully(self, run: Run) -> None:
+    def _add_carefully(self, run: PairRun) -> None:
         if run.is_same:
-            run = Run(run.ours, run.ours, run.differ, np.zeros(len(run.ours)))
+            run = PairRun(run.ours, run.ours, run.differ, np.zeros(len(run.ours)))
         finite = np.isfinite(run.ours) & np.isfinite(run.theirs)
         self.nonfinite += int(len(finite) - np.count_nonzero(finite))
         run = run.only(finite)
@@ -123,7 +123,7 @@ def _reals(values: Array) -> Array:
     return values.astype(np.result_type(values, np.float64), copy=False).view(np.float64)
 
 
-def _scaled_difference(run: Run) -> tuple[Array, int]:
+def _scaled_difference(run: PairRun) -> tuple[Array, int]:
     """a - b, scaled; integers subtracted as such; what would become infinite halved before."""
     if run.ours.dtype.kind in "iu":
         assert run.apart is not None
@@ -200,7 +200,7 @@ def deviation(
     tally, norms = _Tally(), Norms()
     at = 0
     for ours, theirs in aligned(words_of(first), words_of(second)):
-        run = Run.of(ours, first.dtype, theirs, second.dtype, tolerance)
+        run = PairRun.of(ours, first.dtype, theirs, second.dtype, tolerance)
         tally.add(at, run)
         norms.add(run)
         at += len(ours)
@@ -219,7 +219,7 @@ class _Tally:
         self.at = 0
         self.values = ("", "")
 
-    def add(self, start: int, run: Run) -> None:
+    def add(self, start: int, run: PairRun) -> None:
         self.numel += len(run.ours)
         places = np.flatnonzero(run.differ)
         if not len(places):
@@ -240,7 +240,7 @@ class _Tally:
             self._note(start, largest, run)
         self.max_rel = max(self.max_rel or 0.0, float(run.relative[places].max()))
 
-    def _note(self, start: int, place: int, run: Run) -> None:
+    def _note(self, start: int, place: int, run: PairRun) -> None:
         self.at = start + place
         self.values = _text(run.ours[place]), _text(run.theirs[place])
 

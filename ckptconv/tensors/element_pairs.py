@@ -92,7 +92,7 @@ def numbers_of(words: Array, dtype: DType) -> Array | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class PairRun:
     """A run of both tensors: which elements differ, by how much, and the numbers (or bits). Where
     it `is_same` in both, `ours` are the numbers of both.
     """
@@ -107,7 +107,7 @@ class Run:
     @classmethod
     def of(
         cls, ours: Array, dtype: DType, theirs: Array, other: DType, tolerance: Tolerance | None
-    ) -> Run:
+    ) -> PairRun:
         differ = ours != theirs if dtype is other else np.ones(len(ours), bool)
         first = numbers_of(ours, dtype)
         if tolerance is None and not differ.any():
@@ -127,10 +127,12 @@ class Run:
             )
         return cls(first, second, differ, apart, relative)
 
-    def only(self, chosen: Array) -> Run:
+    def only(self, chosen: Array) -> PairRun:
         """The run of the chosen elements alone."""
         assert self.apart is not None
-        return Run(self.ours[chosen], self.theirs[chosen], self.differ[chosen], self.apart[chosen])
+        return PairRun(
+            self.ours[chosen], self.theirs[chosen], self.differ[chosen], self.apart[chosen]
+        )
 
 
 def of_one_kind(first: Array, second: Array) -> tuple[Array, Array]:

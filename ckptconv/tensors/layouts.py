@@ -471,7 +471,7 @@ MOVES: Mapping[str, _Row] = {
 # ------------------------------------------------------------------------------ operations as moves
 
 
-class _Asked(NamedTuple):
+class _AskedOperation(NamedTuple):
     """An operation that was asked for, of some tensors; as `settled` is told of it."""
 
     arguments: Mapping[str, object]
@@ -484,7 +484,7 @@ class _Asked(NamedTuple):
         return _axis(self.arguments["dim"], len(self.refs[0].shape) + more)
 
 
-_Settle = Callable[[_Asked], list[Move]]
+_Settle = Callable[[_AskedOperation], list[Move]]
 # Moves of one tensor, by their names and numbers
 _Steps = Iterator[tuple[str, tuple[Shape, ...]]]
 
@@ -502,7 +502,7 @@ def settled(
     size of the dimension); `on` the places in the list that it is for (none: all). Raises
     `KeyMismatch` where shapes do not fit.
     """
-    return _SETTLED[name](_Asked(arguments, refs, count, tuple(on)))
+    return _SETTLED[name](_AskedOperation(arguments, refs, count, tuple(on)))
 
 
 def _numbers(value: object) -> Shape:
@@ -521,11 +521,11 @@ def _axis(value: object, dimensions: int) -> int:
     return axis % dimensions
 
 
-def _settle_stack(asked: _Asked) -> list[Move]:
+def _settle_stack(asked: _AskedOperation) -> list[Move]:
     return [Move("stack", ((asked.axis(1),), (asked.sets or 1,)))]
 
 
-def _settle_unstack(asked: _Asked) -> list[Move]:
+def _settle_unstack(asked: _AskedOperation) -> list[Move]:
     dim, shape, count = asked.axis(), asked.refs[0].shape, asked.sets
     if count is not None and shape[dim] != count:
         raise KeyMismatch(
@@ -534,13 +534,13 @@ def _settle_unstack(asked: _Asked) -> list[Move]:
     return [Move("unstack", ((dim,), (shape[dim],)))]
 
 
-def _settle_concat(asked: _Asked) -> list[Move]:
+def _settle_concat(asked: _AskedOperation) -> list[Move]:
     dim, some = asked.axis(), asked.refs[: asked.sets or 1]
     sizes = tuple(ref.shape[dim] for ref in some if dim < len(ref.shape))
     return [Move("concat", ((dim,), sizes))]
 
 
-def _settle_split(asked: _Asked) -> list[Move]:
+def _settle_split(asked: _AskedOperation) -> list[Move]:
     dim, shape = asked.axis(), asked.refs[0].shape
     if (given := asked.arguments.get("sizes")) is not None:
         return [Move("split", ((dim,), _numbers(given)))]
@@ -557,7 +557,7 @@ def _settle_split(asked: _Asked) -> list[Move]:
 def _for_each(make: Callable[[Mapping[str, object], Shape], _Steps]) -> _Settle:
     """Moves of single tensors: those of one shape at a time."""
 
-    def settle(asked: _Asked) -> list[Move]:
+    def settle(asked: _AskedOperation) -> list[Move]:
         places: dict[Shape, list[int]] = {}
         for at in asked.on or range(len(asked.refs)):
             places.setdefault(asked.refs[at].shape, []).append(at)

@@ -21,7 +21,7 @@ from ckptconv.tensors.layouts import Move
 from ckptconv.tensors.refs import Shape, TensorRef, contiguous_stride
 from ckptconv.tensors.scaled_layouts import Beside, are_for_the_same, beside, moved
 from ckptconv.tensors.scaled_weights import Naming, ScaledWeight, find_scaled, named_beside, naming
-from ckptconv.tensors.schemes.base import Facts, Group
+from ckptconv.tensors.schemes.base import CodeGroup, Facts
 from ckptconv.tensors.schemes.scaled import given_block
 from ckptconv.tensors.schemes.table import group_of, names_activations, scheme_of
 from ckptconv.tree.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ _FIRST = "--dequantize makes values first"
 _NO_CONFIG = "a config.json beside it says the sizes of blocks"
 
 
-class Part(NamedTuple):
+class CarriedPart(NamedTuple):
     """What codes are read with: its origin, how its name comes of theirs, how it is laid out."""
 
     origin: Origin
@@ -52,7 +52,7 @@ class Codes(NamedTuple):
 
     scheme: str
     form: Decoding
-    parts: tuple[Part, ...]
+    parts: tuple[CarriedPart, ...]
 
 
 class Went(NamedTuple):
@@ -128,7 +128,7 @@ class Scales:
             if named is None or found is None:
                 what = f"is codes whose {key.removeprefix(group.prefix)} is not laid out otherwise"
                 group.refuse(what, _FIRST)
-            parts.append(Part(key, named, found))
+            parts.append(CarriedPart(key, named, found))
         parts.sort(key=attrgetter("naming"))  # files have them in any order
         # but for the blocks, which moves change: `Beside` has them
         return Codes(scheme.name, how._replace(roles=(), block=(1, 1)), tuple(parts))
@@ -153,13 +153,13 @@ class Scales:
         ways = {(each.scheme, each.form, *(part.naming for part in each.parts)) for each in codes}
         if len(ways) > 1:
             raise RefusedObject("they are quantised in different ways", hint=_FIRST)
-        parts: list[list[Part]] = [[] for _ in made]
+        parts: list[list[CarriedPart]] = [[] for _ in made]
         for kind in zip(*(each.parts for each in codes), strict=True):
             before = [part.beside for part in kind]
             items = self._moved(before, moves)
             numbers = [number() for _ in made]
             for of_one, at, item in zip(parts, numbers, items, strict=True):
-                of_one.append(Part(at, kind[0].naming, item))
+                of_one.append(CarriedPart(at, kind[0].naming, item))
             origins = tuple(part.origin for part in kind)
             stored = tuple(item.stored for item in items)
             comes_back = _comes_back(before, items, moves)
@@ -183,7 +183,7 @@ class Scales:
             for part in self._known[origin].parts:
                 yield part.origin, self._name(name, part), part.beside.stored
 
-    def _name(self, codes: str, part: Part) -> str:
+    def _name(self, codes: str, part: CarriedPart) -> str:
         found = named_beside(codes, part.naming)
         if found is None:
             what = f"would be codes under a name beside which '{part.naming.name}' has none"
@@ -261,7 +261,7 @@ def _in_order(ref: TensorRef) -> TensorRef:
 
 
 def _blocks(
-    group: Group, facts: Facts, how: Decoding, scheme: str, shape: Shape
+    group: CodeGroup, facts: Facts, how: Decoding, scheme: str, shape: Shape
 ) -> tuple[int | None, ...]:
     """The block of a scale along the last two dimensions of codes whose values have this `shape`;
     none of it is told where they have another number of dimensions.

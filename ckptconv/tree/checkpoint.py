@@ -97,7 +97,7 @@ MEMORY = UNKNOWN.called("memory")
 
 
 @dataclass(frozen=True, slots=True)
-class FileFacts:
+class TorchFileFacts:
     """What a torch file holds besides its tree: `head` are the first 16 bytes of its pickle.
 
     `dead` are the bytes of a zip file that the pickle does not refer to: records that were added or
@@ -124,10 +124,10 @@ class Stray:
     node: Node = field(default=None, repr=False)
 
 
-PICKLE_HEAD = 16  # bytes of `FileFacts.head`
+PICKLE_HEAD = 16  # bytes of `TorchFileFacts.head`
 
 
-class Part(NamedTuple):
+class PartFile(NamedTuple):
     """What a file is that holds one part of a checkpoint, and what to do. `mark` is the number that
     the name of an output must have to hold it alone (empty: none may). `is_copied`: the other parts
     are among the files beside it that a copy of its folder has. `is_delta`: it holds changes of
@@ -168,7 +168,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     modules: int = 0
-    facts: FileFacts = FileFacts()
+    facts: TorchFileFacts = TorchFileFacts()
     limits: Limits = field(default_factory=in_force)
     index_metadata: Mapping[str, Any] = field(default_factory=dict)
     module_strays: tuple[Stray, ...] = ()
@@ -178,7 +178,7 @@ class Checkpoint:
     has_whole_modules: bool = False
     files: tuple[Checkpoint, ...] = ()
     reread: Callable[[], Checkpoint] | None = None
-    part: Part | None = None
+    part: PartFile | None = None
     stored: Dict | None = None
     made_beside: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -238,7 +238,7 @@ class Checkpoint:
         with held(self.limits):
             return self.reread()
 
-    def as_part(self, part: Part | None) -> Checkpoint:
+    def as_part(self, part: PartFile | None) -> Checkpoint:
         """The same, which is only that part of a checkpoint; a note says so."""
         if part is None and self.part is None:
             return self

@@ -36,7 +36,7 @@ from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.dtypes import FLOAT8
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.scaled_weights import may_hold_codes
-from ckptconv.tensors.schemes.base import Facts, Group
+from ckptconv.tensors.schemes.base import CodeGroup, Facts
 from ckptconv.tensors.schemes.gptq import has_all_ones, stepped_zeros
 from ckptconv.tensors.schemes.table import (
     Decoded,
@@ -323,7 +323,7 @@ def _of_subclass(
     told = {name: _told(value) for name, value in fields.items()}
     told["dtype"] = _told(arguments[1])
     parts = {name: name for name in tensors if name != "qdata"}
-    group = Group(key, "", {**tensors, key: tensors["qdata"]})
+    group = CodeGroup(key, "", {**tensors, key: tensors["qdata"]})
     made = torchao_weight(group, facts, key, cls.rpartition(".")[2], told, parts)
     if len(arguments) < 3 or plain_sizes(arguments[2]) != made.values.shape:
         group.refuse(f"has values of {list(made.values.shape)}, and says another shape")

@@ -25,7 +25,7 @@ MERGED_TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WeightChange:
     """What becomes of one weight: `term` of `inputs` is added, and rows get their `magnitude`.
 
     `outer` counts the dimensions before rows; `is_rounded`: the delta is rounded to the type of the
@@ -42,7 +42,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AdapterTarget:
     """Which weight a module of an adapter means, and how its parts are to be read. `name` is that
     of the module in `config`, `keys` the key of each part; `strength` multiplies all that is added.
     """
@@ -81,14 +81,14 @@ class Asked:
 # ---------------------------------------------------------------------------------- products
 
 
-def as_linear(asked: Asked) -> Asked:
+def as_linear(asked: AdapterTarget) -> AdapterTarget:
     """What is asked of an embedding, whose matrices have other names, as of a linear layer."""
     parts = {role.removeprefix("embedding_"): ref for role, ref in asked.parts.items()}
     keys = {role.removeprefix("embedding_"): key for role, key in asked.keys.items()}
     return replace(asked, parts=parts, keys=keys)
 
 
-def linear_change(asked: Asked, *, across: bool | None) -> Change:
+def linear_change(asked: AdapterTarget, *, across: bool | None) -> WeightChange:
     """The change by ``up`` and ``down``, oriented as `across` says (None: as it fits)."""
     up, down = matrices(asked, "up", "down")
     if "mid" in asked.parts:
@@ -102,10 +102,10 @@ def linear_change(asked: Asked, *, across: bool | None) -> Change:
         pair = transposed(_flat(down)), transposed(up)
     else:
         pair = up, reshaped(in_order(down), (rank, *shape[1:]), asked.keys["down"])
-    return Change(Term(rank, scale), pair, along=int(bool(across)))
+    return WeightChange(Term(rank, scale), pair, along=int(bool(across)))
 
 
-def orientations(asked: Asked) -> list[bool]:
+def orientations(asked: AdapterTarget) -> list[bool]:
     """Whether a product fits the weight as it is (False) and transposed (True); empty for none."""
     up, down = matrices(asked, "up", "down")
     shape = asked.weight.shape
@@ -133,7 +133,7 @@ def _without_ones(shape: Shape) -> Shape:
     return shape
 
 
-def misfit(asked: Asked) -> KeyMismatch:
+def misfit(asked: AdapterTarget) -> KeyMismatch:
     """The refusal of parts whose shapes do not go to the weight."""
     shapes = " and ".join(
         f"{list(ref.shape)}" for role, ref in asked.parts.items() if role != "alpha"
@@ -141,7 +141,7 @@ def misfit(asked: Asked) -> KeyMismatch:
     return asked.refuse(f"{shapes} do not fit the weight of the base, {list(asked.weight.shape)}")
 
 
-def matrices(asked: Asked, first: str, second: str) -> tuple[TensorRef, TensorRef]:
+def matrices(asked: AdapterTarget, first: str, second: str) -> tuple[TensorRef, TensorRef]:
     """Both matrices of a product, the first of two dimensions. Raises `MalformedCheckpoint` where
     they are not, or one is missing.
     """
@@ -182,7 +182,7 @@ def _product(up: TensorRef, down: TensorRef) -> TensorRef:
     return _made("matmul", (up, down), Product(up.shape[1]), shape)
 
 
-def _core(asked: Asked, middle: TensorRef, down: TensorRef) -> TensorRef:
+def _core(asked: AdapterTarget, middle: TensorRef, down: TensorRef) -> TensorRef:
     """The second half of a Tucker product: (p, q, ...) and (q, i) make (p, i, ...)."""
     down = _flat(down)
     if len(middle.shape) < 3 or middle.shape[1] != down.shape[0]:
@@ -200,7 +200,9 @@ def _core(asked: Asked, middle: TensorRef, down: TensorRef) -> TensorRef:
 # ------------------------------------------------------------------------- LoHa, LoKr, whole ones
 
 
-def whole_change(asked: Asked, delta: TensorRef, rank: int | None, role: str) -> Change:
+def whole_change(
+    asked: AdapterTarget, delta: TensorRef, rank: int | None, role: str
+) -> WeightChange:
     """The change by a delta that is one tensor, of as many values as the weight has."""
     if delta.numel != asked.weight.numel or _without_ones(delta.shape[:1]) != _without_ones(
         asked.weight.shape[:1]
@@ -211,10 +213,10 @@ def whole_change(asked: Asked, delta: TensorRef, rank: int | None, role: str) ->
     scale = asked.strength
     if role != "diff":
         scale = asked.scale(rank)
-    return Change(Term(0, scale), (shaped,))
+    return WeightChange(Term(0, scale), (shaped,))
 
 
-def hadamard_change(asked: Asked) -> Change:
+def hadamard_change(asked: AdapterTarget) -> WeightChange:
     """LoHa (arXiv:2108.06098): two products, multiplied element by element."""
     parts = asked.parts
     halves = [_half(asked, f"hada_w{one}", f"hada_t{one}") for one in "12"]
@@ -224,7 +226,7 @@ def hadamard_change(asked: Asked) -> Change:
     return whole_change(asked, delta, parts["hada_w1_b"].shape[0], "hada_w1_a")
 
 
-def _half(asked: Asked, name: str, middle: str) -> TensorRef:
+def _half(asked: AdapterTarget, name: str, middle: str) -> TensorRef:
     """The product of the matrices ``a`` and ``b`` of a name, and of the one between (Tucker)."""
     first, second = f"{name}_a", f"{name}_b"
     for role in (first, second):
@@ -240,7 +242,7 @@ def _half(asked: Asked, name: str, middle: str) -> TensorRef:
     return _product(up, down)
 
 
-def kronecker_change(asked: Asked) -> Change:
+def kronecker_change(asked: AdapterTarget) -> WeightChange:
     """LoKr (arXiv:2309.14859): a Kronecker product, either half whole or a product itself."""
     parts = asked.parts
     rank = None
@@ -268,7 +270,9 @@ def kronecker_change(asked: Asked) -> Change:
 _MOST_ORDERS = 1000  # layers of experts have two to four parameters; a file may name any number
 
 
-def expert_changes(asked: Sequence[Asked], weights: dict[str, TensorRef]) -> dict[str, Change]:
+def expert_changes(
+    asked: Sequence[AdapterTarget], weights: dict[str, TensorRef]
+) -> dict[str, WeightChange]:
     """The changes of parameters of one module (`target_parameters` of peft) by their names: peft
     does not write which of its matrices are for which, so shapes must tell it.
     """
@@ -299,7 +303,7 @@ def expert_changes(asked: Sequence[Asked], weights: dict[str, TensorRef]) -> dic
     return changes
 
 
-def _expert_ways(asked: Asked, weight: TensorRef) -> list[bool]:
+def _expert_ways(asked: AdapterTarget, weight: TensorRef) -> list[bool]:
     """Whether matrices fit a parameter as (experts, out, in), True, and as (experts, in, out)."""
     up, down = matrices(asked, "up", "down")
     if len(weight.shape) == 2:
@@ -311,11 +315,13 @@ def _expert_ways(asked: Asked, weight: TensorRef) -> list[bool]:
     return [way for way, wanted in both if weight.shape[1:] == wanted]
 
 
-def _expert_change(asked: Asked, name: str, weight: TensorRef, *, swapped: bool) -> Change:
+def _expert_change(
+    asked: AdapterTarget, name: str, weight: TensorRef, *, swapped: bool
+) -> WeightChange:
     up, down = matrices(asked, "up", "down")
     if len(weight.shape) == 2:
         rank = down.shape[0]
-        return Change(Term(rank, asked.scale(rank, name)), (up, down), is_rounded=True)
+        return WeightChange(Term(rank, asked.scale(rank, name)), (up, down), is_rounded=True)
     experts = weight.shape[0]
     rank = down.shape[0] // experts
     first = reshaped(in_order(down), (experts, rank, down.shape[1]), asked.keys["down"])
@@ -324,18 +330,18 @@ def _expert_change(asked: Asked, name: str, weight: TensorRef, *, swapped: bool)
         pair = permuted(second, (2, 0, 1)), first
     else:
         pair = permuted(first, (0, 2, 1)), permuted(second, (2, 1, 0))
-    return Change(Term(rank, asked.scale(rank, name)), pair, outer=1, is_rounded=True)
+    return WeightChange(Term(rank, asked.scale(rank, name)), pair, outer=1, is_rounded=True)
 
 
 # ------------------------------------------------------------------------------------ together
 
 
-def changed(weight: TensorRef, changes: Sequence[Change], key: str) -> TensorRef:
+def changed(weight: TensorRef, changes: Sequence[WeightChange], key: str) -> TensorRef:
     """A weight after changes, in turn: sums are rounded once, if nothing comes between."""
     if weight.dtype.name not in MERGED_TYPES:
         what = f"is {weight.dtype.name}, to which nothing can be added"
         raise RefusedObject(what, where=key, hint="add --dequantize")
-    waiting: list[Change] = []
+    waiting: list[WeightChange] = []
     checked = Checksums()
     for change in changes:
         if waiting and _apart(waiting[-1], change):
@@ -365,7 +371,7 @@ def rows_in(shape: Shape, part: int, key: str) -> tuple[int, int]:
 
 
 def with_changed_rows(
-    weight: TensorRef, parts: Mapping[int, Sequence[Change]], key: str
+    weight: TensorRef, parts: Mapping[int, Sequence[WeightChange]], key: str
 ) -> TensorRef:
     """A weight, of which each part becomes what its changes make of it."""
     pieces: list[Piece] = []
@@ -404,7 +410,7 @@ def in_rows(parts: Parts, sizes: Sequence[int], keys: Mapping[str, str]) -> list
     return made
 
 
-def _apart(one: Change, other: Change) -> bool:
+def _apart(one: WeightChange, other: WeightChange) -> bool:
     return (
         one.magnitude is not None
         or other.magnitude is not None
@@ -412,7 +418,7 @@ def _apart(one: Change, other: Change) -> bool:
     )
 
 
-def _summed(weight: TensorRef, changes: Sequence[Change], checked: Checksums) -> TensorRef:
+def _summed(weight: TensorRef, changes: Sequence[WeightChange], checked: Checksums) -> TensorRef:
     first = changes[0]
     terms = tuple(change.term for change in changes)
     inputs = [ref for change in changes for ref in change.inputs]

@@ -393,7 +393,7 @@ def _spelled(convention: Convention, names: Names, model: Model) -> Iterator[Spe
             yield each
 
 
-class Asked(NamedTuple):
+class NamingContext(NamedTuple):
     """What the name of a module depends on beside itself: the convention and the family of the
     model, the `starts` of names in the adapter that say a component, the base's shapes.
     """
@@ -404,7 +404,7 @@ class Asked(NamedTuple):
     shapes: Mapping[str, Shape | None]
 
 
-def named_in(asked: Asked, spelling: Spelling, component: str) -> tuple[str, str]:
+def named_in(asked: NamingContext, spelling: Spelling, component: str) -> tuple[str, str]:
     """What stands before a module in the keys of a convention, and its name behind that.
 
     `component` is the one that the base or the adapter says. Raises `KeyMismatch` where neither
@@ -430,7 +430,7 @@ def named_in(asked: Asked, spelling: Spelling, component: str) -> tuple[str, str
 _IN_DIFFUSERS = {"unet": "unet.", "te1": "text_encoder.", "te2": "text_encoder_2."}
 
 
-def _start_of_kohya(asked: Asked, spelling: Spelling, component: str) -> str:
+def _start_of_kohya(asked: NamingContext, spelling: Spelling, component: str) -> str:
     if component in ("unet", "te2"):
         return f"lora_{component}_"
     if not component and spelling.naming == "own":
@@ -448,7 +448,7 @@ def _start_of_kohya(asked: Asked, spelling: Spelling, component: str) -> str:
     return "lora_te1_"
 
 
-def _start_of_comfyui(asked: Asked, spelling: Spelling, component: str) -> str:
+def _start_of_comfyui(asked: NamingContext, spelling: Spelling, component: str) -> str:
     if component == "unet":
         return "diffusion_model."
     if spelling.name.startswith("encoder."):

@@ -17,7 +17,7 @@ from ckptconv.keys.tensor_rules import (
     LIST,
     Axes,
     Group,
-    Operation,
+    RuleOperation,
     TensorRule,
     axis_of,
     filled_in,
@@ -37,7 +37,7 @@ from ckptconv.tensors.layouts import Move, if_turned, settled
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
 from ckptconv.tensors.scaled_weights import find_scaled
 from ckptconv.tree.checkpoint import Checkpoint
-from ckptconv.tree.reshaping import Applied, Made, Origin, Reshaped, Shapes
+from ckptconv.tree.reshaping import Applied, Made, Origin, RulesResult, Shapes
 from ckptconv.tree.settling import Skipped
 from ckptconv.tree.state_dicts import StateDict
 from ckptconv.tree.walk import tensor_of
@@ -134,7 +134,7 @@ class _Application:
         self._check_scales()
         idle += [words for keys in self.steps for words in keys.idle]
         origins = {entry.name: entry.origin for entry in self.entries}
-        reshaped = Reshaped(self.item, origins, tuple(self.made), tuple(self.skipped))
+        reshaped = RulesResult(self.item, origins, tuple(self.made), tuple(self.skipped))
         return Applied(self._item(), self._all_steps(self._really_idle(idle)), reshaped)
 
     def _check_scales(self) -> None:
@@ -439,7 +439,7 @@ def _worked_out(rule: TensorRule, group: Group, refs: list[TensorRef], like: Sha
     return _Done(names, [if_turned(ref) for ref in refs], moves, order)
 
 
-def _with_sizes(item: Operation, rule: TensorRule, group: Group, like: Shapes) -> Operation:
+def _with_sizes(item: RuleOperation, rule: TensorRule, group: Group, like: Shapes) -> RuleOperation:
     """A split by the sizes of its targets, which are among what the keys are fitted to."""
     if item.get("sizes") != LIKE:
         return item
@@ -451,10 +451,10 @@ def _with_sizes(item: Operation, rule: TensorRule, group: Group, like: Shapes) -
             what = f"the size of '{printable(key)}' is not known"
             raise KeyMismatch(what, hint="--like names a checkpoint that has it")
         sizes.append(shape[dim])
-    return Operation.of("split", dim=dim, sizes=sizes)
+    return RuleOperation.of("split", dim=dim, sizes=sizes)
 
 
-def _on(item: Operation, axes: Axes) -> list[int]:
+def _on(item: RuleOperation, axes: Axes) -> list[int]:
     """The places in the list that an operation is for."""
     on = item.get("on")
     if not isinstance(on, tuple):

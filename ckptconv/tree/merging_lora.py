@@ -30,8 +30,8 @@ from ckptconv.tree.lora_adapters import PEFT_PREFIX, Adapter, Config, Parts, rea
 from ckptconv.tree.lora_configs import with_those_around
 from ckptconv.tree.lora_deltas import (
     MERGED_TYPES,
-    Asked,
-    Change,
+    AdapterTarget,
+    WeightChange,
     as_linear,
     changed,
     expert_changes,
@@ -124,7 +124,7 @@ class _Base:
             if name is not None and (ref := tensor_of(node)) is not None:
                 self._nodes[name], self.tensors[name] = node, ref
         self.codes = may_hold_codes(self.tensors.values())
-        self.changes: dict[str, dict[int | None, list[Change]]] = {}
+        self.changes: dict[str, dict[int | None, list[WeightChange]]] = {}
         self.whole: dict[str, TensorRef] = {}
         self.notes: list[str] = []
 
@@ -201,7 +201,7 @@ class _Merging:
         self._told: Counter[str] = Counter()
         self._owners: dict[str, str] = {}
         self._across: dict[str, str] = {}
-        self._square: dict[str, Asked] = {}
+        self._square: dict[str, AdapterTarget] = {}
 
     def run(self) -> None:
         """Note all changes of the base, or raise `CheckpointError`."""
@@ -286,11 +286,13 @@ class _Merging:
                 found[name] = key
         return {name: self._base.weight(key, key) for name, key in found.items()}
 
-    def _asked(self, module: str, weight: TensorRef, parts: Parts | None = None) -> Asked:
+    def _asked(self, module: str, weight: TensorRef, parts: Parts | None = None) -> AdapterTarget:
         adapter = self._adapter
         config, name = adapter.config_of(module)
         keys = adapter.keys[module]
-        return Asked(parts or adapter.modules[module], weight, name, config, keys, self._strength)
+        return AdapterTarget(
+            parts or adapter.modules[module], weight, name, config, keys, self._strength
+        )
 
     def _merge_parameters(self, target: str, modules: Sequence[str]) -> None:
         weights = self._parameters(target)
@@ -365,7 +367,7 @@ class _Merging:
         what = f"goes to {printable(key)}, which the base does not have; it has "
         return KeyMismatch(what + first_few(beside, 4), where=first)
 
-    def _change(self, asked: Asked) -> tuple[Change, str]:
+    def _change(self, asked: AdapterTarget) -> tuple[WeightChange, str]:
         parts = asked.parts
         if "hada_w1_a" in parts:
             return hadamard_change(asked), "LoHa"
@@ -392,7 +394,7 @@ class _Merging:
         change = linear_change(asked, across=is_across)
         return change, f"rank {parts['down'].shape[0]}"
 
-    def _embedding(self, asked: Asked) -> tuple[Change, str]:
+    def _embedding(self, asked: AdapterTarget) -> tuple[WeightChange, str]:
         """The change of an embedding, whose matrices are those of the transposed weight."""
         turned = as_linear(asked)
         if True not in orientations(turned):
@@ -401,7 +403,7 @@ class _Merging:
         is_rounded = "magnitude" not in asked.parts
         return replace(change, is_rounded=is_rounded), f"rank {change.term.rank}"
 
-    def _with_magnitude(self, asked: Asked, change: Change) -> Change:
+    def _with_magnitude(self, asked: AdapterTarget, change: WeightChange) -> WeightChange:
         """The change of a weight whose rows have a length of their own (DoRA)."""
         role = next((name for name in ("magnitude", "magnitude_of_any") if name in asked.parts), "")
         if not role:
@@ -436,7 +438,7 @@ class _Merging:
         asked = replace(asked, parts={"diff": delta}, keys={"diff": first})
         self._note(key, whole_change(asked, delta, None, "diff"), "bias")
 
-    def _note(self, key: str, change: Change, what: str, part: int | None = None) -> None:
+    def _note(self, key: str, change: WeightChange, what: str, part: int | None = None) -> None:
         self._base.changes.setdefault(key, {}).setdefault(part, []).append(change)
         dora = ", DoRA" if change.magnitude is not None else ""
         self._told[f"{what}{dora}, scale {change.term.scale:.6g}: {starred(key)}"] += 1

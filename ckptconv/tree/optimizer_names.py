@@ -38,7 +38,7 @@ _LISTS = ("params", "param_names")  # torch 2.6 has names beside numbers too
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class RenamedStates:
     """The names that an optimizer state at `path` got: (old, new).
 
     `unclear` are those that stay as they are, because several state dicts have them and got
@@ -55,14 +55,14 @@ def follow_names(
     overlay: dict[int, Node],
     before: Sequence[StateDict],
     after: Sequence[tuple[StateDict, RenamedKeys]],
-) -> list[Followed]:
+) -> list[RenamedStates]:
     """Put optimizer states into `overlay` whose names are the new keys; see `left_behind` for the
     state dicts `before` and `after`. What has no new name keeps its own.
     """
     if not any((done.changed or done.made) and not is_all(item) for item, done in after):
         return []
     refuse_reshaped(root, overlay, after)
-    told: list[Followed] = []
+    told: list[RenamedStates] = []
     states = [*optimizer_states(root, overlay, (item for item, _ in after))]
     fates = fates_of(before, after) if states else []
     for state in states:
@@ -73,7 +73,7 @@ def follow_names(
             _rename(state, overlay, names, twins)
         if names or twins or unclear:
             one = {twin: names.get(name, name) for twin, name in twins.items()}
-            told.append(Followed(state.path, tuple({**names, **one}.items()), unclear))
+            told.append(RenamedStates(state.path, tuple({**names, **one}.items()), unclear))
     return told
 
 

@@ -49,13 +49,13 @@ from ckptconv.tree.lora_configs import (
     taken_apart,
     with_those_around,
 )
-from ckptconv.tree.lora_deltas import Asked as AskedScale
+from ckptconv.tree.lora_deltas import AdapterTarget as AskedScale
 from ckptconv.tree.lora_deltas import as_linear, in_rows, matrices, rows_in
 from ckptconv.tree.lora_names import (
     ENDS,
-    Asked,
     Convention,
     Names,
+    NamingContext,
     Place,
     Places,
     Spelling,
@@ -96,7 +96,7 @@ class RenameLora:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _AdapterPart:
     """What an adapter says of some places: tensors and their keys by what they are. Of a product,
     by how much it is scaled, and the alpha that says so, where its rank stays.
     """
@@ -121,7 +121,7 @@ class _Target:
     start: str
     name: str
     places: Places
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_AdapterPart] = field(default_factory=list)
 
 
 class _Renaming:
@@ -173,14 +173,14 @@ class _Renaming:
 
     # ------------------------------------------------------------------------ what is there
 
-    def _parts(self) -> tuple[list[_Part], list[str]]:
+    def _parts(self) -> tuple[list[_AdapterPart], list[str]]:
         """The modules of the adapter, with the places in the base that they mean."""
         adapter = self._adapter
         keys = {module: adapter.first_key(module) for module in adapter.modules}
         found, notes = found_modules(keys, self._names)
         return [self._part(module, self._names.atoms(found[module])) for module in keys], notes
 
-    def _part(self, module: str, places: Places) -> _Part:
+    def _part(self, module: str, places: Places) -> _AdapterPart:
         adapter = self._adapter
         parts, keys = adapter.modules[module], adapter.keys[module]
         for role in parts:
@@ -190,7 +190,7 @@ class _Renaming:
         config, name = adapter.config_of(module)
         if not parts.keys() & _OF_PRODUCTS:
             self._refuse_unscaled(config, parts, adapter.first_key(module))
-            return _Part(places, parts, keys, None, None)
+            return _AdapterPart(places, parts, keys, None, None)
         ref = next(iter(parts.values()))
         asked = as_linear(AskedScale(parts, ref, name, config, keys, 1.0))
         _, down = matrices(asked, "up", "down")
@@ -201,7 +201,7 @@ class _Renaming:
             alpha = config.alpha_of(name)
         if "down" in parts and not config.is_transposed:
             self._refuse_misfit(places, parts, keys)
-        return _Part(places, parts, keys, asked.scale(down.shape[0]), alpha)
+        return _AdapterPart(places, parts, keys, asked.scale(down.shape[0]), alpha)
 
     def _refuse_unscaled(self, config: Config, parts: Parts, key: str) -> None:
         """Refuse parts without the matrices of LoRA (LoHa, LoKr, deltas that are whole) of which
@@ -236,7 +236,7 @@ class _Renaming:
 
     # ----------------------------------------------------------------------- what it becomes
 
-    def _targets(self, parts: Sequence[_Part]) -> list[_Target]:
+    def _targets(self, parts: Sequence[_AdapterPart]) -> list[_Target]:
         """The modules of the new convention, each with what is said of it."""
         model = model_of(self._names)
         spelled = spelled_in(self._convention, self._names, model)
@@ -249,7 +249,7 @@ class _Renaming:
                 what = f"{self._convention} has no names for the modules of such a base"
                 hint = "name them for peft or kohya: --preset lora-peft or --preset lora-kohya"
             raise KeyMismatch(what, hint=hint)
-        asked = Asked(self._convention, model.family, self._starts, self._shapes)
+        asked = NamingContext(self._convention, model.family, self._starts, self._shapes)
         components = self._components(parts)
         made: dict[tuple[str, str], _Target] = {}
         for part in parts:
@@ -265,22 +265,22 @@ class _Renaming:
                 made.setdefault((start, name), target).parts.append(own)
         return [*made.values()]
 
-    def _refuse_unclear(self, name: str, part: _Part) -> None:
+    def _refuse_unclear(self, name: str, part: _AdapterPart) -> None:
         """Refuse a name that several modules of the base have, written with underscores."""
         if self._convention == "lora-kohya" and len(found := self._names.of(name)) > 1:
             listed = some_text([" and ".join(map(str, places)) for places in found])
             what = f"would be {printable(name)}, which may mean {listed}"
             raise KeyConflict(what, where=part.key, hint="lora-peft has dotted names")
 
-    def _components(self, parts: Sequence[_Part]) -> dict[str, str]:
+    def _components(self, parts: Sequence[_AdapterPart]) -> dict[str, str]:
         """The components that the names of the adapter say, by the key of each part."""
         modules = (module.removeprefix(PEFT_PREFIX) for module in self._adapter.modules)
         named = zip(parts, modules, strict=True)
         return {part.key: start_of(module)[1] for part, module in named}
 
     def _apart(
-        self, part: _Part, spellings: Sequence[Spelling]
-    ) -> Iterator[tuple[Spelling, _Part]]:
+        self, part: _AdapterPart, spellings: Sequence[Spelling]
+    ) -> Iterator[tuple[Spelling, _AdapterPart]]:
         """What is said of each of several modules; nothing is of one whose block is empty."""
         if len(spellings) == 1:
             yield spellings[0], part
@@ -302,12 +302,12 @@ class _Renaming:
             elif both is not None:
                 yield spelling, _with_factors(replace(part, places=own_places, parts=own), both)
 
-    def _whole(self, target: _Target) -> _Part:
+    def _whole(self, target: _Target) -> _AdapterPart:
         """All that is said of a module, in one."""
         first, *others = target.parts
         if not others and first.places == target.places:
             return first
-        by_place: dict[Places, _Part] = {}
+        by_place: dict[Places, _AdapterPart] = {}
         for part in target.parts:
             self._refuse_not_put_together(part, first)
             for places, other in by_place.items():
@@ -326,7 +326,7 @@ class _Renaming:
         self._told["put together"] += 1
         return _with_factors(first, put_together(factors, sizes, first.key))
 
-    def _refuse_not_put_together(self, part: _Part, first: _Part) -> None:
+    def _refuse_not_put_together(self, part: _AdapterPart, first: _AdapterPart) -> None:
         for role in part.parts:
             if role not in ("up", "down", "alpha"):
                 what = f"is for a part of a weight of {self._convention}, which has no place for it"
@@ -336,7 +336,7 @@ class _Renaming:
             what = f"{what}: in {self._convention} they are one module"
             raise RefusedObject(what, where=part.key)
 
-    def _scaled(self, target: _Target, part: _Part) -> Scaled | None:
+    def _scaled(self, target: _Target, part: _AdapterPart) -> Scaled | None:
         if part.scale is None:
             return None
         down = part.parts.get("down", part.parts.get("embedding_down"))
@@ -348,7 +348,7 @@ class _Renaming:
         return Scaled(target.start, target.name, rank, alpha, has_magnitude, has_bias, part.key)
 
     def _tensors(
-        self, target: _Target, part: _Part, scaled: Scaled | None
+        self, target: _Target, part: _AdapterPart, scaled: Scaled | None
     ) -> Iterator[tuple[str, TensorRef]]:
         """The keys and tensors of one module."""
         ends = ENDS[self._convention]
@@ -418,7 +418,7 @@ _BESIDE = {"alpha", "magnitude", "magnitude_of_any"}
 _WITHOUT_ALPHA = {"diff", "bias_diff", "weight"}
 
 
-def _with_factors(part: _Part, factors: Factors) -> _Part:
+def _with_factors(part: _AdapterPart, factors: Factors) -> _AdapterPart:
     """The same with other matrices; of another rank, no alpha says any more how it is scaled."""
     parts = {**part.parts, "up": factors.up, "down": factors.down}
     if factors.down.shape[0] == part.parts["down"].shape[0]:

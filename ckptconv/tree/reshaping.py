@@ -81,7 +81,7 @@ class Tied(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reshaped:
+class RulesResult:
     """What tensor rules did: `origins` are those of the keys behind the last one, `made` what was
     made until there, `skipped` what was left out until there.
     """
@@ -168,7 +168,7 @@ class Applied:
 
     item: StateDict
     keys: KeyMap
-    reshaped: Reshaped | None = None
+    reshaped: RulesResult | None = None
 
     @property
     def keeps_names(self) -> bool:

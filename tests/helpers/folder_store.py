@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ckptconv.io.remote.place import RemotePlace, Site
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError
+from ckptconv.io.remote.store import FolderListing, ObjectBytes, Seen, Store, StoreError
 
 
 class FolderStore(Store):
@@ -20,7 +20,7 @@ class FolderStore(Store):
         self._folder, self._seconds = folder, seconds
         self._lock = threading.Lock()
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         with self._lock:
             self.asked.append(("get", key, first, nbytes))
             self.in_flight += 1
@@ -32,7 +32,7 @@ class FolderStore(Store):
             with self._lock:
                 self.in_flight -= 1
 
-    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         path = self._folder / key
         try:
             seen = self._seen(path)
@@ -43,18 +43,18 @@ class FolderStore(Store):
             raise StoreError("missing", "no such file") from None
         if pinned is not None and pinned != seen:
             raise StoreError("changed", "was changed while it was read")
-        return Part(data, seen)
+        return ObjectBytes(data, seen)
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str) -> FolderListing:
         with self._lock:
             self.asked.append(("list", prefix, 0, 0))
         time.sleep(self._seconds)
         folder = self._folder / prefix
         if not folder.is_dir():
-            return Listing({}, frozenset())
+            return FolderListing({}, frozenset())
         inside = list(folder.iterdir())
         files = {item.name: self._seen(item) for item in inside if item.is_file()}
-        return Listing(files, frozenset(item.name for item in inside if item.is_dir()))
+        return FolderListing(files, frozenset(item.name for item in inside if item.is_dir()))
 
     def _seen(self, path: Path) -> Seen:
         found = path.stat()

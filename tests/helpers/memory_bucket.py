@@ -20,7 +20,7 @@ from ckptconv.io.remote import patience
 from ckptconv.io.remote.causes import Forbidden
 from ckptconv.io.remote.place import RemotePlace, Site
 from ckptconv.io.remote.s3 import S3Store
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Upload
+from ckptconv.io.remote.store import FolderListing, ObjectBytes, Seen, Store, StoreError, Upload
 
 Fault = Callable[[int, str, str], str | None]
 """Of a request, by its number (from 1), its name and its key: None, or how it fails.
@@ -236,20 +236,20 @@ class S3InMemory(S3Store):
         self.__dict__["client"] = Client(bucket)
         self._obstore, self._store = _Listed(bucket), None  # type: ignore[assignment]
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
-        def work() -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
+        def work() -> ObjectBytes:
             found = self.memory.objects.get(key)
             if found is None:
                 raise StoreError("missing", "no such file")
             seen = Seen(len(found.data), found.tag, is_pinned=True)
             if pinned is not None and pinned != seen:
                 raise StoreError("changed", "was changed while it was read")
-            return Part(found.data[first : first + nbytes], seen)
+            return ObjectBytes(found.data[first : first + nbytes], seen)
 
         return self._asked_for("get", key, work)
 
-    def list(self, prefix: str) -> Listing:
-        def work() -> Listing:
+    def list(self, prefix: str) -> FolderListing:
+        def work() -> FolderListing:
             inside = {
                 key[len(prefix) :]: Seen(len(item.data), item.tag, is_pinned=True)
                 for key, item in self.memory.objects.items()
@@ -257,7 +257,7 @@ class S3InMemory(S3Store):
             }
             folders = {name.partition("/")[0] for name in inside if "/" in name}
             files = {name: seen for name, seen in inside.items() if "/" not in name}
-            return Listing(files, frozenset(folders))
+            return FolderListing(files, frozenset(folders))
 
         return self._asked_for("list", prefix, work)
 

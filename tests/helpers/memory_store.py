@@ -9,7 +9,15 @@ from functools import partial
 from typing import Any
 
 from ckptconv.io.remote.place import RemotePlace, Site
-from ckptconv.io.remote.store import Listing, Part, Seen, Store, StoreError, Unfinished, Upload
+from ckptconv.io.remote.store import (
+    FolderListing,
+    ObjectBytes,
+    Seen,
+    Store,
+    StoreError,
+    Unfinished,
+    Upload,
+)
 from ckptconv.io.remote.uploads import PartsUpload, key_of_hidden
 
 
@@ -48,23 +56,25 @@ class MemoryStore(Store):
         content = self.objects[key]
         return Seen(len(content), hashlib.sha256(content).hexdigest(), is_pinned=True)
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         return self.request("get", partial(self._got, key, first, nbytes, pinned))
 
-    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         if key not in self.objects:
             raise StoreError("missing", "no such file")
         if pinned is not None and pinned != self.seen(key):
             raise StoreError("changed", "was changed while it was read")
-        return Part(self.objects[key][first : first + nbytes], self.seen(key))
+        return ObjectBytes(self.objects[key][first : first + nbytes], self.seen(key))
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str) -> FolderListing:
         return self.request("list", partial(self._listed, prefix))
 
-    def _listed(self, prefix: str) -> Listing:
+    def _listed(self, prefix: str) -> FolderListing:
         inside = [key[len(prefix) :] for key in self.objects if key.startswith(prefix)]
         files = {name: self.seen(prefix + name) for name in inside if name and "/" not in name}
-        return Listing(files, frozenset(name.partition("/")[0] for name in inside if "/" in name))
+        return FolderListing(
+            files, frozenset(name.partition("/")[0] for name in inside if "/" in name)
+        )
 
     def begin(self, key: str, size: int) -> Upload:
         return _MemoryUpload(self, key, size)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from ckptconv import KeyRules, convert_checkpoint, load_portable
-from ckptconv.keys.tensor_rules import Operation, TensorRule
+from ckptconv.keys.tensor_rules import RuleOperation, TensorRule
 
 Places = dict[tuple[int, int], torch.Tensor]
 """The tensors of one group: by number in the list, and by the value of the variable (0 for none).
@@ -58,7 +58,7 @@ def _parted(draw: Callable, size: int, count: int) -> list[int]:
 
 def _one_by_one(
     draw: Callable, groups: list[Places], name: str
-) -> tuple[Operation, list[Places]] | None:
+) -> tuple[RuleOperation, list[Places]] | None:
     """An operation on each tensor; None where it does not fit them."""
     shapes = {ref.shape for group in groups for ref in group.values()}
     if len(shapes) > 1:
@@ -67,31 +67,31 @@ def _one_by_one(
     if not shape:
         return None
 
-    def each(operation: Operation, make: Callable) -> tuple[Operation, list[Places]]:
+    def each(operation: RuleOperation, make: Callable) -> tuple[RuleOperation, list[Places]]:
         return operation, [{at: make(t) for at, t in group.items()} for group in groups]
 
     if name == "transpose":
         dims = [_dim(draw, len(shape)), _dim(draw, len(shape))]
-        return each(Operation.of(name, dims), lambda t: t.transpose(*dims))
+        return each(RuleOperation.of(name, dims), lambda t: t.transpose(*dims))
     if name == "permute":
         dims = draw(st.permutations(range(len(shape))))
-        return each(Operation.of(name, list(dims)), lambda t: t.permute(*dims))
+        return each(RuleOperation.of(name, list(dims)), lambda t: t.permute(*dims))
     if name == "reshape":
         sizes, left = [], prod(shape)
         for _ in range(draw(st.integers(0, 3))):
             sizes.append(draw(st.sampled_from(_divisors(left))) if left else 1)
             left //= max(1, sizes[-1])
         sizes.append(-1 if left and draw(st.booleans()) else left)
-        return each(Operation.of(name, sizes), lambda t: t.reshape(sizes))
+        return each(RuleOperation.of(name, sizes), lambda t: t.reshape(sizes))
     if name == "unflatten":
         dim = _dim(draw, len(shape))
         one = draw(st.sampled_from(_divisors(shape[dim])))
         sizes = [one, shape[dim] // one]
-        return each(Operation.of(name, dim, sizes=sizes), lambda t: t.unflatten(dim, sizes))
+        return each(RuleOperation.of(name, dim, sizes=sizes), lambda t: t.unflatten(dim, sizes))
     if name == "flatten":
         first = draw(st.integers(0, len(shape) - 1))
         last = draw(st.integers(first, len(shape) - 1))
-        return each(Operation.of(name, [first, last]), lambda t: t.flatten(first, last))
+        return each(RuleOperation.of(name, [first, last]), lambda t: t.flatten(first, last))
     if name in ("interleave", "deinterleave"):
         dim = _dim(draw, len(shape))
         parts = draw(st.sampled_from(_divisors(shape[dim])))
@@ -108,7 +108,7 @@ def _one_by_one(
             return torch.cat(lists, dim)
 
         make = interleaved if name == "interleave" else apart
-        return each(Operation.of(name, dim, parts=parts), make) if shape[dim] else None
+        return each(RuleOperation.of(name, dim, parts=parts), make) if shape[dim] else None
     heads = draw(st.sampled_from(_divisors(shape[0])))
     if not shape[0] or shape[0] // heads % 2:
         return None
@@ -122,7 +122,7 @@ def _one_by_one(
         return t.view(heads, 2, t.shape[0] // heads // 2, *rest).transpose(1, 2).reshape(t.shape)
 
     make = roped if name == "rope" else unroped
-    return each(Operation.of(name, heads), lambda t: make(t.contiguous()))
+    return each(RuleOperation.of(name, heads), lambda t: make(t.contiguous()))
 
 
 ONES = (
@@ -141,7 +141,7 @@ def _at(one: int, other: int, over: bool) -> tuple[int, int]:
 
 def _joined(
     draw: Callable, groups: list[Places], name: str, over: bool
-) -> tuple[Operation, list[Places]] | None:
+) -> tuple[RuleOperation, list[Places]] | None:
     variable = {"over": "e"} if over else {}
     for group in groups:
         shapes = {ref.shape for ref in group.values()}
@@ -177,12 +177,12 @@ def _joined(
             }
             if len(sizes) > 1:
                 return None
-    return Operation.of(name, dim, **variable), made
+    return RuleOperation.of(name, dim, **variable), made
 
 
 def _taken_apart(
     draw: Callable, groups: list[Places], name: str, over: bool
-) -> tuple[Operation, list[Places]] | None:
+) -> tuple[RuleOperation, list[Places]] | None:
     shapes = {ref.shape for group in groups for ref in group.values()}
     if len(shapes) > 1 or not (shape := shapes.pop()):
         return None
@@ -210,7 +210,7 @@ def _taken_apart(
                 place = (number, at) if over else (number * count + at, value)
                 places[place] = part
         made.append(places)
-    return Operation.of(name, dim, **arguments), made
+    return RuleOperation.of(name, dim, **arguments), made
 
 
 @st.composite
@@ -251,7 +251,7 @@ def _draw_rule(draw: Callable, number: int, found: Drawn, values_of: Callable) -
         for (at, value), t in group.items():
             name = sources[at].replace("{l}", str(layer)).replace("{e}", str(value))
             found.before[name] = t
-    operations: list[Operation] = []
+    operations: list[RuleOperation] = []
     was_joined, is_made = False, False
     for _ in range(draw(st.integers(1, 5))):
         kind = draw(st.sampled_from(("one", "one", "join", "apart", "tie")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptconv.keys.config_numbers import number_in
-from ckptconv.keys.tensor_rules import Operation, TensorRule, matched
+from ckptconv.keys.tensor_rules import RuleOperation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict
 
 
@@ -42,14 +42,14 @@ def test_a_variable_is_a_segment_or_digits_beside_other_characters(pattern, key,
 )
 def test_one_argument_without_its_name_is_the_first(name, value, arguments):
     with pytest.raises(KeyConflict, match=f"{name} takes one argument without its name at most"):
-        Operation.of(name, *value, **arguments)
-    assert Operation.of("stack", 0) == Operation.of("stack", dim=0)
+        RuleOperation.of(name, *value, **arguments)
+    assert RuleOperation.of("stack", 0) == RuleOperation.of("stack", dim=0)
 
 
 @pytest.mark.parametrize("dims", [[], 3, "01", [0, "1"], [0.0, 1]])
 def test_dimensions_are_a_list_of_whole_numbers(dims):
     with pytest.raises(KeyConflict, match="permute: dims is ") as caught:
-        Operation.of("permute", dims=dims)
+        RuleOperation.of("permute", dims=dims)
     assert caught.value.hint == "write dimensions as a list: [0, 1]"
 
 

@@ -57,7 +57,7 @@ _OTHERS = re.compile(
 ).match
 
 
-class _Part(NamedTuple):
+class _Labelled(NamedTuple):
     """What is under one label of the tree: a file or folder, or the files of all ranks in order."""
 
     label: str
@@ -102,12 +102,12 @@ def open_accelerate(path: Location, *_: object) -> Checkpoint:
     return whole_of(checkpoints, container, Dict(pairs), path.path, notes)
 
 
-def _parts(folder: Location) -> tuple[list[_Part], list[str]]:
+def _parts(folder: Location) -> tuple[list[_Labelled], list[str]]:
     """The parts in the order of the tree, models first, and notes on what is left out."""
 
-    def alone(names: Iterable[str]) -> list[_Part]:
+    def alone(names: Iterable[str]) -> list[_Labelled]:
         files = [within(folder.child(name), folder) for name in names]
-        return [_Part(file.stem, [file], False) for file in files]
+        return [_Labelled(file.stem, [file], False) for file in files]
 
     names = folder.names()
     if _SPEECHBRAIN in names:
@@ -142,7 +142,7 @@ def _label(found: re.Match[str]) -> str:
 
 def _gathered(
     folder: Location, names: Sequence[str], matches: Callable[[str], re.Match[str] | None]
-) -> Iterator[_Part]:
+) -> Iterator[_Labelled]:
     """The parts that those names are which match. `UnsupportedCheckpoint` where one is there in two
     forms, of which one must be older.
     """
@@ -161,10 +161,10 @@ def _gathered(
             raise UnsupportedCheckpoint(what, path=folder, hint=hint)
         [(form, members)] = of_label.items()
         paths = [within(folder.child(name), folder) for name in members]
-        yield _Part(label, paths, is_ranks=[form] != members)
+        yield _Labelled(label, paths, is_ranks=[form] != members)
 
 
-def _open_part(part: _Part, pool: FilePool) -> Checkpoint:
+def _open_part(part: _Labelled, pool: FilePool) -> Checkpoint:
     if part.paths[0].is_folder():
         return open_dcp(part.paths[0])
     if not part.is_ranks:
@@ -178,7 +178,7 @@ def _open_part(part: _Part, pool: FilePool) -> Checkpoint:
     return checkpoint
 
 
-def _unwrapped(root: Node, part: _Part) -> Node:
+def _unwrapped(root: Node, part: _Labelled) -> Node:
     """The tree of a DCP folder without accelerate's one label, ``model`` or ``optimizer``."""
     pairs = mapping_pairs(root) or ()
     if not part.paths[0].is_folder() or len(pairs) != 1:

@@ -29,7 +29,7 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import first_few
 from ckptconv.tensors.dtypes import UINT8
 from ckptconv.tensors.refs import TensorRef
-from ckptconv.tree.checkpoint import Checkpoint, Part
+from ckptconv.tree.checkpoint import Checkpoint, PartFile
 from ckptconv.tree.walk import tensor_of
 
 SPLIT = "join them with the tools of the program that split it"
@@ -76,7 +76,7 @@ def numbered(name: str) -> Numbered | None:
     return None
 
 
-def part_of(place: Location, checkpoint: Checkpoint) -> Part | None:
+def part_of(place: Location, checkpoint: Checkpoint) -> PartFile | None:
     """What a file is a part of, if it is one: by its name, else by what it holds."""
     name = re.sub(r"\.(?:gz|bz2|xz|zst)$", "", place.name)
     root = checkpoint.root
@@ -90,7 +90,7 @@ DELTA_ENCODING = "delta_encoding"
 """What the metadata of an index have where its shards hold changes (`formats.deltas`)."""
 
 
-def delta_part(folder: PurePath, told: Mapping[str, Any]) -> Part:
+def delta_part(folder: PurePath, told: Mapping[str, Any]) -> PartFile:
     """What a folder of changes is, or one of its files; `told` are the metadata of its index."""
     since = ""
     if told:
@@ -100,7 +100,7 @@ def delta_part(folder: PurePath, told: Mapping[str, Any]) -> Part:
         )
     what = f"holds changes of tensors{since}, not weights"
     hint = f"apply them: ckptconv apply BASE {quote(printable(folder))} OUT"
-    return Part(what, hint, is_delta=True)
+    return PartFile(what, hint, is_delta=True)
 
 
 _HAS_CHECKSUM = partial(re.fullmatch, r"[0-9a-f]{8}|[0-9a-f]{32}|[0-9a-f]{64}")
@@ -125,17 +125,17 @@ def _holds_changes(checkpoint: Checkpoint) -> bool:
     )
 
 
-def _slice_of(root: Node) -> Part | None:
+def _slice_of(root: Node) -> PartFile | None:
     """A slice of Llama 1 or 2, whatever its name: the embedding is narrower than the norms."""
     names = ("tok_embeddings.weight", "norm.weight")
     found = {key: tensor_of(value) for key, value in mapping_pairs(root) or () if key in names}
     wide, whole = map(found.get, names)
     if wide is None or whole is None or wide.shape[1:] == whole.shape:
         return None
-    return Part("is one of the parallel parts of a model, which are not joined", SPLIT)
+    return PartFile("is one of the parallel parts of a model, which are not joined", SPLIT)
 
 
-def _by_name(name: str, place: Location) -> Part | None:
+def _by_name(name: str, place: Location) -> PartFile | None:
     told = numbered(name)
     if told is None:
         return None
@@ -152,7 +152,7 @@ def _by_name(name: str, place: Location) -> Part | None:
     what = f"is by its name only one part of a checkpoint; the others: {named}"
     together = "folder" if told.end == ".gguf" else "index"  # a set of GGUF has no index
     alone = f"one is converted alone to an OUT with {mark} in its name"
-    return Part(what, f"name all, or their {together}; {alone}", mark)
+    return PartFile(what, f"name all, or their {together}; {alone}", mark)
 
 
 _NAMED = 3
@@ -179,13 +179,13 @@ def module_folders(folder: Location) -> list[Location]:
     return [one for one in folders if one.is_folder() and one.stays_within(folder)]
 
 
-def part_of_modules(folder: Location) -> Part | None:
+def part_of_modules(folder: Location) -> PartFile | None:
     """What the weights in a folder are a part of, where other modules of the model have some."""
     others = [one.name for one in module_folders(folder) if weight_files(one)]
     if not others:
         return None
     what = f"holds one module of a model; {', '.join(map(printable, others))} hold weights too"
-    return Part(what, "copy all with --with-files, or name the file of the one", is_copied=True)
+    return PartFile(what, "copy all with --with-files, or name the file of the one", is_copied=True)
 
 
 def are_parts(names: Sequence[str]) -> bool:
@@ -218,7 +218,7 @@ NOT_READ = "save the weights with the framework that wrote them"
 """What can be done about layouts of DeepSpeed that are not read."""
 
 
-def part_of_step(name: str, root: Node) -> Part | None:
+def part_of_step(name: str, root: Node) -> PartFile | None:
     """What a file of a step is a part of, by its name and content, if it is not the whole model."""
     states = {key: value for key, value in mapping_pairs(root) or () if key in _SAID_BY_RANKS}
     if not states and not name.endswith("states.pt"):
@@ -227,27 +227,27 @@ def part_of_step(name: str, root: Node) -> Part | None:
     rank = MODEL_STATES(name)
     if PIPELINE(name):
         what = "is one layer of a pipeline-parallel checkpoint (layer_*-model_states.pt)"
-        return Part(f"{what} of DeepSpeed", "name its folder")
+        return PartFile(f"{what} of DeepSpeed", "name its folder")
     if rank and rank[1] and states.get("param_shapes") is not None:
         # they look as if they held weights
-        return Part("is one rank of ZeRO stage 3, without any weights", "name its folder")
+        return PartFile("is one rank of ZeRO stage 3, without any weights", "name its folder")
     if EXPERTS(name):
         what = "is one of the experts of an expert-parallel checkpoint (*expert_*_model_states.pt)"
-        return Part(f"{what} of DeepSpeed", "name its folder")
+        return PartFile(f"{what} of DeepSpeed", "name its folder")
     if type(width) is int and width > 1:
         what = f"is one of {width} tensor- or pipeline-parallel parts (mp_rank_*)"
     elif any(map(states.get, _AUTOEP)):
         what = "is an expert-parallel checkpoint without its experts (*expert_*_model_states.pt)"
     else:
         return None
-    return Part(f"{what} of DeepSpeed, which is not read", NOT_READ)
+    return PartFile(f"{what} of DeepSpeed, which is not read", NOT_READ)
 
 
 _AUTOEP = ("num_experts", "ds_autoep_layers", "autoep_layers")
 _SAID_BY_RANKS = ("mp_world_size", "param_shapes", *_AUTOEP)
 
 
-def flat_part(root: Node) -> Part | None:
+def flat_part(root: Node) -> PartFile | None:
     """What a tree is with a flat parameter of FSDP1, which holds many parameters and does not say
     which, in it or in a dict in it. Source: torch/distributed/fsdp/_flat_param.py.
     """
@@ -256,7 +256,7 @@ def flat_part(root: Node) -> Part | None:
     inner = chain.from_iterable(mapping_pairs(value) or () for value in dicts)
     for key, _ in chain(pairs, inner):
         if type(key) is str and key.endswith(_FLAT) and key.rpartition(".")[2] in _FLAT:
-            return Part(f"{printable(key)} {_IS_FLAT}", _NOT_FLAT)
+            return PartFile(f"{printable(key)} {_IS_FLAT}", _NOT_FLAT)
     return None
 
 

@@ -57,9 +57,9 @@ from ckptconv.formats.folders.deepspeed_universal import Universal, read_univers
 from ckptconv.formats.folders.ranks import Copies, refuse_other_name
 from ckptconv.formats.folders.zero import (
     FlatGroup,
+    JoinedWeights,
     RankStates,
     Shapes,
-    Weights,
     buffer_names,
     flat_groups,
     read_rank,
@@ -185,7 +185,7 @@ def _of_partitions(
     """The checkpoint whose fp32 weights lie in the partitions of ranks, with what is `kept` of the
     model states, the first that are `opened`; `beside` tells what else was joined.
     """
-    weights = Weights(states, ranks[0].stage)
+    weights = JoinedWeights(states, ranks[0].stage)
     module = weights.join(_parameters(ranks, groups))
     optimizer, told, more = _optimizer(partial(optimizer_of, ranks, groups))
     others = _others(opened[0].root, ranks[0].rest, kept)
@@ -372,7 +372,7 @@ def _universal_weights(
         return _written_elsewhere(found, states[0]["module"]), ()
     names = {name for group in shapes for name in group} | found.states.keys()
     names |= found.weights.keys() - entries(states[0]["module"]).keys()
-    weights = Weights(states, 2 if files.whole is not None else 3)
+    weights = JoinedWeights(states, 2 if files.whole is not None else 3)
     module = weights.join((name, ref) for name, ref in found.weights.items() if name in names)
     return module, weights.notes
 

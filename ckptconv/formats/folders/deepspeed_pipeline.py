@@ -24,7 +24,7 @@ from ckptconv.formats.folders.deepspeed_numbers import (
 )
 from ckptconv.formats.folders.deepspeed_tensors import INFO, stages_have_the_same
 from ckptconv.formats.folders.ranks import are_equal, mark_of, varies
-from ckptconv.formats.folders.zero import Weights, buffer_names, contradiction
+from ckptconv.formats.folders.zero import JoinedWeights, buffer_names, contradiction
 from ckptconv.pickles.nodes import Node, entries, listed, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.records import dataclass
@@ -127,7 +127,7 @@ def pipeline_weights(layers: Layers, stages: Sequence[Stage]) -> tuple[Node, tup
                 module[f"{at}.{own}"] = value  # a buffer that each stage has for itself
     buffers = [name for stage in stages for name in buffer_names(stage.states)]
     made = ordered_dict(list(module.items()))
-    weights = Weights([{"module": made, "buffer_names": buffers}], 1)
+    weights = JoinedWeights([{"module": made, "buffer_names": buffers}], 1)
     joined = entries(weights.join(parameters.items()))
     told = [f"layer {at} is {_TIED}{key}, which has its values" for at, key in ties.items()]
     return ordered_dict([(name, joined[name]) for name in module]), (*told, *weights.notes)

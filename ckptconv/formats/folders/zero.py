@@ -403,7 +403,7 @@ def _wrong_sum(wanted: int, there: int, where: str) -> MalformedCheckpoint:
 # ------------------------------------------------------------------------------ the state dict
 
 
-class Weights:
+class JoinedWeights:
     """The joined state dict of a step: what `zero_to_fp32` gives, in its order, and behind that
     what only `module` holds.
     """

@@ -17,8 +17,8 @@ from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import (
     NOTHING,
     TRIES,
-    Listing,
-    Part,
+    FolderListing,
+    ObjectBytes,
     Seen,
     Store,
     StoreError,
@@ -106,7 +106,7 @@ class FileSystemStore(HidingStore):
             except Exception as error:
                 raise _told(error) from None
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         path = self.path(key)
         with self.asking() as system:
             about = system.info(path)
@@ -117,10 +117,10 @@ class FileSystemStore(HidingStore):
                 raise StoreError("changed")
             last = min(first + nbytes, seen.size)
             if first >= last:
-                return Part(b"", seen)
-            return Part(bytes(system.cat_file(path, start=first, end=last)), seen)
+                return ObjectBytes(b"", seen)
+            return ObjectBytes(bytes(system.cat_file(path, start=first, end=last)), seen)
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str) -> FolderListing:
         files: dict[str, Seen] = {}
         folders = set()
         with self.asking() as system:
@@ -137,7 +137,7 @@ class FileSystemStore(HidingStore):
                 folders.add(name)
             else:
                 files[name] = _seen(about)
-        return Listing(files, frozenset(folders))
+        return FolderListing(files, frozenset(folders))
 
     def opened(self, key: str, mark: str, part: int) -> Any:
         path = self.path(key)

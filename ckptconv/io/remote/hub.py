@@ -22,7 +22,15 @@ from urllib.parse import quote, unquote, urljoin
 from ckptconv.io.files import FileSource, read_whole
 from ckptconv.io.remote.causes import LIES, Headers, is_strong, refusal, seen
 from ckptconv.io.remote.network import is_set, needed
-from ckptconv.io.remote.store import NOTHING, Listing, Part, Seen, Store, StoreError, split
+from ckptconv.io.remote.store import (
+    NOTHING,
+    FolderListing,
+    ObjectBytes,
+    Seen,
+    Store,
+    StoreError,
+    split,
+)
 from ckptconv.io.remote.web import WebStore
 from ckptconv.support.addresses import shown
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
@@ -145,7 +153,7 @@ class HubStore(WebStore):
         self._is_asked = self._commit is not None
         self._committing, self._listing = threading.Lock(), threading.Lock()
         self._linked: dict[str, Seen] = {}
-        self._tree: dict[str, Listing] | None = None
+        self._tree: dict[str, FolderListing] | None = None
 
     def _connected(self, root: str) -> Wire:
         from ckptconv.io.remote.wire import Credential, Wire, origin_of
@@ -163,7 +171,7 @@ class HubStore(WebStore):
 
     # ----------------------------------------------------------------------------------- reading
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         if not self._is_asked:
             # one request finds out what commit the others are for
             with self._committing:
@@ -238,7 +246,7 @@ class HubStore(WebStore):
 
     # ----------------------------------------------------------------------------------- listing
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str) -> FolderListing:
         """One request for all of a repository; a folder at a time where one answer is too short."""
         commit = self.commit()
         with self._listing:
@@ -321,7 +329,7 @@ class HubStore(WebStore):
         return name
 
 
-def _folders(entries: Sequence[Any], prefix: str) -> dict[str, Listing]:
+def _folders(entries: Sequence[Any], prefix: str) -> dict[str, FolderListing]:
     """What lies in each folder, of a list of paths."""
     files: defaultdict[str, dict[str, Seen]] = defaultdict(dict, {prefix: {}})
     folders: defaultdict[str, set[str]] = defaultdict(set)
@@ -343,7 +351,7 @@ def _folders(entries: Sequence[Any], prefix: str) -> dict[str, Listing]:
         while folder not in ("", prefix):
             folder, inner = split(folder)
             folders[folder].add(inner)
-    return {at: Listing(files[at], frozenset(folders[at])) for at in {*files, *folders}}
+    return {at: FolderListing(files[at], frozenset(folders[at])) for at in {*files, *folders}}
 
 
 def _is_plain(path: str) -> bool:

@@ -17,8 +17,8 @@ from ckptconv.io.remote.causes import CREDENTIALS, told_by_obstore
 from ckptconv.io.remote.credentials import account_in, options_of
 from ckptconv.io.remote.network import needed
 from ckptconv.io.remote.store import (
-    Listing,
-    Part,
+    FolderListing,
+    ObjectBytes,
     Seen,
     Store,
     StoreError,
@@ -128,17 +128,17 @@ class ObjectStoreOf(HidingStore):
 
     # --------------------------------------------------------------------------------- reading
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         return read_on(partial(self._got, key), first, nbytes, pinned)
 
-    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         options: dict[str, Any] = {"range": (first, first + nbytes)}
         if pinned is not None and pinned.is_pinned:
             options[self._pinning] = pinned.tag
         try:
             got = self._obstore.get(self._store, key, options=options)
             self._has_answered = True
-            return Part(_arrived(got), self._seen(got.meta))
+            return ObjectBytes(_arrived(got), self._seen(got.meta))
         except Exception as error:
             if first == 0 and _may_be_empty(error) and (empty := self._empty(key)):
                 return empty
@@ -147,7 +147,7 @@ class ObjectStoreOf(HidingStore):
                 told = StoreError("changed")
             raise told from None
 
-    def _empty(self, key: str) -> Part | None:
+    def _empty(self, key: str) -> ObjectBytes | None:
         """An object without bytes, of which no range can be asked for. A passing error is raised:
         the next try asks for all of it again.
         """
@@ -158,9 +158,9 @@ class ObjectStoreOf(HidingStore):
             if told.kind == "passing":
                 raise told from None
             return None
-        return None if seen.size else Part(b"", seen)
+        return None if seen.size else ObjectBytes(b"", seen)
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str) -> FolderListing:
         with self.asking():
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
         begin = len(prefix)
@@ -170,7 +170,7 @@ class ObjectStoreOf(HidingStore):
             if meta["path"] != prefix.rstrip("/")
         }
         folders = frozenset(path[begin:].strip("/") for path in found["common_prefixes"])
-        return Listing(files, folders)
+        return FolderListing(files, folders)
 
     def _seen(self, meta: Any) -> Seen:
         tag = meta.get(self._version) or ""

@@ -12,7 +12,7 @@ from functools import partial
 
 from ckptconv.io.commit import (
     FAILED,
-    Names,
+    FolderNames,
     ShardNames,
     exists,
     exists_by_now,
@@ -193,7 +193,7 @@ class RemoteDraft(Draft):
         return True
 
 
-class _ObjectNames(Names):
+class _ObjectNames(FolderNames):
     """Keys beside that of the output, and the drafts for them by their names.
 
     Objects are where they are as soon as the store answers, and nothing locks a folder: the

@@ -23,7 +23,15 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import Kind, Location, Needs
 from ckptconv.io.remote.patience import fetched, patiently
 from ckptconv.io.remote.source import HEAD, RemoteSource
-from ckptconv.io.remote.store import NOTHING, Listing, Part, Seen, Store, StoreError, split
+from ckptconv.io.remote.store import (
+    NOTHING,
+    FolderListing,
+    ObjectBytes,
+    Seen,
+    Store,
+    StoreError,
+    split,
+)
 from ckptconv.io.remote.traffic import count
 from ckptconv.io.source import Fingerprint, Source
 from ckptconv.support.addresses import UrlPath, shown
@@ -62,7 +70,7 @@ class Site:
         self._seconds, self._unpinned = in_force().remote_seconds, in_force().unpinned
         self._lock = threading.Lock()
         self._heads: OrderedDict[str, _Head | None] = OrderedDict()
-        self._listings: dict[str, Listing] = {}
+        self._listings: dict[str, FolderListing] = {}
 
     def anew(self) -> Site:
         """The same store, of which nothing is known yet."""
@@ -115,7 +123,7 @@ class Site:
             return None if is_file else "folder"
         return "file" if is_file else "nothing"
 
-    def listing(self, folder: str) -> Listing:
+    def listing(self, folder: str) -> FolderListing:
         """What lies in a folder (empty, or ending in a slash); nothing where there is none."""
         if not self.store.can_list:
             return NOTHING  # which says of no file that it is not there
@@ -152,7 +160,7 @@ class Site:
         get = partial(self.get, key, pinned=found.seen)
         return RemoteSource(get, path, found.seen, found.windows)
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen) -> ObjectBytes:
         """A range of an object, of one version; any thread may ask."""
         if not pinned.tag and not self._unpinned:
             raise UnsupportedCheckpoint(
@@ -163,7 +171,7 @@ class Site:
             )
         return self._asked(key, lambda: self._received(key, first, nbytes, pinned))
 
-    def _received(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def _received(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         part = self.store.get(key, first, nbytes, pinned)
         count(bytes_read=len(part.data))
         return part

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import PurePath
 from typing import NoReturn
 
-from ckptconv.io.digests import Passed, refuse_other
+from ckptconv.io.digests import PassingDigest, refuse_other
 from ckptconv.io.files import note_input
 from ckptconv.io.remote.patience import Budget, fetched
 from ckptconv.io.remote.readahead import BLOCK, FarSource, copied, reading_ahead
-from ckptconv.io.remote.store import Part, Seen
+from ckptconv.io.remote.store import ObjectBytes, Seen
 from ckptconv.io.source import CHUNK, SMALL, Fingerprint, Pending, Range, Reopening, merged_runs
 
 HEAD = 128 << 10
@@ -44,7 +44,7 @@ class RemoteSource(FarSource):
 
     def __init__(
         self,
-        get: Callable[[int, int], Part],
+        get: Callable[[int, int], ObjectBytes],
         path: PurePath,
         seen: Seen,
         windows: Iterable[tuple[int, bytes]],
@@ -57,7 +57,7 @@ class RemoteSource(FarSource):
         self._windows: OrderedDict[int, bytes | memoryview] = OrderedDict()
         self._small: dict[int, bytes] = {}  # what was foreseen, by where it begins
         self._is_closed = False
-        self._passed = None if seen.sha256 is None else Passed()
+        self._passed = None if seen.sha256 is None else PassingDigest()
         self._merged = 0  # bytes of merged reads among the windows, which are not dropped
         for first, data in windows:
             self._keep(first, data)
@@ -310,7 +310,7 @@ class RemoteSource(FarSource):
         if self._seen.tag and not self._seen.is_pinned and not self._is_closed:
             self._refuse_other(self._get(0, 1))
 
-    def _refuse_other(self, part: Part) -> None:
+    def _refuse_other(self, part: ObjectBytes) -> None:
         if part.seen != self._seen:
             raise self.wrong("was changed while it was read", hint="start again")
 

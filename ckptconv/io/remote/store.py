@@ -75,7 +75,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ObjectBytes:
     """Bytes of an object, and what it was when they were read."""
 
     data: bytes | memoryview
@@ -83,7 +83,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class FolderListing:
     """What lies in a folder: files by name with what is known of them, and names of folders."""
 
     files: Mapping[str, Seen]
@@ -93,7 +93,7 @@ class Listing:
         return bool(self.files or self.folders)
 
 
-NOTHING = Listing({}, frozenset())
+NOTHING = FolderListing({}, frozenset())
 
 
 def split(key: str) -> tuple[str, str]:
@@ -156,7 +156,7 @@ class Store(ABC):
     """Whether `move` only copies, and the old object is to be removed by who asked for it."""
 
     @abstractmethod
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         """The bytes from `first` on, `nbytes` of them or as many as there are; of the version
         `pinned`, if one is given.
 
@@ -164,7 +164,7 @@ class Store(ABC):
         empty object gives no bytes.
         """
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str) -> FolderListing:
         """What lies in the folder `prefix` (empty, or with a slash at its end), if it is there."""
         raise StoreError("final", "cannot be listed", hint="name the file")
 
@@ -218,8 +218,11 @@ _PIECES = 32
 
 
 def read_on(
-    got: Callable[[int, int, Seen | None], Part], first: int, nbytes: int, pinned: Seen | None
-) -> Part:
+    got: Callable[[int, int, Seen | None], ObjectBytes],
+    first: int,
+    nbytes: int,
+    pinned: Seen | None,
+) -> ObjectBytes:
     """A range by `got`, whose answers may be shorter than they were asked to be, since they broke
     off: the rest is asked for, of the same version.
     """
@@ -234,4 +237,4 @@ def read_on(
             raise StoreError("final", what, hint="another server of the file may do better")
         count(requests=1)
         pieces.append(got(first + had, whole - had, part.seen).data)
-    return Part(b"".join(pieces), part.seen)
+    return ObjectBytes(b"".join(pieces), part.seen)

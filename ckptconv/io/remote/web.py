@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ckptconv.io.remote.causes import LIES, Headers, is_strong, length_of, range_of, refusal, seen
 from ckptconv.io.remote.network import bracketed, needed
-from ckptconv.io.remote.store import Part, Seen, Store, StoreError, read_on
+from ckptconv.io.remote.store import ObjectBytes, Seen, Store, StoreError, read_on
 from ckptconv.io.remote.traffic import count
 from ckptconv.support.addresses import how_to_get, shown
 from ckptconv.support.errors import UnsupportedCheckpoint
@@ -89,10 +89,10 @@ class WebStore(Store):
 
     # ----------------------------------------------------------------------------------- reading
 
-    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def get(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         return read_on(partial(self._got, key), first, nbytes, pinned)
 
-    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> Part:
+    def _got(self, key: str, first: int, nbytes: int, pinned: Seen | None) -> ObjectBytes:
         with self._lock:
             is_direct = key not in self._moved
             moved = self._moved.get(key)
@@ -131,7 +131,7 @@ class WebStore(Store):
         pinned: Seen | None,
         *,
         is_moved: bool = False,
-    ) -> Part:
+    ) -> ObjectBytes:
         headers = {"Range": f"bytes={first}-{first + nbytes - 1}"}
         if tag:
             headers["If-Match"] = tag
@@ -150,7 +150,7 @@ class WebStore(Store):
 
     def _received(
         self, key: str, answer: Answer, first: int, nbytes: int, pinned: Seen | None
-    ) -> Part:
+    ) -> ObjectBytes:
         """The bytes of an answer, if they are the ones that were asked for."""
         status, headers = answer.status, answer.headers
         if status in (200, 206):
@@ -166,12 +166,12 @@ class WebStore(Store):
                 raise StoreError("changed")
             total = headers.get("Content-Range", "").rpartition("/")[2].strip()
             if first == 0 and total in ("", "0", "*"):
-                return Part(b"", self.seen(key, 0, headers))
+                return ObjectBytes(b"", self.seen(key, 0, headers))
         raise self.refused(key, status, headers)
 
     def _range(
         self, key: str, answer: Answer, first: int, nbytes: int, pinned: Seen | None
-    ) -> Part:
+    ) -> ObjectBytes:
         found = range_of(answer.headers)
         if found is None:
             raise _lie("the server does not say which bytes it sends")
@@ -189,11 +189,11 @@ class WebStore(Store):
             raise StoreError("passing", f"the server broke off after 0 of {end - start} bytes")
         if length is None and answer.read(1):
             raise _lie(f"the server sends more than {end - start} bytes")
-        return Part(data, version)
+        return ObjectBytes(data, version)
 
     def _whole(
         self, key: str, answer: Answer, first: int, nbytes: int, pinned: Seen | None
-    ) -> Part:
+    ) -> ObjectBytes:
         """All of a small file, of a server that sends nothing less."""
         most = _SMALL
         if first == 0:
@@ -209,7 +209,7 @@ class WebStore(Store):
         version = self.seen(key, len(data), answer.headers)
         if pinned is not None and version != pinned:
             raise StoreError("changed")
-        return Part(memoryview(data)[first : first + nbytes], version)
+        return ObjectBytes(memoryview(data)[first : first + nbytes], version)
 
     def _no_ranges(self, key: str, why: str) -> StoreError:
         hint = how_to_get(self.locate(key))

@@ -65,7 +65,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CodeGroup:
     """Codes with all that they are read with: the tensors of one weight.
 
     `key` is that of the codes, `prefix` what stands before their name and that of the others,
@@ -112,7 +112,7 @@ class Group:
         """Raise `RefusedObject` about this weight."""
         raise RefusedObject(what, where=self.key, hint=hint)
 
-    def without(self, ending: str) -> Group:
+    def without(self, ending: str) -> CodeGroup:
         """The same without what has a name of this ending."""
         others = {name: ref for name, ref in self.parts.items() if not name.endswith(ending)}
         return replace(self, parts=others)
@@ -136,8 +136,8 @@ class Scheme(NamedTuple):
 
     name: str
     methods: tuple[str, ...]
-    fits: Callable[[Group, Facts], bool]
-    decode: Callable[[Group, Facts], Weight]
+    fits: Callable[[CodeGroup, Facts], bool]
+    decode: Callable[[CodeGroup, Facts], Weight]
     is_certain: bool = False
 
 
@@ -166,20 +166,20 @@ def read_integers(ref: TensorRef, where: str) -> tuple[int, ...]:
     return tuple(np.frombuffer(read_small(ref, where), ref.dtype.array_type).tolist())
 
 
-def group_size(group: Group, config: Mapping[str, Any]) -> tuple[int, int] | None:
+def group_size(group: CodeGroup, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """The block of a group of columns that a configuration says; None where it says none."""
     size = told_size(group, config, "group_size")
     return None if size is None or size <= 0 else (1, size)
 
 
-def check_groups(group: Group, name: str, columns: int, groups: int) -> None:
+def check_groups(group: CodeGroup, name: str, columns: int, groups: int) -> None:
     """Refuse an index of groups that is not one number below `groups` for each column."""
     numbers = all_integers(group, name, columns)
     if numbers and not (min(numbers) >= 0 and max(numbers) < groups):
         group.fail(f"{name} names a group beyond the {groups} that are there")
 
 
-def all_integers(group: Group, name: str, count: int) -> tuple[int, ...]:
+def all_integers(group: CodeGroup, name: str, count: int) -> tuple[int, ...]:
     """The values of a tensor of so many integers in one dimension."""
     index = group.need(name)
     if index.shape != (count,) or index.dtype.name not in ("int32", "int64"):
@@ -193,7 +193,7 @@ def all_integers(group: Group, name: str, count: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def one_number(group: Group, name: str) -> TensorRef:
+def one_number(group: CodeGroup, name: str) -> TensorRef:
     """A tensor of one element, in one dimension."""
     ref = group.need(name)
     if ref.numel != 1:
@@ -201,7 +201,7 @@ def one_number(group: Group, name: str) -> TensorRef:
     return reshaped(ref, (1,), group.prefix + name)
 
 
-def told_size(group: Group, config: Mapping[str, Any], name: str) -> int | None:
+def told_size(group: CodeGroup, config: Mapping[str, Any], name: str) -> int | None:
     """The whole number that a configuration says under a name; None where it says nothing. Raises
     `MalformedCheckpoint` for anything else: a size that is derived instead may be another.
     """
@@ -214,7 +214,7 @@ def told_size(group: Group, config: Mapping[str, Any], name: str) -> int | None:
 _CORRECT = "correct the config.json beside it"
 
 
-def told_block(group: Group, told: object) -> tuple[int, int] | None:
+def told_block(group: CodeGroup, told: object) -> tuple[int, int] | None:
     """The rows and columns of a block that a configuration says: two numbers, or a text as
     ``128x128``; None where it says nothing. Raises as `told_size` does.
     """
@@ -233,7 +233,7 @@ def is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
+def weights_config(facts: Facts, group: CodeGroup) -> Mapping[str, Any]:
     """What the configuration says of the weights of a module: of the group whose targets name it by
     its path, by a regex (``re:``), or the only one there is; empty where it says nothing.
     """
@@ -246,7 +246,7 @@ def weights_config(facts: Facts, group: Group) -> Mapping[str, Any]:
     return weights if isinstance(weights, dict) else {}
 
 
-def _targets(item: Mapping[str, Any], group: Group) -> bool:
+def _targets(item: Mapping[str, Any], group: CodeGroup) -> bool:
     """Whether a group names a module: by its class it cannot be told here."""
     targets = item.get("targets")
     if not isinstance(targets, list):
@@ -262,7 +262,7 @@ def _targets(item: Mapping[str, Any], group: Group) -> bool:
 _SLOW = re.compile(r"\)[*+{]|\\[1-9]")
 
 
-def _matches(pattern: str, group: Group) -> bool:
+def _matches(pattern: str, group: CodeGroup) -> bool:
     if _SLOW.search(pattern) or sum(map(pattern.count, "*+{")) > _MOST_REPEATS:
         group.refuse(f"is described by the pattern {pattern!r:.60}, which may take for ever")
     module = group.module
@@ -275,7 +275,7 @@ def _matches(pattern: str, group: Group) -> bool:
 # --------------------------------------------------------------------------------------- the grid
 
 
-def grid_of(group: Group, name: str, shape: Shape, block: tuple[int, int]) -> TensorRef:
+def grid_of(group: CodeGroup, name: str, shape: Shape, block: tuple[int, int]) -> TensorRef:
     """What is one for each block of a weight of this shape, in so many dimensions; a tensor with
     one element is for all blocks, and any beside a weight that has no elements.
     """
@@ -303,7 +303,7 @@ def _for_all(ref: TensorRef, shape: Shape) -> TensorRef:
 
 
 def block_of(
-    group: Group, scale: TensorRef, shape: Shape, given: tuple[int, int] | None = None
+    group: CodeGroup, scale: TensorRef, shape: Shape, given: tuple[int, int] | None = None
 ) -> tuple[int, int]:
     """The rows and columns of a block: as a configuration says (`given`), else by the shape of the
     scales: one for all, one for each row, or a grid whose blocks have a power of two of rows and of
@@ -330,7 +330,7 @@ def _large(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def power_of(group: Group, size: int, blocks: int) -> int:
+def power_of(group: CodeGroup, size: int, blocks: int) -> int:
     """The power of two of elements in a block, where so many blocks take so many elements."""
     if blocks <= 1:
         return max(size, 1)
@@ -356,7 +356,7 @@ def as_scale(ref: TensorRef) -> str:
 
 
 def decoded(
-    group: Group,
+    group: CodeGroup,
     facts: Facts,
     how: Decoding,
     inputs: Mapping[str, TensorRef],
@@ -394,7 +394,7 @@ _NUMBERS = ("uint", "e2m1", "e2m3", "int8", *(dtype.name for dtype in FLOAT8))
 
 
 def check_inputs(
-    group: Group, how: Decoding, inputs: Mapping[str, TensorRef], shape: Shape
+    group: CodeGroup, how: Decoding, inputs: Mapping[str, TensorRef], shape: Shape
 ) -> None:
     """Refuse inputs that are not of the shapes and the kinds of types that the values need."""
     needed = decode_needs(how, ((0,) * len(shape), shape), len(how.roles))
@@ -415,7 +415,7 @@ def check_inputs(
             group.fail(f"has a {role} of {ref.dtype.name}, a type in which none is stored")
 
 
-def check_words(group: Group, codes: TensorRef, bits: int, columns: int) -> None:
+def check_words(group: CodeGroup, codes: TensorRef, bits: int, columns: int) -> None:
     """Refuse codes packed along their rows that are not just the words for the columns."""
     words = -(-columns * bits // (8 * codes.dtype.itemsize))
     if codes.shape[-1] != words:

@@ -15,8 +15,8 @@ from ckptconv.tensors.dtypes import BY_NAME, FLOAT32, UINT8
 from ckptconv.tensors.plain_numbers import single
 from ckptconv.tensors.refs import Piece, Shape, TensorRef
 from ckptconv.tensors.schemes.base import (
+    CodeGroup,
     Facts,
-    Group,
     Scheme,
     Weight,
     decoded,
@@ -33,23 +33,23 @@ _HIGH_FIRST = (1, 0)  # of two codes in a byte, the first stands in the upper bi
 _ROWS = 0  # of weight_format: others are orders of a kernel
 
 
-def _state_name(group: Group) -> str | None:
+def _state_name(group: CodeGroup) -> str | None:
     found = [name for name in group.parts if name.startswith(group.name + _STATE)]
     return found[0] if len(found) == 1 else None
 
 
-def _is_four_bits(group: Group, _: Facts) -> bool:
+def _is_four_bits(group: CodeGroup, _: Facts) -> bool:
     return _state_name(group) is not None
 
 
-def _is_eight_bits(group: Group, _: Facts) -> bool:
+def _is_eight_bits(group: CodeGroup, _: Facts) -> bool:
     known = {group.name, "SCB", "weight_format"}
     return (
         group.codes.dtype.name == "int8" and "SCB" in group.parts and known.issuperset(group.parts)
     )
 
 
-def _four_bits(group: Group, facts: Facts) -> Weight:
+def _four_bits(group: CodeGroup, facts: Facts) -> Weight:
     name = _state_name(group)
     assert name is not None
     state = _state(group, name)
@@ -74,21 +74,21 @@ def _four_bits(group: Group, facts: Facts) -> Weight:
     return Weight(group.name, reshaped(values, shape, group.key), words)
 
 
-def _state(group: Group, name: str) -> Mapping[str, Any]:
+def _state(group: CodeGroup, name: str) -> Mapping[str, Any]:
     state = json_object(read_small(group.parts[name], group.prefix + name))
     if state is None:
         group.fail(f"has a {name} that is not a JSON object")
     return state
 
 
-def _sizes(group: Group, state: Mapping[str, Any]) -> Shape:
+def _sizes(group: CodeGroup, state: Mapping[str, Any]) -> Shape:
     sizes = state.get("shape")
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         group.fail("has a quant_state without a shape")
     return tuple(sizes)
 
 
-def _as_bytes(group: Group, codes: TensorRef) -> TensorRef:
+def _as_bytes(group: CodeGroup, codes: TensorRef) -> TensorRef:
     """The bytes of codes, which are stored as another type by some, in one row."""
     flat = reshaped(codes, (codes.numel,), group.key)
     [piece] = flat.pieces
@@ -99,14 +99,14 @@ def _as_bytes(group: Group, codes: TensorRef) -> TensorRef:
     return TensorRef(UINT8, shape, stride, (part,))
 
 
-def _table(group: Group, name: str, count: int) -> TensorRef:
+def _table(group: CodeGroup, name: str, count: int) -> TensorRef:
     table = group.need(f"{group.name}.{name}")
     if table.shape != (count,) or table.dtype is not FLOAT32:
         group.fail(f"has a {name} that is not {count} numbers of float32")
     return table
 
 
-def _absmax(group: Group, state: Mapping[str, Any], blocks: int) -> TensorRef:
+def _absmax(group: CodeGroup, state: Mapping[str, Any], blocks: int) -> TensorRef:
     """The scale of each block, in one row; where it is quantised itself, decoded."""
     absmax = group.need(f"{group.name}.absmax")
     if absmax.shape != (blocks,):
@@ -129,14 +129,14 @@ def _absmax(group: Group, state: Mapping[str, Any], blocks: int) -> TensorRef:
     return decoded(group, Facts(), how, inputs, (1, blocks), dtype=FLOAT32)
 
 
-def _offset(group: Group, offset: float) -> float:
+def _offset(group: CodeGroup, offset: float) -> float:
     try:
         return single(float(offset))
     except OverflowError:  # an integer of hundreds of digits
         group.fail("has a nested_offset that is not a float")
 
 
-def _eight_bits(group: Group, facts: Facts) -> Weight:
+def _eight_bits(group: CodeGroup, facts: Facts) -> Weight:
     codes, scale = group.codes, group.need("SCB")
     if len(codes.shape) != 2 or scale.shape != codes.shape[:1]:
         group.misfit(scale)

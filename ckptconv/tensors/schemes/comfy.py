@@ -17,8 +17,8 @@ from ckptconv.tensors.dtypes import FLOAT8, UINT8
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tensors.scaled_weights import MARK
 from ckptconv.tensors.schemes.base import (
+    CodeGroup,
     Facts,
-    Group,
     Scheme,
     Weight,
     as_scale,
@@ -47,7 +47,7 @@ class _Tiled(NamedTuple):
 _TILED = {"nvfp4": _Tiled(4, 16, (1, 0)), "mxfp8": _Tiled(8, 32, ())}
 
 
-def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
+def _layer(group: CodeGroup, facts: Facts) -> Mapping[str, Any] | None:
     inline = group.parts.get(_INLINE)
     if inline is not None:
         return _object(group, read_small(inline, group.prefix + _INLINE))
@@ -61,7 +61,7 @@ def _layer(group: Group, facts: Facts) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _object(group: Group, raw: bytes | str) -> Mapping[str, Any]:
+def _object(group: CodeGroup, raw: bytes | str) -> Mapping[str, Any]:
     found = _parsed(raw)
     if found is None:
         group.fail("is described by ComfyUI's metadata, which are not a JSON object")
@@ -71,11 +71,11 @@ def _object(group: Group, raw: bytes | str) -> Mapping[str, Any]:
 _parsed = lru_cache(maxsize=1)(json_object)  # one text of the whole file is asked layer by layer
 
 
-def _is_comfy(group: Group, facts: Facts) -> bool:
+def _is_comfy(group: CodeGroup, facts: Facts) -> bool:
     return _layer(group, facts) is not None
 
 
-def _comfy(group: Group, facts: Facts) -> Weight:
+def _comfy(group: CodeGroup, facts: Facts) -> Weight:
     layer = _layer(group, facts)
     assert layer is not None
     kind = layer.get("format")
@@ -91,7 +91,7 @@ def _comfy(group: Group, facts: Facts) -> Weight:
     return _tiled(group, facts, kind)
 
 
-def _tiled(group: Group, facts: Facts, kind: str) -> Weight:
+def _tiled(group: CodeGroup, facts: Facts, kind: str) -> Weight:
     """Scales in tiles of 128 x 4, of nibbles (the high one first) or of fp8."""
     codes, scale = group.codes, group.need("weight_scale")
     bits, size, order = _TILED[kind]
@@ -111,7 +111,7 @@ def _tiled(group: Group, facts: Facts, kind: str) -> Weight:
     return Weight("weight", values, f"ComfyUI {kind}, groups of {size}")
 
 
-def _tiles(group: Group, scale: TensorRef, shape: Shape, size: int) -> TensorRef:
+def _tiles(group: CodeGroup, scale: TensorRef, shape: Shape, size: int) -> TensorRef:
     rows, columns = shape[0], -(-shape[1] // size)
     wanted = whole_tiles(rows, columns)
     if scale.shape != wanted:
@@ -119,7 +119,7 @@ def _tiles(group: Group, scale: TensorRef, shape: Shape, size: int) -> TensorRef
     return cut(unswizzled(scale, f"{group.prefix}weight_scale"), (rows, columns))
 
 
-def _is_tiled_nvfp4(group: Group, _: Facts) -> bool:
+def _is_tiled_nvfp4(group: CodeGroup, _: Facts) -> bool:
     """NVFP4 of which nothing tells, its scales as many as in whole tiles; ModelOpt's may be too."""
     if not is_nvfp4(group) or len(group.codes.shape) != 2:
         return False
@@ -127,16 +127,16 @@ def _is_tiled_nvfp4(group: Group, _: Facts) -> bool:
     return group.parts["weight_scale"].shape == whole_tiles(rows, -(-2 * octets // 16))
 
 
-def _tiled_nvfp4(group: Group, facts: Facts) -> Weight:
+def _tiled_nvfp4(group: CodeGroup, facts: Facts) -> Weight:
     return _tiled(group, facts, "nvfp4")
 
 
-def _is_marked(group: Group, _: Facts) -> bool:
+def _is_marked(group: CodeGroup, _: Facts) -> bool:
     """fp8 of a checkpoint that has the mark; a layer without a scale has one of 1."""
     return group.codes.dtype in FLOAT8 and any(name.endswith(MARK) for name in group.parts)
 
 
-def _marked(group: Group, facts: Facts) -> Weight:
+def _marked(group: CodeGroup, facts: Facts) -> Weight:
     group = group.without(MARK)
     if len(group.parts) == 1:
         group.refuse(

@@ -12,8 +12,8 @@ from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import E4M3, E8M0
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
+    CodeGroup,
     Facts,
-    Group,
     Scheme,
     Weight,
     all_integers,
@@ -34,11 +34,11 @@ from ckptconv.tensors.schemes.scaled import block_text
 _PACKED = "_packed"
 
 
-def _base(group: Group) -> str:
+def _base(group: CodeGroup) -> str:
     return group.name.removesuffix(_PACKED)
 
 
-def _is_packed(group: Group, *types: str) -> bool:
+def _is_packed(group: CodeGroup, *types: str) -> bool:
     base = _base(group)
     return (
         group.name == base + _PACKED
@@ -47,11 +47,11 @@ def _is_packed(group: Group, *types: str) -> bool:
     )
 
 
-def _is_pack_quantized(group: Group, _: Facts) -> bool:
+def _is_pack_quantized(group: CodeGroup, _: Facts) -> bool:
     return _is_packed(group, "int32")
 
 
-def _pack_quantized(group: Group, facts: Facts) -> Weight:
+def _pack_quantized(group: CodeGroup, facts: Facts) -> Weight:
     """Integers of 1 to 8 bits, end to end in words of 32 bits; zeros are packed along the rows."""
     base, codes = _base(group), group.codes
     shape = _shape(group)
@@ -105,7 +105,7 @@ def _is_ordered(config: Mapping[str, Any]) -> bool:
     return order is True or (isinstance(order, str) and order.lower() in ("group", "dynamic"))
 
 
-def _order(group: Group, name: str, columns: int) -> TensorRef | None:
+def _order(group: CodeGroup, name: str, columns: int) -> TensorRef | None:
     """The index of groups; None where there is none, or nothing was put into it (all are -1)."""
     index = group.first(name)
     if index is None or set(all_integers(group, name, columns)) == {-1}:
@@ -113,7 +113,7 @@ def _order(group: Group, name: str, columns: int) -> TensorRef | None:
     return index
 
 
-def _shape(group: Group) -> tuple[int, ...]:
+def _shape(group: CodeGroup) -> tuple[int, ...]:
     base, codes = _base(group), group.codes
     told = read_integers(group.need(f"{base}_shape"), f"{group.prefix}{base}_shape")
     *outer, rows, _ = codes.shape if len(codes.shape) > 1 else (0, 0)
@@ -123,7 +123,7 @@ def _shape(group: Group) -> tuple[int, ...]:
     return (*outer, rows, told[-1])
 
 
-def _bits(group: Group, config: Mapping[str, Any], columns: int) -> int:
+def _bits(group: CodeGroup, config: Mapping[str, Any], columns: int) -> int:
     words = group.codes.shape[-1]
     told = told_size(group, config, "num_bits")
     if told is not None and not 1 <= told <= 8:
@@ -141,7 +141,7 @@ def _bits(group: Group, config: Mapping[str, Any], columns: int) -> int:
     return fitting[0]
 
 
-def _is_float(group: Group, facts: Facts) -> bool:
+def _is_float(group: CodeGroup, facts: Facts) -> bool:
     return _is_packed(group, "uint8")
 
 
@@ -153,7 +153,7 @@ _FLOATS = {
 }
 
 
-def _float(group: Group, facts: Facts) -> Weight:
+def _float(group: CodeGroup, facts: Facts) -> Weight:
     """NVFP4, MXFP4 and MXFP6: told by the type of the scale, and by how many codes it is for."""
     base, codes = _base(group), group.codes
     scale = group.need(f"{base}_scale")

@@ -13,8 +13,8 @@ from ckptconv.tensors.computed import Computed, computed_value
 from ckptconv.tensors.decoding import Decoding, unpacked
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
+    CodeGroup,
     Facts,
-    Group,
     Scheme,
     Weight,
     all_integers,
@@ -30,7 +30,7 @@ from ckptconv.tensors.views import transposed
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def _holds(group: Group) -> bool:
+def _holds(group: CodeGroup) -> bool:
     names = ("qweight", "scales", "qzeros")
     known = {*names, "g_idx"}
     is_there = all(name in group.parts and len(group.parts[name].shape) == 2 for name in names)
@@ -39,12 +39,12 @@ def _holds(group: Group) -> bool:
     return all(group.parts[name].dtype.name == "int32" for name in ("qweight", "qzeros"))
 
 
-def _is_gptq(group: Group, _: Facts) -> bool:
+def _is_gptq(group: CodeGroup, _: Facts) -> bool:
     """The columns of the words are those of the scales."""
     return _holds(group) and group.codes.shape[1] == group.parts["scales"].shape[1]
 
 
-def _is_awq(group: Group, _: Facts) -> bool:
+def _is_awq(group: CodeGroup, _: Facts) -> bool:
     """A word has eight of the columns that the scales have."""
     return _holds(group) and 8 * group.codes.shape[1] == group.parts["scales"].shape[1]
 
@@ -60,7 +60,7 @@ def _gptq_version(facts: Facts) -> str:
     return named if isinstance(named, str) else ""
 
 
-def _gptq(group: Group, facts: Facts) -> Weight:
+def _gptq(group: CodeGroup, facts: Facts) -> Weight:
     version = _gptq_version(facts)
     if not version:
         group.refuse(
@@ -143,7 +143,7 @@ def has_all_ones(zeros: Zeros) -> bool:
 _ROWS = 1 << 18
 
 
-def _bits(group: Group, facts: Facts, words: int, outputs: int) -> int:
+def _bits(group: CodeGroup, facts: Facts, words: int, outputs: int) -> int:
     """The bits of a code: by the zeros, which are one for each output; ``dynamic`` rules give
     modules their own, so the configuration is asked last.
     """
@@ -156,7 +156,7 @@ def _bits(group: Group, facts: Facts, words: int, outputs: int) -> int:
     return int(told)
 
 
-def _group_size(group: Group, facts: Facts, count: int, groups: int) -> int:
+def _group_size(group: CodeGroup, facts: Facts, count: int, groups: int) -> int:
     """The inputs of a group; of the last one, fewer may be there."""
     size = told_size(group, facts.config, "group_size")
     # one group of all
@@ -169,13 +169,13 @@ def _group_size(group: Group, facts: Facts, count: int, groups: int) -> int:
     return min(size, count)
 
 
-def _is_act_order(group: Group, size: int, count: int) -> bool:
+def _is_act_order(group: CodeGroup, size: int, count: int) -> bool:
     """Whether the inputs are not in the order of their groups."""
     numbers = all_integers(group, "g_idx", count)
     return any(at // size != number for at, number in enumerate(numbers))
 
 
-def _awq(group: Group, facts: Facts) -> Weight:
+def _awq(group: CodeGroup, facts: Facts) -> Weight:
     version = facts.config.get("version", "gemm")
     if isinstance(version, str) and version.lower() != "gemm":
         group.refuse(f"is AWQ packed for the kernel {version!r:.40}, in an order not known here")

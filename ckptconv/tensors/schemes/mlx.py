@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.decoding import Decoding
-from ckptconv.tensors.schemes.base import Facts, Group, Scheme, Weight, decoded, grid_of
+from ckptconv.tensors.schemes.base import CodeGroup, Facts, Scheme, Weight, decoded, grid_of
 
 _BITS, _SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of mlx.core.quantize
 _DEFAULTS = {"mode": "affine", "bits": 4, "group_size": 64}  # of mlx.core.quantize
@@ -31,7 +31,7 @@ _MODES = {
 }
 
 
-def _is_mlx(group: Group, _: Facts) -> bool:
+def _is_mlx(group: CodeGroup, _: Facts) -> bool:
     scales = group.parts.get("scales")
     known = {"weight", "scales", "biases"}
     return (
@@ -44,7 +44,7 @@ def _is_mlx(group: Group, _: Facts) -> bool:
     )
 
 
-def _config(group: Group, facts: Facts) -> Mapping[str, Any]:
+def _config(group: CodeGroup, facts: Facts) -> Mapping[str, Any]:
     """The mode, the bits and the group size of a module: its own, or those of all. What its own
     entry leaves out is MLX's default, not what all have (`mlx.nn.quantize`).
     """
@@ -54,7 +54,7 @@ def _config(group: Group, facts: Facts) -> Mapping[str, Any]:
     return {**_DEFAULTS, **own}
 
 
-def _mlx(group: Group, facts: Facts) -> Weight:
+def _mlx(group: CodeGroup, facts: Facts) -> Weight:
     if "biases" not in group.parts:
         return _floats(group, facts)
     codes, scales = group.codes, group.need("scales")
@@ -72,14 +72,14 @@ def _mlx(group: Group, facts: Facts) -> Weight:
     return Weight("weight", values, f"MLX {bits} bit, groups of {size}")
 
 
-def _refuse_other_mode(group: Group, facts: Facts, mode: str) -> None:
+def _refuse_other_mode(group: CodeGroup, facts: Facts, mode: str) -> None:
     """Refuse tensors of one mode that the configuration says are of another."""
     told = _config(group, facts).get("mode")
     if told is not None and told != mode:
         group.fail(f"has the tensors of the mode {mode}, and its config says another one")
 
 
-def _bits(group: Group, config: Mapping[str, Any], words: int, groups: int) -> tuple[int, int]:
+def _bits(group: CodeGroup, config: Mapping[str, Any], words: int, groups: int) -> tuple[int, int]:
     """The bits of a code and the codes of a group, which fit the words of a row."""
     fitting = [
         (bits, size) for bits in _BITS for size in _SIZES if words * 32 == groups * size * bits
@@ -96,7 +96,7 @@ def _bits(group: Group, config: Mapping[str, Any], words: int, groups: int) -> t
     return fitting[0]
 
 
-def _floats(group: Group, facts: Facts) -> Weight:
+def _floats(group: CodeGroup, facts: Facts) -> Weight:
     codes, scales = group.codes, group.need("scales")
     words, groups = codes.shape[-1], scales.shape[-1]
     fitting = [

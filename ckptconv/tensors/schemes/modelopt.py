@@ -13,8 +13,8 @@ from __future__ import annotations
 from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import E4M3, FLOAT8, UINT8
 from ckptconv.tensors.schemes.base import (
+    CodeGroup,
     Facts,
-    Group,
     Scheme,
     Weight,
     block_of,
@@ -28,7 +28,7 @@ from ckptconv.tensors.schemes.scaled import block_text
 _SIZE = 16  # values of NVFP4 that share a scale
 
 
-def is_nvfp4(group: Group) -> bool:
+def is_nvfp4(group: CodeGroup) -> bool:
     """Whether names and types are those of two scales of nibbles."""
     scale = group.parts.get("weight_scale")
     return (
@@ -41,7 +41,7 @@ def is_nvfp4(group: Group) -> bool:
     )
 
 
-def _is_modelopt(group: Group, _: Facts) -> bool:
+def _is_modelopt(group: CodeGroup, _: Facts) -> bool:
     if not is_nvfp4(group):
         return False
     *outer, rows, octets = group.codes.shape
@@ -49,7 +49,7 @@ def _is_modelopt(group: Group, _: Facts) -> bool:
     return scale == (*outer, rows, -(-2 * octets // _SIZE))
 
 
-def _modelopt(group: Group, facts: Facts) -> Weight:
+def _modelopt(group: CodeGroup, facts: Facts) -> Weight:
     codes = group.codes
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     check_words(group, codes, 4, shape[-1])
@@ -63,7 +63,7 @@ def _modelopt(group: Group, facts: Facts) -> Weight:
     return Weight("weight", values, f"nvfp4, groups of {_SIZE}")
 
 
-def _is_experts(group: Group, _: Facts) -> bool:
+def _is_experts(group: CodeGroup, _: Facts) -> bool:
     """Fused experts, whose scales have the name of the codes before their own."""
     scale = group.parts.get(f"{group.name}_weight_scale")
     if scale is None or len(group.codes.shape) != 3:
@@ -74,13 +74,13 @@ def _is_experts(group: Group, _: Facts) -> bool:
     return group.codes.dtype in FLOAT8 and set(group.parts) == names
 
 
-def _experts(group: Group, facts: Facts) -> Weight:
+def _experts(group: CodeGroup, facts: Facts) -> Weight:
     if group.codes.dtype is not UINT8:
         return _experts8(group, facts)
     return _experts4(group, facts)
 
 
-def _experts4(group: Group, facts: Facts) -> Weight:
+def _experts4(group: CodeGroup, facts: Facts) -> Weight:
     """Nibbles along the last axis, or along the one before it: the scales tell which."""
     experts, first, last = group.codes.shape
     name = f"{group.name}_weight_scale"
@@ -102,7 +102,7 @@ def _experts4(group: Group, facts: Facts) -> Weight:
     return Weight(group.name, values, f"nvfp4 experts, groups of {_SIZE}")
 
 
-def _experts8(group: Group, facts: Facts) -> Weight:
+def _experts8(group: CodeGroup, facts: Facts) -> Weight:
     """One scale, one for each expert, or one for each row or column of an expert."""
     shape = group.codes.shape
     experts, rows, columns = shape

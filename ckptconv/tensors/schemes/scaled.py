@@ -16,8 +16,8 @@ from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import BY_NAME, E8M0, FLOAT8
 from ckptconv.tensors.refs import Shape
 from ckptconv.tensors.schemes.base import (
+    CodeGroup,
     Facts,
-    Group,
     Scheme,
     Weight,
     as_scale,
@@ -34,7 +34,7 @@ _INT8 = BY_NAME["int8"]
 _MX = 32  # elements of a scale in the Microscaling formats
 
 
-def scale_name(group: Group) -> str | None:
+def scale_name(group: CodeGroup) -> str | None:
     """The name of the scale of codes that are called as the weight is."""
     name = group.name
     for known in (f"{name}_scale_inv", f"{name}_scale", f"scale_{name}", f"qscale_{name}", "scale"):
@@ -43,24 +43,24 @@ def scale_name(group: Group) -> str | None:
     return None
 
 
-def _holds(group: Group) -> bool:
+def _holds(group: CodeGroup) -> bool:
     """Whether there is nothing but a scale, and perhaps zeros."""
     known = {group.name, scale_name(group), f"{group.name}_zero_point"}
     return scale_name(group) is not None and known.issuperset(group.parts)
 
 
-def _is_float8(group: Group, _: Facts) -> bool:
+def _is_float8(group: CodeGroup, _: Facts) -> bool:
     return group.codes.dtype in FLOAT8 and _holds(group)
 
 
-def _is_int8(group: Group, _: Facts) -> bool:
+def _is_int8(group: CodeGroup, _: Facts) -> bool:
     name = scale_name(group)
     # int8 beside powers of two is FP4 of DeepSeek V4, two codes in a byte
     is_int = group.codes.dtype is _INT8 and _holds(group)
     return is_int and name is not None and group.parts[name].dtype is not E8M0
 
 
-def _is_float4(group: Group, _: Facts) -> bool:
+def _is_float4(group: CodeGroup, _: Facts) -> bool:
     name = scale_name(group)
     if name is None or group.codes.dtype.name not in _OF_PAIRS or not _holds(group):
         return False
@@ -74,7 +74,7 @@ def _is_float4(group: Group, _: Facts) -> bool:
 _OF_PAIRS = ("int8", "uint8", "float4_e2m1fn_x2")
 
 
-def given_block(facts: Facts, group: Group) -> tuple[int, int] | None:
+def given_block(facts: Facts, group: CodeGroup) -> tuple[int, int] | None:
     """The block that a configuration names: of all weights, or by groups of them."""
     if "weight_block_size" in facts.config:
         return told_block(group, facts.config["weight_block_size"])
@@ -84,7 +84,7 @@ def given_block(facts: Facts, group: Group) -> tuple[int, int] | None:
     return group_size(group, config)
 
 
-def scaled(group: Group, facts: Facts, words: str) -> Weight:
+def scaled(group: CodeGroup, facts: Facts, words: str) -> Weight:
     """The values of codes of one byte; `words` say what they are."""
     name, codes = scale_name(group), group.codes
     assert name is not None
@@ -105,7 +105,7 @@ def scaled(group: Group, facts: Facts, words: str) -> Weight:
     return Weight(group.name, values, f"{words}, {block_text(block, shape)}")
 
 
-def _refuse_kernels(group: Group, name: str) -> None:
+def _refuse_kernels(group: CodeGroup, name: str) -> None:
     """Refuse what is not one for each output of a convolution, or one for all."""
     ref = group.parts.get(name)
     is_like = ref is not None and len(ref.shape) == len(group.codes.shape) > 3
@@ -132,15 +132,15 @@ def block_text(block: tuple[int, int], shape: Shape) -> str:
     return f"blocks of {block[0]} x {block[1]}"
 
 
-def _float8(group: Group, facts: Facts) -> Weight:
+def _float8(group: CodeGroup, facts: Facts) -> Weight:
     return scaled(group, facts, "fp8")
 
 
-def _int8(group: Group, facts: Facts) -> Weight:
+def _int8(group: CodeGroup, facts: Facts) -> Weight:
     return scaled(group, facts, "int8")
 
 
-def _float4(group: Group, facts: Facts) -> Weight:
+def _float4(group: CodeGroup, facts: Facts) -> Weight:
     name, codes = scale_name(group), group.codes
     assert name is not None
     *outer, columns = codes.shape
@@ -157,7 +157,7 @@ def _float4(group: Group, facts: Facts) -> Weight:
 _BLOCKS = "_blocks"
 
 
-def _is_gpt_oss(group: Group, _: Facts) -> bool:
+def _is_gpt_oss(group: CodeGroup, _: Facts) -> bool:
     base = group.name.removesuffix(_BLOCKS)
     scale = group.parts.get(f"{base}_scales")
     return (
@@ -168,7 +168,7 @@ def _is_gpt_oss(group: Group, _: Facts) -> bool:
     )
 
 
-def _gpt_oss(group: Group, facts: Facts) -> Weight:
+def _gpt_oss(group: CodeGroup, facts: Facts) -> Weight:
     """MXFP4, whose values are seen transposed."""
     base = group.name.removesuffix(_BLOCKS)
     codes, scale = group.codes, group.need(f"{base}_scales")

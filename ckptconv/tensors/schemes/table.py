@@ -11,7 +11,7 @@ from ckptconv.support.errors import CheckpointError, OptionRefused, RefusedObjec
 from ckptconv.support.records import NamedTuple
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.scaled_weights import MARK, ScaledWeight, find_scaled
-from ckptconv.tensors.schemes.base import Facts, Group, Scheme, unblocked
+from ckptconv.tensors.schemes.base import CodeGroup, Facts, Scheme, unblocked
 from ckptconv.tensors.schemes.bitsandbytes import SCHEMES as BITSANDBYTES
 from ckptconv.tensors.schemes.comfy import SCHEMES as COMFY
 from ckptconv.tensors.schemes.compressed import SCHEMES as COMPRESSED
@@ -106,11 +106,11 @@ def _decoded(item: ScaledWeight, tensors: Mapping[str, TensorRef], facts: Facts)
     return Decoded(item.codes, used, key, made.values, made.scheme, scheme.name)
 
 
-def group_of(item: ScaledWeight, tensors: Mapping[str, TensorRef]) -> Group:
+def group_of(item: ScaledWeight, tensors: Mapping[str, TensorRef]) -> CodeGroup:
     """The tensors of one weight."""
     prefix = item.codes[: item.codes.rfind(".") + 1]
     parts = {key.removeprefix(prefix): tensors[key] for key in (item.codes, *item.needed)}
-    return Group(item.codes, prefix, parts)
+    return CodeGroup(item.codes, prefix, parts)
 
 
 def left_out_with(found: Sequence[Decoded], tensors: Mapping[str, TensorRef]) -> set[str]:
@@ -144,7 +144,7 @@ def _is_mark(key: str) -> bool:
     return key.rpartition(".")[2] == MARK
 
 
-def scheme_of(group: Group, facts: Facts) -> Scheme:
+def scheme_of(group: CodeGroup, facts: Facts) -> Scheme:
     """The scheme of a weight; `RefusedObject` where it is not known, or cannot be told."""
     fitting = [scheme for scheme in SCHEMES if scheme.fits(group, facts)]
     if facts.scheme is not None:
@@ -177,7 +177,7 @@ def _choices(fitting: list[Scheme]) -> str:
     return " or ".join(f"--scheme {scheme.name}" for scheme in fitting)
 
 
-def _listed(group: Group) -> str:
+def _listed(group: CodeGroup) -> str:
     return ", ".join(
         f"{printable(name, 40)} {ref.dtype.name} {list(ref.shape)}"
         for name, ref in group.parts.items()
@@ -198,7 +198,7 @@ _WRITERS = {
 }
 
 
-def _unknown(group: Group) -> RefusedObject:
+def _unknown(group: CodeGroup) -> RefusedObject:
     by = next((f" by {told}" for name, told in _WRITERS.items() if name in group.parts), "")
     return RefusedObject(
         f"is quantised{by} in a way that cannot be dequantised here: {_listed(group)}",

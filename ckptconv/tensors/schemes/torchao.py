@@ -12,8 +12,8 @@ from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.dtypes import FLOAT4_PAIRS, UINT8
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import (
+    CodeGroup,
     Facts,
-    Group,
     Scheme,
     Weight,
     as_scale,
@@ -39,16 +39,16 @@ def described(name: str, facts: Facts) -> Mapping[str, Any] | None:
     return found
 
 
-def _weight_name(group: Group) -> str:
+def _weight_name(group: CodeGroup) -> str:
     return group.name.removeprefix("_").removesuffix(_CODES)
 
 
-def _is_torchao(group: Group, facts: Facts) -> bool:
+def _is_torchao(group: CodeGroup, facts: Facts) -> bool:
     name = _weight_name(group)
     return group.name == f"_{name}{_CODES}" and described(group.prefix + name, facts) is not None
 
 
-def _torchao(group: Group, facts: Facts) -> Weight:
+def _torchao(group: CodeGroup, facts: Facts) -> Weight:
     name = _weight_name(group)
     found = described(group.prefix + name, facts)
     assert found is not None
@@ -60,7 +60,7 @@ def _torchao(group: Group, facts: Facts) -> Weight:
 
 
 def torchao_weight(
-    group: Group,
+    group: CodeGroup,
     facts: Facts,
     name: str,
     kind: str,
@@ -88,7 +88,7 @@ def _spelt(value: object) -> object:
 
 
 def _rows(
-    group: Group, facts: Facts, told: Mapping[str, Any], parts: Mapping[str, str], dtype: Any
+    group: CodeGroup, facts: Facts, told: Mapping[str, Any], parts: Mapping[str, str], dtype: Any
 ) -> tuple[TensorRef, str]:
     codes, scale = group.codes, _need(group, parts, "scale")
     block = told.get("block_size")
@@ -109,14 +109,14 @@ def _rows(
     return values, f"{kind.removeprefix('torch.')}, {block_text(pair, codes.shape)}"
 
 
-def _need(group: Group, parts: Mapping[str, str], part: str) -> str:
+def _need(group: CodeGroup, parts: Mapping[str, str], part: str) -> str:
     if part not in parts:
         group.fail(f"is quantised by torchao, and has no {part}")
     return parts[part]
 
 
 def _micro(
-    group: Group,
+    group: CodeGroup,
     facts: Facts,
     kind: str,
     told: Mapping[str, Any],

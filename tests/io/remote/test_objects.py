@@ -212,15 +212,17 @@ class Service(S3Store):
     def get(self, key, first, nbytes, pinned):
         if key not in self.objects:
             raise StoreError("missing", "no such file")
-        from ckptconv.io.remote.store import Part, Seen
+        from ckptconv.io.remote.store import ObjectBytes, Seen
 
         content = self.objects[key][0]
-        return Part(content[first : first + nbytes], Seen(len(content), str(hash(content)), True))
+        return ObjectBytes(
+            content[first : first + nbytes], Seen(len(content), str(hash(content)), True)
+        )
 
     def list(self, prefix):
-        from ckptconv.io.remote.store import Listing
+        from ckptconv.io.remote.store import FolderListing
 
-        return Listing({}, frozenset())
+        return FolderListing({}, frozenset())
 
     def asked(self, operation: str, **options: Any) -> Any:
         with self._lock:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptconv.io.remote.source import HEAD, RemoteSource
-from ckptconv.io.remote.store import Part, Seen
+from ckptconv.io.remote.store import ObjectBytes, Seen
 from ckptconv.io.source import SMALL
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
 from helpers.conformance import pattern
@@ -29,9 +29,9 @@ class Object:
     def seen(self) -> Seen:
         return Seen(len(self.content), self.tag, self.is_pinned)
 
-    def get(self, first: int, nbytes: int) -> Part:
+    def get(self, first: int, nbytes: int) -> ObjectBytes:
         self.asked.append((first, nbytes))
-        return Part(self.content[first : first + nbytes], self.seen)
+        return ObjectBytes(self.content[first : first + nbytes], self.seen)
 
     def source(self, *windows: tuple[int, int]) -> RemoteSource:
         known = [(first, self.content[first : first + nbytes]) for first, nbytes in windows]
@@ -146,7 +146,7 @@ def test_a_body_that_is_too_short_is_an_error(nbytes):
     object = Object()
     source = object.source()
     get = object.get
-    source._get = lambda first, n: Part(get(first, n).data[:-1], object.seen)
+    source._get = lambda first, n: ObjectBytes(get(first, n).data[:-1], object.seen)
     with pytest.raises(MalformedCheckpoint, match="the server sent"):
         source.read(0, nbytes)
 
