@@ -106,9 +106,9 @@ class RuleOperation:
     ``text_config.head_dim``) and what ``+ - * //`` make of them. Raises `KeyConflict` for what is
     not one.
 
-    >>> Operation.of("stack", 0)
-    Operation(name='stack', arguments=(('dim', 0),))
-    >>> Operation.of("split", dim=0, sizes=["num_attention_heads * head_dim", 128, 128])["dim"]
+    >>> RuleOperation.of("stack", 0)
+    RuleOperation(name='stack', arguments=(('dim', 0),))
+    >>> RuleOperation.of("split", dim=0, sizes=["num_attention_heads * head_dim", 128, 128])["dim"]
     0
     """
 
