@@ -126,6 +126,7 @@ class _Base:
         self.codes = may_hold_codes(self.tensors.values())
         self.changes: dict[str, dict[int | None, list[WeightChange]]] = {}
         self.whole: dict[str, TensorRef] = {}
+        self.untied: set[str] = set()
         self.notes: list[str] = []
 
     def weight(self, key: str, role_key: str, part: int | None = None) -> TensorRef:
@@ -167,19 +168,30 @@ class _Base:
             reread=None,  # that would be the base alone
         )
 
+    def _view(self, key: str) -> object:
+        view = view_identity(self.tensors[key])
+        return (key, view) if key in self.untied else view
+
     def _stand_ins(self, made: Mapping[str, TensorRef]) -> dict[int, Node]:
-        """What takes the places of nodes: tensors that have several names stay one."""
+        """What takes the places of nodes: tensors that have several names stay one, but for copies
+        that the adapter has of one of them (`untied`).
+        """
         by_view: dict[object, tuple[str, TensorRef]] = {}
+        views = {key: self._view(key) for key in self._nodes}
         for key, ref in made.items():
-            view = view_identity(self.tensors[key])
+            view = views[key]
             if view in by_view:
                 what = f"is the same tensor as {by_view[view][0]}, and something is added to both"
                 raise KeyConflict(what, where=key, hint="merge into a base without tied tensors")
             by_view[view] = key, ref
         stand_ins: dict[int, Node] = {}
         tied = []
+        objects = Counter(map(id, self._nodes.values()))
         for key, node in self._nodes.items():
-            found = by_view.get(view_identity(self.tensors[key]))
+            if key in self.untied and objects[id(node)] > 1:
+                what = "is one object with another tensor, and the adapter replaces it alone"
+                raise KeyConflict(what, where=key, hint="merge into a base without tied tensors")
+            found = by_view.get(views[key])
             if found is None:
                 continue
             name, stand_ins[id(node)] = found
@@ -232,11 +244,13 @@ class _Merging:
         listed = next((config.whole_modules for config in adapter.configs.values()), ())
         for name, ref in adapter.whole.items():
             key = PEFT_PREFIX + name
+            is_copy = any(f"{one}." in name for one in listed)
             if name not in base.tensors:
-                is_new = any(name == one or f".{one}." in f".{name}." for one in listed)
                 what = f"takes the place of {printable(name)}, which the base does not have"
                 hint = "the base needs it before: convert it with the model's own head"
-                raise KeyMismatch(what, where=key, hint=hint if is_new else None)
+                raise KeyMismatch(what, where=key, hint=hint if is_copy else None)
+            if is_copy:  # a module that peft copies is not that of the other name any more
+                base.untied.add(name)
             # something may be added to it: peft saves a head that it adapts too (`base_layer`)
             self._replace(name, ref, key)
 

@@ -356,6 +356,30 @@ def test_a_wrapped_base_and_tied_weights(tmp_path):
     assert found["embed.weight"].data_ptr() == found["lm_head.weight"].data_ptr()
 
 
+@pytest.mark.parametrize("names", [["lm_head"], ["embed"], ["lm_head", "embed"]])
+def test_modules_to_save_are_copies_that_tied_weights_do_not_follow(tmp_path, names):
+    """As merge_and_unload of peft 0.21 has it."""
+    weight = torch.randn(9, 8)
+    tied = {"embed.weight": weight, "lm_head.weight": weight.detach()}
+    torch.save(tied | {f"{Q}.weight": torch.randn(12, 8)}, tmp_path / "base.pt")
+    whole = {f"{name}.weight": torch.randn(9, 8) for name in names}
+    given = factors(PEFT + Q) | {PEFT + key: value for key, value in whole.items()}
+    adapter = of_peft(tmp_path, given, modules_to_save=names)
+    merge_lora_checkpoint(tmp_path / "base.pt", adapter, tmp_path / "out.pt", verify=True)
+    found = torch.load(tmp_path / "out.pt")
+    assert all(torch.equal(found[key], value) for key, value in (tied | whole).items())
+
+
+def test_one_object_under_two_names_of_which_one_is_replaced_is_refused(tmp_path):
+    weight = torch.randn(9, 8)
+    tied = {"embed.weight": weight, "lm_head.weight": weight}
+    torch.save(tied | {f"{Q}.weight": torch.randn(12, 8)}, tmp_path / "base.pt")
+    given = factors(PEFT + Q) | {f"{PEFT}lm_head.weight": torch.randn(9, 8)}
+    adapter = of_peft(tmp_path, given, modules_to_save=["lm_head"])
+    with pytest.raises(KeyConflict, match="one object with another tensor"):
+        merge_lora_checkpoint(tmp_path / "base.pt", adapter, tmp_path / "out.pt")
+
+
 def test_modules_to_save_take_the_place_of_those_of_the_base(base):
     folder, _ = base
     head = torch.randn(9, 8)
