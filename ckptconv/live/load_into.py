@@ -14,7 +14,7 @@ from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.places import places_of
-from ckptconv.keys.fits import Fit, Shapes
+from ckptconv.keys.fits import Fit, Shapes, Ties
 from ckptconv.keys.fitting import fit_keys
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.live.load import load_portable
@@ -106,11 +106,11 @@ def load_into(
     segments either side has, as long as names and shapes leave one possibility; of tied weights one
     name is enough. With `strict`, anything missing, unexpected or of another shape raises
     `KeyMismatch` and the model stays as it was; without, what fits is loaded. Values take the dtype
-    of the model: `casts` of the result says which, a `CheckpointWarning` tells of values beyond its
-    range, and what would lose their imaginary part is a `RefusedObject`. A buffer that the model
-    does not save (TorchScript does) may be there with the model's own values. `assign` as in
-    `load_state_dict`; `only`, `tag`, `unknown`, `edits` and `on_progress` (bytes that are
-    read) as in `load_portable`.
+    of the model: `casts` of the result says which. A `CheckpointWarning` tells of values beyond its
+    range, and of tensors that differ and are one in the model, which gets the last. What would lose
+    its imaginary part is a `RefusedObject`. A buffer that the model does not save (TorchScript
+    does) may be there with the model's own values. `assign` as in `load_state_dict`; `only`, `tag`,
+    `unknown`, `edits` and `on_progress` (bytes that are read) as in `load_portable`.
 
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
@@ -130,7 +130,8 @@ def load_into(
     path = places_of(source)[0].path
     _leave_out_beside(state_dict, model, target)
     own = {key: live_shape(value) for key, value in state_dict.items()}
-    fit = fit_keys(own, target, live_ties(model))
+    ties = live_ties(model)
+    fit = fit_keys(own, target, ties)
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
     # torch raises for what it does not take when it has copied the others
@@ -149,6 +150,8 @@ def load_into(
         for item in casts
         if item.overflowed
     )
+    if not assign:
+        warn(_untied(model, usable, ties))
     # a module's own load_state_dict may be older than `assign` (torch 2.1)
     words = {"assign": True} if assign else {}
     model.load_state_dict(usable, strict=False, **words)
@@ -203,6 +206,29 @@ def _casts(model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath) ->
             hint = "build the model with the dtype of the checkpoint, or load with assign=True"
             raise RefusedObject(what, path=path, where=key, hint=hint)
         yield LoadCast(key, before, after, _beyond(value, after))
+
+
+def _untied(model: torch.nn.Module, usable: Mapping[str, Any], ties: Ties) -> Iterator[str]:
+    """What differs in the checkpoint and is one tensor of the model: torch copies all into it, in
+    the order of the modules.
+    """
+    own = model.state_dict() if ties else {}
+    for names in ties:
+        met = [key for key in names if key in usable and key in own]
+        for key in met[:-1]:
+            if not _agree(usable[key], usable[met[-1]], own[key]):
+                what = f"{printable(key)} and {printable(met[-1])} differ"
+                yield f"{what}, and are one tensor of the model: it has the values of the latter"
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor, there: torch.Tensor) -> bool:
+    """Whether two tensors are the same bits in the dtype of the model's tensor."""
+    import torch
+
+    if there.is_quantized or there.layout != torch.strided:
+        return True
+    bits = (value.detach().to(there.dtype).contiguous().reshape(-1) for value in (one, other))
+    return torch.equal(*(value.view(torch.uint8) for value in bits))  # NaN is like NaN
 
 
 def _refuse_untaken(

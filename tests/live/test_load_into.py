@@ -71,6 +71,30 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path):
     assert torch.equal(model.weight, before)
 
 
+def test_values_that_differ_where_the_model_has_one_tensor_are_told(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+    weight = torch.tensor([[1.0, float("nan")]] * 3)
+    same = {"module.embed.weight": weight, "module.head.weight": weight.clone()}
+    other = {**same, "module.head.weight": weight + 1}
+    what = "embed.weight and head.weight differ, and are one tensor of the model"
+    for tree, told in ((same, False), (other, True)):
+        path, model, by_torch = saved(tmp_path / "a.pt", tree), Tied(), Tied()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert load_into(model, path).fits
+        assert [what in str(item.message) for item in found] == [True] * told
+        by_torch.load_state_dict({key.removeprefix("module."): tree[key] for key in tree})
+        assert torch.equal(model.embed.weight.nan_to_num(7), by_torch.embed.weight.nan_to_num(7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        assert load_into(Tied(), saved(tmp_path / "a.pt", other), assign=True).fits
+
+
 def test_an_imaginary_part_is_not_lost(tmp_path):
     model = nn.Linear(2, 1, bias=False)
     before = model.weight.clone()
