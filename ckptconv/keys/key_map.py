@@ -51,9 +51,10 @@ class KeyRules:
     """What to do with keys: `wrappers` first, then `rules` in their order.
 
     `wrappers`: ``strip`` removes the wrapper segments of DataParallel, DDP, torch.compile, FSDP and
-    activation checkpointing, in any nesting; ``module`` removes just leading ``module.``, key by
-    key; ``add-module`` puts ``module.`` before every key, unless all have it; ``keep`` does
-    nothing, and so do all of them beside a mapping, which says everything.
+    activation checkpointing, in any nesting; ``module`` removes just leading ``module.``: those
+    that all keys have, or else key by key; ``add-module`` puts ``module.`` before every key, unless
+    all have it; ``keep`` does nothing, and so do all of them beside a mapping, which says
+    everything.
 
     The short forms are rules that come before `rules`: each of `strip_prefixes` is cut off where a
     key starts with it, each (old, new) of `renames` gives a key or a literal prefix another name,

@@ -414,7 +414,8 @@ def wrapper_steps(
             steps.append(stripping(found.count(MODULE)))
         return found, steps
     if word == "module":
-        return found, [bare_key]
+        depth = found.count(MODULE)  # behind what all keys have, it is a module's own name
+        return found, [stripping(depth) if depth else bare_key]
     if word == "add-module" and not all_start(telling, LEAD):
         return found, [lambda key: key if key in beside else LEAD + key]
     return found, []

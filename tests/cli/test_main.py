@@ -170,6 +170,15 @@ def test_strip_module_strips_wherever_a_key_starts_with_it(saved, tmp_path):
     assert_same(load_here(tmp_path / "out.pt"), {"a": W, "b": W + 1, "c.module.d": W + 2})
 
 
+def test_strip_module_leaves_a_submodule_of_that_name(tmp_path):
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
+    torch.save(torch.nn.DataParallel(model).state_dict(), tmp_path / "ddp.pt")
+    ckptconv("strip-module", "ddp.pt", "out.pt", cwd=tmp_path)
+    assert_same(load_here(tmp_path / "out.pt"), model.state_dict())
+    ckptconv("add-module", "out.pt", "again.pt", cwd=tmp_path)
+    assert_same(load_here(tmp_path / "again.pt"), load_here(tmp_path / "ddp.pt"))
+
+
 def test_strip_module_keeps_a_training_checkpoint_whole(tmp_path):
     ckptconv("strip-module", TRAIN, "out.pt", cwd=tmp_path)
     source, found = load(TRAIN), load_here(tmp_path / "out.pt")
