@@ -185,8 +185,9 @@ def _preset(source: Shapes, target: Shapes, ties: Ties) -> str:
         preset = Preset(name)
         if preset.leaves_out and not preset.idle([*source]):
             step = preset.step([*source])
-            new = {after: shape for key, shape in source.items() if (after := step(key))}
-            if _fit_ties(new, target, ties).fits:
+            kept = [(after, shape) for key, shape in source.items() if (after := step(key))]
+            new = dict(kept)
+            if len(new) == len(kept) and _fit_ties(new, target, ties).fits:
                 return name
     return ""
 

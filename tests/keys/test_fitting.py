@@ -457,3 +457,10 @@ def test_what_is_filled_is_a_missing_name_of_a_tensor_that_is_met(both, chance):
         assert source[old] == target[key]
     if not fit.filled:
         assert fit.missing == plain.missing
+
+
+def test_a_preset_under_which_two_keys_become_one_is_no_help():
+    averaged = {"n_averaged": (), "module.a.w": (2,)}
+    assert fit_keys(averaged, {"a.w": (2,)}).preset == "swa"
+    assert fit_keys({**averaged, "a.w": (2,)}, {"a.w": (2,)}).preset == ""
+    assert fit_keys({"module.a.w": (2,), "a.w": (2,)}, {"a.w": (2,)}).preset == ""
