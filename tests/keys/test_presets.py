@@ -342,6 +342,19 @@ def test_a_number_of_heads_beyond_any_number_is_refused(tmp_path):
         load_portable(tmp_path / "in.safetensors", keys=KeyRules.of([("preset", "gguf-llama")]))
 
 
+def test_biases_of_q_and_k_in_gguf_are_in_pairs_too(tmp_path):
+    """As LlamaTensorProcessor of transformers 5.24 turns all of ``.attn_q.`` and ``.attn_k.``."""
+    sizes = {"attn_q": HEADS, "attn_k": GROUPS, "attn_v": GROUPS, "attn_output": HEADS}
+    tensors = {f"blk.0.{name}.bias": torch.randn(DIM * size) for name, size in sizes.items()}
+    save_file(tensors, tmp_path / "in.safetensors")
+    rules = KeyRules.of([("preset", f"gguf-llama:{HEADS},{GROUPS}")])
+    found = load_portable(tmp_path / "in.safetensors", keys=rules)
+    for letter, values, heads in zip("qkvo", tensors.values(), sizes.values(), strict=True):
+        if letter in "qk":
+            values = values.reshape(heads, DIM // 2, 2).swapaxes(2, 1).flatten()
+        assert torch.equal(found[f"model.layers.0.self_attn.{letter}_proj.bias"], values)
+
+
 def test_heads_of_a_gguf_file_are_those_that_it_says(tmp_path):
     rows = numpy.arange(HEADS * DIM * 2, dtype=numpy.float32).reshape(HEADS * DIM, 2)
     told = [
