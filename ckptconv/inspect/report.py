@@ -164,7 +164,9 @@ def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[tupl
             continue
         part, name, what = run[0], printable(run[0].name), _part_text(run[0])
         if len(run) > 1:
-            name, what = f"{name} … {printable(run[-1].name)}", f"{len(run):,} alike, each {what}"
+            # what is in them is not shown to the end, and may have other names and shapes
+            like = f"of {size_text(part.nbytes)}" if part.tensors else "alike"
+            name, what = f"{name} … {printable(run[-1].name)}", f"{len(run):,} {like}, each {what}"
         size = size_text(len(run) * part.nbytes) if part.tensors else ""
         yield indent + branch + name, size, what
         yield from _branches(part.parts, indent + below, limit)
@@ -174,8 +176,8 @@ _WHAT = attrgetter(*[item.name for item in fields(Part) if item.name != "name"])
 
 
 def _alike(parts: tuple[Part, ...]) -> list[list[Part]]:
-    """Runs of numbered parts that are alike but for their names, such as the layers of a model; any
-    other part is one alone.
+    """Runs of numbered parts that are alike but for their names, as far as they are shown, such as
+    the layers of a model; any other part is one alone.
     """
     alike = groupby(parts, lambda part: _WHAT(part) if part.name.isdecimal() else id(part))
     return [list(run) for _, run in alike]

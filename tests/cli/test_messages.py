@@ -96,18 +96,22 @@ def test_a_tag_that_no_storage_has_is_told(room):
     assert done.exit == 0 and "no storage" not in done.err
 
 
-def test_layers_that_are_alike_are_one_line(tmp_path):
+def test_layers_of_one_size_are_one_line(tmp_path):
     layers = [torch.nn.Linear(4, 4) for _ in range(50)]
     layers[20] = torch.nn.Linear(4, 5)
     torch.save(torch.nn.Sequential(*layers).state_dict(), tmp_path / "a.pt")
     shown = run("inspect", "a.pt", "--depth", "1", cwd=tmp_path).out
     tree = [" ".join(line.split()[1:]) for line in shown.splitlines() if "─" in line]
     assert tree == [
-        "0 … 19 1.6 kB 20 alike, each 2 tensors", "20 100 B 2 tensors",
-        "21 … 49 2.3 kB 29 alike, each 2 tensors",
+        "0 … 19 1.6 kB 20 of 80 B, each 2 tensors", "20 100 B 2 tensors",
+        "21 … 49 2.3 kB 29 of 80 B, each 2 tensors",
     ]  # fmt: skip
     below = run("inspect", "a.pt", cwd=tmp_path).out
     assert below.count("weight") == below.count("bias") == 3
+    unlike = {"layers.0.a": torch.zeros(2, 8), "layers.1.b": torch.zeros(4, 4)}
+    torch.save(unlike, tmp_path / "a.pt")
+    shown = run("inspect", "a.pt", cwd=tmp_path).out
+    assert "2 of 64 B, each 1 tensor" in shown and "alike" not in shown
 
 
 def test_the_parts_of_a_state_dict_are_its_keys(tmp_path):
