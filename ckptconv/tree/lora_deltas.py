@@ -261,6 +261,12 @@ def kronecker_change(asked: AdapterTarget) -> WeightChange:
     rows, columns, *rest = inner.shape
     shape = (outer.shape[0] * rows, outer.shape[1] * columns, *rest)
     delta = _made("kron", halves, Kron(rows, columns), shape)
+    if len(shape) == 3 and asked.config.rank and delta.numel == asked.weight.numel:
+        # peft has the product over the last two dimensions of a Conv1d; LyCORIS, over the first two
+        halves = [outer, permuted(inner, (1, 2, 0))]
+        shape = (outer.shape[0] * columns, outer.shape[1] * rest[0], rows)
+        delta = permuted(_made("kron", halves, Kron(columns, rest[0]), shape), (2, 0, 1))
+        delta = reshaped(in_order(delta), asked.weight.shape, asked.keys[next(iter(parts))])
     return whole_change(asked, delta, rank, next(iter(parts)))
 
 

@@ -243,6 +243,21 @@ def test_a_tucker_product_of_a_convolution(base):
     assert torch.allclose(found["model.conv.weight"], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_of_peft", [True, False])
+def test_a_kronecker_product_of_a_conv1d_is_as_the_program_has_it(tmp_path, is_of_peft):
+    """`make_kron` of peft 0.21, whose torch.kron adds dimensions in front, and of LyCORIS 4.1."""
+    outer, inner, weight = torch.randn(2, 3), torch.randn(4, 5, 7), torch.randn(8, 15, 7)
+    save_file({"conv.weight": weight}, tmp_path / "base.safetensors")
+    start = f"{PEFT}conv." if is_of_peft else "lycoris_conv."
+    given = {f"{start}lokr_w1": outer, f"{start}lokr_w2": inner}
+    adapter, expected = of_file(tmp_path, given), torch.kron(outer[..., None], inner)
+    if is_of_peft:
+        adapter = of_peft(tmp_path, given, peft_type="LOKR", alpha=4)
+        expected = torch.kron(outer, inner).reshape(weight.shape)
+    found = merged(tmp_path, adapter)["conv.weight"]
+    assert torch.allclose(found, weight + expected, atol=1e-5)
+
+
 def test_whole_deltas(base):
     folder, tensors = base
     given = {
