@@ -227,7 +227,9 @@ def _agree(one: torch.Tensor, other: torch.Tensor, there: torch.Tensor) -> bool:
 
     if there.is_quantized or there.layout != torch.strided:
         return True
-    bits = (value.detach().to(there.dtype).contiguous().reshape(-1) for value in (one, other))
+    # torch views no bytes of what a bit of the tensor conjugates or negates
+    plain = (value.detach().resolve_conj().resolve_neg() for value in (one, other))
+    bits = (value.to(there.dtype).contiguous().reshape(-1) for value in plain)
     return torch.equal(*(value.view(torch.uint8) for value in bits))  # NaN is like NaN
 
 

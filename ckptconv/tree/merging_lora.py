@@ -244,7 +244,7 @@ class _Merging:
         listed = next((config.whole_modules for config in adapter.configs.values()), ())
         for name, ref in adapter.whole.items():
             key = PEFT_PREFIX + name
-            is_copy = any(f"{one}." in name for one in listed)
+            is_copy = any(f"{one}." in name for one in listed)  # by its end, as peft compares
             if name not in base.tensors:
                 what = f"takes the place of {printable(name)}, which the base does not have"
                 hint = "the base needs it before: convert it with the model's own head"

@@ -71,6 +71,21 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path):
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("turn", [torch.conj, torch._neg_view])
+def test_tied_tensors_with_a_bit_that_turns_them_are_loaded(turn, tmp_path):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+    values = torch.tensor([1 + 2j, -3j, 0])
+    path, model = saved(tmp_path / "a.pt", {"a": turn(values), "b": turn(values.clone())}), Tied()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        assert load_into(model, path).fits
+    assert torch.equal(model.a, turn(values))
+
+
 def test_values_that_differ_where_the_model_has_one_tensor_are_told(tmp_path):
     class Tied(nn.Module):
         def __init__(self) -> None:
