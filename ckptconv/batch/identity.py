@@ -18,7 +18,7 @@ from ckptconv.formats.folders.trained import NUMBERS
 from ckptconv.io import places
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
-from ckptconv.io.places import place_of
+from ckptconv.io.places import files_below, place_of
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import given_fields
 
@@ -96,7 +96,9 @@ def stamps(place: Location) -> list[list[Any]] | None:
     if kind != "folder":
         return [["", *stamp_of(place, found)]]
     return sorted(
-        [name, *stamp_of(file, file.fingerprint())] for name, file in _files_in(place, "")
+        [name, *stamp_of(file, file.fingerprint())]
+        for name, file in files_below(place, _is_kept)
+        if _is_kept(file)
     )
 
 
@@ -107,18 +109,12 @@ def stamp_of(place: Location, told: Any) -> list[Any]:
     return list(told[1:]) if place.local() is not None else list(told)
 
 
-def _files_in(
-    folder: Location, before: str, around: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, Location]]:
-    """The files of a folder, and of those in it; a link to a folder that it lies in is left out."""
-    around |= {real_name(folder)}
-    for item in folder.list():
-        if item.name.startswith(".") and item.name.endswith(("-tmp", "-part", "-edit", "-old")):
-            continue
-        if not item.is_folder():
-            yield before + item.name, item
-        elif real_name(item) not in around:
-            yield from _files_in(item, f"{before}{item.name}/", around)
+def _is_kept(place: Location) -> bool:
+    """Whether this is not what a write has for a while, and leaves behind where it is killed."""
+    return not (place.name.startswith(".") and place.name.endswith(_FOR_A_WHILE))
+
+
+_FOR_A_WHILE = ("-tmp", "-part", "-edit", "-old")
 
 
 def fingerprint(job: Job) -> str:

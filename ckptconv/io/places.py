@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -200,6 +200,24 @@ def path_of(named: Place | Readable | Writable) -> PurePath:
 def resolved(path: PurePath) -> PurePath:
     """The path without links, to be compared; what is elsewhere has none."""
     return path.resolve() if isinstance(path, Path) else path
+
+
+def files_below(
+    home: Location, enters: Callable[[Location], bool]
+) -> Iterator[tuple[str, Location]]:
+    """The files in a folder, and those in its folders that are to be entered (`enters`), by their
+    paths in it. A link to a folder that it lies in is not followed: its files are there already.
+    """
+    work: list[tuple[str, Location, frozenset[PurePath]]] = [("", home, frozenset())]
+    while work:
+        prefix, folder, above = work.pop()
+        inside = above | {resolved(folder.path)}
+        for place in folder.list():
+            kind = place.kind()
+            if kind == "file":
+                yield prefix + place.name, place
+            elif kind == "folder" and enters(place) and resolved(place.path) not in inside:
+                work.append((f"{prefix}{place.name}/", place, inside))
 
 
 def local_path(place: Location, what: str) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import field
 from pathlib import PurePath
@@ -18,7 +18,7 @@ from ckptconv.io.files import refuse_changed
 from ckptconv.io.guarded import check_places
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
-from ckptconv.io.places import Named, Place, place_of, places_of, resolved
+from ckptconv.io.places import Named, Place, files_below, place_of, places_of, resolved
 from ckptconv.io.source import Range, Source
 from ckptconv.proof.manifest import (
     Algorithm,
@@ -146,30 +146,18 @@ class Listed(NamedTuple):
 
 def files_in(home: Location) -> Listed:
     """All files in a folder. Folders whose names begin with a dot are passed over: what git and
-    caches of downloads put beside a model is not part of it. So are links to a folder that they
-    lie in, whose files are there already.
+    caches of downloads put beside a model is not part of it.
     """
     files = {}
-    for path, place in _within(home, home, "", ()):
+    for path, place in files_below(home, lambda folder: _is_part(folder, home)):
         files[path] = place
         # at once: folders that are linked into each other have files without end
         refuse_beyond("shards", len(files), f"has {len(files)} files or more", path=home.path)
     return Listed(home, files, is_folder=True)
 
 
-def _within(
-    folder: Location, home: Location, prefix: str, above: tuple[PurePath, ...]
-) -> Iterator[tuple[str, Location]]:
-    inside = (*above, resolved(folder.path))
-    for name in folder.names():
-        place = folder.child(name)
-        kind = place.kind()
-        if kind == "file":
-            yield f"{prefix}{name}", place
-        elif kind == "folder" and not name.startswith(".") and place.stays_within(home):
-            refuse_beyond("depth", len(above), "nests folders in folders", path=home.path)
-            if resolved(place.path) not in inside:  # a link back to where this one is
-                yield from _within(place, home, f"{prefix}{name}/", inside)
+def _is_part(folder: Location, home: Location) -> bool:
+    return not folder.name.startswith(".") and folder.stays_within(home)
 
 
 def files_of(named: Sequence[Location], checkpoint: Checkpoint, tag: str | None) -> Listed:

@@ -341,3 +341,10 @@ def test_links_to_the_folder_that_they_lie_in_are_not_followed(tmp_path):
         (tmp_path / name).symlink_to(tmp_path)
     found = stamps(place_of(tmp_path))
     assert found is not None and [item[0] for item in found] == ["a", "in/b", "same/b"]
+
+
+def test_what_a_write_has_for_a_while_does_not_tell_a_folder_from_the_same_one(tmp_path):
+    for path in ("a", "x-old", ".git/b", ".a.0badcafe.ckptconv-part", ".in.0.ckptconv-tmp/c"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    assert [name for name, *_ in stamps(place_of(tmp_path))] == [".git/b", "a", "x-old"]
