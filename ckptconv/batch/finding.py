@@ -17,7 +17,7 @@ from ckptconv.formats.containers import SUFFIXES, kind_of_head, open_file, packe
 from ckptconv.formats.folders.alone import MODULES, module_folders
 from ckptconv.formats.folders.steps import is_training_state
 from ckptconv.formats.hf_names import is_weights_name, named_like
-from ckptconv.formats.registry import is_empty_loss, is_gathering, lacks_metadata, open_checkpoint
+from ckptconv.formats.registry import is_empty_loss, is_gathering, lacks_metadata, open_by_index
 from ckptconv.formats.target_format import target_named
 from ckptconv.io.location import Kind, Location
 from ckptconv.support.errors import (
@@ -121,7 +121,7 @@ def _read_by(folder: Location) -> frozenset[str] | None:
     if not is_gathering(folder) and not lacks_metadata(folder):
         return None
     try:
-        with open_checkpoint(folder) as checkpoint:
+        with open_by_index(folder) as checkpoint:
             read = frozenset(str(source.path) for source in checkpoint.sources)
     except CheckpointError:
         return frozenset(str(item.path) for item in folder.list() if not item.is_folder())
@@ -136,7 +136,7 @@ def _other_weights(folder: Location, items: Sequence[Location]) -> frozenset[str
     if len(weights) < 2 or _CONFIGS.isdisjoint(item.name for item in items):
         return frozenset()
     try:
-        with open_checkpoint(folder) as checkpoint:
+        with open_by_index(folder) as checkpoint:
             read = {str(source.path) for source in checkpoint.sources}
     except CheckpointError:
         return frozenset()
@@ -150,7 +150,7 @@ _CONFIGS = frozenset(("config.json", "adapter_config.json"))
 def _opens_alone(file: Location) -> bool:
     """Whether a file is a checkpoint, whatever folder it is in."""
     try:
-        open_checkpoint(file).close()
+        open_by_index(file).close()
     except (CheckpointError, OSError):
         return False
     return True

@@ -60,7 +60,7 @@ def _inputs(ctx: click.Context, place: int = 0) -> Iterator[Path]:
 
 
 def _opened(path: Path) -> Checkpoint:
-    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.formats.registry import open_by_index
 
     most = _LARGEST_INDEX
     with limits(
@@ -69,7 +69,7 @@ def _opened(path: Path) -> Checkpoint:
         index_bytes=most,
         archive_records=_MOST_RECORDS,
     ):
-        return open_checkpoint(path)
+        return open_by_index(path)
 
 
 def _parts(place: int) -> Callable[[click.Context, str], Iterator[str]]:

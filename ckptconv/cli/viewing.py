@@ -187,7 +187,7 @@ def show(
     The end of a name is enough if only one tensor has it. Of a large tensor, only what is shown is
     read; its checksum is checked if all of it is shown. Quantized values are decoded.
     """
-    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.formats.registry import open_by_index
     from ckptconv.values import collect as report
     from ckptconv.values import picking
     from ckptconv.values.named import named_values
@@ -201,7 +201,7 @@ def show(
     output = npz or npy
     with (
         terminal.errors_shown(as_json),
-        open_checkpoint(source, tag=tag, edits=edits) as checkpoint,
+        open_by_index(source, tag=tag, edits=edits) as checkpoint,
     ):
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:

@@ -18,7 +18,7 @@ from ckptconv.convert.header_edits import ChangedHeader, EditResult, HeaderEdit,
 from ckptconv.convert.options import Options, listed_strings
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import indexes_naming
-from ckptconv.formats.registry import open_checkpoint
+from ckptconv.formats.registry import open_by_index
 from ckptconv.formats.safetensors import (
     CONTAINER,
     RESERVED,
@@ -186,7 +186,7 @@ def edit_header(
         kept = local_path(place_of(save_mapping), "is a mapping of an edit, which is written here")
     _refuse_link(path)
     undone = not dry_run and undo_unfinished(path, fsync=fsync)
-    with errors_at(path=path), open_checkpoint(path) as checkpoint:
+    with errors_at(path=path), open_by_index(path) as checkpoint:
         plan = _planned(checkpoint, asked, path, rewrite=rewrite)
         mapping = _mapping(plan, kept)
         result = replace(_result_of(plan, path), undone=undone, mapping=kept)

@@ -130,14 +130,16 @@ _WITH_FILE = tuple(kind for kind in GATHERINGS if kind.file)
 
 
 @spelling_checked
-def open_checkpoint(
+def open_by_index(
     source: Named,
     *,
     tag: str | None = None,
     whole_modules: bool = False,
     edits: Sequence[Edit] = (),
 ) -> Checkpoint:
-    """The checkpoint at `source`, its index read; that of `live.opened` is a mapping too."""
+    """The checkpoint at `source`, its index read, and nothing yet of what stands before payloads.
+    (The public `open_checkpoint`, of `live.opened`, gives a mapping of tensors by it.)
+    """
     return _asked(source, tag, whole_modules=whole_modules, edits=edits).opened_quickly()
 
 
@@ -150,7 +152,7 @@ def open_certain(
     with_training: bool = False,
     is_delta: bool | None = False,
 ) -> Checkpoint:
-    """`open_checkpoint(…).certain()` in one go: for who judges a checkpoint or needs all of it.
+    """`open_by_index(…).certain()` in one go: for who judges a checkpoint or needs all of it.
 
     `with_training`: with what training left in files beside the weights. `is_delta`: what holds
     changes of tensors is opened, and nothing else (None: it is too).

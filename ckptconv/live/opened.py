@@ -266,6 +266,4 @@ def open_checkpoint(
     >>> with open_checkpoint("model.safetensors") as checkpoint:  # doctest: +SKIP
     ...     first = checkpoint["layer.weight"][0:2].numpy()
     """
-    return _open(
-        registry.open_checkpoint(source, tag=tag, whole_modules=whole_modules, edits=edits)
-    )
+    return _open(registry.open_by_index(source, tag=tag, whole_modules=whole_modules, edits=edits))

@@ -584,7 +584,7 @@ def look_at(path: Path) -> None:
     """
     from ckptconv.convert.options import Options
     from ckptconv.convert.planner import plan_conversion
-    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.formats.registry import open_by_index
     from ckptconv.inspect.facts import inspect_checkpoint
     from ckptconv.support.errors import CheckpointError
 
@@ -596,7 +596,7 @@ def look_at(path: Path) -> None:
             assert str(path) in str(error)
 
     try:
-        with open_checkpoint(path) as checkpoint:
+        with open_by_index(path) as checkpoint:
             inspect_checkpoint(checkpoint, depth=3)
             planned(checkpoint, ".safetensors", "refuse")
             planned(checkpoint, ".pt", "refuse")
@@ -640,14 +640,14 @@ SAMPLE = SAMPLES / "namespace_train.pt"
 
 
 def test_a_pickle_cut_at_any_byte_is_refused(tmp_path):
-    from ckptconv.formats.registry import open_checkpoint
+    from ckptconv.formats.registry import open_by_index
     from ckptconv.support.errors import CheckpointError
 
     path = tmp_path / "cut.pt"
     for length in range(len(bad.GOOD)):
         path.write_bytes(bad.ckpt(bad.GOOD[:length]))
         with pytest.raises(CheckpointError, match=r"cut\.pt: data\.pkl: "):
-            open_checkpoint(path)
+            open_by_index(path)
 
 
 @pytest.mark.property
