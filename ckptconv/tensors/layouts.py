@@ -37,6 +37,8 @@ _MOST_PIECES = 4096
 # many of them. Beyond these numbers the tensor is gathered in its former shape, a large part at a
 # time, when it is read: interleaving 1,536 rows is 7 times as quick like that as from 768 pieces.
 _MOST_APART = 16
+# Made in one step. A mapping, or the shape of a tensor without values, may say any number.
+_MOST_MADE = 1_000_000
 
 
 class Move(NamedTuple):
@@ -164,8 +166,14 @@ def _of_pieces(ref: TensorRef, shape: Shape, pieces: tuple[Piece, ...]) -> Tenso
     return ref._replace(shape=shape, stride=stride, pieces=pieces)
 
 
+def _refuse_many(count: int) -> None:
+    if count > _MOST_MADE:
+        raise KeyMismatch(f"{count} tensors would be made in one step, of {_MOST_MADE:,} at most")
+
+
 def _unstack(refs: Sequence[TensorRef], dim: Shape, count: Shape) -> list[TensorRef]:
     [at] = dim
+    _refuse_many(len(refs) * count[0])
     ones = _split(refs, dim, (1,) * count[0])
     return [_without_dim(ref, at) for ref in ones]
 
@@ -403,6 +411,7 @@ def _inverse(places: Shape) -> Shape:
 
 
 def _tie(refs: Sequence[TensorRef], count: Shape) -> list[TensorRef]:
+    _refuse_many(len(refs) * count[0])
     return [ref for ref in refs for _ in range(count[0])]
 
 
@@ -545,6 +554,7 @@ def _settle_split(asked: _AskedOperation) -> list[Move]:
     if (given := asked.arguments.get("sizes")) is not None:
         return [Move("split", ((dim,), _numbers(given)))]
     parts = _number(asked.arguments.get("parts") or asked.sets)
+    _refuse_many(parts)
     size, rest = divmod(shape[dim], parts)
     if rest:
         raise KeyMismatch(

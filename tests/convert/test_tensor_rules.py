@@ -213,6 +213,45 @@ MISFITS = {
         },
         "a: the mapping does not fit: 3 tensors are not in sets of 2 to stack",
     ),
+    **{
+        f"a mapping of too many tensors: {move}": (
+            {"a": torch.empty(10**12, 0)},
+            {
+                "mapping": 1,
+                "state_dicts": [
+                    {
+                        "path": "",
+                        "keys": {},
+                        "left_out": [],
+                        "modules": {},
+                        "order": ["a"],
+                        "tensors": [{"from": ["a"], "moves": [move], "to": ["b", "c"]}],
+                    }
+                ],
+            },
+            "a: the mapping does not fit: 1000000000000 tensors would be made in one step, of "
+            "1,000,000 at most",
+        )
+        for move in ("tie 1000000000000", "unstack 0 1000000000000")
+    },
+    "a tensor without values of very many rows": (
+        {"a": torch.empty(10**12, 0)},
+        [{"from": "a", "to": "e.{n}", "operations": ["unstack 0"]}],
+        "a: the tensor rule a → e.{n}: 1000000000000 tensors would be made in one step, of "
+        "1,000,000 at most",
+    ),
+    "a tensor without values in very many parts": (
+        {"a": torch.empty(0, 3)},
+        [
+            {
+                "from": "a",
+                "to": "e.{n}",
+                "operations": [{"split": {"dim": 0, "parts": 10**12, "over": "n"}}],
+            }
+        ],
+        "a: the tensor rule a → e.{n}: 1000000000000 tensors would be made in one step, of "
+        "1,000,000 at most",
+    ),
     "one of two sources is missing": (
         {"q": _w(2), "x": _w(2)},
         [QKV],
