@@ -207,15 +207,17 @@ class ComputedSource(DerivedSource):
         for box in flat_boxes(self.value.shape, first, stop):
             yield from zip(self.inputs, self._needed(box), strict=True)
 
-    @property
+    @cached_property
     def is_once_rounded(self) -> bool:
         """Whether it can be made in another type without being rounded twice."""
+        if self.is_a_copy:  # gathered: as what it is a copy of
+            return any(is_once_rounded(piece.storage) for piece in self.inputs[0].pieces)
         return self._operation.is_once_rounded
 
     @cached_property
     def unrounded(self) -> ComputedSource:
         """The same of inputs that are not rounded to their types where they are computed."""
-        inputs = tuple(map(_unrounded, self.inputs))
+        inputs = tuple(map(unrounded, self.inputs))
         if inputs == self.inputs:
             return self
         return ComputedSource(replace(self.value, inputs=inputs), self.checked)
@@ -571,7 +573,7 @@ def _made_as(ref: TensorRef, target: DType) -> TensorRef:
     return ref._replace(dtype=target, pieces=tuple(pieces))
 
 
-def _unrounded(ref: TensorRef) -> TensorRef:
+def unrounded(ref: TensorRef) -> TensorRef:
     """A tensor in float32 where it is computed and would be rounded to a smaller type."""
     is_rounded = any(is_once_rounded(piece.storage) for piece in ref.pieces)
     return _made_as(ref, FLOAT32) if is_rounded and ref.dtype.itemsize < 4 else ref

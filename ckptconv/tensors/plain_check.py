@@ -118,13 +118,13 @@ def _computed_at(source: ComputedSource, number: int, target: DType) -> Number:
     box = place_of(number, value.shape), (1,) * len(value.shape)
     operation = OPERATIONS[value.operation]
     needed = operation.needs(value.parameters, box, len(value.inputs))
-    is_other = operation.is_once_rounded and target is not value.dtype
+    is_other = source.is_once_rounded and target is not value.dtype
     numbers = [
         _numbers_in(ref, one, is_unrounded=is_other)
         for ref, one in zip(value.inputs, needed, strict=True)
     ]
     made = operation.plain(value.parameters, box, numbers)
-    return rounded(made, target if operation.is_once_rounded else value.dtype)
+    return rounded(made, target if source.is_once_rounded else value.dtype)
 
 
 def _numbers_in(ref: TensorRef, box: Box, *, is_unrounded: bool) -> list[Number]:

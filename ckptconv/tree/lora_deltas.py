@@ -14,7 +14,7 @@ from typing import Any
 from ckptconv.support.errors import KeyMismatch, MalformedCheckpoint, RefusedObject
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.computed import Computed, computed, elementwise
+from ckptconv.tensors.computed import Computed, computed, elementwise, unrounded
 from ckptconv.tensors.dtypes import FLOAT32, DType
 from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride, permuted
@@ -428,11 +428,13 @@ def _summed(weight: TensorRef, changes: Sequence[WeightChange], checked: Checksu
     first = changes[0]
     terms = tuple(change.term for change in changes)
     inputs = [ref for change in changes for ref in change.inputs]
-    rounded_as = weight.dtype.name if first.is_rounded or weight.dtype.name == "float64" else ""
+    dtype = weight.dtype
+    rounded_as = dtype.name if first.is_rounded or dtype.name == "float64" else ""
     name = weight.storage.name
+    weight = unrounded(weight)  # of a quantised base: what is rounded is the sum
     if first.magnitude is None:
         how = LowRank(terms, first.outer, rounded_as)
-        value = Computed("low-rank", (weight, *inputs), how, weight.dtype, weight.shape)
+        value = Computed("low-rank", (weight, *inputs), how, dtype, weight.shape)
         made = computed(value, name, checked)
         return made._replace(requires_grad=weight.requires_grad)
     order = [first.along, *(axis for axis in range(len(weight.shape)) if axis != first.along)]
@@ -441,7 +443,7 @@ def _summed(weight: TensorRef, changes: Sequence[WeightChange], checked: Checksu
         delta = _product(*inputs) if first.term.rank else inputs[0]
         inputs, terms = [permuted(delta, order)], (Term(0, first.term.scale),)
     how = LowRank(terms, 0, rounded_as, seen.shape[1:], first.epsilon)
-    value = Computed("low-rank", (seen, *inputs, first.magnitude), how, weight.dtype, seen.shape)
+    value = Computed("low-rank", (seen, *inputs, first.magnitude), how, dtype, seen.shape)
     made = computed(value, name, checked)
     back = [order.index(axis) for axis in range(len(order))]
     # gathered: who casts what lies in another order would round it twice, and --verify would not

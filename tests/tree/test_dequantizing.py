@@ -17,7 +17,6 @@ from ckptconv import (
     average_checkpoints,
     convert_checkpoint,
     inspect_checkpoint,
-    merge_lora_checkpoint,
     open_checkpoint,
 )
 from ckptconv.support.errors import RefusedObject
@@ -98,11 +97,6 @@ def test_what_is_made_of_values_is_rounded_once(dtype, tmp_path):
     """To the type that was asked for, and not to bfloat16 before, which is that of the values."""
     codes, scale = fp8(4, 4), torch.rand(4, 1)
     torch.save({"fc.weight": codes, "fc.weight_scale": scale}, tmp_path / "in.pt")
-    low = {"lora_A": torch.randn(2, 4), "lora_B": torch.randn(4, 2)}
-    adapter = {f"base_model.model.fc.{name}.weight": value for name, value in low.items()}
-    save_file(adapter, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["fc"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     options = {"dequantize": True, "dtype": dtype, "verify": True, "force": True, "fsync": False}
     out, values = tmp_path / "out.pt", codes.float() * scale
     average_checkpoints([tmp_path / "in.pt"] * 2, out, **options)
@@ -110,9 +104,19 @@ def test_what_is_made_of_values_is_rounded_once(dtype, tmp_path):
     rules = KeyRules.of([{"from": "fc.weight", "to": "fc.weight", "operations": [{"add": 1}]}])
     convert_checkpoint(tmp_path / "in.pt", out, keys=rules, **options)
     assert torch.equal(torch.load(out)["fc.weight"], (values + 1).to(dtype))
-    merge_lora_checkpoint(tmp_path / "in.pt", tmp_path, out, **options)
-    merged = values + low["lora_B"] @ low["lora_A"]
-    assert torch.equal(torch.load(out)["fc.weight"], merged.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_values_that_are_gathered_in_another_order_are_rounded_once(dtype, tmp_path):
+    """What is larger than a chunk is gathered where a rule turns it."""
+    codes, scale = fp8(1024, 600), torch.rand(1024, 1)
+    torch.save({"fc.weight": codes, "fc.weight_scale": scale}, tmp_path / "in.pt")
+    steps = [{"transpose": [0, 1]}]
+    rules = KeyRules.of([{"from": "fc.weight", "to": "fc.weight", "operations": steps}])
+    options = {"dequantize": True, "dtype": dtype, "verify": True, "fsync": False, "keys": rules}
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", **options)
+    found = torch.load(tmp_path / "out.pt")["fc.weight"]
+    assert torch.equal(found, (codes.float() * scale).T.to(dtype))
 
 
 @pytest.mark.parametrize(

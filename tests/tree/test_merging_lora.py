@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptconv import (
     CheckpointError,
+    Dequantize,
     KeyConflict,
     KeyMismatch,
     MalformedCheckpoint,
@@ -567,6 +568,38 @@ def test_a_quantised_base_needs_dequantize(tmp_path):
     found = merged(tmp_path, adapter, dequantize=True, dtype="f32")
     expected = codes.float() + product(given, 2.0)
     assert torch.allclose(found[f"{Q}.weight"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("told", [None, "bf16", "f16", "f32"])
+@pytest.mark.parametrize("across", [None, False, True])
+def test_the_sum_on_a_quantised_base_is_rounded_once_by_every_reader(tmp_path, across, told):
+    """Its values are not rounded to the type of the model before. DoRA, across and not, too."""
+    torch.manual_seed(5)
+    codes, scale = torch.randn(12, 8).to(torch.float8_e4m3fn), torch.rand(12, 1)
+    tensors = {f"{Q}.weight": codes, f"{Q}.weight_scale": scale}
+    save_file(tensors, tmp_path / "base.safetensors")
+    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    config = {"dtype": "bfloat16", "quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = (8, 12) if across else (12, 8)
+    given = factors(PEFT + Q, sizes=sizes)
+    delta = given[f"{PEFT}{Q}.lora_B.weight"].double() @ given[f"{PEFT}{Q}.lora_A.weight"].double()
+    whole = codes.double() * scale.double() + 2 * (delta.T if across else delta)
+    if across is not None:
+        magnitude = torch.rand(sizes[0]) + 0.5
+        given |= {f"{PEFT}{Q}.lora_magnitude_vector.weight": magnitude}
+        norm = whole.norm(dim=0 if across else 1, keepdim=True)
+        whole = whole / norm * (magnitude if across else magnitude[:, None])
+    adapter = of_peft(tmp_path, given, fan_in_fan_out=bool(across))
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[told or "bf16"]
+    found = merged(tmp_path, adapter, dequantize=True, dtype=told)[f"{Q}.weight"]
+    assert found.dtype is dtype
+    near = {"rtol": 0, "atol": 2e-6} if told == "f32" else {"rtol": 0, "atol": 0}
+    assert torch.allclose(found, whole.to(dtype), **near)
+    with open_checkpoint(adapter) as opened:
+        edits = [Dequantize(), MergeLora(opened)]
+        loaded = load_portable(tmp_path / "base.safetensors", edits=edits, dtype=told)
+        assert torch.equal(loaded[f"{Q}.weight"], found)
 
 
 @pytest.mark.parametrize("scale", ["x", float("nan"), [1, 2], None, True, [1, float("inf")]])
