@@ -138,7 +138,8 @@ def _checked_weights(weights: Iterable[float] | None, count: int) -> list[float]
             f"weights={weights!r:.100} are not numbers", hint="write them as weights=[1, 1, 2]"
         )
     if len(given) != count:
-        raise OptionRefused(f"there are {len(given)} weights for {count_text(count, 'checkpoint')}")
+        found, wanted = count_text(len(given), "weight"), count_text(count, "checkpoint")
+        raise OptionRefused(f"{found} for {wanted}", hint="give one for each")
     if not all(0 < weight < float("inf") for weight in given):
         raise OptionRefused("a weight is a positive number")
     if sum(given) == float("inf"):  # numbers near the largest float64 have no sum

@@ -121,6 +121,9 @@ def execute_plan(
     `MalformedCheckpoint` when the source is damaged, `OutputRefused` when the output cannot be
     written, `VerificationFailed`; nothing is left behind.
     """
+    if not isinstance(plan, ConversionPlan):
+        what = f"plan={plan!r:.100} is not a ConversionPlan"
+        raise OptionRefused(what, hint="give what plan_conversion returns")
     begin = time.perf_counter()
     plan.target.load_checker(plan.nbytes)
     _run_checks(plan)

@@ -54,7 +54,9 @@ STRAY = "file in archive is not in a subdirectory"
 FOLDER = "[Errno 21] Is a directory"
 OPCODE = "Unsupported operand"
 UNTYPED = "type object 'torch.storage.UntypedStorage' has no attribute 'dtype'"
-MMAP = "mmap can only be used with files saved with"
+MMAP = (
+    "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)"
+)
 HEADER = "Error while deserializing header: header too large"
 CUT_OFF = "PytorchStreamReader failed reading zip archive: failed finding central directory"
 UNEXPECTED = "Unexpected key(s) in state_dict"

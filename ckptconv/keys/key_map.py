@@ -32,6 +32,7 @@ from ckptconv.keys.rules import (
 )
 from ckptconv.support.choices import (
     WRAPPERS,
+    is_pair,
     refuse_no_keys,
     refuse_no_text,
     refuse_no_texts,
@@ -163,6 +164,9 @@ def _rule(given: tuple[str, str] | Mapping[str, Any] | Rule) -> Rule:
         from ckptconv.keys.tensor_rules import tensor_rule  # seldom needed
 
         return tensor_rule(given)
+    if not is_pair(given):
+        what = f"{given!r:.100} is not a rule"
+        raise KeyConflict(what, hint="write it as ('rename', 'OLD=NEW')")
     return parse_rule(*given)
 
 

@@ -18,7 +18,7 @@ from ckptconv.io.files import refuse_changed
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.arrays import Array, np
 from ckptconv.support.choices import spelling_checked
-from ckptconv.support.errors import OptionRefused, RefusedObject, errors_at
+from ckptconv.support.errors import MissingTensor, OptionRefused, RefusedObject, errors_at
 from ckptconv.support.limits import held
 from ckptconv.support.records import dataclass
 from ckptconv.support.report import short_repr
@@ -157,6 +157,8 @@ class _ByName:
     def tensor(self, name: str) -> LazyTensor:
         """The tensor of this name, unread."""
         path = self._checkpoint.path
+        if not isinstance(name, str):  # a mapping has a KeyError for whatever it does not hold
+            raise MissingTensor(f"{name!r:.100} is not the name of a tensor", path=path)
         if name not in self._items and name in self._found.unread:
             what = "is a tensor whose values cannot be taken one by one"
             raise RefusedObject(what, path=path, where=name, hint="load_portable loads it")

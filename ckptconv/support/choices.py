@@ -207,7 +207,7 @@ def paired(option: str, given: Any) -> tuple[str | tuple[str, str], ...]:
         items = [given]
     if isinstance(items, (list, tuple)):
         found = tuple(tuple(item) if isinstance(item, (list, tuple)) else item for item in items)
-        if all(_is_pair(item) or (type(item) is str and item) for item in found):
+        if all(is_pair(item) or (type(item) is str and item) for item in found):
             return found
     form = _FORMS[option]
     raise OptionRefused(
@@ -216,7 +216,8 @@ def paired(option: str, given: Any) -> tuple[str | tuple[str, str], ...]:
     )
 
 
-def _is_pair(item: object) -> bool:
+def is_pair(item: object) -> bool:
+    """Whether it is two texts, the first of which is not empty."""
     return (
         isinstance(item, tuple)
         and len(item) == 2

@@ -21,6 +21,7 @@ from ckptconv.keys.rules import find_wrappers
 from ckptconv.pickles.nodes import Node, mapping_pairs
 from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, KeyMismatch, printable
 from ckptconv.support.records import dataclass
+from ckptconv.support.text import look_hint
 from ckptconv.tensors.refs import homes
 from ckptconv.tensors.scaled_weights import may_hold_codes, refuse_apart
 from ckptconv.tree.candidates import metadata_of
@@ -65,7 +66,7 @@ def rename_state_dicts(
     """
     if not found and (rules not in (STRIP, KEEP) or fit_to):
         what = "it does not hold a state dict whose keys could be changed"
-        raise AmbiguousStateDict(what, hint="see what it holds with: ckptconv inspect")
+        raise AmbiguousStateDict(what, hint=look_hint(checkpoint.path))
     applied = []
     for item in found:
         # somewhere inside a checkpoint, keys that stay need not be fit for names

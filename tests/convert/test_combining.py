@@ -320,6 +320,11 @@ def test_what_is_not_an_option_is_said_in_python_too(tmp_path, sources, given):
         merge(sources, tmp_path / "o.pt", prefix="a.pt=x.")
 
 
+def test_the_error_about_too_few_weights_counts_them(tmp_path):
+    with pytest.raises(OptionRefused, match=r"^1 weight for 2 checkpoints; give one for each$"):
+        average(["a.pt", "b.pt"], tmp_path / "o.pt", weights=[1])
+
+
 @pytest.mark.parametrize("combine", [average, merge])
 def test_several_folders_of_megatron_are_not_written_as_the_first_of_them(combine, tmp_path):
     """Its tree under Megatron's own names stood for all: neither mean nor second was in it."""

@@ -627,6 +627,11 @@ def test_a_name_like_no_option_is_told_all():
         ckptconv.Options("torch")
 
 
+def test_what_is_not_a_plan_is_refused():
+    with pytest.raises(ckptconv.OptionRefused, match=r"plan='out\.pt' is not a"):
+        ckptconv.execute_plan("out.pt")
+
+
 # ----------------------------------------------------------------------------------------- progress
 
 

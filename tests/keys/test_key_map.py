@@ -144,6 +144,12 @@ def test_what_is_no_rule_is_refused(word, text):
         KeyRules.of([(word, text)])
 
 
+@pytest.mark.parametrize("given", ["rename=a=b", ("rename", 3), ("rename",), 3, None])
+def test_a_rule_of_a_wrong_type_is_refused(given):
+    with pytest.raises(KeyConflict, match=r"is not a rule; write it as \('rename', 'OLD=NEW'\)"):
+        KeyRules.of([given])
+
+
 # -------------------------------------------------------------------------------------------- order
 
 STEPS = {
@@ -238,7 +244,9 @@ def test_rules_for_a_file_without_a_state_dict_are_an_error(tmp_path):
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
     source = saved(optimizer.state_dict(), tmp_path)
-    with pytest.raises(AmbiguousStateDict, match="a state dict whose keys could be changed"):
+    with pytest.raises(
+        AmbiguousStateDict, match=rf"could be changed; .* ckptconv inspect {source}$"
+    ):
         convert_checkpoint(source, tmp_path / "out.pt", keys=KeyRules(add_prefix="net."))
     convert_checkpoint(source, tmp_path / "out.pt")
 

@@ -208,6 +208,9 @@ def test_a_name_that_is_not_there(tmp_path):
             checkpoint["layer.wieght"]
         with pytest.raises(KeyError):
             checkpoint["weight"]  # the end of a name is enough for `show`, not here
+        assert 3 not in checkpoint and checkpoint.get(3) is None
+        with pytest.raises(KeyError, match="3 is not the name of a tensor"):
+            checkpoint[3]
 
 
 def test_only_what_a_part_needs_is_read(tmp_path):
