@@ -49,11 +49,13 @@ class FrameworkLayout:
     `is_whole`: all keys of a checkpoint are in it; another one is an error. `one_way` says why
     there is no way back, if there is none. `only` has what the config of the model may say, where
     it says anything: of another model some keys are the same, and the values laid out otherwise.
+    `heads_named` are further names that a config has for the number of heads of queries.
     """
 
     source: str = ""
     rows: list[LayoutRow] = field(default_factory=list)
     needs_heads: bool = False
+    heads_named: tuple[str, ...] = ()
     is_whole: bool = True
     one_way: str = ""
     only: dict[str, tuple[object, ...]] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class FrameworkLayout:
                 self.source = told
             case ["heads"]:
                 self.needs_heads = True
+                self.heads_named = tuple(told.split()[1:])
             case ["keys"]:
                 self.is_whole = False
             case ["one", "way"]:

@@ -151,7 +151,8 @@ class Preset(Rule):
         from ckptconv.keys.framework_layouts import LAYOUTS, Heads
 
         head = self.name.partition(":")[0]
-        if not LAYOUTS[head.removeprefix(_BACK)].needs_heads:
+        layout = LAYOUTS[head.removeprefix(_BACK)]
+        if not layout.needs_heads:
             return None
         asked = f"write it as --preset {head}:HEADS,KV_HEADS"
         if argument:
@@ -161,7 +162,7 @@ class Preset(Rule):
                 what = f"{self.words} needs the heads of keys and values too"
                 raise KeyConflict(what, hint=asked)
             return Heads(given[0], given[-1])
-        queries = _number(config, _QUERIES)
+        queries = _number(config, (*_QUERIES, *layout.heads_named))
         if queries is None:
             what = f"{self.words} needs the numbers of heads, and no config.json says them"
             raise KeyConflict(what, hint=f"put config.json beside the checkpoint, or {asked}")

@@ -55,7 +55,7 @@ def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
 _ARCHITECTURE = "general.architecture"
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 # What Megatron-LM's arguments say of the values of a model, not of its size
-_OF_VALUES = ("swiglu", "apply_layernorm_1p", "rotary_interleaved")
+_OF_VALUES = ("swiglu", "apply_layernorm_1p", "rotary_interleaved", "attention_output_gate")
 
 
 def training_arguments(root: Node) -> Mapping[str, Any]:

@@ -186,7 +186,7 @@ def by_name(parts: dict[str, torch.Tensor], kind: str, before: str) -> dict[str,
     return {f"{before}{name}_proj.{kind}": part.flatten(0, 1) for name, part in parts.items()}
 
 
-def convert(tensors: dict[str, torch.Tensor], preset: str, folder: Path, **config: int):
+def convert(tensors: dict[str, torch.Tensor], preset: str, folder: Path, **config: int | str):
     """The tensors as the preset makes them; of those of the way back they are the same again."""
     source, out, again = (folder / f"{name}.safetensors" for name in ("source", "out", "again"))
     for path in (source, out, again):
@@ -293,9 +293,21 @@ def test_rows_of_q_k_and_v_by_head(kind, tmp_path):
     shape = (DIM,) if kind == "bias" else (DIM, HIDDEN)
     heads = torch.randn(HEADS, 3, *shape)
     tensors = {f"gpt_neox.layers.1.attention.query_key_value.{kind}": heads.flatten(0, 2)}
-    found = convert(tensors, "gpt-neox", tmp_path, num_attention_heads=HEADS)
     parts = {name: heads[:, at] for at, name in enumerate("qkv")}
-    assert same(found, by_name(parts, kind, "gpt_neox.layers.1.attention."))
+    for config in ({"num_attention_heads": HEADS}, {"n_head": HEADS, "model_type": "bloom"}):
+        found = convert(tensors, "gpt-neox", tmp_path, **config)
+        assert same(found, by_name(parts, kind, "gpt_neox.layers.1.attention."))
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "chatglm", "phi3small"])
+def test_rows_by_group_are_not_taken_for_rows_by_head(model_type, tmp_path):
+    """Falcon of 40B: 128 heads in 8 groups, whose rows could be cut in three for each head too."""
+    key = "transformer.h.0.self_attention.query_key_value.weight"
+    save_file({key: torch.randn(12 * DIM, HIDDEN)}, tmp_path / "model.safetensors")
+    config = {"model_type": model_type, "num_attention_heads": 8, "num_kv_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(KeyConflict, match=f"and the model says {model_type}"):
+        load_portable(tmp_path / "model.safetensors", keys=KeyRules.of([("preset", "gpt-neox")]))
 
 
 def test_rows_of_q_k_and_v_one_after_another(tmp_path):
@@ -322,6 +334,10 @@ def test_a_llama_of_meta_and_a_key_that_is_none_of_its_own(tmp_path):
         "layers.0.ffn_norm.weight": torch.randn(HIDDEN),
     }
     found = convert(tensors, "meta-llama", tmp_path, n_heads=HEADS, n_kv_heads=GROUPS)
+    of_llama_1 = {f"{before}inner_attention.rope.freqs": torch.ones(DIM // 2)}
+    save_file(tensors | of_llama_1, tmp_path / "llama1.safetensors")
+    rules = KeyRules.of([("preset", "meta-llama")])
+    assert same(dict(load_portable(tmp_path / "llama1.safetensors", keys=rules)), found)
     hub = "model.layers.0."
     for name in ("q", "k"):
         pairs = parts[name].unflatten(1, (-1, 2))  # rows in pairs become halves
@@ -409,6 +425,7 @@ def test_a_llama_is_not_taken_for_a_qwen_whose_q_is_not_in_pairs(tmp_path):
         ({"swiglu": False}, "is for swiglu True, and the model says False"),
         ({"apply_layernorm_1p": True}, "is for apply_layernorm_1p False"),
         ({"rotary_interleaved": True}, "is for rotary_interleaved False"),
+        ({"attention_output_gate": True}, "is for attention_output_gate False"),
     ],
 )
 def test_a_model_of_megatron_that_is_no_llama_is_refused(told, message, tmp_path):
@@ -417,6 +434,16 @@ def test_a_model_of_megatron_that_is_no_llama_is_refused(told, message, tmp_path
     torch.save({"args": args, "model": {key: torch.randn(8, 4)}}, tmp_path / "model.pt")
     with pytest.raises(KeyConflict, match=message):
         load_portable(tmp_path / "model.pt", keys=KeyRules.of([("preset", "megatron-llama")]))
+
+
+def test_gates_among_the_rows_of_q_are_not_taken_for_rows_of_k(tmp_path):
+    """Megatron's attention_output_gate: a group has its q, as many gates, its k and its v."""
+    args = Namespace(num_attention_heads=4, num_query_groups=2, attention_output_gate=True,
+                     tensor_model_parallel_size=1, group_query_attention=True)  # fmt: skip
+    key = "decoder.layers.0.self_attention.linear_qkv.weight"
+    torch.save({"args": args, "model": {key: torch.randn(2 * 6 * 4, 4)}}, tmp_path / "model.pt")
+    with pytest.raises(KeyConflict, match="is for attention_output_gate False"):
+        load_portable(tmp_path / "model.pt", keys=KeyRules.of([("preset", "megatron-qkv")]))
 
 
 def gemma_file(path: Path, norms: torch.Tensor, matrix: torch.Tensor) -> Path:

@@ -26,7 +26,8 @@ _ROWS = re.compile(
 ).fullmatch
 _COLUMNS = re.compile(r"layers\.\d+\.(?:attention\.wo|feed_forward\.w2)\.weight").fullmatch
 _WHOLE = re.compile(
-    r"layers\.\d+\.(?:attention|ffn)_norm\.weight|norm\.weight|rope\.freqs"
+    r"layers\.\d+\.(?:attention|ffn)_norm\.weight|norm\.weight"
+    r"|(?:layers\.\d+\.attention\.inner_attention\.)?rope\.freqs"  # in each layer of Llama 1
 ).fullmatch
 _EMBEDDING, _NORM = "tok_embeddings.weight", "norm.weight"
 _QUERIES = re.compile(r"layers\.\d+\.attention\.wq\.weight").fullmatch

@@ -30,6 +30,7 @@ def llama() -> dict[str, torch.Tensor]:
         "layers.0.attention_norm.weight": (DIM,),
         "layers.0.ffn_norm.weight": (DIM,),
         "rope.freqs": (2,),
+        "layers.0.attention.inner_attention.rope.freqs": (2,),  # of Llama 1
     }
     return {key: torch.randn(shape) for key, shape in shapes.items()}
 
