@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +29,8 @@ def model_shapes(name: str) -> tuple[Shapes, Ties]:
     cannot be imported, or what it names gives no module.
     """
     model = _built(name)
-    return live_shapes(model), live_ties(model)
+    shapes = live_shapes(model)
+    return shapes, live_ties(model, shapes)
 
 
 def model_parameters(name: str) -> list[tuple[str, Shape | None]]:
@@ -66,15 +68,31 @@ def live_shapes(model: Any) -> Shapes:
     return {key: live_shape(value) for key, value in model.state_dict().items()}
 
 
-def live_ties(model: Any) -> Ties:
-    """The names of parameters and buffers that a module has for one and the same tensor."""
+def live_ties(model: Any, keys: Collection[str]) -> Ties:
+    """The names of parameters and buffers that a module has for one and the same tensor; `keys` are
+    those of its state dict.
+    """
     names: dict[int, list[str]] = defaultdict(list)
-    for name, value in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        names[id(value)].append(name)
+    for key, value in live_tensors(model, keys):
+        names[id(value)].append(key)
     return [group for group in names.values() if len(group) > 1]
+
+
+def live_tensors(model: Any, keys: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """All names of parameters and buffers, as in `keys`, those of the state dict."""
+    for named in (model.named_parameters, model.named_buffers):
+        yield from saved_names(named(remove_duplicate=False), keys)
+
+
+def saved_names(
+    named: Iterable[tuple[str, Any]], keys: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    """What a module names, by the `keys` of its state dict: `checkpoint_wrapper` takes its segment
+    out of them (torch 2.13, `ActivationWrapper._post_state_dict_hook`), but not out of the names.
+    """
+    for name, value in named:
+        key = name if name in keys else name.replace("_checkpoint_wrapped_module.", "")
+        yield key, value
 
 
 def live_shape(value: Any) -> Shape:

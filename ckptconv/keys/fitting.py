@@ -30,7 +30,7 @@ Graph = Mapping[str, Sequence[str]]  # target key → the source keys that may b
 def same_names(source: Shapes, target: Shapes) -> Iterator[tuple[str, bool, Names, Names]]:
     """The ways to read the keys of both sides: its name, whether it leaves no doubt, both names."""
     yield SAME_KEYS, True, {key: key for key in source}, {key: key for key in target}
-    sources, targets = _bare(source), _bare(target)
+    sources, targets = bare_names(source), bare_names(target)
     yield WRAPPERS, True, sources, targets
     heads = _head(sources), _head(targets)
     if any(heads):
@@ -41,7 +41,7 @@ def same_names(source: Shapes, target: Shapes) -> Iterator[tuple[str, bool, Name
         yield _prefix_text(old, new), False, _cut(sources, old), _cut(targets, new)
 
 
-def _bare(keys: Iterable[str]) -> Names:
+def bare_names(keys: Iterable[str]) -> Names:
     """The keys by their names without wrappers; as they are, where two would become one."""
     keys = list(keys)
     try:

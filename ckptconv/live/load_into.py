@@ -7,19 +7,32 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import field, fields
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.convert.named_models import live_shape, live_shapes, live_ties
+from ckptconv.convert.named_models import (
+    live_shape,
+    live_shapes,
+    live_tensors,
+    live_ties,
+    saved_names,
+)
 from ckptconv.devices.host import require_torch
 from ckptconv.formats.registry import Named, open_certain
 from ckptconv.io.places import places_of
 from ckptconv.keys.fits import Fit, Shapes, Ties
-from ckptconv.keys.fitting import fit_keys
-from ckptconv.keys.key_map import STRIP, map_keys
+from ckptconv.keys.fitting import bare_names, fit_keys
 from ckptconv.live.load import load_portable
 from ckptconv.support.choices import refuse_no_flag, spelling_checked
-from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject, printable, warn
+from ckptconv.support.errors import (
+    KeyConflict,
+    KeyMismatch,
+    OptionRefused,
+    RefusedObject,
+    printable,
+    warn,
+)
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.report import html_table, short_repr
@@ -124,18 +137,28 @@ def load_into(
         hint = "give the module itself, such as MyModel()"
         raise OptionRefused(f"model={model!r:.100} is not a torch.nn.Module", hint=hint)
     target = live_shapes(model)
-    state_dict = load_portable(
-        source, only=only, tag=tag, unknown=unknown, edits=edits, on_progress=on_progress
+    load = partial(
+        load_portable,
+        source,
+        only=only,
+        tag=tag,
+        unknown=unknown,
+        edits=edits,
+        on_progress=on_progress,
     )
+    try:
+        state_dict = load()
+    except KeyConflict:  # without wrappers two keys are one; the model may have both
+        state_dict = load(keys="keep")
     path = places_of(source)[0].path
     _leave_out_beside(state_dict, model, target)
     own = {key: live_shape(value) for key, value in state_dict.items()}
-    ties = live_ties(model)
+    ties = live_ties(model, target)
     fit = fit_keys(own, target, ties)
     usable = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
     # torch raises for what it does not take when it has copied the others
-    _refuse_untaken(model, usable, path, assign)
+    _refuse_untaken(model, usable, target, path, assign)
     casts = () if assign else tuple(_casts(model, usable, path))
     result = _result(fit, casts, *_unmet(model, usable, target, fit))
     if strict and not result.fits:
@@ -171,10 +194,11 @@ def _leave_out_beside(state_dict: dict[str, Any], model: torch.nn.Module, target
     """Take out what the model does not know and need not: numbers and texts of the training, and
     buffers that are the model's own.
     """
-    found = {key: value for key, value in model.named_buffers() if key not in target}
+    buffers = saved_names(model.named_buffers(), target)
+    found = {key: value for key, value in buffers if key not in target}
     # all keys are needed to see which wrappers the model has
-    bare = map_keys([*target, *found], STRIP).new[len(target) :]
-    unsaved = dict(zip(bare, found.values(), strict=True))
+    names = bare_names([*target, *found])
+    unsaved = {name: found[key] for name, key in names.items() if key in found}
     for key, value in [*state_dict.items()]:
         # a number or text of the training has no module in its key
         is_beside = "." not in key and isinstance(value, (bool, int, float, str, type(None)))
@@ -234,11 +258,14 @@ def _agree(one: torch.Tensor, other: torch.Tensor, there: torch.Tensor) -> bool:
 
 
 def _refuse_untaken(
-    model: torch.nn.Module, usable: Mapping[str, Any], path: PurePath, assign: bool
+    model: torch.nn.Module,
+    usable: Mapping[str, Any],
+    target: Shapes,
+    path: PurePath,
+    assign: bool,
 ) -> None:
     """Raise `RefusedObject` for what `load_state_dict` does not take for a tensor of the model."""
-    named = model.named_parameters, model.named_buffers
-    for key, there in (item for items in named for item in items(remove_duplicate=False)):
+    for key, there in live_tensors(model, target):
         if key in usable:
             what, hint = _untaken(usable[key], there, assign)
             if what:
@@ -393,7 +420,12 @@ def _carry_metadata(state_dict: Any, usable: Any, fit: Fit, model: torch.nn.Modu
     if versions is None:
         return
     follow = module_paths(fit.renames)
-    moved = {follow(path): version for path, version in versions.items()}
-    usable._metadata = OrderedDict(
-        (path, moved[path]) for path, _ in model.named_modules() if path in moved
-    )
+    # of a wrapper and what is in it the inner one comes later, and its version counts
+    moved = {_unwrapped(follow(path)): version for path, version in versions.items()}
+    found = ((path, _unwrapped(path)) for path, _ in model.named_modules())
+    usable._metadata = OrderedDict((path, moved[bare]) for path, bare in found if bare in moved)
+
+
+def _unwrapped(path: str) -> str:
+    """The path of a module without `checkpoint_wrapper`, which no key of a state dict has."""
+    return ".".join(name for name in path.split(".") if name != "_checkpoint_wrapped_module")

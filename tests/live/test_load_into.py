@@ -217,3 +217,66 @@ def test_a_module_whose_load_state_dict_does_not_know_assign_is_loaded(tmp_path)
     model = Older(2, 2)
     assert load_into(model, saved(tmp_path / "a.pt", values)).fits
     assert torch.equal(model.weight, values["weight"])
+
+
+class Head(nn.Module):
+    """A model with buffers and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.embed = nn.BatchNorm1d(2), nn.Embedding(3, 2)
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def recomputed(model: nn.Module) -> nn.Module:
+    """A model whose modules are wrapped for activation checkpointing."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, child in model.named_children():
+        setattr(model, name, checkpoint_wrapper(child))
+    return model
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel])
+def test_a_model_with_activation_checkpointing_is_loaded(wrap, tmp_path):
+    values = Head().state_dict()
+    del values["head.weight"]
+    model = wrap(recomputed(Head()))
+    assert load_into(model, saved(tmp_path / "a.pt", values)).fits
+    found = [*model.state_dict().values()]
+    assert all(map(torch.equal, found, [*values.values(), values["embed.weight"]]))
+    untaken = {
+        **values,
+        "embed.weight": values["embed.weight"].to_sparse(),
+        "norm.weight": found[0] + 5,
+    }
+    with pytest.raises(RefusedObject, match=r"embed\.weight: is torch\.sparse_coo"):
+        load_into(model, saved(tmp_path / "a.pt", untaken))
+    assert all(map(torch.equal, model.state_dict().values(), found))
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False)])
+def test_versions_of_modules_pass_activation_checkpointing(before, after, tmp_path):
+    def quantized(is_recomputed: bool) -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.ao is to move
+            made = torch.ao.quantization.quantize_dynamic(net(), {nn.Linear})
+        return recomputed(made) if is_recomputed else made
+
+    source, model = quantized(before), quantized(after)
+    assert load_into(model, saved(tmp_path / "a.pt", source.state_dict())).fits
+    x = torch.ones(1, 4)
+    assert torch.equal(model(x), source(x))
+
+
+def test_a_model_whose_keys_differ_in_a_wrapper_alone_is_loaded(tmp_path):
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2))
+            self._orig_mod = nn.Linear(2, 1, bias=False)
+
+    source, model = nn.Sequential(Both()), nn.Sequential(Both())
+    assert load_into(model, saved(tmp_path / "a.pt", source.state_dict())).fits
+    assert all(map(torch.equal, model.parameters(), source.parameters()))
