@@ -36,7 +36,8 @@ Value = TypeVar("Value")
 @dataclass(frozen=True, slots=True)
 class Config:
     """What ``adapter_config.json`` of peft says that changes the merged values. `rank` and `alpha`
-    are those of modules that no pattern names; None: nothing says them.
+    are those of modules that no pattern names; None: nothing says them. `is_rounded`: peft rounds
+    the delta of linear layers too before it adds it (MiCA).
     """
 
     rank: int | None = None
@@ -45,6 +46,7 @@ class Config:
     alphas: Mapping[str, float] = field(default_factory=dict)
     is_rank_stabilized: bool = False
     is_transposed: bool = False
+    is_rounded: bool = False
     parameters: tuple[str, ...] = ()
     whole_modules: tuple[str, ...] = ()
 
@@ -182,6 +184,8 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         if told is None and not key.startswith(PEFT_PREFIX):
             what = "is not a key of an adapter that is known here"
             raise RefusedObject(what, where=key, hint=LEAVE_OUT_FIRST)
+        if told is None and _COPIES.sub(".", key) in tensors.keys() - {key}:
+            continue
         if told is None:  # what peft's modules_to_save holds, under its name in the model
             name = _WITHIN.sub("", key.removeprefix(PEFT_PREFIX))
             if name in whole:
@@ -206,6 +210,9 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         )
     return Adapter(checkpoint, modules, whole, _configs(checkpoint, is_peft=is_peft), keys)
 
+
+# With bias="all", peft writes the bias of a module to save three times, and reads the plain one
+_COPIES = re.compile(r"\.(?:original_module|modules_to_save(?:\.default)?)\.(?=(?:.+\.)?bias$)")
 
 # What peft puts into the names of what it wraps
 _WITHIN = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
@@ -242,7 +249,7 @@ _NOT_MERGED = (
 
 # Of `init_lora_weights`, what leaves the base as it is: with others, such as `pissa`, peft changes
 # the weights of the base too when it loads such an adapter
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def config_of_peft(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -319,6 +326,7 @@ def _read(given: Mapping[str, Any]) -> Config:
         },
         is_rank_stabilized=_flag(given, "use_rslora"),
         is_transposed=_flag(given, "fan_in_fan_out"),
+        is_rounded=kind == "LORA" and start == "mica",
         parameters=_names(given, "target_parameters"),
         whole_modules=_names(given, "modules_to_save"),
     )

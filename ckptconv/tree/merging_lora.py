@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +218,7 @@ class _Merging:
     def run(self) -> None:
         """Note all changes of the base, or raise `CheckpointError`."""
         adapter = self._adapter
+        self._refuse_attention()
         # peft wraps a module once for each of its parameters
         plain = {module: _LEVELS.sub("", module) for module in adapter.modules}
         first_keys: dict[str, str] = {}
@@ -236,6 +237,16 @@ class _Merging:
             self._merge_parameters(target, levels)
         self._refuse_unclear()
         self._base.notes += [*self._notes(), *notes]
+
+    def _refuse_attention(self) -> None:
+        """Refuse what peft makes of `nn.MultiheadAttention`: up to 0.21 it adds the delta of
+        `out_proj` twice, in training too (huggingface/peft#3774), and no file says whether it did.
+        """
+        for module in self._adapter.modules:
+            if module.endswith(".base_layer.out_proj"):
+                what = "is of nn.MultiheadAttention, to whose out_proj peft 0.21 adds it twice"
+                hint = "merge it with the release of peft that trained it"
+                raise RefusedObject(what, where=self._adapter.first_key(module), hint=hint)
 
     # ------------------------------------------------------------------ tensors as they are
 
@@ -284,19 +295,24 @@ class _Merging:
 
     def _is_of_parameters(self, target: str, parts: Parts) -> bool:
         """Whether the parts of a module are for parameters that have names of their own."""
-        has_weight = f"{target}.weight" in self._base.tensors
-        named = any(config.parameters for config in self._adapter.configs.values())
-        if has_weight or set(parts) - {"up", "down"} or not named:
+        wanted = self._named_parameters()
+        if set(parts) - {"up", "down"} or not wanted:
+            return False
+        weight = f"{target}.weight"
+        if weight in self._base.tensors and not _is_named(weight, wanted):
             return False
         return bool(self._parameters(target))
 
+    def _named_parameters(self) -> set[str]:
+        return {name for one in self._adapter.configs.values() for name in one.parameters}
+
     def _parameters(self, target: str) -> dict[str, TensorRef]:
         """The parameters of a module that the config names."""
-        wanted = {name for one in self._adapter.configs.values() for name in one.parameters}
+        wanted = self._named_parameters()
         found = {}
         for key in self._base.tensors:
             module, _, name = key.rpartition(".")
-            if module == target and any(f".{key}".endswith(f".{each}") for each in wanted):
+            if module == target and _is_named(key, wanted):
                 found[name] = key
         return {name: self._base.weight(key, key) for name, key in found.items()}
 
@@ -406,6 +422,7 @@ class _Merging:
         elif is_across != asked.config.is_transposed and len(asked.weight.shape) == 2:
             self._across[key] = asked.name
         change = linear_change(asked, across=is_across)
+        change = replace(change, is_rounded=asked.config.is_rounded)
         return change, f"rank {parts['down'].shape[0]}"
 
     def _embedding(self, asked: AdapterTarget) -> tuple[WeightChange, str]:
@@ -509,6 +526,11 @@ class _Merging:
         config, name = self._adapter.config_of(module)
         is_told = "alpha" in parts or config.alpha_of(name) is not None
         return bool(_INNER & parts.keys()) and not is_told
+
+
+def _is_named(key: str, names: Iterable[str]) -> bool:
+    """Whether the end of a key is among these names, as peft compares."""
+    return any(f".{key}".endswith(f".{name}") for name in names)
 
 
 # What LyCORIS adds to norms: the machine epsilon of the type of the weight

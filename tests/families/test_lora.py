@@ -141,6 +141,13 @@ CASES = {
     "all biases": {"target_modules": ["wide"], "r": 3, "bias": "all"},
     "bias of the adapter": {"target_modules": ["wide", "head"], "r": 3, "lora_bias": True},
     "modules to save": {"target_modules": ["wide"], "r": 3, "modules_to_save": ["head", "norm"]},
+    "both": {
+        "target_modules": ["wide"],
+        "r": 3,
+        "bias": "all",
+        "modules_to_save": ["head", "norm"],
+    },
+    "mica": {"target_modules": ["wide", "embed"], "r": 3, "init_lora_weights": "mica"},
 }
 
 
@@ -168,6 +175,18 @@ def test_experts(tmp_path, experts, dtype):
         lora_alpha=4,
     )
     check(tmp_path, saved(tmp_path, lambda: Mixture(experts), config, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weight_of_a_layer_as_a_parameter(tmp_path, dtype):
+    config = peft.LoraConfig(
+        target_modules=[],
+        target_parameters=["proj.weight", "experts.down_proj"],
+        r=3,
+        lora_alpha=4,
+        alpha_pattern={"proj.weight": 7},
+    )
+    check(tmp_path, saved(tmp_path, lambda: Mixture(Experts), config, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

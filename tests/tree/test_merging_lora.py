@@ -404,6 +404,32 @@ def test_modules_to_save_take_the_place_of_those_of_the_base(base):
     assert torch.equal(found["lm_head.weight"], head)
 
 
+def test_a_bias_that_is_written_three_times_is_the_plain_one(base):
+    """As peft 0.21 writes bias="all" beside modules_to_save of the same module."""
+    folder, _ = base
+    start = f"{PEFT}model.layers.0.q_proj"
+    weight, bias = torch.randn(12, 8), torch.randn(12)
+    saved = {f"{start}.weight": weight, f"{start}.bias": bias}
+    saved |= {f"{start}.modules_to_save.bias": bias.clone()}
+    saved |= {f"{start}.original_module.bias": torch.zeros(12)}
+    given = factors(f"{PEFT}lm_head", sizes=(9, 8)) | saved
+    adapter = of_peft(folder, given, modules_to_save=["q_proj"], bias="all")
+    found = merged(folder, adapter)
+    assert torch.equal(found[f"{Q}.weight"], weight) and torch.equal(found[f"{Q}.bias"], bias)
+
+
+def test_a_weight_that_is_named_as_a_parameter_has_the_scale_and_the_rounding_of_parameters(
+    tmp_path,
+):
+    """`target_parameters` of peft 0.21: patterns compare the name with ``.weight``."""
+    weight = torch.randn(12, 8).bfloat16()
+    save_file({"layers.0.router.weight": weight}, tmp_path / "base.safetensors")
+    given = factors(f"{PEFT}layers.0.router")
+    config = {"target_parameters": ["router.weight"], "alpha_pattern": {"router.weight": 4}}
+    found = merged(tmp_path, of_peft(tmp_path, given, **config))
+    assert torch.equal(found["layers.0.router.weight"], weight + product(given).bfloat16())
+
+
 def test_it_is_an_edit_for_every_reader(base):
     folder, _ = base
     adapter = of_peft(folder, factors(PEFT + Q))
@@ -468,6 +494,10 @@ NEEDED = {
     "vera": (factors(PEFT + Q), {"peft_type": "VERA"}, RefusedObject, "peft_type VERA"),
     "pissa": (factors(PEFT + Q), {"init_lora_weights": "pissa"}, RefusedObject, "changes the base"),
     "qalora": (factors(PEFT + Q), {"use_qalora": True}, RefusedObject, "not merged here"),
+    "attention": (
+        factors(PEFT + Q) | factors(f"{PEFT}attn.base_layer.out_proj"), {},
+        RefusedObject, "is of nn.MultiheadAttention",
+    ),
     "pattern": (
         factors(PEFT + Q), {"rank_pattern": {"(a+)+$": 4}}, RefusedObject, "is not matched here",
     ),
