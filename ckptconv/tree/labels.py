@@ -16,7 +16,6 @@ from functools import lru_cache
 from ckptconv.keys.rules import all_start
 from ckptconv.pickles.nodes import Call, Node, mapping_pairs
 from ckptconv.support.records import NamedTuple
-from ckptconv.tree.walk import kinds_in
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z_]+|\d+").findall
 _LONGEST = 300  # characters of a label that is a name; a longer one names nothing
@@ -220,14 +219,17 @@ PRODUCERS = (
 
 def producer_in(root: Node) -> Producer | None:
     """The framework whose labels stand at the root of a tree."""
-    labels = _labels(root)
+    return _producer(_labels(root))
+
+
+def _producer(labels: Labels) -> Producer | None:
     return next((producer for producer in PRODUCERS if producer.matches(labels)), None)
 
 
 def producer_of(root: Node) -> str | None:
     """The framework that wrote a checkpoint, with its version if known; None when nothing tells."""
     labels = _labels(root)
-    producer = producer_in(root)
+    producer = _producer(labels)
     if producer is not None:
         *around, last = producer.version.split(".")
         for label in around:
@@ -236,7 +238,7 @@ def producer_of(root: Node) -> str | None:
         if last and isinstance(version, (str, int, float)):
             return f"{producer.name} {version}"
         return producer.name
-    keys = list(labels)
+    keys = [label for label, _ in mapping_pairs(root) or () if type(label) is str]
     if all_start(keys, PEFT_PREFIX) and any(".lora_" in key for key in keys):
         return LORA_OF_PEFT
     return None
@@ -287,7 +289,11 @@ _DDP = "module."
 
 
 def _labels(root: Node) -> Labels:
-    pairs = mapping_pairs(root) or ()
-    if kinds_in(pairs, 0) == {str}:
-        return dict(pairs)
-    return {label: value for label, value in pairs if type(label) is str}
+    """What may tell of a framework: no label of theirs has a dot, and the keys of a model, of which
+    there may be a million, nearly all do. Of whatever stands under these, a class may tell.
+    """
+    return {
+        label: value
+        for label, value in mapping_pairs(root) or ()
+        if type(label) is str and ("." not in label or type(value) is Call)
+    }
