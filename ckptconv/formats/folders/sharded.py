@@ -366,16 +366,16 @@ def _told_pairs(
     """The same where the index tells of each tensor of its shards, and of no other: without a
     look at each of them, of which there may be a million. None where it does not.
     """
-    held: dict[str, tuple[str, Node]] = {}
+    held: dict[str, Any] = dict(weight_map)  # in its order, each name until its pair is there
     count = 0
     for name, shard in shards.items():
         pairs = state_dict_pairs(shard)
         keys = [key for key, _ in pairs]
-        if {*map(weight_map.get, keys)} != {name}:
+        if {*map(weight_map.get, keys)} != {name} or len({*keys}) < len(keys):
             return None
         held.update(zip(keys, pairs, strict=True))
         count += len(keys)
-    return [held[key] for key in weight_map] if len(held) == len(weight_map) == count else None
+    return [*held.values()] if count == len(held) else None
 
 
 def state_dict_pairs(shard: Checkpoint) -> Sequence[tuple[str, Node]]:
