@@ -230,17 +230,21 @@ def _split(
     """
     if limit is None:
         return (plan_file(output, kept),), None
-    groups: Sequence[Hashable] = homes(ref for _, ref, _ in kept)
-    if len(set(groups)) < len(groups):
+    groups: Sequence[Hashable] = range(len(kept))
+    if len({*homes(ref for _, ref, _ in kept)}) < len(kept):
         groups = [group(ref) for _, ref, _ in kept]
-    parts = [[kept[index] for index in indices] for indices in split(sizes, groups, limit)]
+    shards = split(sizes, groups, limit)
+    parts = [[kept[index] for index in indices] for indices in shards]
     paths = shard_paths(output, len(parts))
     files = tuple(map(plan_file, paths, parts))
     if len(files) == 1:
         return files, None
-    where = dict.fromkeys([key for key, _, _ in kept], "")  # in this order
-    for path, part in zip(paths, parts, strict=True):
-        where |= dict.fromkeys([key for key, _, _ in part], path.name)
+    names = [""] * len(kept)
+    for path, indices in zip(paths, shards, strict=True):
+        name = path.name
+        for index in indices:
+            names[index] = name
+    where = zip((key for key, _, _ in kept), names, strict=True)
     raw = index_text(where, sum(sizes), metadata)
     return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))
 

@@ -9,9 +9,10 @@ Names and index are those of the Hugging Face libraries: ``model-00001-of-00005.
 from __future__ import annotations
 
 import contextlib
+import io
 import posixpath
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -180,24 +181,28 @@ _INDEX_WORDS = r"(?P<suffix>\.[^.]+)\.index(?P<variant>\.[^.]+)?\.json$"
 
 
 def index_text(
-    weight_map: Mapping[str, str], nbytes: int, metadata: Mapping[str, Any] | None = None
+    shards: Iterable[tuple[str, str]], nbytes: int, metadata: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The index for `nbytes` of tensors, with other `metadata`; `CheckpointError` for no JSON."""
+    """The index for `nbytes` of tensors, each with its shard, and other `metadata`;
+    `CheckpointError` for no JSON.
+    """
     import json
 
     quoted = json.encoder.encode_basestring
     document = {"metadata": {**(metadata or {}), "total_size": nbytes}, "weight_map": {}}
     try:
         around = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-        if not weight_map:
-            return f"{around}\n".encode()
-        # json indents in Python, entry by entry
-        text = bytearray(around.removesuffix(_NO_ENTRIES).encode() + b"{\n")
-        ends = {name: f": {quoted(name)},\n" for name in {*weight_map.values()}}
-        for key, name in weight_map.items():
-            text += f"    {quoted(key)}{ends[name]}".encode()
-        text[-2:] = b"\n  }\n}\n"  # for the last comma
-        return bytes(text)
+        # json indents in Python, entry by entry; what this gives is not copied, and may be 100 MB
+        text = io.BytesIO()
+        text.write(around.removesuffix(_NO_ENTRIES).encode())
+        ends: dict[str, str] = {}
+        before = "{"
+        for key, name in shards:
+            end = ends.get(name) or ends.setdefault(name, f": {quoted(name)}")
+            text.write(f"{before}\n    {quoted(key)}{end}".encode())
+            before = ","
+        text.write(b"\n  }\n}\n" if ends else f"{_NO_ENTRIES}\n".encode())
+        return text.getvalue()
     except ValueError as error:  # a number beyond any float, half a character
         what, hint = f"cannot be written as JSON ({error})", "correct the index of the source"
         raise CheckpointError(what, where="index", hint=hint) from None
@@ -211,7 +216,7 @@ def moved_index(raw: bytes, folder: str) -> bytes:
     import json
 
     document = json.loads(raw)
-    named = {key: f"{folder}/{name}" for key, name in document["weight_map"].items()}
+    named = ((key, f"{folder}/{name}") for key, name in document["weight_map"].items())
     return index_text(named, document["metadata"]["total_size"], document["metadata"])
 
 

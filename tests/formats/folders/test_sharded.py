@@ -165,7 +165,7 @@ def put(folder: Path, name: str, value: float) -> None:
     else:
         save_file(weights, file, {"format": "pt"})
     if stem != name:
-        (folder / name).write_bytes(index_text({"w": file.name}, 12))
+        (folder / name).write_bytes(index_text([("w", file.name)], 12))
 
 
 ORDERS = {
@@ -209,7 +209,7 @@ def test_transformers_takes_the_same_one(pair, tmp_path):
         weights, file = model.state_dict(), tmp_path / name.partition(".index.")[0]
         if name.endswith(".json"):
             file = tmp_path / f"{value}-{file.name}"
-            (tmp_path / name).write_bytes(index_text(dict.fromkeys(weights, file.name), 12))
+            (tmp_path / name).write_bytes(index_text([(key, file.name) for key in weights], 12))
         if file.suffix == ".bin":
             torch.save(weights, file)
         else:
@@ -615,7 +615,7 @@ def test_the_index_is_what_json_writes(keys):
     weight_map = dict.fromkeys(keys, "model-00001-of-00002.safetensors")
     document = {"metadata": {"n": {"{}": []}, "total_size": 7}, "weight_map": weight_map}
     expected = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    assert index_text(weight_map, 7, {"n": {"{}": []}}) == expected.encode()
+    assert index_text(weight_map.items(), 7, {"n": {"{}": []}}) == expected.encode()
 
 
 @pytest.mark.trust
