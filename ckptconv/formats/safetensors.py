@@ -14,9 +14,9 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain
 from math import prod
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -281,8 +281,8 @@ def _are_sizes(values: Sequence[Any]) -> bool:
 
 
 def _refuse_gaps(source: Source, tensors: Iterable[TensorRef], start: int) -> None:
-    storages = [ref.storage for ref in tensors]
-    storages.sort(key=attrgetter("offset", "nbytes"))
+    storages = [ref.pieces[0][0] for ref in tensors]
+    storages.sort(key=itemgetter(1, 2))  # by offset and nbytes
     at = start
     for _, offset, nbytes, *_ in storages:
         if offset != at:
@@ -410,24 +410,25 @@ class SafetensorsFile(TargetFormat):
         text = bytearray(b"{")
         if metadata:
             text += b'"%s":%s,' % (RESERVED.encode(), header_text(metadata))
-        at, starts = 0, []
+        at, lengths = 0, []
         for key, ref, dtype in ordered:
             if key == RESERVED:
                 what = "a tensor cannot be named __metadata__ in safetensors"
                 raise CheckpointError(what, where=key, hint="use --rename")
             fields, nbytes = _entry_fields(dtype, ref.dtype, ref.shape)
             text += f"{_quoted(key)}:{{{fields}[{at},{at + nbytes}]}},".encode()
-            starts.append(at)
+            lengths.append(nbytes)
             at += nbytes
         del text[max(1, len(text) - 1) :]  # the last comma
         text += b"}"
         lead = whole = header_bytes(text)
         del text
-        items, first = [], len(whole)
-        for (key, ref, dtype), (start, end) in zip(ordered, pairwise([*starts, at]), strict=True):
-            items.append(made(WriteItem, (key, lead, first + start, end - start, ref, dtype)))
+        items, at = [], len(whole)
+        for (key, ref, dtype), nbytes in zip(ordered, lengths, strict=True):
+            items.append(made(WriteItem, (key, lead, at, nbytes, ref, dtype)))
             lead = b""
-        return Layout(tuple(items), first + at, ending=lambda _crcs: lead, has_crcs=False)
+            at += nbytes
+        return Layout(tuple(items), at, ending=lambda _crcs: lead, has_crcs=False)
 
     def load_checker(self, nbytes: int) -> None:
         import safetensors  # noqa: F401
