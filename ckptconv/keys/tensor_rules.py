@@ -260,7 +260,7 @@ def _parsed(pattern: str) -> Iterator[tuple[bool, str]]:
         what = f"'{printable(pattern)}' is not a pattern of keys"
         raise KeyConflict(what, hint="**. stands at its start only")
     for brace, variable, odd, text in _TOKENS.findall(pattern):
-        if odd:
+        if odd or (variable and not variable.isidentifier()):
             what = f"'{printable(pattern)}' is not a pattern of keys"
             raise KeyConflict(what, hint="a variable is {name}; {{ and }} are braces")
         yield bool(variable), variable or text or brace[0]
@@ -274,7 +274,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         if not is_variable:
             made += re.escape(text)
         elif text == _HEAD:
-            made += r"(?P<__head>(?:.*\.)?)"
+            made += r"((?:.*\.)?)"  # without a name: any name may be that of a variable
         elif text in seen:
             made += f"(?P={text})"
         else:
@@ -301,8 +301,8 @@ def matched(pattern: Pattern, key: str) -> dict[str, str] | None:
         if found is None:
             return None
         values = found.groupdict()
-        if (head := values.pop("__head", None)) is not None:
-            values[_HEAD] = head
+        if pattern.startswith(f"{_HEAD}."):
+            values[_HEAD] = found[1]
         return values
     found = pattern.search(key)
     if found is None:
@@ -665,10 +665,12 @@ def _refuse_unfit(rule: TensorRule, joined: frozenset[str], made: frozenset[str]
             + '{"stack": {"dim": 0, "over": "e"}}',
         )
     if axes.size(LIST) != len(rule.targets):
-        raise KeyConflict(
-            f"{rule.words}: its operations make {count_text(axes.size(LIST), 'tensor')} of "
-            f"{count_text(len(rule.sources), 'source')}, and there are {len(rule.targets)} targets"
+        made, sources = (
+            count_text(axes.size(LIST), "tensor"),
+            count_text(len(rule.sources), "source"),
         )
+        targets = count_text(len(rule.targets), "target")
+        raise KeyConflict(f"{rule.words}: its operations make {made} of {sources}, for {targets}")
 
 
 def axis_of(

@@ -16,6 +16,7 @@ from math import prod
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.limits import refuse_beyond
 from ckptconv.support.records import NamedTuple, made
+from ckptconv.support.text import agreeing, count_text
 from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.refs import (
     Box,
@@ -122,7 +123,8 @@ def _bad_cover(shape: Shape, boxes: Sequence[Box]) -> CheckpointError:
     there, needed = sum(prod(size) for _, size in boxes), prod(shape)
     what = "its chunks overlap"
     if there < needed:
-        what = f"its {len(boxes)} chunks hold {there} of {needed} values"
+        holding = f"{count_text(len(boxes), 'chunk')} {agreeing(len(boxes), 'hold')}"
+        what = f"its {holding} {there} of {needed} values"
     return MalformedCheckpoint(
         f"{what}; its shape is {list(shape)}", hint="the checkpoint is incomplete or damaged"
     )

@@ -538,7 +538,7 @@ def _settle_unstack(asked: _AskedOperation) -> list[Move]:
     dim, shape, count = asked.axis(), asked.refs[0].shape, asked.sets
     if count is not None and shape[dim] != count:
         raise KeyMismatch(
-            f"dimension {dim} of {list(shape)} is {shape[dim]}, and there are {count} targets"
+            f"dimension {dim} of {list(shape)} is {shape[dim]}, for {count_text(count, 'target')}"
         )
     return [Move("unstack", ((dim,), (shape[dim],)))]
 

@@ -25,10 +25,17 @@ from ckptconv.support.errors import KeyConflict
         ("**.{n}.w", "b.c.x.w", {"**": "b.c.", "n": "x"}),
         ("a.{n}.b{n}", "a.1.b1", {"n": "1"}),
         ("a.{n}.b{n}", "a.1.b2", None),
+        ("**.{__head}.w", "b.x.w", {"**": "b.", "__head": "x"}),
     ],
 )
 def test_a_variable_is_a_segment_or_digits_beside_other_characters(pattern, key, values):
     assert matched(pattern, key) == values
+
+
+@pytest.mark.parametrize("pattern", ["a.{n²}", "a.{n", "a.{2}", "a.{}", "a.**.b"])
+def test_what_is_not_a_pattern_is_refused(pattern):
+    with pytest.raises(KeyConflict, match="is not a pattern of keys"):
+        TensorRule.of(pattern, pattern)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +61,9 @@ def test_dimensions_are_a_list_of_whole_numbers(dims):
 
 
 def test_operations_make_as_many_tensors_as_there_are_targets():
-    with pytest.raises(KeyConflict, match=r"make 2 tensors of 2 sources, and there are 1 targets"):
+    with pytest.raises(KeyConflict, match=r"make 2 tensors of 2 sources, for 1 target$"):
         TensorRule.of(["a.w", "b.w"], "c.w", [{"transpose": [0, 1]}])
-    with pytest.raises(KeyConflict, match=r"make 1 tensor of 2 sources, and there are 2 targets"):
+    with pytest.raises(KeyConflict, match=r"make 1 tensor of 2 sources, for 2 targets$"):
         TensorRule.of(["a.w", "b.w"], ["c.w", "d.w"], ["concat 0"])
 
 

@@ -104,7 +104,7 @@ def test_boxes_of_elements_that_are_not_whole_bytes_are_not_put_together():
     [
         (((0, 0), (2, 2)), "has 1 dimensions, but one of its chunks 2"),
         (((3,), (2,)), r"has the shape \[4\], but a chunk of \[2\] at \[3\]"),
-        (((0,), (3,)), "its 1 chunks hold 3 of 4 values"),
+        (((0,), (3,)), "its 1 chunk holds 3 of 4 values"),
     ],
 )
 def test_a_box_that_does_not_fit_is_named(box, what):

@@ -79,6 +79,7 @@ from ckptconv.support.errors import (
     errors_at,
 )
 from ckptconv.support.limits import in_force
+from ckptconv.support.text import count_text
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tree.checkpoint import Checkpoint, Container, whole_of
 from ckptconv.tree.walk import tensors_of
@@ -190,7 +191,7 @@ def _of_partitions(
     optimizer, told, more = _optimizer(partial(optimizer_of, ranks, groups))
     others = _others(opened[0].root, ranks[0].rest, kept)
     root = Dict([("module", module), *optimizer, *others])
-    told = f"{told} joined from {len(ranks)} ranks{beside}{more}"
+    told = f"{told} joined from {count_text(len(ranks), 'rank')}{beside}{more}"
     notes = (told, *weights.notes, *other_steps(optimizer, states[0]))
     return whole_of(opened, CONTAINER, root, opened[0].path, notes)
 
@@ -342,8 +343,8 @@ def _open_universal(zero: Location, files: StepFiles, open_file: OpenFile) -> Ch
     )
     if found.groups and (optimizer := found.optimizer(shapes)) is not None:
         pairs.append(("optimizer", optimizer))
-        count = len(found.states)
-        told = f"the weights and the optimizer's states of {count} parameters are joined"
+        count = count_text(len(found.states), "parameter")
+        told = f"the weights and the optimizer's states of {count} are joined"
     if models:
         pairs += _others(models[0].root, {}, left=found.beside)
     root = Dict([*pairs, *found.beside.items()])

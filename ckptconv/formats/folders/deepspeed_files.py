@@ -16,6 +16,7 @@ from ckptconv.formats.folders.alone import (
 from ckptconv.io.location import Location
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint, printable
 from ckptconv.support.records import dataclass
+from ckptconv.support.text import count_text
 
 FETCH = "fetch the whole folder again"
 UNIVERSAL = "deepspeed's ds_to_universal makes a universal checkpoint of it, which is read"
@@ -210,7 +211,8 @@ def _by_rank(found: Iterable[tuple[int, Location]]) -> dict[int, Location]:
 
 def require_ranks(files: Mapping[int, Location], count: int, kind: str) -> None:
     """Raise unless the files are those of the ranks 0 to `count` - 1."""
-    what = f"has the {kind} states of {len(files)} ranks, but {count} wrote it"
+    there = count_text(len(files), "rank")
+    what = f"has the {kind} states of {there}, but {count} wrote it"
     missing = [rank for rank in range(min(count, len(files) + 1)) if rank not in files]
     if missing:
         raise MalformedCheckpoint(f"{what}; those of rank {missing[0]} are missing", hint=FETCH)

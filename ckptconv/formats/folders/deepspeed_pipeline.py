@@ -28,6 +28,7 @@ from ckptconv.formats.folders.zero import JoinedWeights, buffer_names, contradic
 from ckptconv.pickles.nodes import Node, entries, listed, mapping_pairs, ordered_dict
 from ckptconv.support.errors import MalformedCheckpoint, UnsupportedCheckpoint
 from ckptconv.support.records import dataclass
+from ckptconv.support.text import count_text
 from ckptconv.tensors.computed import Widener
 from ckptconv.tensors.refs import Shape, TensorRef
 from ckptconv.tree.optimizer_states import ParamGroup, named_optimizer
@@ -282,7 +283,7 @@ def of_all_stages(layers: Layers, stages: Sequence[Stage]) -> tuple[list[tuple[N
     """The optimizers of all stages as one, and what is told of it. A group of one stage is a group
     with that of the others where all is the same but the parameters.
     """
-    joined = f"the optimizer's states of {len(stages)} stages are joined"
+    joined = f"the optimizer's states of {count_text(len(stages), 'stage')} are joined"
     if not any(stage.weights for stage in stages):
         reason, numbered = _of_numbers(layers, [stage.states for stage in stages])
         if numbered is not None:
@@ -292,8 +293,8 @@ def of_all_stages(layers: Layers, stages: Sequence[Stage]) -> tuple[list[tuple[N
         return [("optimizer", _of_names(stages))], f"the fp32 weights and {joined}"
     else:
         reason = "some stages have none"
-    told = f"the layers of {len(stages)} stages are joined; the optimizer's states are left out: "
-    return [], told + reason
+    told = f"the layers of {count_text(len(stages), 'stage')} are joined"
+    return [], f"{told}; the optimizer's states are left out: {reason}"
 
 
 def _of_names(stages: Iterable[Stage]) -> Node:

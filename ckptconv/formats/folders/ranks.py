@@ -25,7 +25,7 @@ from ckptconv.support.errors import (
     printable,
 )
 from ckptconv.support.records import dataclass
-from ckptconv.support.text import first_few, first_few_in_short
+from ckptconv.support.text import agreeing, count_text, first_few, first_few_in_short
 from ckptconv.tensors.assembly import assembled
 from ckptconv.tensors.element_pairs import aligned, words_of
 from ckptconv.tensors.refs import Shape, TensorRef
@@ -215,7 +215,8 @@ def _disagreements(ranks: Sequence[_Rank]) -> list[str]:
     if not own:
         return []
     named = f"those of rank {first} are taken: {first_few_in_short(own, 3)}"
-    return [f"{len(own)} tensors differ on each rank; {named}"]
+    tensors = f"{count_text(len(own), 'tensor')} {agreeing(len(own), 'differ')}"
+    return [f"{tensors} on each rank; {named}"]
 
 
 def _is_of_a_rank(labels: Labels) -> bool:

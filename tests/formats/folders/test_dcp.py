@@ -111,7 +111,7 @@ def test_a_folder_with_the_metadata_of_every_rank_is_put_together(worlds, tmp_pa
 def test_a_folder_without_the_metadata_of_a_rank_is_refused(worlds, tmp_path):
     folder = Path(shutil.copytree(worlds / "apart2", tmp_path / "in"))
     (folder / "__1.metadata").unlink()
-    with pytest.raises(MalformedCheckpoint, match="its 1 chunks hold"):
+    with pytest.raises(MalformedCheckpoint, match="its 1 chunk holds"):
         open_checkpoint(folder)
 
 
@@ -359,7 +359,7 @@ BAD = {
     "another shape": (rechunked((0, 0), (6, 4)), MalformedCheckpoint, "instead of"),
     "an overlap": (rechunked((0, 4), (6, 8)), MalformedCheckpoint, "overlap"),
     "a chunk outside": (rechunked((0, 12), (6, 8)), MalformedCheckpoint, "at [0, 12]"),
-    "a gap": (without_a_chunk, MalformedCheckpoint, "hold 48 of 96 values"),
+    "a gap": (without_a_chunk, MalformedCheckpoint, "holds 48 of 96 values"),
     "no place": (without_a_place, MalformedCheckpoint, "does not say where"),
     "a key in the way": (in_the_way, MalformedCheckpoint, "another kind"),
     "a long list": (far_away, LimitExceeded, "of a list"),
@@ -458,7 +458,7 @@ def test_many_chunks_with_a_gap_are_refused_before_any_is_opened(tmp_path):
     del metadata.state_dict_metadata["w"].chunks[7]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (folder / "__0_0.distcp").unlink()
-    with pytest.raises(MalformedCheckpoint, match="its 19999 chunks hold 19999 of 20000 values"):
+    with pytest.raises(MalformedCheckpoint, match="its 19,999 chunks hold 19999 of 20000 values"):
         open_checkpoint(folder)
 
 

@@ -316,7 +316,7 @@ def test_a_missing_rank(case, rank):
     (case / "global_step2" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
     refused(
         case,
-        rf"has the optimizer states of 1 ranks, but 2 wrote it; those of rank {rank} are missing",
+        rf"has the optimizer states of 1 rank, but 2 wrote it; those of rank {rank} are missing",
     )
 
 

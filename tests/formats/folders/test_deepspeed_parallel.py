@@ -444,7 +444,7 @@ def test_tensor_parallel_ranks_that_are_missing_are_told(tensor):
     refused(tensor, "has the files of 2 tensor-parallel ranks, but 4 wrote it")
     model.write_bytes(before)
     (step(tensor) / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
-    refused(tensor, "has the optimizer states of 1 ranks, but 2 wrote it")
+    refused(tensor, "has the optimizer states of 1 rank, but 2 wrote it")
     for file in step(tensor).glob("*mp_rank_01_*"):
         file.rename(file.with_name(file.name.replace("mp_rank_01", "mp_rank_02")))
     refused(tensor, "has no files of the tensor-parallel rank 1")
@@ -603,7 +603,7 @@ def test_the_optimizer_of_a_set_of_experts_that_is_missing_is_told(sets):
     states_of(sets, 1).unlink()
     refused(sets, "says that there are 2 sets of experts, and 1 have states")
     states_of(sets, 0).rename(states_of(sets, 1))
-    refused(sets, "has the optimizer states of 1 ranks, but 2 wrote it; those of rank 0")
+    refused(sets, "has the optimizer states of 1 rank, but 2 wrote it; those of rank 0")
     states_of(sets, 1).write_bytes(kept)
     zero.nameless(states_of(sets, 1), states_of(sets, 0))
     refused(sets, "has the same of each tensor as")
