@@ -665,12 +665,11 @@ def _refuse_unfit(rule: TensorRule, joined: frozenset[str], made: frozenset[str]
             + '{"stack": {"dim": 0, "over": "e"}}',
         )
     if axes.size(LIST) != len(rule.targets):
-        made, sources = (
-            count_text(axes.size(LIST), "tensor"),
-            count_text(len(rule.sources), "source"),
-        )
+        tensors = count_text(axes.size(LIST), "tensor")
+        sources = count_text(len(rule.sources), "source")
         targets = count_text(len(rule.targets), "target")
-        raise KeyConflict(f"{rule.words}: its operations make {made} of {sources}, for {targets}")
+        what = f"its operations make {tensors} of {sources}, for {targets}"
+        raise KeyConflict(f"{rule.words}: {what}")
 
 
 def axis_of(
