@@ -8,7 +8,7 @@ DEMO := demo-out
 FAMILIES := .venv-families
 TYPES := types-linux types-darwin types-win32
 
-.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust families check lint style $(TYPES) bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora bench-delta bench-resume fuzz samples clean
+.PHONY: demo test wheel release site picture readme browser servers ray pythons lowest trust gpu families check lint style $(TYPES) bench bench-remote bench-huge bench-batch bench-quantised bench-layouts bench-lora bench-delta bench-resume fuzz samples clean
 
 # torch is pinned in constraints.txt, so that pip takes one known build instead of the newest with
 # gigabytes of CUDA packages.
@@ -69,6 +69,10 @@ $(PEERS)/ready: $(FAMILIES)/ready tests/helpers/peer_files.py
 	git clone --quiet --depth 1 https://github.com/trailofbits/fickling $(PEERS)/fickling
 	PYTHONPATH=tests $(FAMILIES)/bin/python tests/helpers/peer_files.py collect $(PEERS) $(PEERS)/files
 	@touch $@
+
+# What needs a GPU; the other tests hide those that a host has.
+gpu: $(VENV)/ready
+	$(BYTECODE) CKPTCONV_GPU=1 $(BIN)/python -m pytest -q -m gpu tests
 
 families: $(FAMILIES)/ready
 	$(FAMILIES)/bin/python -m pytest -q -n auto --dist worksteal -m families tests/families

@@ -31,6 +31,9 @@ except ImportError:  # Windows, where the tests run in one process
 HERE = Path(__file__).resolve().parent
 # there are as many workers as cores, and torch's threads wait by turning in circles
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not os.environ.get("CKPTCONV_GPU"):  # `make gpu` sets it
+    # where there is a GPU, DataParallel would move a model there, and torch opens what it refuses
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -212,7 +212,8 @@ class _Constructor:
         self._cls: Any = owner
 
     def __get__(self, record: object, owner: type) -> Any:
-        if record is not None and self._count < _FEW:
+        # from Python 3.12.3 on `inspect` passes the class as the record, to see what a call takes
+        if isinstance(record, self._cls) and self._count < _FEW:
             self._count += 1
             return partial(self._fill, record)
         return self._compiled().__get__(record, owner)
