@@ -42,6 +42,7 @@ class Fix:
     device: str | None = None
     only: str | None = None
     strip_prefix: str | None = None
+    regex: str | None = None
     preset: str | None = None
     dtype: str | None = None
     like: str | None = None

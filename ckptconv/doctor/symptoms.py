@@ -20,6 +20,7 @@ from ckptconv.inspect.facts import is_bloated, newer_protocol, training_states
 from ckptconv.inspect.inspection import TORCH_SUFFIXES
 from ckptconv.keys.fits import Fit
 from ckptconv.keys.presets import told_preset
+from ckptconv.keys.rules import LEAD, find_wrapped_parts
 from ckptconv.objects.known_names import VALUELESS
 from ckptconv.support.errors import (
     AmbiguousStateDict,
@@ -32,6 +33,7 @@ from ckptconv.support.text import look_hint, of_part, part_text
 from ckptconv.tree.checkpoint import SAFETENSORS_LIBRARY
 from ckptconv.tree.fitted_keys import refusal
 from ckptconv.tree.labels import LORA_OF_PEFT, averages_weights
+from ckptconv.tree.state_dicts import StateDict
 
 # --------------------------------------------------------------------------------------- the file
 
@@ -256,6 +258,8 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             effect = words.quoted(words.NO_KEYS, unexpected, by="load_state_dict of a bare model")
             cause = f"the keys{of_part(found.path)} carry the wrapper '{wrapper}'"
             yield warning("wrapped-keys", cause, effect, Fix(preset=preset))
+        elif preset is None and found.path not in case.facts.offered:
+            yield from _wrapped_part(found)
     for path, prefix in case.facts.offered.items():
         whose = f"the attribute or wrapper of {case.facts.producer or 'a framework'}"
         cause = f"the keys{of_part(path)} start with {prefix}, {whose}"
@@ -264,6 +268,25 @@ def _wrappers(case: Case) -> Iterator[Symptom]:
             yield info("prefixed-keys", cause, effect, advice=_MERGE)
             continue
         yield info("prefixed-keys", cause, effect, Fix(strip_prefix=prefix), chosen=True)
+
+
+def _wrapped_part(found: StateDict) -> Iterator[Symptom]:
+    """Keys of which some have `module.`: they may be of a part that was in DataParallel, as the
+    features of a VGG are by torch's own example of ImageNet.
+    """
+    starts = find_wrapped_parts(found.keys)
+    if not starts:
+        return
+    wrapped = [key for key in found.keys if key.startswith(starts)]
+    effect = words.quoted(
+        words.NO_KEYS, words.on_unexpected(wrapped[0]), by="load_state_dict of a bare model"
+    )
+    count = f"{len(wrapped)} of {len(found.keys)} keys{of_part(found.path)}"
+    cause = f"{count} have {some(starts)}: DataParallel around a part, or a module of that name"
+    fix = Fix(regex=r"(^|\.)module\.=>\1")
+    if starts == (LEAD,):
+        fix = Fix(strip_prefix=LEAD)
+    yield info("prefixed-keys", cause, effect, fix, chosen=True)
 
 
 _MERGE = "peft loads it as it is; ckptconv merge-lora BASE ADAPTER OUT adds it to its base"

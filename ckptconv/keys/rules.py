@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
@@ -355,6 +356,28 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 LEAD = MODULE + "."
+
+
+def find_wrapped_parts(keys: Collection[str]) -> tuple[str, ...]:
+    """The starts of keys, with ``module.`` at their ends, that look like wrapped parts of a model:
+    all keys of the part have it, and stay apart without it.
+
+    >>> find_wrapped_parts(["features.module.0.weight", "classifier.weight"])
+    ('features.module.',)
+    >>> find_wrapped_parts(["lstm.module.weight", "lstm.weight_raw"])
+    ()
+    """
+    inside = f".{LEAD}"
+    starts = dict.fromkeys(key.partition(inside)[0] + "." for key in keys if inside in key)
+    for key in keys:
+        if starts and inside not in key:
+            for head in accumulate(key.split("."), "{}.{}".format):
+                starts.pop(f"{head}.", None)
+    found = [start + LEAD for start in starts]
+    led = [key for key in keys if key.startswith(LEAD)]
+    if led and {key[len(LEAD) :] for key in led}.isdisjoint(keys):
+        found.insert(0, LEAD)
+    return tuple(found)
 
 
 def _depth(key: str) -> int:

@@ -72,6 +72,10 @@ def weights() -> dict[str, torch.Tensor]:
     )
 
 
+def parted(*parts: str) -> dict[str, torch.Tensor]:
+    return {f"{part}.weight": torch.ones(2, 2).half() for part in parts}
+
+
 def saved(tmp_path: Path, tree: Any, name: str = "model.pt", **options: Any) -> Path:
     torch.save(tree, tmp_path / name, **options)
     return tmp_path / name
@@ -193,6 +197,10 @@ FIXED: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "Lightning": ("prefixed-keys", lambda at: saved(at, {
         "state_dict": {f"model.{key}": value for key, value in weights().items()},
         "pytorch-lightning_version": "2.6.6"})),
+    "DataParallel around a part": ("prefixed-keys", lambda at: saved(at, parted("stem.module.0",
+        "head"))),
+    "DataParallel around the first part": ("prefixed-keys", lambda at: saved(at, {
+        "model": parted("module.stem", "head")})),
     "a Namespace": ("refused-objects", lambda at: saved(at, {"model": weights(),
         "args": argparse.Namespace(lr=0.1)})),
     "a class of the user's": ("refused-objects", lambda at: saved(at, {"model": weights(),
@@ -983,6 +991,25 @@ def test_the_program_takes_a_model(net, tmp_path):
     assert f"ckptconv convert model.pt model-portable.pt --model {name}" in done.out
     saved(tmp_path, model.state_dict())
     assert run("doctor", "model.pt", "--model", name, cwd=tmp_path).exit == 0
+
+
+@pytest.mark.parametrize("wrapped", [["stem"], ["stem", "head"]])
+def test_a_part_in_data_parallel_is_told_with_the_command_that_frees_it(wrapped, net, tmp_path):
+    model, _ = net
+    values = model.state_dict()
+    for name in wrapped:
+        setattr(model, name, torch.nn.DataParallel(getattr(model, name)))
+    path = saved(tmp_path, model.state_dict())
+    finding = found(diagnose(path), "prefixed-keys")
+    assert_refused_by(type(model)(), path, finding)
+    loaded = torch.load(obey(finding.command, tmp_path), weights_only=True)
+    assert [*loaded] == [*values]
+    assert all(map(torch.equal, loaded.values(), values.values()))
+
+
+def test_a_module_that_is_called_so_is_not_taken_for_a_wrapper(tmp_path):
+    for keys in (["module.a", "a"], ["lstm.module", "lstm"], ["lstm.module.a", "lstm.b"]):
+        assert diagnose(saved(tmp_path, parted(*keys)), size=False).findings == ()
 
 
 # -------------------------------------------------------------------------------------- the program
