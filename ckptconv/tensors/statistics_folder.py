@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ from ckptconv.tensors.statistics import FEW, Distribution, FewValues, Statistics
 
 _BLOCK = 1 << 18  # elements that are folded at once: threads wait for each other less often
 _NEAR = 16  # times the variance: of a larger square of the mean, more than 4 bits cancel out
-_FIRST = 1 << 14  # elements that most buckets of a tensor are known from
+_FIRST = 1 << 15  # elements that most buckets of a tensor are known from
 _KEPT = 1 << 16  # elements that are kept until the end: those of a norm, not of a matrix
 _EVEN = 1 << 12  # buckets of one width: of numbers within 4 ×, more than those of leading bits
 _FEW = 1 << 12  # elements that are sorted and counted in less time than all buckets are looked at
@@ -270,11 +270,14 @@ class _Folded:
         self._maximum: float | int | None = None
         self._few: list[Array] = []
         self._all: list[Array] = []  # the numbers, of a tensor with up to `_KEPT`
+        self._shift = 16 if self._is_single else _SHIFT
         self._buckets: Array = np.zeros(0, np.int64)
-        # where nothing is counted: chunks so far, and the magnitudes whose buckets all hold some
-        self._chunks = 0
-        self._is_signed = False
+        self._waiting: list[Array] = []  # words to be counted
+        self._seen = 0
+        # where not all are counted: the magnitudes whose buckets all hold some, known after so many
         self._sure: tuple[Any, Any] = 0, 0
+        self._sure_after = 0
+        self._is_signed = False
 
     def update(self, chunk: memoryview) -> None:
         numbers = np.frombuffer(chunk, self._type)
@@ -283,19 +286,25 @@ class _Folded:
                 numbers = self._magnitudes(numbers)
             if self._numel <= _KEPT and self._is_counted:
                 self._all.append(numbers.copy())
-            for start in range(0, len(numbers), _BLOCK):
-                self._fold(numbers[start : start + _BLOCK])
-            for part in self._parts(numbers):
-                if self._count(part):
-                    self._zeros += int(np.count_nonzero(part == 0))
+            for block in self._blocks(numbers):
+                self._fold(block)
+                words = np.ascontiguousarray(block, "<f4" if self._is_single else "<f8")
+                words = words.view(f"<u{words.itemsize}")
+                if self._is_counted:
+                    self._count(words)
+                else:
+                    self._count_later(words)
+                self._seen += len(block)
 
-    def _parts(self, numbers: Array) -> Sequence[Array]:
-        """The numbers, of a tensor's first ones a few by themselves: the others need not be counted
-        where their buckets are known to hold some.
+    def _blocks(self, numbers: Array) -> Iterator[Array]:
+        """The numbers, so many at once; of a tensor the first ones by themselves: most others need
+        not be counted where their buckets are known to hold some.
         """
-        if self._is_counted or len(self._buckets) or len(numbers) <= _FIRST:
-            return [numbers]
-        return numbers[:_FIRST], numbers[_FIRST:]
+        start = 0
+        while start < len(numbers):
+            stop = start + (_BLOCK if self._seen else _FIRST)
+            yield numbers[start:stop]
+            start = stop
 
     def _magnitudes(self, parts: Array) -> Array:
         """The absolute values of complex numbers; NaN where a part is, also beside an infinity."""
@@ -322,54 +331,63 @@ class _Folded:
             self._maximum = largest
         self._moments.add(block, max(abs(smallest), abs(largest)))
 
-    def _count(self, numbers: Array) -> bool:
-        """Count the buckets of the numbers; whether there is something in those around zero."""
-        words, shift = numbers, 16
-        if not self._is_single:
-            words, shift = np.ascontiguousarray(numbers, "<f8"), _SHIFT
-        words = words.view(f"<u{words.itemsize}")
-        if not self._is_counted:
-            words = self._unsure(words, shift)
+    def _count(self, words: Array) -> None:
+        """Count the buckets of the words, and the zeros among them."""
         codes = np.empty(len(words), np.intp)  # what is counted with, in the same pass
-        np.right_shift(words, words.dtype.type(shift), codes, dtype=words.dtype, casting="unsafe")
+        shift = words.dtype.type(self._shift)
+        np.right_shift(words, shift, codes, dtype=words.dtype, casting="unsafe")
         if self._numel <= _FEW:
             self._few.append(codes)
-            return True
+            self._zeros += _zeros_among(words)
+            return
         if not len(self._buckets):
-            self._buckets = np.zeros(1 << (16 if self._is_single else 64 - _SHIFT), np.int64)
+            self._buckets = np.zeros(1 << 8 * words.itemsize - self._shift, np.int64)
         around_zero = [0, len(self._buckets) // 2]
         before = self._buckets[around_zero].sum()
         _count_into(self._buckets, codes)
-        return bool(self._buckets[around_zero].sum() > before)
+        if self._buckets[around_zero].sum() > before:
+            self._zeros += _zeros_among(words)
 
-    def _unsure(self, words: Array, shift: int) -> Array:
-        """The words that may lie in buckets that are empty yet: those apart from the longest run of
-        magnitudes whose buckets all hold some. Zeros are never left out.
+    def _count_later(self, words: Array) -> None:
+        """Keep the words that may lie in buckets that are empty yet, zeros among them, until there
+        are enough: another thread may take the interpreter's lock at each step, however small.
         """
-        if not len(self._buckets):
-            return words
         word = words.dtype.type
         is_signed = self._minimum is None or self._minimum < 0
-        self._chunks += 1
-        if is_signed is not self._is_signed or not self._chunks & (self._chunks - 1):
-            self._is_signed = is_signed
+        is_due = is_signed is not self._is_signed or self._seen >= 4 * self._sure_after
+        if is_due and len(self._buckets):
+            self._count_waiting()
+            self._is_signed, self._sure_after = is_signed, self._seen
             by_sign = self._buckets.reshape(2, -1)
-            start, stop = _longest_run(by_sign.min(0) if is_signed else by_sign[0])
-            self._sure = word(start << shift + 1), word(stop - start << shift + 1)
+            start, stop = _run_of_some(np.minimum(*by_sign) if is_signed else by_sign[0])
+            self._sure = word(start << self._shift + 1), word(stop - start << self._shift + 1)
         start, count = self._sure
         magnitudes = words << word(1)
         magnitudes -= start
-        unsure: Array = words[magnitudes >= count]
-        return unsure
+        # by numbers, which takes a quarter of the time of a mask where many are taken
+        self._waiting.append(words[np.flatnonzero(magnitudes >= count)])
+        if sum(map(len, self._waiting)) >= _FIRST:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        if self._waiting:
+            self._count(np.concatenate(self._waiting))
+            self._waiting.clear()
 
     def statistics(self) -> Statistics:
+        self._count_waiting()
         if self._numel <= _FEW:
             few = np.concatenate([*self._few, np.zeros(0, np.intp)])
             codes, counts = np.unique(few, return_counts=True)
         else:
-            codes = np.flatnonzero(self._buckets)
+            codes = np.flatnonzero(self._buckets != 0)
             counts = self._buckets[codes]
-        buckets = _buckets(codes, counts, is_single=self._is_single)
+        sign = 1 << (15 if self._is_single else 63 - _SHIFT)
+        is_finite = codes % sign < sign - 128  # of the mantissa, seven bits are left
+        codes, counts = codes[is_finite], counts[is_finite]
+        distribution = None
+        if self._is_counted and self._moments.count:
+            distribution = self._narrow() or _buckets(codes, counts, is_single=self._is_single)
         moments = self._moments
         return Statistics(
             self._numel,
@@ -380,12 +398,10 @@ class _Folded:
             self._maximum,
             moments.mean if moments.count else None,
             moments.std(),
-            len(buckets.counts),
+            len(codes),
             distinct_is_exact=not self._numel,
             of_magnitudes=self._dtype.kind == "complex",
-            distribution=(self._narrow() or buckets)
-            if moments.count and self._is_counted
-            else None,
+            distribution=distribution,
         )
 
     def _narrow(self) -> Distribution | None:
@@ -405,13 +421,19 @@ class _Folded:
         return _packed(edges[some], edges[some + 1], counts[some])
 
 
-def _longest_run(counts: Array) -> tuple[int, int]:
-    """Where the longest run of counts beyond 0 begins and ends, the first count left out."""
-    ends = np.flatnonzero(np.diff(counts[1:] > 0, prepend=False, append=False)) + 1
-    if not len(ends):
+def _run_of_some(counts: Array) -> tuple[int, int]:
+    """Where the counts beyond 0 around the largest begin and end, the first count left out."""
+    is_empty = counts == 0
+    is_empty[0] = True
+    largest = int(np.argmax(counts[1:])) + 1
+    if is_empty[largest]:
         return 0, 0
-    longest = 2 * int(np.argmax(np.diff(ends)[::2]))
-    return int(ends[longest]), int(ends[longest + 1])
+    before, after = is_empty[largest::-1], is_empty[largest:]
+    return largest + 1 - int(np.argmax(before)), largest + int(np.argmax(after))
+
+
+def _zeros_among(words: Array) -> int:
+    return int(np.count_nonzero(words << words.dtype.type(1) == 0))
 
 
 def _count_into(counts: Array, codes: Array) -> None:
@@ -426,7 +448,7 @@ _SHIFT = 45  # of 64 bits: sign, exponent and seven bits of the mantissa are lef
 
 
 def _buckets(codes: Array, counts: Array, *, is_single: bool) -> Distribution:
-    """The finite buckets with these codes of leading bits, in rising order."""
+    """The buckets with these codes of leading bits, all finite, in rising order."""
     nbytes, shift = 8, _SHIFT
     if is_single:
         nbytes, shift = 4, 16
@@ -438,8 +460,6 @@ def _buckets(codes: Array, counts: Array, *, is_single: bool) -> Distribution:
 
     sign = 1 << (8 * nbytes - 1 - shift)
     codes = codes.astype(np.int64)
-    finite = np.isfinite(edge(codes))
-    codes, counts = codes[finite], counts[finite]
     with np.errstate(all="ignore"):
         near = edge(codes).astype(np.float64)
         far = edge(codes + 1).astype(np.float64)  # the next in magnitude
@@ -468,16 +488,18 @@ class _Moments:
 
     def add(self, numbers: Array, largest: float) -> None:
         """Take a block of finite numbers, none of which is larger."""
+        numbers = numbers.astype(np.float64, copy=False)
         scale = 1.0
         if not 1e-140 < largest < 1e140 and largest:
             scale = math.ldexp(1.0, -max(min(math.frexp(largest)[1], 1000), -1000))
             numbers = numbers * scale
         count = len(numbers)
-        mean = float(numbers.sum(dtype=np.float64)) / count
+        mean = float(numbers.sum()) / count
         square = mean * mean
-        variance = _squares(numbers) / count - square
+        variance = float(np.dot(numbers, numbers)) / count - square
         if square > _NEAR * variance:
-            variance = _squares(np.subtract(numbers, mean, dtype=np.float64)) / count
+            numbers = numbers - mean
+            variance = float(np.dot(numbers, numbers)) / count
         self._merge(count, mean / scale, math.sqrt(variance) / scale)
 
     def _merge(self, count: int, mean: float, spread: float) -> None:
@@ -497,11 +519,6 @@ class _Moments:
         if self.count < 2:
             return None
         return self._spread * math.sqrt(self.count / (self.count - 1))
-
-
-def _squares(numbers: Array) -> float:
-    """The sum of the squares, in float64; `matmul` would hold the lock of the interpreter."""
-    return float(np.einsum("i,i->", numbers, numbers, dtype=np.float64))
 
 
 def _type_of(dtype: DType) -> str:

@@ -96,7 +96,8 @@ def test_quantiles_lie_within_the_stated_error(dtype, count):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "positive", "first positive", "sparse", "odd"])
-def test_figures_without_a_distribution_are_those_with_one(dtype, kind):
+@pytest.mark.parametrize("chunk", [1 << 16, 1 << 20])
+def test_figures_without_a_distribution_are_those_with_one(dtype, kind, chunk):
     tensor = torch.randn(100_001, generator=torch.Generator().manual_seed(7)) * 500
     if "positive" in kind:
         tensor[: 50_000 if kind == "first positive" else None].abs_()
@@ -106,7 +107,7 @@ def test_figures_without_a_distribution_are_those_with_one(dtype, kind):
     if kind == "odd" and dtype.is_floating_point:
         tensor[[5, 50_000, 90_000]] = torch.tensor([math.nan, math.inf, -math.inf])
     tensor = tensor.to(dtype)
-    counted, known = told(tensor), told(tensor, is_counted=False)
+    counted, known = told(tensor, chunk), told(tensor, chunk, is_counted=False)
     assert known == replace(counted, distribution=None) and known.quantiles([0.5]) is None
     finite = tensor[tensor.isfinite()].double()
     assert known.zeros == int((finite == 0).sum()) and known.distinct > 500
