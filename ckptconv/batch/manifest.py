@@ -52,6 +52,7 @@ def read_manifest(path: Path, common: Job) -> ListedJobs:
             names.append(name)
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
+    # a crash may leave an empty manifest: exit code 0 would be taken for "all is done"
     if not jobs and not problems:
         problems.append(f"{path}: does not name a job: it is empty or was cut off")
     if problems:
@@ -71,6 +72,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    # json keeps the last of two equal names without a word
     if len(found) < len(pairs):
         raise ValueError("a key occurs twice in it")
     return found
@@ -89,8 +91,10 @@ def job_of(words: Mapping[str, Any], common: Job) -> Job:
             near = get_close_matches(name, (*_OWN, *_OPTIONS), 1)
             hint = f"did you mean {near[0]}?" if near else None
             raise CheckpointError(f"there is no option {word!r}", hint=hint)
+        # in two spellings, which differ to JSON: no-fsync, no_fsync
         if name in given:
             raise CheckpointError(f"{word!r} occurs twice in it")
+        # the text "false" is true to Python
         if name in _FLAGS and type(value) is not bool:
             raise CheckpointError(f"{word!r} is true or false, not {value!r:.100}")
         given[name] = value

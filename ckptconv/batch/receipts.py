@@ -90,6 +90,7 @@ class Receipt:
         return found
 
 
+# it is true of the run that reads the line, not of the job
 _UNTOLD = ("earlier",)
 
 
@@ -105,6 +106,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _is_kind(value: Any, kinds: tuple[type, ...]) -> bool:
+    # `type`, for True is an int to isinstance; and the JSON of Python may hold NaN, of which no sum
+    # can be made
     return type(value) in kinds and not (type(value) is float and not isfinite(value))
 
 

@@ -83,6 +83,7 @@ def totals_of(ledgers: Sequence[Path]) -> Totals:
                 totals.add(receipt)
         running += sorted(known.started - known.other)
         if known.begun is not None and known.last is not None:
+            # not the sum: the shares of a batch run at the same time
             totals.seconds = max(totals.seconds or 0.0, known.last - known.begun)
     totals.running = tuple(running)
     return totals
@@ -110,6 +111,7 @@ def totals_lines(
     seconds = totals.passed()
     if totals.done:
         rate = ""
+        # before that, it would be the rate of starting up
         if seconds >= 1:
             rate = f", {totals.done / seconds:.1f}/s, {size_text(totals.nbytes / seconds)}/s"
         read = f"{size_text(totals.source_nbytes)} read, {size_text(totals.nbytes)} written"
@@ -119,6 +121,7 @@ def totals_lines(
         if len(totals.running) > 3:
             shown += f" and {len(totals.running) - 3:,} more"
         yield Row("begun, not ended", shown)
+    # by identity: dicts are in a receipt, so it has no hash
     known = {id(receipt) for receipt in told}
     failures = [
         receipt

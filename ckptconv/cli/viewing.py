@@ -57,6 +57,7 @@ def ls(
     if as_json:
         terminal.print_json(listing.listing_document(found))
     else:
+        # piped, a head would be a tensor to diff and grep
         is_piped = not sys.stdout.isatty()
         terminal.print_table(listing.listing_lines(found, terminal.width(), is_bare=is_piped))
         terminal.print_notes(found.notes)
@@ -206,6 +207,7 @@ def show(
         found, chosen = named_values(checkpoint), []
         for name, indices in wanted:
             item = picking.picked(found, name, checkpoint.path)
+            # indices that do not fit are wrong usage (2); a name that is not there is an answer (1)
             with terminal.errors_shown(as_json, usage=True):
                 chosen.append((item, picking.box_of(indices, item.shape)))
         for item, box in chosen:  # all of them before anything is written

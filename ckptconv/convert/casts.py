@@ -93,6 +93,7 @@ class Casts:
         views: dict[Hashable, tuple[str, DType]] = {}
         for key, ref in named:
             target = self.target(key, ref)
+            # by its view: cast to two types, tied weights would not be tied any more
             other, known = views.setdefault(view_identity(ref), (key, target))
             if known is not target:
                 same = f"is one tensor with {printable(other)}, which is to be {known.name}"
@@ -122,6 +123,7 @@ def read_casts(words: Iterable[str]) -> tuple[tuple[str, DType], ...]:
     """
     found = []
     for word in words:
+        # the last one: a key may have an equals sign in it
         glob, equals, dtype = word.rpartition("=")
         if not equals or not glob:
             raise OptionRefused(
@@ -140,6 +142,7 @@ def cast_rule(applied: Sequence[Applied], tree: Tree, casts: Casts) -> CastRule:
     `OptionRefused` where all there is to cast is an optimizer's state: a step of 257 is none of
     bfloat16's numbers, and small squares of gradients are 0 in float16.
     """
+    # --keep-dtype alone casts nothing, but a glob of it that meets no tensor is an error
     if not casts and not casts.has_globs:
         return attrgetter("dtype")
     found, kept = [each.item for each in applied], [each.kept() for each in applied]

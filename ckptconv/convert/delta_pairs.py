@@ -41,6 +41,7 @@ def matched(
     old, beside = _tensors(ours, ours.keys, base)
     found, _ = _tensors(theirs, theirs.keys, new)
     notes = [f"BASE: {note}" for note in ours.notes] + [f"NEW: {note}" for note in theirs.notes]
+    # only where it helps: keys that fit may belong to a submodule that is called module
     if found.keys() != old.keys():
         renamed = map_keys(
             theirs.keys, STRIP, theirs.path, theirs.telling_keys, theirs.keys_beside
@@ -113,6 +114,7 @@ def _each_once(pairs: list[Pair], base: Checkpoint) -> Iterator[Pair]:
         kept = min(stored, key=lambda pair: pair.key)
         for other in named:
             if (
+                # two views, yet perhaps equal bytes: NEW may hold what BASE ties as two tensors
                 view_identity(other.new) != view_identity(kept.new)
                 and compare_bytes([(kept.new, other.new)], Meter("read", 0, None)).differing
             ):

@@ -398,6 +398,7 @@ def _make_shard(
     """Draft one file of tensors, whole and checked; returns how many of them were verified."""
     draft = output.draft(_name_in(plan, file), file.layout.nbytes, lane.told)
     _make_file(file, draft, lane, fsync=fsync)
+    # an upload has a place to look at before its end only where it was made to be read back
     if not verify and isinstance(plan.output, UrlPath):
         return 0
     made = draft.place
@@ -428,6 +429,7 @@ def _may_be_side_by_side(files: Sequence[PlannedFile], output: Destination) -> b
     values = (item.values for file in files for item in file.layout.items)
     storages = origins(ref for ref in values if isinstance(ref, TensorRef))
     sources = {id(storage.source): storage.source for storage in storages}.values()
+    # a far source has its requests side by side already
     if not all(source.is_for_threads() and source.fetched_from(0) is None for source in sources):
         return False
     check_places(sources)
@@ -454,6 +456,7 @@ def _make_side_by_side(
             SaidCount(say, lane.compared.add),
             Phases(None if tell is None else said(say, tell)),
             checksums=Checksums(SaidCount(say)),
+            # all lanes share the cores
             threads=max(1, lane.threads // lanes),
             proof=lane.proof,
         )
@@ -553,6 +556,7 @@ def _write_folder(
     plan: ConversionPlan, force: bool, fsync: bool, verify: bool, phases: Phases
 ) -> ConversionResult:
     """Write a plain torch file beside the output, and have torch make a DCP folder of it."""
+    # the plain file and the folder that torch makes of it are on the disk at the same time
     place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
         _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
@@ -562,6 +566,7 @@ def _write_folder(
         written = Meter("write", nbytes, phases.tell)
         lane = _Lane(_telling(written), written, phases, threads=THREADS)
         plain = output.scratch(".plain.pt", plan.nbytes, lane.told)
+        # only the folder that is made of it has to last
         _make_file(plan.files[0], plain, lane, fsync=False)
         lane.checksums.finish()
         refuse_changed(plan.inputs)

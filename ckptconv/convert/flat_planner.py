@@ -68,6 +68,7 @@ def plan_flat(
     applied = map_state_dict(found, options.keys, checkpoint, options.fit_to)
     skipped = excluded(applied, options.fit_to)
     named_now, keys = applied.item, applied.keys
+    # `flatten` adds what the output cannot hold: those keys were renamed for nothing
     held_from = len(skipped)
     flattened = flatten(*with_filled(named_now, keys), skipped, encode=to.encodes, output=to.noun)
     _refuse_scaled(applied, options)
@@ -86,6 +87,7 @@ def plan_flat(
     _refuse_taken(options, flattened.tensors, strings)
     if tied:
         kept = [item for item in kept if item[0] not in tied]
+    # in bits, for elements may be less than a byte (F4, F6)
     sizes = [prod(ref.shape) * dtype.bits >> 3 for _, ref, dtype in kept]
     if not to.shares_storages:
         _refuse_blow_up(sum(sizes), checkpoint)

@@ -209,6 +209,7 @@ class ConversionPlan:
         """A plan in a pickle tells all, but cannot be executed: its files are open here only."""
         facts = {item.name: getattr(self, item.name) for item in fields(self)}
         facts["reads"] = None
+        # with their nodes, the whole tree would go along
         facts["state_dicts"] = tuple(replace(item, mapped=None) for item in self.state_dicts)
         facts["skipped"] = tuple(replace(item, node=None) for item in self.skipped)
         facts["files"] = tuple(map(_told_file, self.files))
@@ -220,5 +221,6 @@ class ConversionPlan:
     def __copy__(self) -> ConversionPlan:
         return self
 
+    # a copy by way of `__reduce__` would be one that cannot be executed
     def __deepcopy__(self, _: object) -> ConversionPlan:
         return self

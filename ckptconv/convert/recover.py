@@ -74,6 +74,7 @@ def recover_checkpoint(
     if resolved(place_of(source).path) == resolved(place_of(output).path):
         hint = "name another file: what is lost now may be saved in another way"
         raise OutputRefused("is the damaged file itself", path=place_of(output).path, hint=hint)
+    # nothing is changed beside what is lost, so that both files can be compared by names
     options = Options(to=to, only=only, unknown=unknown, keys=KEEP, device="keep")
     request = options.request(None)
     with one_run():

@@ -49,6 +49,7 @@ def verify_file(plan: ConversionPlan, file: PlannedFile, written: Location, mete
     count = 0
     target = plan.target
     raw = ready_bytes(file.layout)
+    # known when it was planned: there is no source to compare it with
     if raw is not None:
         _refuse_other_bytes(file, raw, written)
         return 0

@@ -78,6 +78,7 @@ def _for_threads(items: Sequence[WriteItem]) -> Iterator[tuple[int, ToCompute]]:
     """The items that several threads may compute."""
     for index, item in enumerate(items):
         values = item.values
+        # a copy gains nothing by threads, and a small value costs less than to hand it to one
         if not isinstance(values, TensorRef) or item.nbytes <= SMALL or not _is_computed(item):
             continue
         runs = verbatim_runs(values)
@@ -111,6 +112,7 @@ def _write_values(
     if isinstance(values, bytes):
         stream.write(values)
         return crc_of(values, 0)
+    # not copied unseen: what a byte that is neither 0 nor 1 means depends on who reads it
     if item.dtype.kind == "bool":
         return _write_bools(values, stream, crc_of, checksums, tally)
     whole = _whole(item, values)
@@ -198,6 +200,7 @@ def _write_gathered(
 def _copy_whole(storage: Storage, stream: OutputStream, crc_of: CrcOf) -> int:
     """Copy a whole storage, checking its CRC-32 in the same pass."""
     source, offset, nbytes, known = storage.source, storage.offset, storage.nbytes, storage.crc32
+    # what the source says of its bytes is held against them, also where the output says nothing
     wanted = crc_of if known is None else crc32
     if nbytes <= SMALL:
         data = source.read(offset, nbytes)
@@ -254,6 +257,7 @@ def by_tensor(
     """Counts by the path of each tensor over storages `written`, which tensors may share."""
     touched = {id(piece.storage) for ref in written for piece in ref.pieces}
     found = {}
+    # nearly always nothing is odd: then a million tensors need not be walked
     for path, ref in plan.made_of.tensors() if touched else ():
         is_touched = any(id(piece.storage) in touched for piece in ref.pieces)
         number = count(ref) if is_touched else 0

@@ -219,6 +219,7 @@ def _is_open(checkpoint: Checkpoint) -> bool:
     try:
         checkpoint.state_dict()
     except AmbiguousStateDict:
+        # with no tensor at all there is nothing to compare by path either
         return next(checkpoint.tensors(), None) is not None
     return False
 
@@ -341,6 +342,7 @@ def _notes(differences: Differences) -> Iterator[str]:
         return
     both = differences.only_a, differences.only_b
     for which, keys, others in zip(("first", "second"), both, both[::-1], strict=True):
+        # advised only where it makes at least one key meet
         if _without_wrappers(keys) & set(others):
             what = f"the keys of the {which} carry wrapper prefixes"
             yield f"{what}; compare without them: --keys strip"

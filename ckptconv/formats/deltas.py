@@ -95,11 +95,13 @@ def version_of(place: Location) -> int | None:
     published, by its name. None where nothing tells.
     """
     if place.is_far():
+        # no request for it: engines keep that state on their own disk
         return version_named(place.name)
     if not place.is_folder():
         return None
     state = place.child(".weight_sync").child("state.json")
     if not state.is_file():
+        # absolute, for the folder may have been named as `.`
         return version_named(place.absolute.name)
     told = read_object(read_small(state, "index_bytes"), state.path, "state").get("version")
     return _number(told, "version", state.path)

@@ -123,6 +123,7 @@ def put_set(at: FolderNames, files: ShardNames, *, force: bool) -> None:
             with _after_it(at, name, "replaced", "copy it, or run the command again"):
                 at.replace(name)
         at.sync(replaced, are_last=True)
+        # last of all: until the index was replaced, it named these
         own = set(files.files)
         for name in earlier:
             if name not in own:
@@ -158,6 +159,7 @@ def _put_checkpoint(
         if is_over:
             at.remove(last)
             gone.append(last)
+        # without force, a name that somebody took meanwhile is an error and stays theirs
         put = at.replace if force else at.name
         for name in shards:
             put(name)
@@ -183,6 +185,7 @@ def _undone(at: FolderNames, done: Sequence[str], gone: Sequence[str]) -> Iterat
             hint = f"{_told(done)} is replaced by now; run the command again"
         elif gone:
             hint = f"{_told(gone)} is removed by now; run the command again"
+        # the last first: a folder can go when the files in it are gone
         elif left := [name for name in reversed(done) if not _is_removed(at, name)]:
             hint = f"{_told(left)} may be left behind; remove it"
         if hint and isinstance(error, OutputRefused):

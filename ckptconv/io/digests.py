@@ -54,6 +54,7 @@ class RunDigests:
 
     def begin(self, view: memoryview) -> None:
         """Take the next bytes, which stay as they are until `wait` says so."""
+        # while a thread still hashes what came before, this has to queue behind it
         if len(view) < _WORTH_THREADS and not self._waiting:
             self._whole.update(view)
             self._take(view)

@@ -30,6 +30,7 @@ def write_first_bytes(path: Path, old: bytes, new: bytes, *, fsync: bool) -> Non
     """
     assert len(old) == len(new)
     with output_errors(path), folder_held(path), held_back(), _opened(path) as file:
+        # another program may have written it since its header was read
         if first_bytes(file, len(old)) != old:
             raise OutputRefused(
                 "was changed in the meantime", path=path, hint="run the command again"
@@ -105,6 +106,7 @@ def _remove_journal(path: Path, *, fsync: bool) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """The file to read and write; what was to be on the disk is when it is closed."""
+    # unbuffered, so that one write is one call of the system
     file = path.open("r+b", buffering=0)
     try:
         yield file

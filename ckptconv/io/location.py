@@ -213,6 +213,7 @@ class Member(Alone):
         return sorted({name.partition("/")[0] for name in below})
 
     def open(self, pool: FilePool | None = None) -> Source:
+        # a range of it: who closes that leaves the member open for others
         found = self._members.get(self._name)
         return super().open(pool) if found is None else RangeSource(found, 0, found.size)
 

@@ -43,6 +43,7 @@ def merged_runs(
     for number in sorted(range(len(ranges)), key=ranges.__getitem__):
         offset, nbytes = ranges[number]
         end = max(last, offset + nbytes)
+        # a negative size out of a file stays alone, and is refused when it is read
         if members and offset - last <= gap(nbytes) and end - first <= longest and nbytes >= 0:
             last = end
             members.append(number)

@@ -49,6 +49,7 @@ def followed(metadata: Mapping[str, str], names: NewNames) -> dict[str, str]:
     """The metadata as they speak of the tensors under their new names. Raises `RefusedObject` where
     the new names are not of the form by which the codes are found.
     """
+    # before anything is parsed: metadata of a form that is not known stay as they are
     if all(old == new for old, new in names.items()):
         return dict(metadata)
     torchao = {name: _new_name(name, entry, names) for name, entry in _torchao(metadata).items()}

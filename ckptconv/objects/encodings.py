@@ -256,6 +256,7 @@ def restore(tensors: Mapping[str, TensorRef], text: str) -> dict[str, Node]:
             raise MalformedCheckpoint(what, where=key) from error
         values[key] = value
         places[key] = places[names[0]]
+    # the order of a state dict tells what an optimizer numbers
     return {key: values[key] for key in sorted(values, key=places.__getitem__)}
 
 

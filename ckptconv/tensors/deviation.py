@@ -81,6 +81,7 @@ class Norms:
         top, first, second = self._inner, self._ours, self._theirs
         ratio = top.value / math.sqrt(first.value) / math.sqrt(second.value)
         ratio = _power(ratio, top.exponent - (first.exponent + second.exponent) / 2)
+        # rounding may leave it a few units in the last place beyond
         return max(-1.0, min(1.0, ratio))
 
 

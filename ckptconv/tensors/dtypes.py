@@ -180,6 +180,7 @@ _SHORT_NAMES = {
     "f32": "float32", "float": "float32", "fp32": "float32",
     "f16": "float16", "half": "float16", "fp16": "float16",
     "bf16": "bfloat16",
+    # fp8 alone is the form that weights have; e5m2 is one for gradients
     "f8_e4m3": "float8_e4m3fn", "f8_e4m3fn": "float8_e4m3fn", "fp8": "float8_e4m3fn",
     "f8_e5m2": "float8_e5m2",
     "f8_e4m3fnuz": "float8_e4m3fnuz",

@@ -79,6 +79,7 @@ def moved(move: Move, items: Sequence[Beside]) -> list[Beside]:
     """What stands beside codes after a move of them; `RefusedObject` where no scale would be right.
     The move was made with the codes before, so its numbers fit them.
     """
+    # a list, so that a refusal is raised here, not by whoever looks first
     return list(MOVED[move.name](items, *move.numbers))
 
 

@@ -213,6 +213,7 @@ def require_ranks(files: Mapping[int, Location], count: int, kind: str) -> None:
     """Raise unless the files are those of the ranks 0 to `count` - 1."""
     there = count_text(len(files), "rank")
     what = f"has the {kind} states of {there}, but {count} wrote it"
+    # if any rank is missing, one of the first len(files) + 1 is; `count` is what a file claims
     missing = [rank for rank in range(min(count, len(files) + 1)) if rank not in files]
     if missing:
         raise MalformedCheckpoint(f"{what}; those of rank {missing[0]} are missing", hint=FETCH)

@@ -350,6 +350,7 @@ def _of_one_value(layers: Layers) -> tuple[int, int] | None:
     there: dict[object, int] = {}
     for at, values in layers.items():
         refs = [ref for ref in map(tensor_of, values.values()) if ref is not None]
+        # two numbers alone may be equal by chance
         own = {mark_of(ref): ref for ref in refs if ref.numel > 1}
         for mark, ref in own.items():
             if mark in there and varies(ref):

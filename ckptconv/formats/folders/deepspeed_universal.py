@@ -104,6 +104,7 @@ def read_universal(
     folders = sorted((item for item in zero.list() if item.is_folder()), key=lambda item: item.name)
     refuse_beyond("shards", len(folders), f"has {len(folders)} parameters", where="zero")
     order = {name: at for at, name in enumerate(known)}
+    # that of the model states: the order of the names of folders would be taken for it
     folders.sort(key=lambda item: order.get(item.name, len(order)))
     for folder in folders:
         found = dict(_of_parameter(folder, known.get(folder.name), open_file, opened))
@@ -127,6 +128,7 @@ def _of_parameter(
         if not file.name.endswith(".pt") or not file.is_file():
             continue
         checkpoint = open_file(file)
+        # without its tree: there are thousands of files, of which only the bytes are needed later
         opened.append(replace(checkpoint, root=None))
         key = file.name.removesuffix(".pt")
         with errors_at(path=file):
@@ -243,6 +245,7 @@ def _differ_in_size(one: TensorRef, other: TensorRef) -> bool:
     for pair in zip(_chunks(one), _chunks(other), strict=True):
         sizes = [bytearray(chunk) for chunk in pair]
         for raw in sizes:
+            # little-endian: the last byte of each number has its sign
             ends = slice(one.dtype.itemsize - 1, None, one.dtype.itemsize)
             raw[ends] = raw[ends].translate(_NO_SIGN)
         if sizes[0] != sizes[1]:

@@ -92,6 +92,7 @@ def _read(path: Path, name: str) -> bytes:
         if path.is_dir():
             files = [file for file in sorted(path.iterdir()) if file.is_file()]
         texts = [read_whole(FileSource(file), "text_bytes") for file in files]
+        # a bundle and the single files beside it (/etc/ssl/certs) name the same ones
         found = b"\n".join(dict.fromkeys(one for text in texts for one in _ONE(text)))
         if not found:
             raise ValueError(path)
