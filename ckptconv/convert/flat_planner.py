@@ -21,6 +21,7 @@ from ckptconv.convert.notes import (
     sharing_notes,
     still_shared,
     text_notes,
+    tied_notes,
 )
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan, FilePart, PlannedFile, PlannedFrom
@@ -127,6 +128,7 @@ def plan_flat(
             *text_notes(found),
             *key_notes([renamed], options.keys),
             *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
+            *tied_notes([applied], options.fit_to),
             *idle_tag_notes(locations, options.tags),
             *sharing_notes(refs, storages),
             *parted_notes([shared], [renamed]),

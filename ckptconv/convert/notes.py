@@ -171,6 +171,31 @@ def prefix_notes(
             )
 
 
+def tied_notes(applied: Iterable[Applied], fit_to: KeyTarget | None) -> Iterator[str]:
+    """Tell of tensors that differ where the target has one tensor under their names: torch loads
+    all into it without a word, and the last one stays.
+    """
+    if fit_to is None or not fit_to.ties:
+        return
+    from ckptconv.tensors.layouts import are_alike  # seldom needed
+
+    for each in applied:
+        tensors = {
+            key: ref
+            for key, value in zip(each.keys.new, each.item.values, strict=True)
+            if key is not None and (ref := tensor_of(value)) is not None
+        }
+        for names in fit_to.ties:
+            met = [key for key in names if key in tensors]
+            for key in met[1:]:
+                if not are_alike([tensors[met[0]], tensors[key]]):
+                    yield (
+                        f"{printable(met[0])} and {printable(key)}{_of(each.item.path)} differ, "
+                        f"and are one tensor of {printable(fit_to.name)}: a model that ties them "
+                        "keeps the values of one alone"
+                    )
+
+
 def _of(path: str) -> str:
     """The part that keys are in; nothing for the root."""
     return f" of {printable(path)}" if path else ""

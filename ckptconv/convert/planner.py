@@ -24,6 +24,7 @@ from ckptconv.convert.notes import (
     prefix_notes,
     sharing_notes,
     still_shared,
+    tied_notes,
     tree_notes,
 )
 from ckptconv.convert.options import Options, Request
@@ -361,6 +362,7 @@ def _plan_tree(
             *key_notes(renamed, options.keys),
             *told,
             *prefix_notes(checkpoint, found, options.keys, options.fit_to),
+            *tied_notes(applied, options.fit_to),
             *idle_tag_notes(locations, options.tags),
             *sharing_notes(refs, storages),
             *(parted_notes([done for _, done in after], renamed) if options.casts else ()),

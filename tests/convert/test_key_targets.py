@@ -429,6 +429,24 @@ def test_doctor_knows_that_a_tied_name_can_be_filled(tied_net, tmp_path):
     assert diagnose(tmp_path / "one-portable.pt", model=model).loads
 
 
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
+@pytest.mark.parametrize("named", ["--like", "--model"])
+def test_tied_names_whose_values_differ_are_told_of(named, out, tied_net, tmp_path):
+    state_dict = {f"module.{k}": v.clone() for k, v in tied_net.Net().state_dict().items()}
+    torch.save(state_dict, tmp_path / "same.pt")
+    state_dict["module.head.weight"] += 1
+    torch.save(state_dict, tmp_path / "apart.pt")
+    torch.save(tied_net.Net().state_dict(), tmp_path / "net.pt")
+    target = {"--like": "net.pt", "--model": f"{tied_net.__name__}:Net"}[named]
+    told = "embed.weight and head.weight differ, and are one tensor of"
+    for source, is_told in (("same.pt", False), ("apart.pt", True)):
+        done = run("convert", source, out, named, target, "--force", cwd=tmp_path)
+        assert (done.exit, told in done.err) == (0, is_told), done.err
+    found = load_portable(tmp_path / out)  # both are kept
+    for key in ("embed.weight", "head.weight"):
+        assert torch.equal(found[key], state_dict[f"module.{key}"])
+
+
 def test_a_name_is_not_filled_where_it_is_not_tied_or_where_a_key_could_be_meant_for_it(
     tied_net, tmp_path
 ):
