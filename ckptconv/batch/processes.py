@@ -24,7 +24,7 @@ from ckptconv.io.hidden_folders import KeptFolder
 from ckptconv.support import platforms
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import dataclass
-from ckptconv.support.signals import stop_in_good_order
+from ckptconv.support.signals import held_back, stop_in_good_order
 
 _GRACE = 10.0
 """Seconds in which a worker that is told to end may clean up."""
@@ -105,7 +105,9 @@ class Processes(Engine):
                 target=_work, args=(theirs, held, threads), name="ckptconv-worker", daemon=True
             )
             try:
-                process.start()
+                # a stop between its start and what it is sent then would leave it with half of it
+                with held_back(), platforms.unheard_by_children():
+                    process.start()
             except OSError:
                 ours.close()
                 raise

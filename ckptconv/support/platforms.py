@@ -31,7 +31,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -648,6 +648,24 @@ def signal_main_thread(number: int) -> None:
         _signal.pthread_kill(ident, number)
     else:
         _thread.interrupt_main(signal.Signals(number))
+
+
+@contextlib.contextmanager
+def unheard_by_children() -> Iterator[None]:
+    """A process that is started in the block does not hear Ctrl-C, which a terminal sends to all,
+    from its first moment on; on Windows it does.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker  # which starts with the first, and lets it hear
+
+    resource_tracker.ensure_running()
+    before = _signal.pthread_sigmask(_signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
 
 
 def can_set_alarm() -> bool:

@@ -17,6 +17,7 @@ from ckptconv.batch.work import Task
 from ckptconv.cli.batching import batch
 from helpers.engine_conformance import EngineConformance, WorkerConformance, checkpoint, drained
 from helpers.lost_workers import KillingJob
+from helpers.program import PROGRAM, run_process
 
 
 class TestSerial(EngineConformance):
@@ -105,3 +106,35 @@ def test_words_of_an_engine_are_not_before_the_document(tmp_path, monkeypatch, c
     printed = capsys.readouterr()
     assert json.loads(printed.out)["done"] == 1
     assert printed.err == "(raylet) a node died\n"
+
+
+STOPPED_AT_A_START = """
+import os, signal
+from multiprocessing import util
+from ckptconv.cli.main import main
+start = util.spawnv_passfds
+def started(path, words, passed):
+    found = start(path, words, passed)
+    if "--multiprocessing-fork" in words:
+        {what}
+    return found
+util.spawnv_passfds = started
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [("os.kill(found, signal.SIGINT)", 0), ("signal.raise_signal(signal.SIGTERM)", 143)],
+    ids=["Ctrl-C, which a terminal sends to workers too", "the driver is stopped"],
+)
+def test_a_worker_that_starts_says_nothing_of_a_stop(what, code, tmp_path):
+    (tmp_path / "in").mkdir()
+    checkpoint(tmp_path / "in" / "a.pt")
+    done = run_process(
+        *("batch", "in", "--out-dir", "out", "--to", "safetensors", "--engine", "processes"),
+        cwd=tmp_path,
+        command=[PROGRAM[0], "-c", STOPPED_AT_A_START.format(what=what)],
+    )
+    assert (done.exit, "Traceback" in done.err) == (code, False), done.err
+    assert (tmp_path / "out" / "a.safetensors").exists() is (code == 0)
