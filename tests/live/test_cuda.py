@@ -172,22 +172,21 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path):
         "random": torch.cuda.get_rng_state_all(),
     }
     torch.save(kept, tmp_path / "in.pt")
-    done = run(
-        "convert", "in.pt", "out.pt", "--device", "cuda:0", "--keys", "strip",
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.exit == 0, done.err
+    assert run("strip-module", "in.pt", "cpu.pt", cwd=tmp_path).exit == 0
+    tags = ("--map-location", "cuda:0=cuda")
+    assert run("strip-module", "in.pt", "gpu.pt", *tags, cwd=tmp_path).exit == 0
     drawn = torch.randn(3, device="cuda:0")
     step(model, optimizer)
-    again = torch.load(tmp_path / "out.pt", weights_only=True)
-    other, resumed = started()
-    other.load_state_dict(again["model"])
-    resumed.load_state_dict(again["optimizer"])
-    assert all(state["step"].is_cuda for state in resumed.state.values())
-    torch.cuda.set_rng_state_all(again["random"])
-    assert torch.randn(3, device="cuda:0").equal(drawn)
-    step(other, resumed)
-    same(other.state_dict(), model.state_dict())
+    for name in ("cpu.pt", "gpu.pt"):
+        again = torch.load(tmp_path / name, weights_only=True)
+        other, resumed = started()
+        other.load_state_dict(again["model"])
+        resumed.load_state_dict(again["optimizer"])
+        assert all(state["step"].is_cuda for state in resumed.state.values())
+        torch.cuda.set_rng_state_all(again["random"])
+        assert torch.randn(3, device="cuda:0").equal(drawn)
+        step(other, resumed)
+        same(other.state_dict(), model.state_dict())
 
 
 def test_a_torchscript_archive_runs_on_a_host_without_gpu(tmp_path):
