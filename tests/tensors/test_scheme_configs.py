@@ -121,6 +121,28 @@ def test_a_group_size_that_the_scales_do_not_have_is_refused(tmp_path):
     assert made(tmp_path, one, of_gptq(group_size=-1))["a.weight"].shape == (32, 192)
 
 
+def test_modules_of_gptq_have_groups_of_their_own(tmp_path):
+    """As GPTQModel's README has it: `dynamic={"+:a": {"bits": 8, "group_size": 64}}`."""
+    tensors = {"a.qweight": words(64, 8), "a.qzeros": words(4, 2), "a.scales": torch.rand(4, 8),
+               "a.g_idx": torch.arange(256, dtype=torch.int32) // 64}  # fmt: skip
+    assert "4 groups of 128" in refused(tmp_path, tensors, of_gptq(group_size=128))
+    config = of_gptq(bits=4, group_size=128, dynamic={"+:a": {"bits": 8, "group_size": 64}})
+    codes = tensors["a.qweight"].T.contiguous().view(torch.uint8).float()
+    zeros = tensors["a.qzeros"].view(torch.uint8).float().T + 1  # stored less one
+    each = (codes.unflatten(1, (4, 64)) - zeros[:, :, None]) * tensors["a.scales"].T[:, :, None]
+    assert torch.equal(made(tmp_path, tensors, config)["a.weight"], each.flatten(1))
+
+
+def test_scales_of_modelopt_in_blocks_have_a_size_of_1_behind_each(tmp_path):
+    """FP8_PB_WO: vLLM's `ModelOptFp8PbWoLinearMethod` reads [rows, 1, columns, 1] too."""
+    codes, scales = fp8(256, 384), torch.rand(2, 1, 3, 1)
+    tensors = {"a.weight": codes, "a.weight_scale": scales}
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    value = made(tmp_path, tensors, {"quantization_config": config})["a.weight"]
+    blocks = codes.float().unflatten(1, (3, 128)).unflatten(0, (2, 128))
+    assert torch.equal(value, (blocks * scales).flatten(2, 3).flatten(0, 1))
+
+
 def test_act_order_of_gptq_may_be_said_in_other_words(tmp_path):
     assert "no g_idx" in refused(tmp_path, GPTQ, of_gptq(desc_act="true"))
 

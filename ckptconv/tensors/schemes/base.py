@@ -312,18 +312,28 @@ def block_of(
     The block is never the size divided by that of the grid: blocks at the edges are cut.
     """
     *outer, rows, columns = shape
-    sizes = _large(scale.shape)
-    is_grid = len(scale.shape) == len(shape) and list(scale.shape[:-2]) == outer
+    grid = _grid(scale.shape)
+    sizes = _large(grid)
+    is_grid = len(grid) == len(shape) and list(grid[:-2]) == outer
     is_for_all = not is_grid and sizes == _large(outer)
-    if 0 in shape or not sizes or is_for_all or (is_grid and scale.shape[-2:] == (1, 1)):
+    if 0 in shape or not sizes or is_for_all or (is_grid and grid[-2:] == (1, 1)):
         return max(rows, 1), max(columns, 1)
     if given is not None:
         return given
-    if not is_grid and len(scale.shape) != len(shape) and sizes == _large((*outer, rows)):
+    if not is_grid and len(grid) != len(shape) and sizes == _large((*outer, rows)):
         return 1, max(columns, 1)
-    if not is_grid or (scale.shape[-2:] == (1, rows) and rows not in (1, columns)):
+    if not is_grid or (grid[-2:] == (1, rows) and rows not in (1, columns)):
         group.fail(f"is {list(shape)}, which scales of {list(scale.shape)} do not fit")
-    return (power_of(group, rows, scale.shape[-2]), power_of(group, columns, scale.shape[-1]))
+    return (power_of(group, rows, grid[-2]), power_of(group, columns, grid[-1]))
+
+
+def _grid(shape: Shape) -> Shape:
+    """The shape of scales; that of ModelOpt's FP8_PB_WO has a 1 behind each size (as it exports
+    them, and vLLM reads them).
+    """
+    if len(shape) == 4 and shape[1] == shape[3] == 1:
+        return shape[::2]
+    return shape
 
 
 def _large(shape: Sequence[int]) -> list[int]:

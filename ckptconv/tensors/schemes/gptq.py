@@ -162,7 +162,9 @@ def _group_size(group: CodeGroup, facts: Facts, count: int, groups: int) -> int:
     # one group of all
     if size == -1:
         size = count
-    if size is None:
+    # gptqmodel's `dynamic` gives modules sizes of their own; g_idx is held against what is derived
+    is_own = size is not None and size > 0 and -(-count // size) != groups
+    if size is None or (is_own and facts.config.get("dynamic")):
         size = power_of(group, count, groups)
     if size <= 0 or -(-count // size) != groups:
         group.fail(f"has {groups} groups of {size} for {count} inputs")
